@@ -1,0 +1,34 @@
+# Two commands: `make demo` shows what the template gives, `make test` proves it.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+DEMO := cookiecutter torch numpy tyro tqdm
+TEST := $(DEMO) scikit-learn pytest pytest-xdist pytest-timeout hypothesis ruff pre-commit \
+	pyyaml setuptools
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.demo
+	@./demo.sh $(abspath $(BIN))
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf $(VENV) demo
+
+$(VENV)/.demo: constraints.txt Makefile
+	@echo "installing into $(VENV): a minute or two, once"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) $(DEMO)
+	@touch $@
+
+$(VENV)/.test: constraints.txt Makefile
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) $(TEST)
+	@touch $@

@@ -1,0 +1,26 @@
+"""Say what to do next. Nothing in the rendered project depends on this having run."""
+
+import contextlib
+import json
+import os
+import shlex
+import sys
+
+# JSON in a raw string: no answer can end the literal, whatever quotes it holds.
+ANSWERS = json.loads(r"""{{ cookiecutter | tojson }}""")
+
+TEXT = f"""
+{ANSWERS["project_name"]} is ready. What to do next:
+
+    cd {shlex.quote(os.getcwd())}
+    python3 -m venv .venv && . .venv/bin/activate
+    pip install -e '.[dev]'
+    python -m {ANSWERS["package_name"]} train
+
+README.md in that folder has the rest.
+"""
+
+# A hook that fails makes Cookiecutter delete the project. So: no character that the terminal cannot
+# show is an error, nor is a pipe that nobody reads (which `print` would also report at exit).
+with contextlib.suppress(OSError):
+    os.write(1, TEXT.encode(getattr(sys.stdout, "encoding", "ascii"), errors="replace"))

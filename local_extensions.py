@@ -1,0 +1,181 @@
+"""Jinja filters that check an answer, derive the next default, and quote for a file format.
+
+Cookiecutter loads this module by `_extensions` in cookiecutter.json, on every road to a render:
+with hooks or without, from the command line, its Python API or cruft. It runs in Cookiecutter's own
+interpreter, so it uses nothing but what Cookiecutter itself depends on.
+"""
+
+from __future__ import annotations
+
+import json
+import keyword
+import re
+import sys
+import unicodedata
+from collections.abc import Callable
+from functools import partial
+
+import click
+from jinja2 import Environment
+from jinja2.ext import Extension
+from slugify import slugify
+
+SLUG_LIMIT = 40
+PACKAGE_LIMIT = 30  # with it, import lines of the rendered tests stay within the formatter's 100
+
+# What free text cannot hold: line breaks and other control characters, bidirectional overrides
+# (text that reads differently from what it is), lone surrogates (not Unicode at all), and the marks
+# of Jinja, which Cookiecutter would run whenever it is handed the answer again, as by an update.
+_UNFIT = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]" + r"|\{\{|# \{[%#]"
+)
+
+_WINDOWS = re.compile("con|prn|aux|nul|(com|lpt)[0-9]")
+
+# Distributions, modules and commands in the environment of a rendered project: as a slug such a
+# name would replace a requirement or a command, as a package it would hide a module.
+_INSTALLED = set(
+    """
+    activate cfgv cloudpickle colorama distlib docstring_parser f2py filelock fsspec functorch
+    identify identify_cli iniconfig isympy jinja2 joblib markupsafe mpmath narwhals networkx nodeenv
+    numpy numpy_config nvidia packaging pip pip3 platformdirs pluggy pre_commit py pygmentize
+    pygments pytest python python3 python_discovery pyyaml ruff scikit_learn scipy setuptools
+    sklearn sympy threadpoolctl torch torchfrtrace torchgen torchrun tqdm triton typeguard
+    typing_extensions tyro virtualenv yaml
+    """.split()  # noqa: SIM905 (as a list it would take a line for each)
+)
+
+# `sys.stdlib_module_names` leaves out `test`, and cannot know the modules of a newer Python.
+_STDLIB = sys.stdlib_module_names | {"annotationlib", "compression", "profiling", "test"}
+
+# Folders and modules of the rendered tree, and folders that its .gitignore leaves out.
+_TREE = {"build", "conftest", "dist", "env", "runs", "scripts", "src", "tests", "venv"}
+
+
+def _line_problem(text: str, limit: int) -> str | None:
+    if all(unicodedata.category(char) in ("Cc", "Cf", "Zs") for char in text):
+        return "is empty"
+    if unfit := _UNFIT.search(text):
+        return f"contains {unfit[0]!r}, which cannot go into every file as it is"
+    if text != text.strip():
+        return "begins or ends with a space"
+    if len(text) > limit:
+        return f"is longer than {limit} characters"
+    return None
+
+
+def _line(text: str, limit: int, fallback: str) -> str:
+    line = " ".join(_UNFIT.sub(" ", text).split())[:limit].strip()
+    return fallback if _line_problem(line, limit) else line
+
+
+def _slug_problem(slug: str) -> str | None:
+    if len(slug) > SLUG_LIMIT:
+        return f"is longer than {SLUG_LIMIT} characters"
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9_-]*[a-z0-9])?", slug):
+        return "must be made of a-z, 0-9, '-' and '_', with a letter or digit at both ends"
+    if _WINDOWS.fullmatch(slug):
+        return "is a name that Windows reserves"
+    if re.sub("[-_]+", "_", slug) in _INSTALLED:
+        return "is the name of something that the project installs"
+    return None
+
+
+def _package_problem(name: str) -> str | None:
+    if len(name) > PACKAGE_LIMIT:
+        return f"is longer than {PACKAGE_LIMIT} characters"
+    if not re.fullmatch("[a-z][a-z0-9_]*", name):
+        return "must be made of a-z, 0-9 and '_', beginning with a letter"
+    if keyword.iskeyword(name) or keyword.issoftkeyword(name):
+        return "is a word of the Python language"
+    if name in _STDLIB or name in _INSTALLED:
+        return "would hide a module that Python or the project needs"
+    if _WINDOWS.fullmatch(name):
+        return "is a name that Windows reserves"
+    if name in _TREE or name.startswith("test_"):
+        return "is a name that the project uses for something else"
+    return None
+
+
+def _derive(text: str, separator: str, limit: int, problem: Callable[[str], str | None]) -> str:
+    """Return the first fit name made from the text; the last candidate is always fit."""
+    run = f"{separator}run"
+    # Entities stay text: some releases of slugify fail on one that names no character.
+    short, long = (
+        slugify(text, False, False, False, room, True, separator, save_order=True)
+        for room in (limit - len(run), limit)
+    )
+    candidates = (long, short + run, f"run{separator}{short}", f"training{run}")
+    return next(name for name in candidates if not problem(name))
+
+
+slug = partial(_derive, separator="-", limit=SLUG_LIMIT, problem=_slug_problem)
+package = partial(_derive, separator="_", limit=PACKAGE_LIMIT, problem=_package_problem)
+
+# For each answer: what is wrong with it, if anything, and what would do instead.
+_RULES: dict[str, tuple[Callable[[str], str | None], Callable[[str], str]]] = {
+    "project_name": (
+        partial(_line_problem, limit=80),
+        partial(_line, limit=80, fallback="My Training Run"),
+    ),
+    "project_slug": (_slug_problem, slug),
+    "package_name": (_package_problem, package),
+    "author_name": (
+        partial(_line_problem, limit=100),
+        partial(_line, limit=100, fallback="My Training Run authors"),
+    ),
+}
+
+
+def check(answer: object, key: str) -> str:
+    """Return nothing for an answer fit for use, else stop with one line and a suggestion."""
+    find_problem, suggest = _RULES[key]
+    text = answer if isinstance(answer, str) else ""  # the Python API lets any object through
+    if problem := find_problem(text):
+        shown = repr(answer)  # escapes what would break the line or the terminal
+        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        raise click.ClickException(f"{key} {shown} {problem}; try {suggest(text)!r}.")
+    return ""
+
+
+def toml(text: str) -> str:
+    """Quote as a basic string of TOML, which is also a double-quoted scalar of YAML.
+
+    JSON's escapes are valid in both. Left to escape is what JSON may hold raw and they may not.
+    """
+    return re.sub(
+        "[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]",
+        lambda char: f"\\u{ord(char[0]):04x}",
+        json.dumps(text, ensure_ascii=False),
+    )
+
+
+def py(text: str) -> str:
+    """Quote as a string of Python in ASCII, with the quotes that the formatter prefers.
+
+    Not as it is, since linters refuse letters that look like others, such as those of Cyrillic.
+    """
+    quote = "'" if text.count('"') > text.count("'") else '"'
+    escaped = text.encode("unicode_escape").decode().replace(quote, f"\\{quote}")
+    return f"{quote}{escaped}{quote}"
+
+
+def md(text: str) -> str:
+    """Escape for a line of Markdown or HTML, by entities, which both of them read.
+
+    Besides the marks of either it covers what at the start of a line opens a list or underlines a
+    heading, and what GitHub makes of `:name:`, `@name` and `$`.
+    """
+    marks = r"""[]["#$&*:<>@\\_`{|}~]|^[-+=]|(?<=\d)[.)](?=\s|$)"""
+    return re.sub(marks, lambda mark: f"&#{ord(mark[0])};", text)
+
+
+class Filters(Extension):
+    """All of the above, as filters of the template."""
+
+    def __init__(self, environment: Environment) -> None:
+        """Register them."""
+        super().__init__(environment)
+        environment.filters.update(
+            check=check, slug=slug, package=package, toml=toml, yaml=toml, py=py, md=md
+        )

@@ -1,0 +1,89 @@
+"""Data parallel: every rank holds the whole model, gradients are averaged (DDP).
+
+Under torchrun there is a process group; a plain process runs without one, as one rank.
+"""
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .engine.control import World, join, leave
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the work is spread: data parallel, the model whole on every rank."""
+
+    timeout_minutes: float = 10.0
+    """A collective that takes longer ends the run."""
+    bucket_mb: int = 25
+    """Gradients are reduced in buckets of this size, while backward goes on."""
+    find_unused_parameters: bool = False
+    """Needed when some parameters take no part in some steps; costs a walk over the graph."""
+
+
+def setup(config: ParallelConfig, device: str) -> World:
+    """Join the process group that torchrun announces, if any."""
+    return join(device, timedelta(minutes=config.timeout_minutes))
+
+
+def place(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    config: ParallelConfig,
+    world: World,
+    compute_dtype: torch.dtype,
+) -> nn.Module:
+    """Move the model to its device and wrap it; returns the module to call."""
+    model.to(world.device)
+    if not world.distributed or not any(p.requires_grad for p in model.parameters()):
+        return model
+    return DistributedDataParallel(
+        model,
+        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        bucket_cap_mb=config.bucket_mb,
+        find_unused_parameters=config.find_unused_parameters,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,  # agreed on before each save and validation, not at every forward
+    )
+
+
+def autocast(world: World, compute_dtype: torch.dtype) -> contextlib.AbstractContextManager:
+    """Context of forward: matrix products in `compute_dtype`, weights and sums in float32."""
+    enabled = compute_dtype != torch.float32
+    return torch.autocast(world.device.type, compute_dtype, enabled=enabled)
+
+
+def accumulate(module: nn.Module, last: bool) -> contextlib.AbstractContextManager:
+    """Context of one micro-batch's forward and backward; gradients are reduced in the last one."""
+    if last or not isinstance(module, DistributedDataParallel):
+        return contextlib.nullcontext()
+    return module.no_sync()
+
+
+def local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of the tensors that this process holds: all of them."""
+    return tensors
+
+
+def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
+    """2-norm of all gradients together, a scalar on the device, the same on every rank."""
+    return torch.nn.utils.get_total_norm(gradients, foreach=True)
+
+
+def all_reduce(tensor: torch.Tensor, world: World) -> torch.Tensor:
+    """Sum over the ranks, in place."""
+    if world.distributed:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def teardown(world: World) -> None:
+    """Leave the process group; call it when model and optimizer are gone."""
+    leave(world)

@@ -1,0 +1,97 @@
+"""Fully sharded: every rank holds a slice of each parameter, gradient and moment (FSDP2).
+
+Each block is gathered when its turn comes and let go after it. Under torchrun there is a process
+group; a plain process runs without one, as one rank, unsharded.
+"""
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from .engine.control import World, join, leave
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the work is spread: data parallel, the model sharded over the ranks."""
+
+    timeout_minutes: float = 10.0
+    """A collective that takes longer ends the run."""
+    reshard_after_forward: bool = True
+    """Let a block's weights go after forward and gather them again for backward: less memory."""
+
+
+def setup(config: ParallelConfig, device: str) -> World:
+    """Join the process group that torchrun announces, if any."""
+    return join(device, timedelta(minutes=config.timeout_minutes))
+
+
+def place(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    config: ParallelConfig,
+    world: World,
+    compute_dtype: torch.dtype,
+) -> nn.Module:
+    """Shard each block, then the rest, in place; returns the module to call."""
+    if not world.distributed:
+        return model.to(world.device)
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    reduced = compute_dtype != torch.float32
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype if reduced else None,
+        # Stated, since its default differs between releases: gradients are summed in float32.
+        reduce_dtype=torch.float32 if reduced else None,
+    )
+    for block in blocks:
+        fully_shard(
+            block,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=config.reshard_after_forward,
+        )
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def autocast(world: World, compute_dtype: torch.dtype) -> contextlib.AbstractContextManager:
+    """Context of forward: FSDP casts by its own policy, a plain process by autocast."""
+    enabled = compute_dtype != torch.float32 and not world.distributed
+    return torch.autocast(world.device.type, compute_dtype, enabled=enabled)
+
+
+def accumulate(module: nn.Module, last: bool) -> contextlib.AbstractContextManager:
+    """Context of one micro-batch's forward and backward; gradients are reduced in the last one."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last)
+    return contextlib.nullcontext()
+
+
+def local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of the tensors that this process holds."""
+    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+
+
+def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
+    """2-norm of all gradients together, a scalar on the device, the same on every rank."""
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def all_reduce(tensor: torch.Tensor, world: World) -> torch.Tensor:
+    """Sum over the ranks, in place."""
+    if world.distributed:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def teardown(world: World) -> None:
+    """Leave the process group; call it when model and optimizer are gone."""
+    leave(world)

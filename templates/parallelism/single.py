@@ -1,0 +1,67 @@
+"""One process, one device."""
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .engine import UserError
+from .engine.control import World, launched_ranks, pick_device
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the work is spread: not at all."""
+
+
+def setup(config: ParallelConfig, device: str) -> World:
+    """Take the one device; UserError when torchrun started several processes."""
+    if launched_ranks() > 1:
+        raise UserError(
+            f"torchrun started {launched_ranks()} processes, but this project was rendered for one "
+            "(parallelism=single): start it with `python -m`, or render it with ddp or fsdp"
+        )
+    return World(0, 1, pick_device(device))
+
+
+def place(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    config: ParallelConfig,
+    world: World,
+    compute_dtype: torch.dtype,
+) -> nn.Module:
+    """Move the model to its device; returns the module to call."""
+    return model.to(world.device)
+
+
+def autocast(world: World, compute_dtype: torch.dtype) -> contextlib.AbstractContextManager:
+    """Context of forward: matrix products in `compute_dtype`, weights and sums in float32."""
+    enabled = compute_dtype != torch.float32
+    return torch.autocast(world.device.type, compute_dtype, enabled=enabled)
+
+
+def accumulate(module: nn.Module, last: bool) -> contextlib.AbstractContextManager:
+    """Context of one micro-batch's forward and backward; `last` of its step or not."""
+    return contextlib.nullcontext()
+
+
+def local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of the tensors that this process holds."""
+    return tensors
+
+
+def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
+    """2-norm of all gradients together, a scalar on the device."""
+    return torch.nn.utils.get_total_norm(gradients, foreach=True)
+
+
+def all_reduce(tensor: torch.Tensor, world: World) -> torch.Tensor:
+    """Sum over the ranks, in place."""
+    return tensor
+
+
+def teardown(world: World) -> None:
+    """Nothing to leave."""

@@ -1,0 +1,122 @@
+"""The model: yours to replace. A small residual network without batch statistics.
+
+What the rest relies on is in three functions at the end (`build_model`, `compute_loss`, `blocks`)
+and in `ModelConfig` and `PRESETS`. Any `nn.Module` will do; nothing here has to be inherited.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .engine import UserError
+
+if TYPE_CHECKING:
+    from .config import Config
+    from .data import Spec
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A residual network."""
+
+    layers: int = 4
+    width: int = 64
+    groups: int = 8
+    """Of the group norms (Wu and He, 2018), which unlike batch norm look at one sample only."""
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Check the values (UserError)."""
+        if self.width % self.groups:
+            raise UserError("--model.width must be a multiple of --model.groups")
+
+
+# Settings by dotted name; "default" is the ground that the others stand on.
+PRESETS: dict[str, dict[str, Any]] = {
+    "default": {
+        "train.steps": 600,
+        "train.global_batch_size": 64,
+        "train.micro_batch_size": 64,
+        "optim.learning_rate": 2e-3,
+    },
+    "tiny": {
+        "model.layers": 2,
+        "model.width": 16,
+        "model.dropout": 0.0,
+        "train.steps": 20,
+        "train.global_batch_size": 8,
+        "train.micro_batch_size": 4,
+        "train.log_every": 5,
+        "train.validate_every": 10,
+        "train.validate_samples": 24,
+        "optim.warmup_steps": 5,
+        "checkpoint.every": 5,
+    },
+}
+
+
+class Block(nn.Module):
+    """Two convolutions on a normalised copy of the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.GroupNorm(config.groups, config.width)
+        self.norm2 = nn.GroupNorm(config.groups, config.width)
+        self.conv1 = nn.Conv2d(config.width, config.width, 3, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(config.width, config.width, 3, padding=1, bias=False)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One layer; x is [batch, width, height, width of the image]."""
+        y = self.conv1(F.gelu(self.norm1(x)))
+        return x + self.conv2(self.dropout(F.gelu(self.norm2(y))))
+
+
+class ResidualNetwork(nn.Module):
+    """Images in, logits of the classes out."""
+
+    def __init__(self, config: ModelConfig, channels: int, classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(channels, config.width, 3, padding=1)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.GroupNorm(config.groups, config.width)
+        self.head = nn.Linear(config.width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [batch, classes] for images [batch, channels, height, width] in 0 ... 1."""
+        x = self.stem(images)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(F.gelu(self.norm(x)).mean(dim=(2, 3)))
+
+
+class LossSum(NamedTuple):
+    """Sums over a batch, not means, so that accumulation and uneven ranks come out exact."""
+
+    total: Tensor
+    """Sum of the losses, the scalar to differentiate."""
+    count: Tensor | int
+    """What `total` is divided by in the end: images here."""
+    metrics: dict[str, Tensor]
+    """Further sums, reported divided by `count`."""
+
+
+def build_model(config: "Config", spec: "Spec") -> nn.Module:
+    """The model, on the CPU, initialised from torch's global random numbers."""
+    return ResidualNetwork(config.model, spec.channels, spec.classes)
+
+
+def compute_loss(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
+    """Loss of a batch of {"images": [batch, channels, height, width], "labels": [batch]}."""
+    logits, labels = model(batch["images"]).float(), batch["labels"]
+    total = F.cross_entropy(logits, labels, reduction="sum")
+    correct = (logits.detach().argmax(dim=1) == labels).sum()
+    return LossSum(total, labels.numel(), {"accuracy": correct})
+
+
+def blocks(model: nn.Module) -> Iterable[nn.Module]:
+    """The repeated layers: units of compilation, sharding and activation checkpointing."""
+    return model.blocks

@@ -1,0 +1,183 @@
+"""The model: yours to replace. A decoder-only transformer over bytes.
+
+What the rest relies on is in three functions at the end (`build_model`, `compute_loss`, `blocks`)
+and in `ModelConfig` and `PRESETS`. Any `nn.Module` will do; nothing here has to be inherited.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .engine import UserError
+
+if TYPE_CHECKING:
+    from .config import Config
+    from .data import Spec
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A GPT."""
+
+    layers: int = 3
+    heads: int = 3
+    width: int = 96
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the values (UserError)."""
+        if self.width % (2 * self.heads):
+            raise UserError("--model.width must be a multiple of twice --model.heads")
+
+
+# Settings by dotted name; "default" is the ground that the others stand on.
+PRESETS: dict[str, dict[str, Any]] = {
+    "default": {
+        "data.context": 128,
+        "train.steps": 300,
+        "train.global_batch_size": 16,
+        "train.micro_batch_size": 16,
+        "train.validate_samples": 256,
+        "optim.learning_rate": 6e-3,
+    },
+    "tiny": {
+        "model.layers": 2,
+        "model.heads": 2,
+        "model.width": 32,
+        "data.context": 32,
+        "train.steps": 20,
+        "train.global_batch_size": 8,
+        "train.micro_batch_size": 4,
+        "train.log_every": 5,
+        "train.validate_every": 10,
+        "train.validate_samples": 24,
+        "optim.warmup_steps": 5,
+        "checkpoint.every": 5,
+    },
+    "gpt2_124m": {
+        "model.layers": 12,
+        "model.heads": 12,
+        "model.width": 768,
+        "data.context": 1024,
+        "train.steps": 20_000,
+        "train.global_batch_size": 480,
+        "train.micro_batch_size": 32,
+        "train.validate_every": 500,
+        "optim.learning_rate": 6e-4,
+        "optim.warmup_steps": 700,
+        "checkpoint.every": 500,
+        "compile.mode": "blocks",
+    },
+}
+
+
+def rotary(context: int, size: int) -> Tensor:
+    """Rotation angles as cosines and sines, [2, context, size / 2] (RoPE: Su et al., 2021)."""
+    frequencies = 10_000.0 ** -(torch.arange(0, size, 2) / size)
+    angles = torch.outer(torch.arange(context), frequencies)
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Turn pairs of features by their position; x is [batch, heads, time, size]."""
+    cosines, sines = table[:, : x.shape[-2]].to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cosines - second * sines, first * sines + second * cosines], dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention by PyTorch's fused kernels."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.dropout = config.heads, config.dropout
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        """Attend; x is [batch, time, width]."""
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        q, k = rotate(q, table), rotate(k, table)
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Attention, then a perceptron, each on a normalised copy of the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(config.width), nn.RMSNorm(config.width)
+        self.attention = Attention(config)
+        self.up = nn.Linear(config.width, 4 * config.width, bias=False)
+        self.down = nn.Linear(4 * config.width, config.width, bias=False)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        """One layer; x is [batch, time, width]."""
+        x = x + self.dropout(self.attention(self.norm1(x), table))
+        hidden = F.relu(self.up(self.norm2(x))).square()  # as good as GELU, and cheap everywhere
+        return x + self.dropout(self.down(hidden))
+
+
+class GPT(nn.Module):
+    """Tokens in, logits of the next token out; input and output share one embedding."""
+
+    def __init__(self, config: ModelConfig, vocabulary: int, context: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width)
+        # Worked out, not learned: not part of a checkpoint.
+        table = rotary(context, config.width // config.heads)
+        self.register_buffer("table", table, persistent=False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                into_residual = name.endswith(("out.weight", "down.weight"))
+                depth = math.sqrt(2 * config.layers) if into_residual else 1.0
+                nn.init.normal_(parameter, std=0.02 / depth)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [batch, time, vocabulary] for tokens [batch, time]."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.table)
+        return F.linear(self.norm(x), self.embedding.weight)
+
+
+class LossSum(NamedTuple):
+    """Sums over a batch, not means, so that accumulation and uneven ranks come out exact."""
+
+    total: Tensor
+    """Sum of the losses, the scalar to differentiate."""
+    count: Tensor | int
+    """What `total` is divided by in the end: tokens here."""
+    metrics: dict[str, Tensor]
+    """Further sums, reported divided by `count`."""
+
+
+def build_model(config: "Config", spec: "Spec") -> nn.Module:
+    """The model, on the CPU, initialised from torch's global random numbers."""
+    return GPT(config.model, spec.vocabulary, config.data.context)
+
+
+def compute_loss(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
+    """Next-token loss of a batch of {"tokens": uint8 [batch, context + 1]}."""
+    tokens = batch["tokens"].long()
+    logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
+    total = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+    return LossSum(total, targets.numel(), {"bits_per_byte": total.detach() / math.log(2)})
+
+
+def blocks(model: nn.Module) -> Iterable[nn.Module]:
+    """The repeated layers: units of compilation, sharding and activation checkpointing."""
+    return model.blocks

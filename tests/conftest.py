@@ -1,0 +1,69 @@
+"""What all tests share: rendering the template by either of Cookiecutter's roads."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cookiecutter.main import cookiecutter
+from hypothesis import settings
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # for tests of local_extensions itself
+
+settings.register_profile("template", deadline=None, database=None)  # machines differ in speed
+settings.load_profile("template")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _isolated_cookiecutter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the user's own settings out of the tests, and the tests out of the user's home."""
+    home = tmp_path_factory.mktemp("cookiecutter")
+    config = home / "config.yaml"
+    folders = {name: str(home / name) for name in ("cookiecutters_dir", "replay_dir")}
+    config.write_text(json.dumps(folders), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COOKIECUTTER_CONFIG", str(config))
+        yield
+
+
+def bake(
+    out_dir: Path, *, template: Path = ROOT, accept_hooks: bool = False, **answers: Any
+) -> Path:
+    """Render through the Python API and return the project's folder."""
+    return Path(
+        cookiecutter(
+            str(template),
+            no_input=True,
+            extra_context=answers,
+            output_dir=str(out_dir),
+            accept_hooks=accept_hooks,
+        )
+    )
+
+
+def bake_cli(
+    out_dir: Path,
+    *options: str,
+    template: Path = ROOT,
+    typed: str | None = None,
+    timeout: float = 60,
+    env: dict[str, str] | None = None,
+    **answers: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run the command, without prompts unless there is something to type at them."""
+    return subprocess.run(
+        [sys.executable, "-m", "cookiecutter", str(template), "--output-dir", str(out_dir)]
+        + (["--no-input"] if typed is None else [])
+        + [*options, *(f"{key}={value}" for key, value in answers.items())],
+        input=typed or "",
+        env=env,
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        errors="surrogateescape",
+    )

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Start training under torchrun, on one machine or on several.
+#
+#   scripts/launch.sh [-n PROCESSES] train|profile [options]
+#
+# PROCESSES on this machine: as many as it has GPUs, or 1. On several machines run the same line on
+# each, with NNODES=2 RDZV_ENDPOINT=first-machine:29500 in the environment (and RDZV_ID=name where
+# several jobs share that endpoint).
+#
+# A job whose process dies is started again from its last checkpoint, MAX_RESTARTS times (3). On
+# SIGTERM it saves and stops; GRACE_SECONDS (120) later torchrun kills what is left.
+set -euo pipefail
+
+python=${PYTHON:-python}
+read -r gpus cores < <("$python" -c 'import os, torch; print(torch.cuda.device_count(), os.cpu_count())')
+processes=$((gpus > 0 ? gpus : 1))
+if [ "${1:-}" = "-n" ]; then
+    processes=${2:?"-n wants a number of processes"}
+    shift 2
+fi
+if [ $# -eq 0 ]; then
+    echo "usage: scripts/launch.sh [-n PROCESSES] train|profile [options]" >&2
+    exit 2
+fi
+
+# Without this the workers' store outlives a restart, and the new attempt reads the addresses of the
+# dead one: restarts then fail or hang more often than not.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# Unset, torchrun gives each process a single thread.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${GRACE_SECONDS:-120} # torch before 2.13 has a fixed 30
+
+rendezvous=(--standalone)
+if [ "${NNODES:-1}" != 1 ]; then
+    rendezvous=(
+        --nnodes "$NNODES"
+        --rdzv-backend c10d
+        --rdzv-id "${RDZV_ID:-training}"
+        --rdzv-endpoint "${RDZV_ENDPOINT:?set it to host:port of one of the $NNODES machines}"
+    )
+fi
+exec "$python" -m torch.distributed.run "${rendezvous[@]}" \
+    --nproc-per-node "$processes" \
+    --max-restarts "${MAX_RESTARTS:-3}" \
+    --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
+    -m {{ cookiecutter.package_name }} "$@"

@@ -1,0 +1,1 @@
+"""A training project: see README.md, and `python -m` this package for its commands."""

@@ -1,0 +1,1 @@
+# {% include "checkpoint/" ~ cookiecutter.checkpoint ~ ".py" %}

@@ -1,0 +1,230 @@
+"""The processes of a run: joining and leaving, agreeing, one control word, stop signals.
+
+Every process drives one device. Host-side agreement (short objects, the control word) goes over
+gloo groups of its own, so that it never waits in line behind the device's collectives.
+"""
+
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import signal
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from . import UserError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+PATIENCE = timedelta(minutes=30)  # host-side waits: a slow disk is no reason to kill a run
+
+
+class RankError(RuntimeError):
+    """Something failed on one rank or more; raised on all of them."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those of the run."""
+
+    rank: int
+    size: int
+    device: torch.device
+    distributed: bool = False
+
+
+def launched_ranks() -> int:
+    """Number of processes that torchrun started for this run (1 when it did not start any)."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def pick_device(name: str) -> torch.device:
+    """Resolve "auto", "cpu", "cuda", "cuda:1", "mps" for this process; UserError if not there."""
+    available = {"cpu": True, "cuda": torch.cuda.is_available()}
+    available["mps"] = torch.backends.mps.is_available()
+    if name == "auto":
+        name = next(kind for kind in ("cuda", "mps", "cpu") if available[kind])
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"--device {name}: not a device; try auto, cpu or cuda") from None
+    if not available.get(device.type, False):
+        raise UserError(f"--device {name}: there is no such device here; try --device auto")
+    if device.type == "cuda":
+        index = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise UserError(
+                f"local rank {index} has no GPU of its own ({torch.cuda.device_count()} here): "
+                "start fewer processes on this machine, or use --device cpu"
+            )
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    return device
+
+
+def join(device_name: str, timeout: timedelta) -> World:
+    """Join the process group that torchrun announces; a plain process stays on its own."""
+    device = pick_device(device_name)
+    if "RANK" not in os.environ:
+        return World(0, 1, device)
+    die_with_the_launcher()
+    if device.type == "cuda":
+        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    return World(dist.get_rank(), dist.get_world_size(), device, distributed=True)
+
+
+def leave(world: World) -> None:
+    """Leave the process group, once nothing refers to the model or the optimizer any more.
+
+    A DDP reducer that outlives its group can deadlock the interpreter on its way out, hence the
+    collection; the barrier keeps a fast rank from tearing down what a slow one still uses.
+    """
+    gc.collect()
+    if world.distributed and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def die_with_the_launcher() -> None:
+    """Ask the kernel to end this process when torchrun is killed (Linux; else it would live on)."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1:  # it was killed before we asked
+            sys.exit("the launcher is gone")
+
+
+@contextlib.contextmanager
+def garbage_collected_by_hand() -> Iterator[None]:
+    """Keep Python's cycle collector from stopping one rank, and with it all, at a random moment.
+
+    Steps make no cycles: what they drop is freed by counting references.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+class HostGroup:
+    """Agreement between the ranks' host sides; on one plain process everything is immediate."""
+
+    def __init__(self, world: World | None = None) -> None:
+        self.rank, self.size = (world.rank, world.size) if world else (0, 1)
+        self.group = None
+        if world and world.distributed:
+            self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    def agree(self, action: Callable[[], T]) -> list[T]:
+        """Run `action` on every rank; rank 0 gets all results, the others their own in a list.
+
+        RankError on every rank, naming those that failed, when it failed on any.
+        """
+        outcome = self._attempt(action)
+        gathered = [outcome]
+        if self.group is not None:
+            gathered = [outcome] * self.size if self.rank == 0 else None
+            dist.gather_object(outcome, gathered, group_dst=0, group=self.group)
+        failed = None
+        if gathered:
+            failed = [(r, *o[:2]) for r, o in enumerate(gathered) if o[0]]
+        _raise_if(self._broadcast(failed))
+        return [value for _, _, value in gathered or [outcome]]
+
+    def from_first(self, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0 only and give its result to all; RankError on all if it failed."""
+        problem, by_user, value = self._broadcast(self._attempt(action) if self.rank == 0 else None)
+        _raise_if([(0, problem, by_user)] if problem else [])
+        return value
+
+    def all_max(self, values: torch.Tensor) -> dist.Work | None:
+        """Start an element-wise maximum over the ranks, in place (CPU tensor)."""
+        if self.group is None:
+            return None
+        return dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def _broadcast(self, value: Any) -> Any:
+        if self.group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, group_src=0, group=self.group)
+        return box[0]
+
+    @staticmethod
+    def _attempt(action: Callable[[], T]) -> tuple[str | None, bool, T | None]:
+        try:
+            return None, False, action()
+        except UserError as error:
+            return str(error), True, None
+        except Exception as error:
+            log.debug("failed on this rank", exc_info=True)
+            return f"{type(error).__name__}: {error}", False, None
+
+
+def _raise_if(failures: list[tuple[int, str, bool]]) -> None:
+    if any(by_user for _, _, by_user in failures):
+        raise UserError(next(problem for _, problem, by_user in failures if by_user))
+    if failures:
+        shown = "; ".join(f"rank {rank}: {problem}" for rank, problem, _ in failures[:4])
+        raise RankError(shown + (f"; and {len(failures) - 4} more" if len(failures) > 4 else ""))
+
+
+class Control:
+    """The control word: what any rank wants all ranks to do, read one step after it was sent.
+
+    Signal handlers only set a flag. Each step every rank starts an all-reduce of its flags and
+    reads the one of the step before, so nobody waits and all act at the same step.
+    """
+
+    def __init__(self, group: HostGroup) -> None:
+        self.group = group
+        self.signal: int | None = None
+        self.previous: dict[int, Any] = {}
+        self.word = torch.zeros(2, dtype=torch.int32)
+        self.pending: dist.Work | None = None
+
+    def __enter__(self) -> "Control":
+        """Take over the stop signals (in the main thread; elsewhere they are left alone)."""
+        try:
+            self.previous = {n: signal.signal(n, self._handle) for n in STOP_SIGNALS}
+        except ValueError:
+            log.debug("not in the main thread: stop signals are not handled")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Give the signals back; no collective is left unfinished after a regular end."""
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+        if kind is None and self.pending is not None:
+            self.pending.wait()
+
+    def exchange(self, failed: bool = False) -> tuple[int, bool]:
+        """Send this rank's flags; return (stop signal or 0, a save failed) as of the last call."""
+        if self.group.group is None:
+            return self.signal or 0, failed
+        if self.pending is not None:
+            self.pending.wait()
+        stop, any_failed = self.word.tolist()
+        self.word = torch.tensor([self.signal or 0, failed], dtype=torch.int32)
+        self.pending = self.group.all_max(self.word)
+        return stop, bool(any_failed)
+
+    def _handle(self, number: int, frame: types.FrameType | None) -> None:
+        if number == signal.SIGINT and self.signal == signal.SIGINT:
+            raise KeyboardInterrupt  # a second Ctrl-C means now
+        self.signal = number

@@ -1,0 +1,259 @@
+"""What a run says about itself: metrics.jsonl, the progress bar, FLOPs and peaks."""
+
+import contextlib
+import copy
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
+
+from . import UserError
+
+log = logging.getLogger(__name__)
+# Dense bf16 tensor-core peaks in FLOP/s, from the makers' data sheets, by part of the device name.
+PEAK_BF16_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A100": 312e12,
+    "A10": 125e12,
+    "A6000": 155e12,
+    "RTX 4090": 165e12,
+    "MI300X": 1307e12,
+}
+
+
+class ConsoleHandler(logging.Handler):
+    """Prints log records without tearing the progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record to stderr."""
+        label = "" if record.levelno < logging.WARNING else f"{record.levelname}: "
+        tqdm.write(label + self.format(record), file=sys.stderr)
+
+
+def log_to_console(package: str) -> None:
+    """Show this package's log: all of it on rank 0, warnings with their rank on the others."""
+    rank = int(os.environ.get("RANK", "0"))
+    handler = ConsoleHandler()
+    handler.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s" if rank else "%(message)s"))
+    logger = logging.getLogger(package)
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.WARNING if rank else logging.INFO)
+
+
+class Journal:
+    """metrics.jsonl and the progress bar, on rank 0: one object per line, only whole lines.
+
+    On a terminal there is a bar; where output is recorded, a line per log step instead.
+    """
+
+    def __init__(self, run_dir: Path, state: Any) -> None:
+        self.state, self.path = state, run_dir / "metrics.jsonl"
+        self.total, self.samples = state.config.train.steps, state.config.train.global_batch_size
+        self.tokens = getattr(state.spec, "tokens_per_sample", None)
+        self.peak = peak_flops(state.world.device)
+        self.first = state.world.rank == 0
+        self.lines = self.first and not sys.stderr.isatty()
+        self.bad_in_a_row = 0
+        self.mark = (state.step, time.perf_counter(), 0.0, 0.0)
+
+    def __enter__(self) -> "Journal":
+        """Open the log, after cutting off what a restored run will write again."""
+        if self.first:
+            if self.path.exists():
+                lines = self.path.read_text("utf-8").splitlines()
+                kept = [line + "\n" for line in lines if _upto(line, self.state.step)]
+                temporary = self.path.with_name(f".{self.path.name}")
+                temporary.write_text("".join(kept), "utf-8")
+                os.replace(temporary, self.path)
+            self.file = open(self.path, "a", encoding="utf-8")
+        self.bar = tqdm(
+            total=self.total,
+            initial=self.state.step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=not self.first or self.lines,
+        )
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close the log; the bar stays as it is."""
+        self.bar.close()
+        if self.first:
+            self.file.close()
+
+    def line(self, state: Any) -> dict[str, Any]:
+        """Figures since the line before, collectively agreed ones; waits for the device.
+
+        UserError after `train.max_bad_steps` steps in a row that were not finite.
+        """
+        figures = means(state.sums, state.metrics)
+        bad, norm = int(state.bad_steps), float(state.grad_norm)
+        state.sums, state.bad_steps = 0.0, 0
+        since, started, data, blocked = self.mark
+        self.mark = (
+            state.step,
+            time.perf_counter(),
+            state.loader.seconds,
+            state.checkpointer.blocked_seconds if state.checkpointer else 0.0,
+        )
+        steps, elapsed = state.step - since, self.mark[1] - started
+        rate = steps * self.samples / elapsed
+        self._judge(state, steps, bad)
+        record = {
+            "step": state.step,
+            "samples": state.step * self.samples,
+            **figures,
+            "step_seconds": elapsed / steps,
+            "samples_per_second": rate,
+            "data_seconds": (self.mark[2] - data) / steps,
+            "checkpoint_blocked_seconds": self.mark[3] - blocked,
+            "lr": state.optimizer.param_groups[0]["lr"],
+            "grad_norm": norm,
+            "skipped_steps": bad,
+        }
+        if self.tokens:
+            record["tokens_per_second"] = rate * self.tokens
+        if self.peak and state.flops_per_sample:
+            record["mfu"] = rate * state.flops_per_sample / (self.peak * state.world.size)
+        return record
+
+    def step(self, record: dict[str, Any] | None) -> None:
+        """Count one step; write and show its record if it has one."""
+        self.bar.update()
+        if record is None or not self.first:
+            return
+        finite = {key: None if _is_odd(value) else value for key, value in record.items()}
+        self.file.write(json.dumps(finite) + "\n")
+        self.file.flush()
+        shown = {
+            "loss": f"{record['loss']:.3f}",
+            "samples/s": f"{record['samples_per_second']:,.0f}",
+        }
+        if self.tokens:
+            shown["tokens/s"] = f"{record['tokens_per_second']:,.0f}"
+        if "validation_loss" in record:
+            shown["validation loss"] = f"{record['validation_loss']:.3f}"
+        self.bar.set_postfix(shown)
+        if self.lines:
+            shown["left"] = f"{(self.total - record['step']) * record['step_seconds']:.0f} s"
+            text = "  ".join(f"{name} {value}" for name, value in shown.items())
+            print(f"step {record['step']}/{self.total}  {text}", file=sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Do not count what happens meanwhile (validation) as training."""
+        started = time.perf_counter()
+        yield
+        self.mark = (self.mark[0], self.mark[1] + time.perf_counter() - started, *self.mark[2:])
+
+    def _judge(self, state: Any, steps: int, bad: int) -> None:
+        self.bad_in_a_row = self.bad_in_a_row + bad if bad == steps else 0
+        if bad:
+            log.warning("%d steps up to %d were not finite: skipped", bad, state.step)
+        if 0 < state.config.train.max_bad_steps <= self.bad_in_a_row:
+            raise UserError(
+                f"the last {self.bad_in_a_row} steps had a loss or gradient that was not finite; "
+                "they were skipped. Look at the data, or lower --optim.learning-rate"
+            )
+
+
+def loss_vector(loss: Any) -> torch.Tensor:
+    """[total, count, metrics ...] of a LossSum, detached, float32, on the loss's device."""
+    total = loss.total.detach().float()
+    values = [total, loss.count, *loss.metrics.values()]
+    # new_full is a kernel; a tensor made on the host would have to be waited for.
+    tensors = [v if isinstance(v, torch.Tensor) else total.new_full((), v) for v in values]
+    return torch.stack([tensor.detach().float() for tensor in tensors])
+
+
+def means(sums: torch.Tensor, names: Iterable[str]) -> dict[str, float]:
+    """Mean loss and metrics from a sum of loss vectors; waits for the device."""
+    total, count, *metrics = sums.tolist()
+    named = {"loss": total, **dict(zip(names, metrics, strict=True))}
+    return {name: value / count if count else math.nan for name, value in named.items()}
+
+
+def forward_flops(model: nn.Module, compute: Any, batch: Any) -> int | None:
+    """FLOPs of the forward of one batch, by torch's own counter; backward takes twice as many.
+
+    Counted on meta tensors: nothing is computed and the model is untouched. None when the model
+    cannot run on them.
+    """
+    try:
+        shadow = copy.deepcopy(model).to("meta")
+        batch = move(batch, torch.device("meta"))
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            compute(shadow, batch)
+    except Exception:
+        return None
+    return counter.get_total_flops()
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak bf16 FLOP/s of a CUDA device by its name, None if the table does not have it."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in PEAK_BF16_FLOPS.items() if key in name), None)
+
+
+def cpu_peak_flops(size: int = 1024, tries: int = 5) -> float:
+    """FLOP/s of this CPU in float32, by the fastest of some matrix products: a practical peak."""
+    a = torch.randn(size, size)
+    torch.mm(a, a)
+    seconds = []
+    for _ in range(tries):
+        started = time.perf_counter()
+        torch.mm(a, a)
+        seconds.append(time.perf_counter() - started)
+    return 2 * size**3 / min(seconds)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes so far: allocated on a CUDA device, else the resident memory of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """Copy the tensors of a batch (nested dicts, lists, tuples) to a device, without waiting."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: move(value, device) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        parts = [move(value, device) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
+def _upto(line: str, step: int) -> bool:
+    try:
+        return json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False  # the half-written last line of a run that was killed
+
+
+def _is_odd(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

@@ -1,0 +1,117 @@
+"""The directory a run lives in: one writer at a time, seen by all ranks, never overwritten."""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from . import UserError
+from .control import HostGroup
+
+
+class RunDirectory:
+    """Holds a run directory while training; `fresh` first sets an old run of that name aside.
+
+    The lock is a POSIX record lock: unlike flock it is not inherited by forked loader workers,
+    which would hold it after the trainer was killed.
+    """
+
+    def __init__(self, path: Path, group: HostGroup, fresh: bool = False) -> None:
+        self.path, self.group, self.fresh = path, group, fresh
+        self.lock: Any = None
+
+    def __enter__(self) -> "RunDirectory":
+        """Take the directory; UserError when another run has it or when ranks do not share it."""
+        self.group.from_first(self._take)
+        self._prove_shared()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Let the next run have the directory; leave none behind if nothing came of it."""
+        if self.lock:
+            if kind:
+                self.record_status("failed", reason=kind.__name__)
+            if set(os.listdir(self.path)) <= {".lock"}:
+                (self.path / ".lock").unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    self.path.rmdir()
+            self.lock.close()
+
+    def record_status(self, status: str, **details: Any) -> None:
+        """Note in status.json how the run stands: running, finished, preempted, failed."""
+        if self.group.rank == 0 and (status != "failed" or (self.path / "status.json").exists()):
+            at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            write_json(self.path / "status.json", {"status": status, "at": at, **details})
+
+    def _take(self) -> None:
+        # A worker that torchrun restarts must go on, not set its own beginnings aside.
+        first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        self.lock = self._lock()
+        if self.fresh and first_start and set(os.listdir(self.path)) > {".lock"}:
+            aside = next(
+                name
+                for n in range(1, 10_000)
+                if not (name := self.path.with_name(f"{self.path.name}.old-{n}")).exists()
+            )
+            os.rename(self.path, aside)
+            self.lock.close()
+            self.lock = self._lock()
+
+    def _lock(self) -> Any:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - kept open
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be used as a run directory: {error}") from None
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            owner = file.read().strip() or "another process"
+            file.close()
+            raise UserError(
+                f"{self.path} is in use by {owner}: wait for it or stop it, or train under "
+                "another name (--name NAME)"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        return file
+
+    def _prove_shared(self) -> None:
+        """Each rank must find what rank 0 has just written."""
+        nonce = self.path / f".nonce-{self.group.from_first(lambda: uuid.uuid4().hex)}"
+        self.group.from_first(lambda: nonce.write_text("shared\n"))
+
+        def look() -> None:
+            if self.path.is_dir():
+                os.listdir(self.path)  # a network file system refreshes what it remembers
+            if not nonce.exists():
+                raise UserError(
+                    f"{socket.gethostname()} does not see what rank 0 writes to {self.path}: put "
+                    "--run-dir on a file system that all machines share"
+                )
+
+        try:
+            self.group.agree(look)
+        finally:
+            if self.group.rank == 0:
+                nonce.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replace a small JSON file in one step: a reader sees the old one or the new one."""
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

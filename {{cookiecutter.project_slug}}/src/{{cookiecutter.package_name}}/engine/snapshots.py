@@ -1,0 +1,332 @@
+"""Publish, verify, fall back, prune: how a directory of checkpoints survives anything.
+
+A checkpoint is a directory `step_00000120/`: a manifest.json and the files it names. It comes into
+being like this, and at no instant is there no loadable checkpoint:
+
+1. rank 0 makes a fresh, reserved directory beside the published ones;
+2. every rank writes its files there; a failure on any rank fails the save on every rank;
+3. every rank syncs its files to disk and hashes them (sha256);
+4. rank 0 writes the manifest, syncs it and the directory;
+5. rank 0 renames the reservation to its final name, and syncs the parent directory;
+6. rank 0 prunes.
+
+What is published is never written again. Reading goes the other way: the newest checkpoint whose
+manifest and every file verify; a damaged one is moved aside, named aloud, and never counted.
+
+This module knows neither tensors nor formats. It needs a POSIX file system that all ranks share,
+on which rename is atomic and fsync is honest.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import stat
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import UserError
+from .control import HostGroup, RankError
+
+log = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+MANIFEST_LIMIT = 64 << 20  # bytes; keeps a hostile manifest from filling the memory
+PUBLISHED = re.compile(r"step_(\d{8,})")
+DAMAGED = re.compile(r"step_\d{8,}\.damaged-\d+")
+RESERVED = ".saving-"
+DISCARDED = ".discarded-"
+
+
+class SnapshotError(RuntimeError):
+    """A checkpoint could not be saved, or none could be read."""
+
+
+@dataclass(frozen=True)
+class RetentionConfig:
+    """When to save, and which checkpoints to keep."""
+
+    every: int = 100
+    """Save every this many steps (0: only at the end and when asked to stop)."""
+    keep: int = 3
+    """Keep this many of the newest checkpoints, and the best by validation."""
+    keep_every: int = 0
+    """Also keep for good each checkpoint whose step is a multiple of this (0: none)."""
+    on_failure: str = "stop"
+    """After a failed save: "stop" ends training, "continue" goes on to the next save."""
+
+    def __post_init__(self) -> None:
+        """Check the values (ValueError)."""
+        if self.every < 0 or self.keep_every < 0 or self.keep < 1:
+            raise UserError("checkpoint: every and keep-every must be >= 0, keep must be >= 1")
+        if self.on_failure not in ("stop", "continue"):
+            raise UserError(f'checkpoint.on-failure is "stop" or "continue", not {self.on_failure}')
+
+
+def step_name(step: int) -> str:
+    """Name of the directory that holds the checkpoint of `step`."""
+    return f"step_{step:08d}"
+
+
+def published(directory: Path) -> list[Path]:
+    """Published checkpoints, oldest first, good or not."""
+    try:
+        names = [name for name in os.listdir(directory) if PUBLISHED.fullmatch(name)]
+    except FileNotFoundError:
+        return []
+    return [directory / name for name in sorted(names, key=lambda name: int(name[5:]))]
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read and check the manifest of the checkpoint at `path`; SnapshotError says what is wrong."""
+    try:
+        with open(os.open(path / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            content = file.read(MANIFEST_LIMIT + 1)
+        if len(content) > MANIFEST_LIMIT:
+            raise SnapshotError(f"{MANIFEST} is larger than {MANIFEST_LIMIT} bytes")
+        manifest = json.loads(content)
+        digest = manifest.pop("digest")
+        if digest != _digest(manifest):
+            raise SnapshotError(f"{MANIFEST} does not match its own digest")
+        version, step, files = (manifest[key] for key in ("format_version", "step", "files"))
+        names_are_plain = all(_is_plain(name) for name in files)
+        sizes_and_hashes = [(int(entry["size"]), str(entry["sha256"])) for entry in files.values()]
+    except OSError as error:
+        raise SnapshotError(f"{MANIFEST} cannot be read ({error.strerror})") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise SnapshotError(f"{MANIFEST} is not a manifest ({type(error).__name__})") from error
+    if version != FORMAT_VERSION:
+        raise SnapshotError(f"{MANIFEST} has format {version}; this code reads {FORMAT_VERSION}")
+    if not names_are_plain or not sizes_and_hashes:
+        raise SnapshotError(f"{MANIFEST} names a file outside its own directory, or none at all")
+    if PUBLISHED.fullmatch(path.name) and path.name != step_name(step):
+        raise SnapshotError(f"{MANIFEST} belongs to {step_name(step)}")
+    return manifest
+
+
+def check_file(path: Path, entry: dict[str, Any]) -> str | None:
+    """Compare one file with its manifest entry; return what is wrong with it, or None."""
+    try:
+        found = os.lstat(path)
+        if not stat.S_ISREG(found.st_mode):
+            return f"{path.name} is not a regular file"
+        if found.st_size != entry["size"]:
+            return f"{path.name} has {found.st_size:,} bytes, not {entry['size']:,}"
+        if _sha256(path) != entry["sha256"]:
+            return f"{path.name} has other content than was saved (sha256 differs)"
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
+    return None
+
+
+def verify(path: Path, group: HostGroup | None = None) -> tuple[dict[str, Any], list[str]]:
+    """Verify a checkpoint, every byte, the work divided among the ranks.
+
+    Returns the manifest ({} if it is bad) and the problems found; the same on every rank.
+    """
+    group = group or HostGroup()
+
+    def manifest_or_problem() -> tuple[dict[str, Any], list[str]]:
+        try:
+            return read_manifest(path), []
+        except SnapshotError as error:
+            return {}, [str(error)]
+
+    manifest, problems = group.from_first(manifest_or_problem)
+    if problems:
+        return manifest, problems
+    largest_first = sorted(manifest["files"].items(), key=lambda item: -item[1]["size"])
+    mine = largest_first[group.rank :: group.size]
+    found = [check_file(path / name, entry) for name, entry in mine]
+    gathered = group.agree(lambda: [problem for problem in found if problem])
+    return manifest, group.from_first(lambda: [text for part in gathered for text in part])
+
+
+class Snapshots:
+    """The checkpoints of one run, in `directory`; every method is called by all ranks together."""
+
+    def __init__(self, directory: Path, retention: RetentionConfig, group: HostGroup) -> None:
+        self.directory, self.retention, self.group = directory, retention, group
+
+    def publish(
+        self, step: int, write: Callable[[Path], Iterable[str]], facts: dict[str, Any]
+    ) -> Path:
+        """Save one checkpoint; `write(directory)` writes this rank's files and names them.
+
+        `facts` goes into the manifest. SnapshotError, on every rank, when any rank failed; then
+        nothing of the attempt is left and the checkpoints before are untouched.
+        """
+        group, target = self.group, self.directory / step_name(step)
+        reservation = None
+        try:
+            reservation = Path(group.from_first(lambda: str(self._reserve(step))))
+            written = group.agree(lambda: _write_and_hash(reservation, write))
+            group.from_first(lambda: self._commit(reservation, target, step, written, facts))
+        except RankError as error:
+            if group.rank == 0 and reservation:
+                shutil.rmtree(reservation, ignore_errors=True)
+            raise SnapshotError(f"the checkpoint of step {step} was not saved: {error}") from error
+        if group.rank == 0:
+            # The checkpoint is safe by now, so trouble in tidying up is no failure of the save.
+            try:
+                self.prune()
+            except OSError as error:
+                log.warning("old checkpoints could not be removed: %s", error)
+        return target
+
+    def newest_good(self) -> tuple[Path, dict[str, Any]] | None:
+        """The newest checkpoint that verifies, or None if none was ever published.
+
+        Damaged ones on the way are renamed to `step_… .damaged-<n>`. SnapshotError if there are
+        checkpoints but no good one: starting afresh over them must be somebody's decision.
+        """
+        for name in reversed(self.group.from_first(lambda: _names(published(self.directory)))):
+            path = self.directory / name
+            manifest, problems = verify(path, self.group)
+            if not problems:
+                return path, manifest
+            moved = self.group.from_first(lambda path=path: str(self._set_aside(path)))
+            log.warning(
+                "DAMAGED CHECKPOINT %s: %s. Moved to %s; going back to the one before it.",
+                path,
+                "; ".join(problems),
+                moved,
+            )
+        if damaged := self.group.from_first(lambda: _damaged(self.directory)):
+            raise SnapshotError(
+                f"no good checkpoint is left in {self.directory} ({', '.join(damaged)}). "
+                "Look at them, or start over with --fresh, which sets the old run aside."
+            )
+        return None
+
+    def prune(self) -> None:
+        """Remove what retention does not keep, and reservations nobody is writing (rank 0 only).
+
+        Counts only checkpoints whose manifest and file sizes are right, so that damaged ones
+        never push out good ones; the damaged are left for a person to look at.
+        """
+        good: dict[Path, dict[str, Any]] = {}
+        for path in published(self.directory):
+            with contextlib.suppress(SnapshotError, OSError):
+                manifest = read_manifest(path)
+                if all(
+                    os.lstat(path / name).st_size == entry["size"]
+                    for name, entry in manifest["files"].items()
+                ):
+                    good[path] = manifest
+        keep = set(list(good)[-self.retention.keep :])
+        if best := best_by_validation(good):
+            keep.add(best)
+        if every := self.retention.keep_every:
+            keep.update(path for path, manifest in good.items() if manifest["step"] % every == 0)
+        for path in good.keys() - keep:
+            # Renamed first: a crash half way through removing must not leave half a checkpoint.
+            discarded = self.directory / f"{DISCARDED}{path.name}-{uuid.uuid4().hex[:8]}"
+            os.rename(path, discarded)
+        sync_directory(self.directory)
+        for name in os.listdir(self.directory):
+            if name.startswith((RESERVED, DISCARDED)):
+                shutil.rmtree(self.directory / name, ignore_errors=True)
+
+    def _reserve(self, step: int) -> Path:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        reservation = self.directory / f"{RESERVED}{step_name(step)}-{uuid.uuid4().hex[:8]}"
+        reservation.mkdir()
+        return reservation
+
+    def _commit(
+        self,
+        reservation: Path,
+        target: Path,
+        step: int,
+        written: list[dict[str, dict[str, Any]]],
+        facts: dict[str, Any],
+    ) -> None:
+        files = {name: entry for part in written for name, entry in part.items()}
+        if len(files) != sum(map(len, written)) or not files:
+            raise SnapshotError("two ranks wrote the same file, or none wrote any")
+        manifest = {"format_version": FORMAT_VERSION, "step": step, "files": files, **facts}
+        manifest["digest"] = _digest(manifest)
+        with open(reservation / MANIFEST, "w", encoding="utf-8") as file:
+            json.dump(manifest, file, indent=1)
+        _sync(reservation / MANIFEST)
+        sync_directory(reservation)
+        if target.exists():
+            self._set_aside(target)
+        os.rename(reservation, target)
+        sync_directory(self.directory)
+
+    def _set_aside(self, path: Path) -> Path:
+        for n in range(1, 1000):
+            aside = path.with_name(f"{path.name}.damaged-{n}")
+            if not aside.exists():
+                os.rename(path, aside)
+                sync_directory(self.directory)
+                return aside
+        raise SnapshotError(f"{path} was damaged a thousand times: have the disk looked at")
+
+
+def best_by_validation(manifests: dict[Path, dict[str, Any]]) -> Path | None:
+    """The checkpoint with the lowest validation loss on record, the newest of equals."""
+    judged = {
+        path: manifest["validation_loss"]
+        for path, manifest in manifests.items()
+        if manifest.get("validation_loss") is not None
+    }
+    return min(reversed(judged), key=judged.__getitem__, default=None)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable; a synced file whose name is not can still be lost."""
+    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _write_and_hash(
+    directory: Path, write: Callable[[Path], Iterable[str]]
+) -> dict[str, dict[str, Any]]:
+    entries = {}
+    for name in write(directory):
+        path = directory / name
+        # Whoever wrote the file may have synced it before its last buffer left (DCP can).
+        _sync(path)
+        entries[name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+    return entries
+
+
+def _sync(path: Path, flags: int = os.O_RDONLY) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _is_plain(name: str) -> bool:
+    return name not in ("", ".", "..", MANIFEST) and not re.search(r"[/\\\0]", name)
+
+
+def _names(paths: list[Path]) -> list[str]:
+    return [path.name for path in paths]
+
+
+def _damaged(directory: Path) -> list[str]:
+    if not directory.is_dir():
+        return []
+    return sorted(name for name in os.listdir(directory) if DAMAGED.fullmatch(name))

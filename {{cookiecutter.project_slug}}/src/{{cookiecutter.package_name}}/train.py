@@ -1,0 +1,276 @@
+"""The training loop, to be read from top to bottom: `setup`, `train_step`, `validate`, `run`."""
+
+import contextlib
+import logging
+import os
+import platform
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from . import parallel
+from .checkpoint import Checkpointer
+from .config import Config
+from .data import build_datasets
+from .engine import UserError
+from .engine.compilation import checkpoint_activations, compile_model, compile_summary
+from .engine.control import Control, HostGroup, World, garbage_collected_by_hand
+from .engine.metrics import Journal, forward_flops, loss_vector, means, move, peak_flops
+from .engine.profiling import Profiler
+from .engine.rundir import RunDirectory, write_json
+from .engine.sampling import GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
+from .engine.settings import to_json
+from .engine.snapshots import SnapshotError
+from .engine.state import agree_on_buffers, identity_of, load_weights
+from .model import blocks, build_model, compute_loss
+from .optim import build_optimizer, learning_rate, step_unless
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class State:
+    """Everything that a step touches. `module` is what is called: `model`, wrapped or sharded."""
+
+    config: Config
+    world: World
+    spec: Any
+    model: nn.Module
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    plan: list[Share]
+    loader: Loader
+    validation: Any
+    compute_dtype: torch.dtype
+    identity: dict[str, Any]
+    flops_per_sample: float | None
+    step: int = 0
+    """Completed optimizer steps."""
+    checkpointer: Checkpointer | None = None
+    sums: Tensor | float = 0.0
+    """Since the last log line, over all ranks: loss, count, metrics (float32, on the device)."""
+    metrics: tuple[str, ...] = ()
+    """Names of the metrics in `sums`."""
+    bad_steps: Tensor | int = 0
+    """Since the last log line: steps skipped for a loss or gradient that was not finite."""
+    grad_norm: Tensor | float = 0.0
+
+
+Observer = Callable[[State, dict[str, Any] | None], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    status: Literal["finished", "preempted", "already finished"]
+    step: int
+    validation: dict[str, float] = field(default_factory=dict)
+
+
+def setup(config: Config, world: World | None = None) -> State:
+    """Build everything a step needs; `world` only if the caller has set it up already."""
+    world = world or parallel.setup(config.parallel, config.device)
+    settings, batch_size = config.train, config.train.global_batch_size
+    if batch_size < world.size:
+        raise UserError(
+            f"--train.global-batch-size {batch_size} is below the {world.size} ranks of this run: "
+            "raise it or start fewer processes"
+        )
+    if settings.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("high")  # TF32 where what is left in float32 allows it
+    torch.manual_seed(settings.seed)
+
+    train, validation, spec = build_datasets(config)
+    if not len(train) or not len(validation):
+        raise UserError("there is no sample in the training or in the validation data")
+    order = GlobalBatches(len(train), batch_size, settings.seed)
+    plan = shares(batch_size, settings.micro_batch_size, world.rank, world.size)
+    pinned = world.device.type == "cuda"
+    loader = Loader(train, order, plan, workers=settings.loader_workers, pin_memory=pinned)
+
+    model = build_model(config, spec)
+    flops = None
+    if peak_flops(world.device):
+        flops = forward_flops(model, compute_loss, fetch(train, order.ids(0)[:1]))
+    if settings.activation_checkpointing:
+        checkpoint_activations(blocks(model))
+    compile_model(model, blocks(model), config.compile)
+    dtype = settings.compute_dtype(world.device)
+    module = parallel.place(model, blocks(model), config.parallel, world, dtype)
+    optimizer = build_optimizer(config.optim, model)
+    identity = identity_of(
+        model,
+        seed=settings.seed,
+        global_batch_size=batch_size,
+        training_samples=len(train),
+        data=spec.fingerprint,
+    )
+    return State(
+        config, world, spec, model, module.train(), optimizer, plan, loader, validation, dtype,
+        identity, 3 * flops if flops else None,
+    )  # fmt: skip
+
+
+def train_step(state: State, batches: list[Any]) -> None:
+    """One optimizer step on this rank's micro-batches of the global batch.
+
+    The gradient is that of (sum of losses) / (sum of counts) over all ranks, whatever their shares.
+    Nothing here waits for the device.
+    """
+    config, world = state.config, state.world
+    seed_step(config.train.seed, state.step, world.rank, world.device)
+    sums = 0.0
+    for i, (share, batch) in enumerate(zip(state.plan, batches, strict=True)):
+        with parallel.accumulate(state.module, last=i == len(batches) - 1):
+            with parallel.autocast(world, state.compute_dtype):
+                loss = compute_loss(state.module, move(batch, world.device))
+            (loss.total if share.weight == 1 else loss.total * share.weight).backward()
+        sums = sums + loss_vector(loss) * share.weight
+    parallel.all_reduce(sums, world)
+
+    gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
+    scale = world.size / sums[1]  # gradients are of summed losses, averaged over the ranks
+    norm = parallel.total_norm(gradients, world) * scale
+    bad = (norm + sums[0]).isfinite().logical_not()
+    if clip := config.optim.clip:
+        scale = scale * (clip / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(parallel.local(gradients), scale)
+    rate = learning_rate(config.optim, state.step, config.train.steps)
+    for group in state.optimizer.param_groups:
+        group["lr"] = rate
+    if state.checkpointer:
+        state.checkpointer.before_optimizer_step()
+    step_unless(bad, state.optimizer)
+    state.optimizer.zero_grad(set_to_none=True)
+
+    state.metrics = tuple(loss.metrics)
+    state.sums = state.sums + sums.masked_fill(bad, 0.0)
+    state.bad_steps = state.bad_steps + bad
+    state.grad_norm = norm
+    state.step += 1
+
+
+@torch.no_grad()
+def validate(state: State) -> dict[str, float]:
+    """Mean loss and metrics over the validation data, shared out among the ranks."""
+    config, world = state.config.train, state.world
+    chosen = fixed_subset(len(state.validation), config.validate_samples)
+    agree_on_buffers(state.model, world)
+    state.module.eval()
+    sums, loss = 0.0, None
+    for start in range(0, len(chosen), config.global_batch_size):
+        ids = chosen[start : start + config.global_batch_size]
+        for share in shares(len(ids), config.micro_batch_size, world.rank, world.size):
+            batch = move(fetch(state.validation, ids[share.places]), world.device)
+            with parallel.autocast(world, state.compute_dtype):
+                loss = compute_loss(state.module, batch)
+            sums = sums + loss_vector(loss) * share.weight
+    state.module.train()
+    figures = means(parallel.all_reduce(sums, world), loss.metrics)
+    return {f"validation_{name}": value for name, value in figures.items()}
+
+
+def run(config: Config, observer: Observer | None = None) -> Result:
+    """Train from wherever the run directory stands to `config.train.steps`.
+
+    `observer(state, record)` is called after every step, with the log line if there was one.
+    """
+    world = parallel.setup(config.parallel, config.device)
+    result = _run(config, world, observer or (lambda state, record: None))
+    parallel.teardown(world)  # only now that the frame which held model and optimizer is gone
+    return result
+
+
+def _run(config: Config, world: World, observer: Observer) -> Result:
+    state, settings = setup(config, world), config.train
+    group = HostGroup(world)
+    with contextlib.ExitStack() as stack:
+        run_dir = stack.enter_context(RunDirectory(config.directory, group, config.fresh))
+        checkpointer = start(state, run_dir, group)
+        if state.step >= settings.steps:
+            checkpointer.close()
+            return Result("already finished", state.step)
+        journal = stack.enter_context(Journal(run_dir.path, state))
+        control = stack.enter_context(Control(group))
+        stack.enter_context(garbage_collected_by_hand())
+        if config.profile.every:
+            traces = run_dir.path / "traces"
+            profiler = stack.enter_context(Profiler(config.profile, traces, world, state.step))
+        validation: dict[str, float] = {}
+        stop = 0
+        while state.step < settings.steps:
+            stop, save_failed = control.exchange(checkpointer.failed)
+            if save_failed:
+                tolerate(config, checkpointer.settle)
+            if stop:
+                break
+            train_step(state, state.loader.next())
+
+            log_now, validate_now, save_now = (
+                every > 0 and (state.step % every == 0 or state.step == settings.steps)
+                for every in (settings.log_every, settings.validate_every, config.checkpoint.every)
+            )
+            record = journal.line(state) if log_now or validate_now else None
+            if validate_now:
+                with journal.pause():
+                    validation = validate(state)
+                record.update(validation)
+            journal.step(record)
+            if save_now:
+                loss = validation.get("validation_loss") if validate_now else None
+                tolerate(config, checkpointer.save, state.step, loss)
+            if config.profile.every:
+                profiler.step()
+            observer(state, record)
+        if stop:
+            log.info("%s: saving step %d, then stopping", signal.Signals(stop).name, state.step)
+        loss = validation.get("validation_loss") if state.step == settings.steps else None
+        tolerate(config, checkpointer.save, state.step, loss)
+        checkpointer.close()
+        status = "preempted" if stop else "finished"
+        run_dir.record_status(status, step=state.step)
+        if config.compile.mode != "none":
+            log.info("%s", compile_summary())
+        return Result(status, state.step, validation)
+
+
+def start(state: State, run_dir: RunDirectory, group: HostGroup) -> Checkpointer:
+    """Resume from the newest good checkpoint, or begin; UserError when the run is another one."""
+    config, world = state.config, state.world
+    schedule = {**to_json(config.optim), "steps": config.train.steps}
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    facts = {"identity": state.identity, "schedule": schedule, "versions": versions}
+    checkpointer = state.checkpointer = Checkpointer(
+        run_dir.path, config.checkpoint, world, state.model, state.optimizer, facts
+    )
+    state.step = checkpointer.restore()
+    if state.step:
+        log.info("resuming %s after step %d", run_dir.path, state.step)
+        before = checkpointer.restored["schedule"]
+        for name in schedule:
+            if before.get(name) != schedule[name]:
+                log.info("schedule: %s was %s, is %s", name, before.get(name), schedule[name])
+    elif config.init_from:
+        log.info("weights: %s", load_weights(config.init_from, state.model, None, group))
+    state.loader.seek(state.step)
+    if world.rank == 0:
+        write_json(run_dir.path / "config.json", to_json(config))
+    run_dir.record_status("running", step=state.step)
+    return checkpointer
+
+
+def tolerate(config: Config, action: Callable[..., None], *arguments: Any) -> None:
+    """Save, or settle a save; a failure ends the run or not, as --checkpoint.on-failure says."""
+    try:
+        action(*arguments)
+    except SnapshotError as error:
+        if config.checkpoint.on_failure == "stop":
+            raise
+        log.warning("%s; going on, the checkpoints before are untouched", error)

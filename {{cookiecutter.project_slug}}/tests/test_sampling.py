@@ -1,0 +1,75 @@
+"""The order of samples: complete, random, and the same on any number of ranks."""
+
+import numpy as np
+import pytest
+
+from {{ cookiecutter.package_name }}.engine.sampling import (
+    GlobalBatches,
+    Permutation,
+    fixed_subset,
+    sample_keys,
+    shares,
+)
+
+SIZES = [1, 2, 3, 7, 100, 4095, 4096, 4097, 10_007]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_permutation_gives_every_sample_once(size: int) -> None:
+    ids = Permutation(size, key=5)(np.arange(size))
+    assert np.array_equal(np.sort(ids), np.arange(size))
+
+
+@pytest.mark.parametrize("size", [500, 50_000])
+def test_a_permutation_looks_random(size: int) -> None:
+    """Where a fixed sample lands over many keys: every tenth of the epoch as often as another."""
+    places = np.arange(size)
+    landings = [int(np.flatnonzero(Permutation(size, k)(places) == 0)[0]) for k in range(400)]
+    counts = np.bincount(np.array(landings) * 10 // size, minlength=10)
+    chi_squared = ((counts - 40) ** 2 / 40).sum()
+    assert chi_squared < 27.9  # one in a thousand is above, for nine degrees of freedom
+
+
+def test_epochs_follow_each_other_without_a_gap() -> None:
+    size, batch_size = 103, 8
+    order = GlobalBatches(size, batch_size, seed=1)
+    stream = np.concatenate([order.ids(step) for step in range(103)])
+    epochs = stream[: size * 8].reshape(8, size)
+    for epoch in epochs:
+        assert np.array_equal(np.sort(epoch), np.arange(size))
+    assert not np.array_equal(epochs[0], epochs[1])
+
+
+def test_a_late_batch_is_as_near_as_the_first() -> None:
+    order = GlobalBatches(10**12, 64, seed=1)
+    ids = order.ids(10**12 // 64 - 1)
+    assert len(set(ids.tolist())) == 64
+    assert ids.min() >= 0
+    assert ids.max() < 10**12
+
+
+@pytest.mark.parametrize("world_size", range(1, 12))
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 16])
+def test_ranks_share_a_batch_without_overlap(world_size: int, micro_batch_size: int) -> None:
+    batch = GlobalBatches(1000, 11, seed=3).ids(17)
+    plans = [shares(11, micro_batch_size, rank, world_size) for rank in range(world_size)]
+    seen = [batch[s.places] for plan in plans for s in plan if s.weight]
+    assert np.concatenate(seen).tolist() == batch.tolist()
+    assert len({len(plan) for plan in plans}) == 1, "collectives would not match"
+    assert all(0 < len(batch[s.places]) <= micro_batch_size for plan in plans for s in plan)
+
+
+def test_another_seed_is_another_order() -> None:
+    first, second = (GlobalBatches(1000, 100, seed).ids(0) for seed in (0, 1))
+    assert not np.array_equal(first, second)
+
+
+def test_augmentation_differs_by_position_not_by_batch() -> None:
+    keys = sample_keys(7, np.arange(100))
+    assert len(set(keys.tolist())) == 100
+    assert np.array_equal(keys[40:60], sample_keys(7, np.arange(40, 60)))
+
+
+def test_the_validation_subset_stays() -> None:
+    assert np.array_equal(fixed_subset(1000, 10), fixed_subset(1000, 10))
+    assert sorted(fixed_subset(50, 0)) == list(range(50))

@@ -1,0 +1,186 @@
+"""The loop on your model and data: it learns, resumes exactly, and refuses what would not be."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import launch, losses, tiny, train
+
+from {{ cookiecutter.package_name }}.__main__ import main
+from {{ cookiecutter.package_name }}.engine import UserError
+from {{ cookiecutter.package_name }}.engine.state import MetadataUnpickler
+from {{ cookiecutter.package_name }}.train import State, run, setup, train_step
+
+
+def interrupt_after(step: int, number: int = signal.SIGTERM):
+    """An observer that signals this process."""
+
+    def observer(state: State, record: dict | None) -> None:
+        if state.step == step:
+            os.kill(os.getpid(), number)
+
+    return observer
+
+
+def main_with(monkeypatch, *words: str) -> int:
+    """The exit code of a command."""
+    monkeypatch.setattr("sys.argv", ["program", *words])
+    return main()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_an_interrupted_run_goes_on_exactly(tmp_path: Path, number: int) -> None:
+    undisturbed = train(tiny(tmp_path / "a"))
+    assert run(tiny(tmp_path / "b"), interrupt_after(7, number)).status == "preempted"
+    assert json.loads((tmp_path / "b/status.json").read_text())["status"] == "preempted"
+    resumed = train(tiny(tmp_path / "b"))
+    assert resumed.keys() == undisturbed.keys()
+    for name, value in undisturbed.items():
+        assert torch.equal(value, resumed[name]), name
+    last = tiny(tmp_path).train.steps
+    assert losses(tmp_path / "a")[last] == losses(tmp_path / "b")[last]
+
+
+def test_the_same_seed_gives_the_same_losses() -> None:
+    def record(seed: int) -> list[float]:
+        state = setup(tiny(Path("unused"), train__seed=seed))
+        for _ in range(4):
+            train_step(state, state.loader.next())
+        return state.sums.tolist()
+
+    assert record(1) == record(1)
+    assert record(1) != record(2)
+
+
+def test_accumulation_does_not_change_a_step() -> None:
+    weights = []
+    for micro_batch_size in (8, 3):
+        state = setup(tiny(Path("unused"), train__micro_batch_size=micro_batch_size))
+        if any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in state.model.modules()):
+            pytest.skip("not applicable: batch statistics depend on how a batch is divided")
+        state.model.eval()  # dropout draws other numbers for other micro-batches
+        train_step(state, state.loader.next())
+        weights.append({k: v.clone() for k, v in state.model.state_dict().items()})
+    for name, value in weights[0].items():
+        torch.testing.assert_close(value, weights[1][name], atol=1e-5, rtol=1e-4)
+
+
+def test_a_step_that_is_not_finite_is_skipped() -> None:
+    state = setup(tiny(Path("unused"), optim__clip=1.0))
+    train_step(state, state.loader.next())
+    before = [p.detach().clone() for p in state.model.parameters()]
+    hook = next(p for p in state.model.parameters() if p.requires_grad).register_hook(
+        lambda gradient: gradient * torch.nan
+    )
+    train_step(state, state.loader.next())
+    hook.remove()
+    assert int(state.bad_steps) == 1
+    for parameter, value in zip(state.model.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+    train_step(state, state.loader.next())
+    assert not torch.equal(next(state.model.parameters()), before[0])
+
+
+def test_loader_workers_give_the_same_batches(tmp_path: Path) -> None:
+    plain = train(tiny(tmp_path / "a", train__steps=6))
+    ahead = train(tiny(tmp_path / "b", train__steps=6, train__loader_workers=1))
+    for name, value in plain.items():
+        assert torch.equal(value, ahead[name]), name
+
+
+def test_activation_checkpointing_changes_nothing(tmp_path: Path) -> None:
+    plain = train(tiny(tmp_path / "a", train__steps=3))
+    frugal = train(tiny(tmp_path / "b", train__steps=3, train__activation_checkpointing=True))
+    for name, value in plain.items():
+        torch.testing.assert_close(value, frugal[name], atol=1e-6, rtol=1e-5)
+
+
+def test_a_finished_run_says_so_and_can_be_prolonged(tmp_path: Path) -> None:
+    train(tiny(tmp_path, train__steps=5))
+    assert run(tiny(tmp_path, train__steps=5)).status == "already finished"
+    result = run(tiny(tmp_path, train__steps=8))
+    assert (result.status, result.step) == ("finished", 8)
+
+
+def test_another_run_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    train(tiny(tmp_path / "a", train__steps=5))
+    with pytest.raises(UserError, match=r"seed: 0 saved, 1 now[\s\S]*--fresh"):
+        run(tiny(tmp_path / "a", train__steps=8, train__seed=1))
+    with pytest.raises(UserError, match="global_batch_size"):
+        run(tiny(tmp_path / "a", train__steps=8, train__global_batch_size=4))
+    result = run(tiny(tmp_path / "a", train__steps=6, train__seed=1, fresh=True))
+    assert result.status == "finished"
+    assert (tmp_path / "a.old-1/checkpoints").is_dir()
+    changes = {"train__seed": 1, "train__steps": 2, "init_from": tmp_path / "a"}
+    assert run(tiny(tmp_path / "b", **changes)).status == "finished"
+
+
+def test_a_damaged_checkpoint_costs_one_interval(tmp_path: Path, caplog) -> None:
+    train(tiny(tmp_path, train__steps=10))
+    newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
+    victim = max(newest.iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    steps = []
+    run(tiny(tmp_path, train__steps=12), lambda state, record: steps.append(state.step))
+    assert steps[0] == 6
+    assert "DAMAGED" in caplog.text
+    assert sorted(losses(tmp_path))[-1] == 12
+
+
+def test_a_run_directory_has_one_writer(tmp_path: Path) -> None:
+    def meanwhile(state: State, record: dict | None) -> None:
+        if state.step == 2:
+            outcome = launch(1, "train", "--preset", "tiny", "--run-dir", str(tmp_path))
+            assert outcome.returncode == 2
+            assert "in use by process" in outcome.stdout
+
+    assert run(tiny(tmp_path, train__steps=4), meanwhile).status == "finished"
+
+
+def test_bad_settings_are_told_in_one_line(tmp_path: Path, capsys, monkeypatch) -> None:
+    for words, message in [
+        (["train", "--preset", "none-such"], "none-such: there is none"),
+        (["train", "--data.path", str(tmp_path / "nothing")], "nothing"),
+        (["no-such-command"], "there is no command"),
+        (["verify", "--run-dir", str(tmp_path)], "no checkpoints"),
+        (["infer", "--run-dir", str(tmp_path)], "there is no run"),
+    ]:
+        assert main_with(monkeypatch, *words) == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):  # by the parser, in a box of its own
+        main_with(monkeypatch, "train", "--train.global-batch-size", "0")
+    assert "must be at least 1" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_crafted_index_runs_nothing() -> None:
+    import io
+    import pickle
+
+    class Attack:
+        def __reduce__(self):
+            return (os.system, ("exit 1",))
+
+    with pytest.raises(pickle.UnpicklingError, match="refused"):
+        MetadataUnpickler(io.BytesIO(pickle.dumps(Attack()))).load()
+
+
+def test_the_commands_work_on_a_finished_run(tmp_path: Path, capfd, monkeypatch) -> None:
+    def command(*words: str) -> str:
+        assert main_with(monkeypatch, *words, "--run-dir", str(tmp_path)) == 0, words
+        return capfd.readouterr().out
+
+    train(tiny(tmp_path))
+    assert "best" in command("verify")
+    assert command("infer")
+    assert "top operators" in command("profile", "--preset", "tiny", "--device", "cpu")
+    assert list((tmp_path / "traces").glob("*.json.gz"))
+    assert "deterministic" in command("baseline", "--preset", "tiny", "--device", "cpu")
+    report = json.loads((tmp_path / "workflow/baseline.json").read_text())
+    assert report["stage"] == "baseline"
+    assert report["checks"][0] == {**report["checks"][0], "name": "deterministic", "status": "pass"}
