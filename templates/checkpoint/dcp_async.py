@@ -1,19 +1,15 @@
 """Checkpoints by torch.distributed.checkpoint, written while training goes on.
 
-A save has two phases. Staging copies this rank's part into host buffers that are kept for the whole
-run; it overlaps with the next forward and backward, which only read parameters, and has to be
-over before the optimizer changes them. The upload (writing, hashing, publishing) then runs on a
-thread of its own, with a process group of its own. One save is in flight at a time. A failure
-waits in `failed` until the loop's control word has carried it to every rank.
-
-How a checkpoint is published and verified is told in engine/snapshots.py, how it is read in
-engine/state.py.
+Staging copies this rank's part into host buffers; it overlaps with the next forward and backward,
+which only read parameters, and must be over before the optimizer changes them. The upload (write,
+hash, publish) runs on a thread and a process group of its own. One save is in flight at a time; a
+failure waits in `failed` until the loop's control word has carried it to every rank. How it is
+published is told in engine/snapshots.py, how it is read in engine/reading.py.
 """
 
-import logging
-import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,18 +18,17 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .engine.control import World
-from .engine.snapshots import RetentionConfig, SnapshotError
+from .engine.metrics import warn_if_host_memory_is_short
+from .engine.snapshots import RetentionConfig
 from .engine.state import (
     Recovery,
     Tensors,
     agree_on_buffers,
     model_tensors,
     share_of,
+    walk,
     write_shards,
 )
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,7 +44,9 @@ class Checkpointer(Recovery):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        warn_if_memory_is_short({"model": model_tensors(self.model)}, self.world)
+        part = share_of({"model": model_tensors(self.model)}, self.world.rank, self.world.size)
+        weights = sum(local(tensor).nbytes for _, tensor in walk(part))
+        warn_if_host_memory_is_short(3 * weights)  # AdamW keeps two moments beside each weight
         self.stager = Stager(self.world.device)
         self.uploader = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.upload: Future[None] | None = None
@@ -60,15 +57,24 @@ class Checkpointer(Recovery):
         """Whether the save in flight has failed, as far as this rank knows by now."""
         return bool(self.upload and self.upload.done() and self.upload.exception())
 
-    def save(self, step: int, validation_loss: float | None = None) -> None:
-        """Start a save of `step`, after the one before is published (SnapshotError if it failed).
+    def before_optimizer_step(self) -> None:
+        """Wait until the parameters and the optimizer's state have been copied."""
+        if self.staged is not None:
+            started = time.perf_counter()
+            self.staged.wait()
+            self.stager.hold_back_current_stream()
+            self.staged = None
+            self.blocked_seconds += time.perf_counter() - started
 
-        The optimizer must not step before `before_optimizer_step()` has returned.
-        """
-        if step == self.last_saved:
-            return
-        self.settle()
-        started = time.perf_counter()
+    def close(self) -> None:
+        """Wait until the last checkpoint is published, and stop the uploading thread."""
+        try:
+            super().close()
+        finally:
+            self.uploader.shutdown()
+
+    def _save(self, step: int, validation_loss: float | None) -> None:
+        self._settle()
         agree_on_buffers(self.model, self.world)
         part = share_of(self.tensors(), self.world.rank, self.world.size)
         parameters = {name for name, _ in self.model.named_parameters()}
@@ -78,58 +84,36 @@ class Checkpointer(Recovery):
             self._upload, step, copies, copy, self.staged, validation_loss
         )
         self.last_saved = step
-        self.blocked_seconds += time.perf_counter() - started
 
-    def before_optimizer_step(self) -> None:
-        """Wait until the parameters and the optimizer's state have been copied."""
-        if self.staged is not None:
-            started = time.perf_counter()
-            self.staged.wait()
-            self.stager.order_before_current_stream()
-            self.staged = None
-            self.blocked_seconds += time.perf_counter() - started
-
-    def settle(self) -> None:
-        """Wait for the save in flight; SnapshotError, on every rank, if it failed."""
-        self.before_optimizer_step()
-        upload, self.upload = self.upload, None
-        if upload is not None:
-            started = time.perf_counter()
+    def _settle(self) -> None:
+        if self.upload is not None:
+            upload, self.upload, self.staged = self.upload, None, None
             try:
                 upload.result()
-            except SnapshotError:
+            except BaseException:
                 self.last_saved = None
                 raise
-            finally:
-                self.blocked_seconds += time.perf_counter() - started
-
-    def close(self) -> None:
-        """Settle, and stop the uploading thread."""
-        try:
-            self.settle()
-        finally:
-            self.uploader.shutdown()
 
     def _upload(
         self,
         step: int,
         copies: Tensors,
-        copy: Any,
+        copy: Callable[[], None],
         staged: threading.Event,
         validation_loss: float | None,
     ) -> None:
         problem = None
         try:
             copy()
-        except Exception as error:
-            problem = SnapshotError(f"copying to host memory failed: {error}")
+        except Exception as error:  # told to the other ranks below, where they wait for this one
+            problem = error
         finally:
             staged.set()
-        self.stager.wait()
 
         def write(directory: Path) -> list[str]:
             if problem:
                 raise problem
+            self.stager.wait()
             threads = self.snapshots.retention.threads
             return write_shards(directory, copies, self.group, threads)
 
@@ -149,7 +133,7 @@ class Stager:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.event: torch.cuda.Event | None = None
 
-    def begin(self, part: Tensors, parameters: set[str]) -> tuple[Tensors, Any]:
+    def begin(self, part: Tensors, parameters: set[str]) -> tuple[Tensors, Callable[[], None]]:
         """Copy now what the next forward may change (model buffers); the rest is for `copy()`.
 
         Returns the copies, complete once `copy` has run, and that function.
@@ -159,18 +143,17 @@ class Stager:
         def twin(path: tuple[str, ...], value: Any) -> Any:
             if isinstance(value, dict):
                 return {key: twin((*path, key), item) for key, item in value.items()}
-            local = value.to_local() if isinstance(value, DTensor) else value
-            local = local.detach()
+            source = local(value).detach()
             buffer = self.buffers.get(path)
-            if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+            if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
                 pin = self.stream is not None
-                buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=pin)
+                buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=pin)
                 self.buffers[path] = buffer
             if path[0] == "model" and path[1] not in parameters:
                 # In the order of the current stream, hence before the next forward.
-                buffer.copy_(local, non_blocking=True)
+                buffer.copy_(source, non_blocking=True)
             else:
-                pairs.append((buffer, local))
+                pairs.append((buffer, source))
             if isinstance(value, DTensor):
                 return DTensor(buffer, value._spec, requires_grad=False)
             return buffer
@@ -187,7 +170,7 @@ class Stager:
             self.event = self.stream.record_event()
         return copies, lambda: None
 
-    def order_before_current_stream(self) -> None:
+    def hold_back_current_stream(self) -> None:
         """Make what is queued from now on wait for the copies, without stopping the host."""
         if self.event is not None:
             torch.cuda.current_stream(self.device).wait_event(self.event)
@@ -198,21 +181,6 @@ class Stager:
             self.event.synchronize()
 
 
-def warn_if_memory_is_short(tensors: Tensors, world: World) -> None:
-    """Compare what staging will take with the host memory that is free, before training starts."""
-    part = share_of(tensors, world.rank, world.size)["model"].values()
-    weights = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in part)
-    on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    needed = 3 * weights * on_this_host  # AdamW keeps two moments beside each weight
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) << 10
-    except (OSError, StopIteration, ValueError):
-        return  # this system does not say
-    if needed > 0.8 * free:
-        log.warning(
-            "staging checkpoints will take about %.1f GB of host memory here, %.1f GB are free: "
-            "spread the run over more machines or save synchronously",
-            needed / 1e9,
-            free / 1e9,
-        )
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

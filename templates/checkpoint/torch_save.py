@@ -1,10 +1,9 @@
 """Checkpoints as one `torch.save` file, gathered on rank 0 while training waits.
 
 The simplest thing to open elsewhere: `torch.load("state.pt")["model"]`. How a checkpoint is
-published and verified is told in engine/snapshots.py, how it is read in engine/state.py.
+published is told in engine/snapshots.py, how it is read in engine/reading.py.
 """
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,9 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+from .engine.reading import WHOLE_FILE, Tensors
 from .engine.snapshots import RetentionConfig
-from .engine.state import WHOLE_FILE, Recovery, Tensors, agree_on_buffers
+from .engine.state import Recovery, agree_on_buffers
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,9 @@ class CheckpointConfig(RetentionConfig):
 
 
 class Checkpointer(Recovery):
-    """Saves in the loop; every rank returns when the checkpoint is published."""
+    """Saves in the loop; every rank goes on when the checkpoint is published."""
 
-    failed = False  # a failed save raises at once, on every rank
-
-    def save(self, step: int, validation_loss: float | None = None) -> None:
-        """Publish a checkpoint of `step`; SnapshotError, on every rank, when any rank failed."""
-        if step == self.last_saved:
-            return
-        started = time.perf_counter()
+    def _save(self, step: int, validation_loss: float | None) -> None:
         agree_on_buffers(self.model, self.world)
 
         def write(directory: Path) -> list[str]:
@@ -40,20 +34,8 @@ class Checkpointer(Recovery):
             torch.save(gathered, directory / WHOLE_FILE)
             return [WHOLE_FILE]
 
-        try:
-            self.publish(step, write, validation_loss)
-            self.last_saved = step
-        finally:
-            self.blocked_seconds += time.perf_counter() - started
-
-    def before_optimizer_step(self) -> None:
-        """Nothing is in flight between steps."""
-
-    def settle(self) -> None:
-        """Nothing is in flight after a save."""
-
-    def close(self) -> None:
-        """Nothing is left to stop."""
+        self.publish(step, write, validation_loss)
+        self.last_saved = step
 
     def _gather(self, tree: Tensors) -> Iterator[tuple[str, object]]:
         """Whole tensors in host memory on rank 0, one after the other; None on the other ranks."""

@@ -7,13 +7,8 @@ from pathlib import Path
 import pytest
 
 from {{ cookiecutter.package_name }}.engine.control import HostGroup
-from {{ cookiecutter.package_name }}.engine.snapshots import (
-    RetentionConfig,
-    SnapshotError,
-    Snapshots,
-    published,
-    verify,
-)
+from {{ cookiecutter.package_name }}.engine.manifest import SnapshotError, published, verify
+from {{ cookiecutter.package_name }}.engine.snapshots import RetentionConfig, Snapshots
 
 
 def write(directory: Path) -> list[str]:

@@ -11,7 +11,7 @@ from conftest import launch, losses, tiny, train
 
 from {{ cookiecutter.package_name }}.__main__ import main
 from {{ cookiecutter.package_name }}.engine import UserError
-from {{ cookiecutter.package_name }}.engine.state import MetadataUnpickler
+from {{ cookiecutter.package_name }}.engine.reading import MetadataUnpickler
 from {{ cookiecutter.package_name }}.train import State, run, setup, train_step
 
 

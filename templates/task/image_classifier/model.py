@@ -37,7 +37,7 @@ class ModelConfig:
 # Settings by dotted name; "default" is the ground that the others stand on.
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {
-        "train.steps": 600,
+        "train.steps": 300,
         "train.global_batch_size": 64,
         "train.micro_batch_size": 64,
         "optim.learning_rate": 2e-3,

@@ -59,20 +59,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "optim.warmup_steps": 5,
         "checkpoint.every": 5,
     },
-    "gpt2_124m": {
-        "model.layers": 12,
-        "model.heads": 12,
-        "model.width": 768,
-        "data.context": 1024,
-        "train.steps": 20_000,
-        "train.global_batch_size": 480,
-        "train.micro_batch_size": 32,
-        "train.validate_every": 500,
-        "optim.learning_rate": 6e-4,
-        "optim.warmup_steps": 700,
-        "checkpoint.every": 500,
-        "compile.mode": "blocks",
-    },
 }
 
 

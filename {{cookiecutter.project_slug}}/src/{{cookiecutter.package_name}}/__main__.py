@@ -1,38 +1,40 @@
 """The commands: `python -m` this package, or the project's console script."""
 
-import json
+import argparse
 import logging
 import os
-import statistics
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import tyro
 
 from . import config as configuration
-from .config import Config
+from .config import Config, Place
 from .engine import UserError
-from .engine.control import HostGroup, RankError, launched_ranks
+from .engine.control import HostGroup, exit_code, launched_ranks
 from .engine.metrics import log_to_console
-from .engine.snapshots import SnapshotError, best_by_validation, published, verify
+from .engine.rundir import list_checkpoints, summary
 from .infer import InferConfig
 from .model import PRESETS
 
 log = logging.getLogger(__package__)
+T = TypeVar("T")
+PROGRAM = f"python -m {__package__}"
 
 
 def train(arguments: list[str]) -> int:
     """Train, or go on training: the same command resumes an interrupted run."""
     from .train import run
 
-    config = parse_config("train", train, arguments)
+    config = parse_config(train, arguments)
     result = run(config)
     log.info("%s at step %d", result.status, result.step)
-    for line in summary(config.directory) if os.environ.get("RANK", "0") == "0" else ():
-        log.info("  %s", line)
+    if os.environ.get("RANK", "0") == "0":
+        for line in summary(config.directory):
+            log.info("  %s", line)
     if result.status == "already finished":
         log.info("  to go on: raise --train.steps; to start over: --fresh (keeps the old run)")
     elif result.status == "preempted":
@@ -40,30 +42,11 @@ def train(arguments: list[str]) -> int:
     return 0
 
 
-def summary(run_dir: Path) -> list[str]:
-    """What a run measured and where it lies, from its files."""
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    lines = []
-    for name in ("samples_per_second", "tokens_per_second", "mfu"):
-        if values := [record[name] for record in records if name in record]:
-            middle = statistics.median(values)
-            text = f"{middle:.1%}" if name == "mfu" else f"{middle:,.0f}"
-            lines.append(f"{name.replace('_', ' ')}: {text} (median)")
-    for name, value in records[-1].items():
-        if name.startswith("validation_"):
-            lines.append(f"{name.replace('_', ' ')}: {value:.4f}")
-    blocked = sum(record["checkpoint_blocked_seconds"] for record in records)
-    steps = [path.name for path in published(run_dir / "checkpoints")]
-    lines.append(f"checkpoints: {', '.join(steps)} (held training up for {blocked:.2f} s in all)")
-    lines.append(f"everything is in {run_dir}")
-    return lines
-
-
 def baseline(arguments: list[str]) -> int:
     """Measure one eager process: determinism, learning, throughput; see workflow/baseline.json."""
     from .workflow.baseline import measure
 
-    return measure(parse_config("baseline", baseline, arguments))
+    return measure(parse_config(baseline, arguments))
 
 
 def profile(arguments: list[str]) -> int:
@@ -72,7 +55,7 @@ def profile(arguments: list[str]) -> int:
     from .engine.profiling import trace_steps
     from .train import setup, train_step
 
-    config = parse_config("profile", profile, arguments)
+    config = parse_config(profile, arguments)
     state = setup(config)
     traces = trace_steps(config.profile, config.directory / "traces", state, train_step)
     if state.world.rank == 0:
@@ -84,41 +67,12 @@ def profile(arguments: list[str]) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Place:
-    """Which run."""
-
-    name: str = "default"
-    run_dir: Path | None = None
-    """Where the run lives (default: runs/NAME)."""
-
-    @property
-    def directory(self) -> Path:
-        """The run directory."""
-        return self.run_dir or Path("runs") / self.name
-
-
-def verify_command(arguments: list[str]) -> int:
+def verify(arguments: list[str]) -> int:
     """List the checkpoints of a run and verify every byte; exit code 1 when one is damaged."""
-    place = tyro.cli(Place, prog=prog("verify"), description=verify_command.__doc__, args=arguments)
-    paths = published(place.directory / "checkpoints")
-    if not paths:
-        raise UserError(f"there are no checkpoints in {place.directory}: train first")
-    found = {path: verify(path) for path in paths}
-    best = best_by_validation({path: m for path, (m, problems) in found.items() if not problems})
-    for path, (manifest, problems) in found.items():
-        if problems:
-            print(f"{path.name}  DAMAGED  {'; '.join(problems)}")
-            continue
-        size = sum(entry["size"] for entry in manifest["files"].values()) / 1e6
-        loss = manifest.get("validation_loss")
-        notes = f"  validation loss {loss:.4f}" if loss is not None else ""
-        notes += "  best" if path == best else ""
-        print(f"{path.name}  good  {size:,.1f} MB in {len(manifest['files'])} files{notes}")
-    aside = [path.name for path in (place.directory / "checkpoints").glob("step_*.damaged-*")]
-    for name in sorted(aside):
-        print(f"{name}  set aside earlier")
-    return 1 if any(problems for _, problems in found.values()) else 0
+    place = ask(verify, Place, arguments)
+    lines, damaged = list_checkpoints(place.directory)
+    print("\n".join(lines))
+    return 1 if damaged else 0
 
 
 @dataclass(frozen=True)
@@ -136,11 +90,11 @@ def infer(arguments: list[str]) -> int:
 
     from .data import build_datasets
     from .engine.control import pick_device
-    from .engine.state import load_weights
+    from .engine.reading import load_weights
     from .infer import infer as use
     from .model import build_model
 
-    options = tyro.cli(Inference, prog=prog("infer"), description=infer.__doc__, args=arguments)
+    options = ask(infer, Inference, arguments)
     if not (options.directory / "config.json").exists():
         raise UserError(f"there is no run in {options.directory}: train first, or give --name")
     config = configuration.load(options.directory / "config.json")
@@ -154,88 +108,56 @@ def infer(arguments: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "train": train,
-    "baseline": baseline,
-    "profile": profile,
-    "verify": verify_command,
-    "infer": infer,
+    command.__name__: command for command in (train, baseline, profile, verify, infer)
 }
 UNDER_TORCHRUN = ("train", "profile")
 
 
-def parse_config(command: str, function: Callable[..., int], arguments: list[str]) -> Config:
+def parse_config(command: Callable[..., int], arguments: list[str]) -> Config:
     """Settings from --preset or --config, then from the other options."""
-    base, rest, given = configuration.preset(), [], {}
-    words = iter(arguments)
-    for word in words:
-        option, equals, value = word.partition("=")
-        if option in ("--preset", "--config"):
-            given[option] = value if equals else next(words, "")
-        else:
-            rest.append(word)
-    if "--config" in given:
-        base = configuration.load(Path(given["--config"]))
-    if "--preset" in given:
-        base = configuration.preset(given["--preset"])
-    description = (
-        f"{function.__doc__} Start from --preset NAME ({', '.join(PRESETS)}) or from the settings "
-        "of another run (--config runs/NAME/config.json); the options below go over them."
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--preset", default="default")
+    parser.add_argument("--config", type=Path)
+    given, rest = parser.parse_known_args(arguments)
+    base = configuration.load(given.config) if given.config else configuration.preset(given.preset)
+    more = (
+        f" Start from --preset NAME ({', '.join(PRESETS)}) or from the settings of another run "
+        "(--config runs/NAME/config.json); the options below go over them."
     )
-    return tyro.cli(
-        Config,
-        default=base,
-        prog=prog(command),
-        description=description,
-        args=rest,
-    )
+    return ask(command, Config, rest, more, default=base)
 
 
-def prog(command: str) -> str:
-    """The command as the user types it."""
-    return f"python -m {__package__} {command}"
+def ask(
+    command: Callable[..., int], kind: type[T], words: list[str], more: str = "", **how: T
+) -> T:
+    """Settings of some kind from the words behind a command; its docstring is the help."""
+    prog = f"{PROGRAM} {command.__name__}"
+    return tyro.cli(kind, prog=prog, description=command.__doc__ + more, args=words, **how)
 
 
 def usage() -> str:
     """The commands, a line each."""
-    lines = [f"  {name:<10}{function.__doc__}" for name, function in COMMANDS.items()]
-    head = f"usage: python -m {__package__} COMMAND [--help] [options]"
-    return "\n".join([head, "", *lines])
+    lines = [f"  {name:<10}{command.__doc__}" for name, command in COMMANDS.items()]
+    return "\n".join([f"usage: {PROGRAM} COMMAND [--help] [options]", "", *lines])
+
+
+def dispatch(arguments: list[str]) -> int:
+    """Run the command that the first argument names."""
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name not in COMMANDS:
+        raise UserError(f"there is no command {name!r}\n{usage()}")
+    if launched_ranks() > 1 and name not in UNDER_TORCHRUN:
+        raise UserError(f"{name} starts what it needs itself: run it without torchrun")
+    return COMMANDS[name](rest)
 
 
 def main() -> int:
-    """Run a command; returns its exit code: 0, 1 when something is wrong, 2 for bad input."""
-    command, *arguments = sys.argv[1:] or ["--help"]
-    if command in ("-h", "--help"):
-        print(usage())
-        return 0
+    """Run a command; its exit code: 0, 1 when something is wrong, 2 for bad input."""
     log_to_console(__package__)
-    try:
-        if command not in COMMANDS:
-            raise UserError(f"there is no command {command!r}\n{usage()}")
-        if launched_ranks() > 1 and command not in UNDER_TORCHRUN:
-            raise UserError(f"{command} starts what it needs itself: run it without torchrun")
-        return COMMANDS[command](arguments)
-    except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # the others would only repeat it
-            print(f"error: {error}", file=sys.stderr)
-        code = 2
-    except (SnapshotError, RankError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = 1
-    except KeyboardInterrupt:
-        code = 130
-    except Exception:
-        if launched_ranks() == 1:
-            raise
-        traceback.print_exc()
-        code = 1
-    if "RANK" in os.environ:
-        # The process group cannot be left in order: its finalisers may wait for ranks that are
-        # gone. The checkpoints are safe at every instant, so leave at once.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+    return exit_code(lambda: dispatch(sys.argv[1:]))
 
 
 if __name__ == "__main__":

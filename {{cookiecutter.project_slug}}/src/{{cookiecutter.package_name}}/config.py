@@ -64,13 +64,24 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class Config:
-    """One training run."""
+class Place:
+    """Which run."""
 
     name: str = "default"
     """Starting a run of the same name again resumes it."""
     run_dir: Path | None = None
     """Where the run lives (default: runs/NAME)."""
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self.run_dir or Path("runs") / self.name
+
+
+@dataclass(frozen=True)
+class Config(Place):
+    """One training run."""
+
     fresh: bool = False
     """Set the old run of this name aside and start over."""
     init_from: Path | None = None
@@ -84,11 +95,6 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-
-    @property
-    def directory(self) -> Path:
-        """The run directory."""
-        return self.run_dir or Path("runs") / self.name
 
 
 def preset(name: str = "default") -> Config:

@@ -2,8 +2,6 @@
 
 import contextlib
 import logging
-import os
-import platform
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,14 +16,14 @@ from .config import Config
 from .data import build_datasets
 from .engine import UserError
 from .engine.compilation import checkpoint_activations, compile_model, compile_summary
-from .engine.control import Control, HostGroup, World, garbage_collected_by_hand
+from .engine.control import Control, HostGroup, World, garbage_collected_by_hand, set_up_torch
 from .engine.metrics import Journal, forward_flops, loss_vector, means, move, peak_flops
 from .engine.profiling import Profiler
+from .engine.reading import load_weights
 from .engine.rundir import RunDirectory, write_json
 from .engine.sampling import GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
 from .engine.settings import to_json
-from .engine.snapshots import SnapshotError
-from .engine.state import agree_on_buffers, identity_of, load_weights
+from .engine.state import agree_on_buffers, identity_of
 from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer, learning_rate, step_unless
 
@@ -46,8 +44,8 @@ class State:
     loader: Loader
     validation: Any
     compute_dtype: torch.dtype
-    identity: dict[str, Any]
-    flops_per_sample: float | None
+    forward_flops: int | None
+    """Of one sample, where MFU can be told."""
     step: int = 0
     """Completed optimizer steps."""
     checkpointer: Checkpointer | None = None
@@ -81,19 +79,13 @@ def setup(config: Config, world: World | None = None) -> State:
             f"--train.global-batch-size {batch_size} is below the {world.size} ranks of this run: "
             "raise it or start fewer processes"
         )
-    if settings.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    torch.set_float32_matmul_precision("high")  # TF32 where what is left in float32 allows it
-    torch.manual_seed(settings.seed)
-
+    set_up_torch(settings.seed, settings.deterministic)
     train, validation, spec = build_datasets(config)
     if not len(train) or not len(validation):
         raise UserError("there is no sample in the training or in the validation data")
     order = GlobalBatches(len(train), batch_size, settings.seed)
     plan = shares(batch_size, settings.micro_batch_size, world.rank, world.size)
-    pinned = world.device.type == "cuda"
-    loader = Loader(train, order, plan, workers=settings.loader_workers, pin_memory=pinned)
+    loader = Loader(train, order, plan, settings.loader_workers, pin=world.device.type == "cuda")
 
     model = build_model(config, spec)
     flops = None
@@ -103,19 +95,11 @@ def setup(config: Config, world: World | None = None) -> State:
         checkpoint_activations(blocks(model))
     compile_model(model, blocks(model), config.compile)
     dtype = settings.compute_dtype(world.device)
-    module = parallel.place(model, blocks(model), config.parallel, world, dtype)
+    module = parallel.place(model, blocks(model), config.parallel, world, dtype).train()
     optimizer = build_optimizer(config.optim, model)
-    identity = identity_of(
-        model,
-        seed=settings.seed,
-        global_batch_size=batch_size,
-        training_samples=len(train),
-        data=spec.fingerprint,
-    )
     return State(
-        config, world, spec, model, module.train(), optimizer, plan, loader, validation, dtype,
-        identity, 3 * flops if flops else None,
-    )  # fmt: skip
+        config, world, spec, model, module, optimizer, plan, loader, validation, dtype, flops
+    )
 
 
 def train_step(state: State, batches: list[Any]) -> None:
@@ -200,15 +184,13 @@ def _run(config: Config, world: World, observer: Observer) -> Result:
         journal = stack.enter_context(Journal(run_dir.path, state))
         control = stack.enter_context(Control(group))
         stack.enter_context(garbage_collected_by_hand())
-        if config.profile.every:
-            traces = run_dir.path / "traces"
-            profiler = stack.enter_context(Profiler(config.profile, traces, world, state.step))
-        validation: dict[str, float] = {}
-        stop = 0
+        traced = Profiler(config.profile, run_dir.path / "traces", world, state.step)
+        profiler = stack.enter_context(traced) if config.profile.every else None
+        validation, stop = {}, 0
         while state.step < settings.steps:
             stop, save_failed = control.exchange(checkpointer.failed)
             if save_failed:
-                tolerate(config, checkpointer.settle)
+                checkpointer.settle()
             if stop:
                 break
             train_step(state, state.loader.next())
@@ -225,17 +207,19 @@ def _run(config: Config, world: World, observer: Observer) -> Result:
             journal.step(record)
             if save_now:
                 loss = validation.get("validation_loss") if validate_now else None
-                tolerate(config, checkpointer.save, state.step, loss)
-            if config.profile.every:
+                checkpointer.save(state.step, loss)
+            if profiler:
                 profiler.step()
             observer(state, record)
         if stop:
             log.info("%s: saving step %d, then stopping", signal.Signals(stop).name, state.step)
         loss = validation.get("validation_loss") if state.step == settings.steps else None
-        tolerate(config, checkpointer.save, state.step, loss)
+        checkpointer.save(state.step, loss)
         checkpointer.close()
         status = "preempted" if stop else "finished"
-        run_dir.record_status(status, step=state.step)
+        run_dir.record_status(
+            status, step=state.step, checkpoint_blocked_seconds=checkpointer.blocked_seconds
+        )
         if config.compile.mode != "none":
             log.info("%s", compile_summary())
         return Result(status, state.step, validation)
@@ -243,34 +227,24 @@ def _run(config: Config, world: World, observer: Observer) -> Result:
 
 def start(state: State, run_dir: RunDirectory, group: HostGroup) -> Checkpointer:
     """Resume from the newest good checkpoint, or begin; UserError when the run is another one."""
-    config, world = state.config, state.world
+    config = state.config
     schedule = {**to_json(config.optim), "steps": config.train.steps}
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    facts = {"identity": state.identity, "schedule": schedule, "versions": versions}
+    identity = identity_of(
+        state.model,
+        seed=config.train.seed,
+        global_batch_size=config.train.global_batch_size,
+        training_samples=len(state.loader.source.dataset),
+        data=state.spec.fingerprint,
+    )
+    facts = {"identity": identity, "schedule": schedule}
     checkpointer = state.checkpointer = Checkpointer(
-        run_dir.path, config.checkpoint, world, state.model, state.optimizer, facts
+        run_dir.path, config.checkpoint, state.world, state.model, state.optimizer, facts
     )
     state.step = checkpointer.restore()
-    if state.step:
-        log.info("resuming %s after step %d", run_dir.path, state.step)
-        before = checkpointer.restored["schedule"]
-        for name in schedule:
-            if before.get(name) != schedule[name]:
-                log.info("schedule: %s was %s, is %s", name, before.get(name), schedule[name])
-    elif config.init_from:
+    if state.step == 0 and config.init_from:
         log.info("weights: %s", load_weights(config.init_from, state.model, None, group))
     state.loader.seek(state.step)
-    if world.rank == 0:
+    if state.world.rank == 0:
         write_json(run_dir.path / "config.json", to_json(config))
     run_dir.record_status("running", step=state.step)
     return checkpointer
-
-
-def tolerate(config: Config, action: Callable[..., None], *arguments: Any) -> None:
-    """Save, or settle a save; a failure ends the run or not, as --checkpoint.on-failure says."""
-    try:
-        action(*arguments)
-    except SnapshotError as error:
-        if config.checkpoint.on_failure == "stop":
-            raise
-        log.warning("%s; going on, the checkpoints before are untouched", error)

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -82,6 +83,15 @@ def join(device_name: str, timeout: timedelta) -> World:
     else:
         dist.init_process_group("gloo", timeout=timeout)
     return World(dist.get_rank(), dist.get_world_size(), device, distributed=True)
+
+
+def set_up_torch(seed: int, deterministic: bool) -> None:
+    """Seed what builds the model; choose kernels."""
+    torch.manual_seed(seed)
+    torch.set_float32_matmul_precision("high")  # TF32 where what is left in float32 allows it
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
 
 
 def leave(world: World) -> None:
@@ -228,3 +238,30 @@ class Control:
         if number == signal.SIGINT and self.signal == signal.SIGINT:
             raise KeyboardInterrupt  # a second Ctrl-C means now
         self.signal = number
+
+
+def exit_code(command: Callable[[], int]) -> int:
+    """Run a command: 0 when all is well, 1 when something went wrong, 2 for bad input."""
+    try:
+        return command()
+    except UserError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the others would only repeat it
+            print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except RankError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    except Exception:
+        if "RANK" not in os.environ:
+            raise
+        traceback.print_exc()
+        code = 1
+    if "RANK" in os.environ:
+        # The process group cannot be left in order: its finalisers may wait for ranks that are
+        # gone. The checkpoints are safe at every instant, so leave at once.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code

@@ -130,8 +130,9 @@ class Journal:
         }
         if self.tokens:
             record["tokens_per_second"] = rate * self.tokens
-        if self.peak and state.flops_per_sample:
-            record["mfu"] = rate * state.flops_per_sample / (self.peak * state.world.size)
+        if self.peak and state.forward_flops:
+            flops = 3 * rate * state.forward_flops  # backward takes twice what forward does
+            record["mfu"] = flops / (self.peak * state.world.size)
         return record
 
     def step(self, record: dict[str, Any] | None) -> None:
@@ -234,6 +235,23 @@ def peak_memory(device: torch.device) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def warn_if_host_memory_is_short(bytes_per_rank: int) -> None:
+    """Compare what the ranks of this machine are about to take with what is free, and say so."""
+    needed = bytes_per_rank * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) << 10
+    except (OSError, StopIteration, ValueError):
+        return  # this system does not say
+    if needed > 0.8 * free:
+        log.warning(
+            "staging checkpoints takes about %.1f GB of host memory here, %.1f GB are free: spread "
+            "the run over more machines, or save synchronously",
+            needed / 1e9,
+            free / 1e9,
+        )
 
 
 def move(batch: Any, device: torch.device) -> Any:

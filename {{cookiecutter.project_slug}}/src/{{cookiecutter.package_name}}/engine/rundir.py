@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import socket
+import statistics
 import time
 import uuid
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from . import UserError
 from .control import HostGroup
+from .manifest import best_by_validation, published, verify
 
 
 class RunDirectory:
@@ -115,3 +117,44 @@ def write_json(path: Path, content: Any) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def summary(run_dir: Path) -> list[str]:
+    """What a run measured and where it lies, from its files."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = []
+    for name in ("samples_per_second", "tokens_per_second", "mfu"):
+        if values := [record[name] for record in records if name in record]:
+            middle = statistics.median(values)
+            text = f"{middle:.1%}" if name == "mfu" else f"{middle:,.0f}"
+            lines.append(f"{name.replace('_', ' ')}: {text} (median)")
+    for name, value in records[-1].items():
+        if name.startswith("validation_"):
+            lines.append(f"{name.replace('_', ' ')}: {value:.4f}")
+    status = json.loads((run_dir / "status.json").read_text())
+    blocked = status["checkpoint_blocked_seconds"]
+    steps = [path.name for path in published(run_dir / "checkpoints")]
+    lines.append(f"checkpoints: {', '.join(steps)} (held training up for {blocked:.2f} s in all)")
+    lines.append(f"everything is in {run_dir}")
+    return lines
+
+
+def list_checkpoints(run_dir: Path) -> tuple[list[str], bool]:
+    """Verify all checkpoints of a run: a line for each, and whether one is damaged."""
+    directory = run_dir / "checkpoints"
+    found = {path: verify(path) for path in published(directory)}
+    if not found:
+        raise UserError(f"there are no checkpoints in {run_dir}: train first")
+    best = best_by_validation({path: m for path, (m, problems) in found.items() if not problems})
+    lines = []
+    for path, (manifest, problems) in found.items():
+        if problems:
+            lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")
+            continue
+        size = sum(entry["size"] for entry in manifest["files"].values()) / 1e6
+        line = f"{path.name}  good  {size:,.1f} MB in {len(manifest['files'])} files"
+        if (loss := manifest.get("validation_loss")) is not None:
+            line += f"  validation loss {loss:.4f}"
+        lines.append(line + ("  best" if path == best else ""))
+    lines += [f"{path.name}  set aside" for path in sorted(directory.glob("step_*.damaged-*"))]
+    return lines, any(problems for _, problems in found.values())

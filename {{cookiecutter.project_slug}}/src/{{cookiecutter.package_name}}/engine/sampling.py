@@ -195,12 +195,11 @@ class Loader:
         dataset: Any,
         order: GlobalBatches,
         plan: list[Share],
-        *,
         workers: int = 0,
-        pin_memory: bool = False,
+        pin: bool = False,
     ) -> None:
         self.source = _MicroBatches(dataset, order, plan)
-        self.plan, self.workers, self.pin_memory = plan, workers, pin_memory
+        self.plan, self.workers, self.pin = plan, workers, pin
         self.seconds = 0.0
         self.seek(0)
 
@@ -234,7 +233,7 @@ class Loader:
             sampler=_Places(self.step, len(self.plan)),
             num_workers=self.workers,
             collate_fn=_unchanged,
-            pin_memory=self.pin_memory,
+            pin_memory=self.pin,
             worker_init_fn=_leave_signals_to_the_trainer,
             generator=torch.Generator(),  # else it would draw from the trainer's random numbers
         )

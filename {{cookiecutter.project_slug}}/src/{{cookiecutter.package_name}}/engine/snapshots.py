@@ -18,13 +18,11 @@ on which rename is atomic and fsync is honest.
 """
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-import stat
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -33,20 +31,24 @@ from typing import Any
 
 from . import UserError
 from .control import HostGroup, RankError
+from .manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    SnapshotError,
+    best_by_validation,
+    digest_of,
+    published,
+    read_manifest,
+    sha256_of,
+    step_name,
+    verify,
+)
 
 log = logging.getLogger(__name__)
-
-FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
-MANIFEST_LIMIT = 64 << 20  # bytes; keeps a hostile manifest from filling the memory
-PUBLISHED = re.compile(r"step_(\d{8,})")
 DAMAGED = re.compile(r"step_\d{8,}\.damaged-\d+")
 RESERVED = ".saving-"
 DISCARDED = ".discarded-"
-
-
-class SnapshotError(RuntimeError):
-    """A checkpoint could not be saved, or none could be read."""
+Writer = Callable[[Path], Iterable[str]]  # writes a rank's files into a directory, and names them
 
 
 @dataclass(frozen=True)
@@ -70,94 +72,13 @@ class RetentionConfig:
             raise UserError(f'checkpoint.on-failure is "stop" or "continue", not {self.on_failure}')
 
 
-def step_name(step: int) -> str:
-    """Name of the directory that holds the checkpoint of `step`."""
-    return f"step_{step:08d}"
-
-
-def published(directory: Path) -> list[Path]:
-    """Published checkpoints, oldest first, good or not."""
-    try:
-        names = [name for name in os.listdir(directory) if PUBLISHED.fullmatch(name)]
-    except FileNotFoundError:
-        return []
-    return [directory / name for name in sorted(names, key=lambda name: int(name[5:]))]
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Read and check the manifest of the checkpoint at `path`; SnapshotError says what is wrong."""
-    try:
-        with open(os.open(path / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            content = file.read(MANIFEST_LIMIT + 1)
-        if len(content) > MANIFEST_LIMIT:
-            raise SnapshotError(f"{MANIFEST} is larger than {MANIFEST_LIMIT} bytes")
-        manifest = json.loads(content)
-        digest = manifest.pop("digest")
-        if digest != _digest(manifest):
-            raise SnapshotError(f"{MANIFEST} does not match its own digest")
-        version, step, files = (manifest[key] for key in ("format_version", "step", "files"))
-        names_are_plain = all(_is_plain(name) for name in files)
-        sizes_and_hashes = [(int(entry["size"]), str(entry["sha256"])) for entry in files.values()]
-    except OSError as error:
-        raise SnapshotError(f"{MANIFEST} cannot be read ({error.strerror})") from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise SnapshotError(f"{MANIFEST} is not a manifest ({type(error).__name__})") from error
-    if version != FORMAT_VERSION:
-        raise SnapshotError(f"{MANIFEST} has format {version}; this code reads {FORMAT_VERSION}")
-    if not names_are_plain or not sizes_and_hashes:
-        raise SnapshotError(f"{MANIFEST} names a file outside its own directory, or none at all")
-    if PUBLISHED.fullmatch(path.name) and path.name != step_name(step):
-        raise SnapshotError(f"{MANIFEST} belongs to {step_name(step)}")
-    return manifest
-
-
-def check_file(path: Path, entry: dict[str, Any]) -> str | None:
-    """Compare one file with its manifest entry; return what is wrong with it, or None."""
-    try:
-        found = os.lstat(path)
-        if not stat.S_ISREG(found.st_mode):
-            return f"{path.name} is not a regular file"
-        if found.st_size != entry["size"]:
-            return f"{path.name} has {found.st_size:,} bytes, not {entry['size']:,}"
-        if _sha256(path) != entry["sha256"]:
-            return f"{path.name} has other content than was saved (sha256 differs)"
-    except OSError as error:
-        return f"{path.name} cannot be read ({error.strerror})"
-    return None
-
-
-def verify(path: Path, group: HostGroup | None = None) -> tuple[dict[str, Any], list[str]]:
-    """Verify a checkpoint, every byte, the work divided among the ranks.
-
-    Returns the manifest ({} if it is bad) and the problems found; the same on every rank.
-    """
-    group = group or HostGroup()
-
-    def manifest_or_problem() -> tuple[dict[str, Any], list[str]]:
-        try:
-            return read_manifest(path), []
-        except SnapshotError as error:
-            return {}, [str(error)]
-
-    manifest, problems = group.from_first(manifest_or_problem)
-    if problems:
-        return manifest, problems
-    largest_first = sorted(manifest["files"].items(), key=lambda item: -item[1]["size"])
-    mine = largest_first[group.rank :: group.size]
-    found = [check_file(path / name, entry) for name, entry in mine]
-    gathered = group.agree(lambda: [problem for problem in found if problem])
-    return manifest, group.from_first(lambda: [text for part in gathered for text in part])
-
-
 class Snapshots:
     """The checkpoints of one run, in `directory`; every method is called by all ranks together."""
 
     def __init__(self, directory: Path, retention: RetentionConfig, group: HostGroup) -> None:
         self.directory, self.retention, self.group = directory, retention, group
 
-    def publish(
-        self, step: int, write: Callable[[Path], Iterable[str]], facts: dict[str, Any]
-    ) -> Path:
+    def publish(self, step: int, write: Writer, facts: dict[str, Any]) -> Path:
         """Save one checkpoint; `write(directory)` writes this rank's files and names them.
 
         `facts` goes into the manifest. SnapshotError, on every rank, when any rank failed; then
@@ -187,7 +108,9 @@ class Snapshots:
         Damaged ones on the way are renamed to `step_… .damaged-<n>`. SnapshotError if there are
         checkpoints but no good one: starting afresh over them must be somebody's decision.
         """
-        for name in reversed(self.group.from_first(lambda: _names(published(self.directory)))):
+        for name in reversed(
+            self.group.from_first(lambda: [path.name for path in published(self.directory)])
+        ):
             path = self.directory / name
             manifest, problems = verify(path, self.group)
             if not problems:
@@ -253,7 +176,7 @@ class Snapshots:
         if len(files) != sum(map(len, written)) or not files:
             raise SnapshotError("two ranks wrote the same file, or none wrote any")
         manifest = {"format_version": FORMAT_VERSION, "step": step, "files": files, **facts}
-        manifest["digest"] = _digest(manifest)
+        manifest["digest"] = digest_of(manifest)
         with open(reservation / MANIFEST, "w", encoding="utf-8") as file:
             json.dump(manifest, file, indent=1)
         _sync(reservation / MANIFEST)
@@ -273,30 +196,18 @@ class Snapshots:
         raise SnapshotError(f"{path} was damaged a thousand times: have the disk looked at")
 
 
-def best_by_validation(manifests: dict[Path, dict[str, Any]]) -> Path | None:
-    """The checkpoint with the lowest validation loss on record, the newest of equals."""
-    judged = {
-        path: manifest["validation_loss"]
-        for path, manifest in manifests.items()
-        if manifest.get("validation_loss") is not None
-    }
-    return min(reversed(judged), key=judged.__getitem__, default=None)
-
-
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable; a synced file whose name is not can still be lost."""
     _sync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
-def _write_and_hash(
-    directory: Path, write: Callable[[Path], Iterable[str]]
-) -> dict[str, dict[str, Any]]:
+def _write_and_hash(directory: Path, write: Writer) -> dict[str, dict[str, Any]]:
     entries = {}
     for name in write(directory):
         path = directory / name
         # Whoever wrote the file may have synced it before its last buffer left (DCP can).
         _sync(path)
-        entries[name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+        entries[name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
     return entries
 
 
@@ -306,24 +217,6 @@ def _sync(path: Path, flags: int = os.O_RDONLY) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb", buffering=0) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _digest(manifest: dict[str, Any]) -> str:
-    canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _is_plain(name: str) -> bool:
-    return name not in ("", ".", "..", MANIFEST) and not re.search(r"[/\\\0]", name)
-
-
-def _names(paths: list[Path]) -> list[str]:
-    return [path.name for path in paths]
 
 
 def _damaged(directory: Path) -> list[str]:

@@ -1,17 +1,15 @@
-"""What a checkpoint holds, as tensors by name, and how it is read back without trusting it.
+"""What a checkpoint holds, as tensors by name, and how these come to be saved and restored.
 
 `{"model": {name: tensor}, "optimizer": {parameter: {key: tensor}}}`: tensors only, under the names
 that `model.state_dict()` gives. No Python object is pickled, so none has to be unpickled; the rest
-(step, samples, schedule, identity) is JSON in the manifest. Reading copies into the live tensors,
-whole or sharded, so any world size and any parallelism can read what another has written.
+(step, samples, schedule, identity) is JSON in the manifest.
 """
 
-import io
 import logging
-import pickle
+import platform
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +17,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from . import UserError
 from .control import HostGroup, World
-from .snapshots import RetentionConfig, Snapshots, step_name, verify
+from .manifest import SnapshotError
+from .reading import DCP_INDEX, Tensors, read_into
+from .snapshots import RetentionConfig, Snapshots, Writer
 
 log = logging.getLogger(__name__)
 # It says so to every plain process, though no_dist is given.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
-WHOLE_FILE = "state.pt"
-DCP_INDEX = ".metadata"
-Tensors = dict[str, Any]  # nested: {"model": {name: tensor}, "optimizer": {name: {key: tensor}}}
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -116,7 +112,7 @@ def agree_on_buffers(model: nn.Module, world: World) -> None:
 
 def share_of(tensors: Tensors, rank: int, size: int) -> Tensors:
     """What this rank has to write: its shards, and a near-equal part of what all ranks hold."""
-    flat = list(_walk(tensors))
+    flat = list(walk(tensors))
     loads = [0] * size
     mine = set()
     for path, tensor in sorted(flat, key=lambda item: -item[1].nbytes):
@@ -127,7 +123,7 @@ def share_of(tensors: Tensors, rank: int, size: int) -> Tensors:
         loads[lightest] += tensor.nbytes + 4096  # a small tensor has its cost too
         if lightest == rank:
             mine.add(path)
-    return _nest((path, tensor) for path, tensor in flat if path in mine)
+    return nest((path, tensor) for path, tensor in flat if path in mine)
 
 
 def write_shards(directory: Path, tensors: Tensors, group: HostGroup, threads: int) -> list[str]:
@@ -139,83 +135,13 @@ def write_shards(directory: Path, tensors: Tensors, group: HostGroup, threads: i
     return [*names, DCP_INDEX] if group.rank == 0 else names
 
 
-def read_into(path: Path, manifest: dict[str, Any], tensors: Tensors, group: HostGroup) -> None:
-    """Copy a verified checkpoint into live tensors, each rank the parts it holds."""
-    if WHOLE_FILE in manifest["files"]:
-        saved = torch.load(path / WHOLE_FILE, mmap=True, weights_only=True, map_location="cpu")
-        for keys, target in _walk(tensors):
-            source = saved
-            for key in keys:
-                source = source[key]
-            if isinstance(target, DTensor):
-                placement = target.device_mesh, target.placements
-                source = distribute_tensor(source, *placement, src_data_rank=None)
-            target.copy_(source)
-    else:
-        reader = SafeReader(path, names=manifest["files"].keys())
-        dcp.load(
-            tensors,
-            storage_reader=reader,
-            planner=TensorsOnly(),
-            process_group=group.group,
-            no_dist=not group.group,
-        )
-
-
-class SafeReader(dcp.FileSystemReader):
-    """DCP's reader, less its trust: it would run any code that a crafted `.metadata` asks for."""
-
-    def __init__(self, path: Path, names: Iterable[str]) -> None:
-        super().__init__(path)
-        self.names = frozenset(names)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """Read the index through the allow-list; it may point only to files of the manifest."""
-        index = MetadataUnpickler(io.BytesIO((Path(self.path) / DCP_INDEX).read_bytes())).load()
-        for info in index.storage_data.values():
-            if info.relative_path not in self.names or info.transform_descriptors:
-                raise pickle.UnpicklingError(f"{DCP_INDEX} points to {info.relative_path!r}")
-        index.storage_meta = index.storage_meta or metadata.StorageMeta()
-        index.storage_meta.load_id = self.load_id
-        return index
-
-
-class TensorsOnly(dcp.DefaultLoadPlanner):
-    """Refuses byte entries: DCP would unpickle them freely, and our checkpoints have none."""
-
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Refuse."""
-        raise pickle.UnpicklingError(f"{read_item.dest_index.fqn} is not a tensor")
-
-
-class MetadataUnpickler(pickle.Unpickler):
-    """Unpickles the index of a DCP checkpoint and nothing else."""
-
-    allowed = frozenset(
-        {
-            *((metadata.__name__, name) for name in vars(metadata) if "Meta" in name),
-            (metadata.__name__, "_MEM_FORMAT_ENCODING"),
-            (metadata.__name__, "TensorProperties"),
-            (filesystem.__name__, "_StorageInfo"),
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            ("pathlib", "PosixPath"),
-            ("pathlib._local", "PosixPath"),
-            ("collections", "OrderedDict"),
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Resolve an allowed global; UnpicklingError for any other."""
-        if (module, name) in self.allowed:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
-        raise pickle.UnpicklingError(f"{DCP_INDEX} asks for {module}.{name}: refused")
-
-
 class Recovery:
-    """What the three kinds of checkpointer share: restoring, publishing, counting blocked time."""
+    """A checkpointer but for how it saves: a subclass fills in `_save`, and what runs behind it."""
+
+    _save: Callable[[int, float | None], None]
+    """A subclass's own: save, or start to, and set `last_saved`."""
+    failed = False
+    """Whether this rank knows of a save in flight that failed: for the control word."""
 
     def __init__(
         self,
@@ -226,18 +152,32 @@ class Recovery:
         optimizer: torch.optim.Optimizer,
         facts: dict[str, Any],
     ) -> None:
-        """`facts` goes into every manifest; its "identity" must match what is restored."""
+        """`facts` go into each manifest: "identity", to be matched on restore, and "schedule"."""
         self.world, self.model, self.optimizer, self.facts = world, model, optimizer, facts
         self.group = HostGroup(world)
         self.snapshots = Snapshots(run_dir / "checkpoints", retention, self.group)
         self.blocked_seconds = 0.0
         self.last_saved: int | None = None
-        self.restored: dict[str, Any] | None = None
 
-    def tensors(self) -> Tensors:
-        """All that is saved, sharing memory with the model and the optimizer."""
-        optimizer = optimizer_tensors(self.model, self.optimizer)
-        return {"model": model_tensors(self.model), "optimizer": optimizer}
+    def save(self, step: int, validation_loss: float | None = None) -> None:
+        """Save a checkpoint of `step`, once; SnapshotError, on every rank, when any rank failed.
+
+        With `on_failure="continue"` a failure is a warning. The optimizer must not step before
+        `before_optimizer_step()` has returned.
+        """
+        if step != self.last_saved:
+            self._attempt(self._save, step, validation_loss)
+
+    def settle(self) -> None:
+        """Wait for a save in flight; fails as `save` does."""
+        self._attempt(self._settle)
+
+    def before_optimizer_step(self) -> None:
+        """Wait until a save in flight no longer needs the weights as they are."""
+
+    def close(self) -> None:
+        """Settle, whatever it takes, and stop; SnapshotError when the last step is not saved."""
+        self.settle()
 
     def restore(self) -> int:
         """Load the newest good checkpoint; its step, or 0 when there is none to load."""
@@ -260,81 +200,55 @@ class Recovery:
             for key, value in state.items():
                 if value is not None and not isinstance(value, torch.Tensor):
                     state[key] = type(value)(tensors["optimizer"][name][key].item())
-        self.restored, self.last_saved = manifest, manifest["step"]
+        log.info("resuming from %s", path)
+        for change in identity_differences(manifest["schedule"], self.facts["schedule"]):
+            log.info("the schedule is another: %s", change)
+        self.last_saved = manifest["step"]
         return manifest["step"]
 
-    def publish(self, step: int, write: Any, validation_loss: float | None) -> None:
+    def tensors(self) -> Tensors:
+        """All that is saved, sharing memory with the model and the optimizer."""
+        optimizer = optimizer_tensors(self.model, self.optimizer)
+        return {"model": model_tensors(self.model), "optimizer": optimizer}
+
+    def publish(self, step: int, write: Writer, validation_loss: float | None) -> None:
         """Publish what `write(directory)` writes as the checkpoint of `step`."""
         facts = {
             **self.facts,
             "samples": step * self.facts["identity"]["global_batch_size"],
             "world_size": self.world.size,
             "validation_loss": validation_loss,
+            "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         self.snapshots.publish(step, write, facts)
 
+    def _settle(self) -> None:
+        """Nothing is in flight after a save that waits."""
 
-def find_checkpoint(where: Path, step: int | None = None) -> tuple[Path, dict[str, Any]]:
-    """Verify and pick a checkpoint to read from: a run directory's newest good one, or one by step.
-
-    `where` may also be a checkpoint itself. Nothing is changed: a run may be writing beside us.
-    """
-    if (where / "manifest.json").exists():
-        candidates = [where]
-    elif step is not None:
-        candidates = [where / "checkpoints" / step_name(step)]
-    else:
-        candidates = sorted((where / "checkpoints").glob("step_*[0-9]"), reverse=True)
-    for path in candidates:
-        manifest, problems = verify(path)
-        if not problems:
-            return path, manifest
-        if path.exists():  # else it was pruned while we looked
-            log.warning("DAMAGED CHECKPOINT %s: %s", path, "; ".join(problems))
-    wanted = f"a good checkpoint of step {step}" if step is not None else "a good checkpoint"
-    raise UserError(f"there is no {wanted} in {where}: train first, or see what `verify` says")
+    def _attempt(self, action: Callable[..., None], *arguments: Any) -> None:
+        started = time.perf_counter()
+        try:
+            action(*arguments)
+        except SnapshotError as error:
+            if self.snapshots.retention.on_failure == "stop":
+                raise
+            log.warning("%s; going on, the checkpoints before are untouched", error)
+        finally:
+            self.blocked_seconds += time.perf_counter() - started
 
 
-def load_weights(where: Path, model: nn.Module, step: int | None, group: HostGroup) -> str:
-    """Load weights alone into a model, leaving out what only one side has; says what was done.
-
-    UserError when a tensor has another shape or when nothing fits.
-    """
-    path, manifest = group.from_first(lambda: find_checkpoint(where, step))
-    saved = manifest["identity"]["parameters"]
-    ours = identity_of(model)["parameters"]
-    common = {name: tensor for name, tensor in model_tensors(model).items() if name in saved}
-    if wrong := [name for name in common if saved[name][:-1] != ours[name][:-1]]:
-        name = wrong[0]
-        raise UserError(f"{path}: {name} has shape {saved[name][:-1]}, wanted {ours[name][:-1]}")
-    if not common:
-        raise UserError(f"{path} and this model have no parameter name in common")
-    read_into(path, manifest, {"model": common}, group)
-    text = f"{len(common)} tensors from {path}"
-    if missing := ours.keys() - saved.keys():
-        text += f"; not there, left as they were: {', '.join(sorted(missing))}"
-    if unexpected := saved.keys() - ours.keys():
-        text += f"; there but not wanted: {', '.join(sorted(unexpected))}"
-    return text
-
-
-def verify_run(run_dir: Path) -> list[tuple[Path, dict[str, Any], list[str]]]:
-    """Verify every published checkpoint of a run: its path, manifest and problems."""
-    from .snapshots import published
-
-    return [(path, *verify(path)) for path in published(run_dir / "checkpoints")]
-
-
-def _walk(tree: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], torch.Tensor]]:
+def walk(tree: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], torch.Tensor]]:
+    """The tensors of a nested dictionary, each with the keys that lead to it."""
     if isinstance(tree, dict):
         for key, value in tree.items():
-            yield from _walk(value, (*path, key))
+            yield from walk(value, (*path, key))
     else:
         yield path, tree
 
 
-def _nest(flat: Iterable[tuple[tuple[str, ...], torch.Tensor]]) -> Tensors:
+def nest(flat: Iterable[tuple[tuple[str, ...], torch.Tensor]]) -> Tensors:
+    """The opposite of `walk`."""
     # Both branches are always there: DCP wants the same top-level keys from every rank.
     tree: Tensors = {"model": {}, "optimizer": {}}
     for path, tensor in flat:

@@ -1,0 +1,278 @@
+"""Every combination of answers renders a clean, complete project, the same by every road."""
+
+import ast
+import filecmp
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, bake, bake_cli
+
+QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
+CHOICES = {name: QUESTIONS[name] for name in ("license", "task", "parallelism", "checkpoint")}
+PRODUCT = [dict(zip(CHOICES, v, strict=True)) for v in itertools.product(*CHOICES.values())]
+PROJECT = "{{cookiecutter.project_slug}}"
+PACKAGE = "src/my_training_run"
+# The files of a question: what may differ when only its answer does.
+OWN = {
+    "license": {"LICENSE"},
+    "task": {f"{PACKAGE}/{name}.py" for name in ("model", "data", "infer")},
+    "parallelism": {f"{PACKAGE}/parallel.py", "tests/test_ranks.py"},
+    "checkpoint": {f"{PACKAGE}/checkpoint.py"},
+}
+EVERYWHERE = {"pyproject.toml", "README.md"}
+FILES = {
+    *("pyproject.toml", "README.md", ".gitignore", ".gitattributes", ".pre-commit-config.yaml"),
+    *(".github/dependabot.yml", ".github/workflows/ci.yml", "scripts/launch.sh", "LICENSE"),
+    *(f"tests/{n}.py" for n in ("conftest", "test_sampling", "test_snapshots", "test_training")),
+    "tests/test_ranks.py",
+    *(f"{PACKAGE}/{n}.py" for n in ("__init__", "__main__", "config", "train", "optim")),
+    *(f"{PACKAGE}/{n}.py" for n in ("model", "data", "infer", "parallel", "checkpoint")),
+    *(f"{PACKAGE}/workflow/{n}.py" for n in ("__init__", "baseline", "gates")),
+    *(
+        f"{PACKAGE}/engine/{n}.py"
+        for n in ("__init__", "compilation", "control", "metrics", "profiling", "rundir")
+    ),
+    *(
+        f"{PACKAGE}/engine/{n}.py"
+        for n in ("sampling", "settings", "snapshots", "state", "manifest", "reading")
+    ),
+}
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """Every file below `root`, by its path."""
+    paths = (path for path in root.rglob("*") if path.is_file())
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
+
+
+@pytest.fixture(scope="session")
+def renders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Path]:
+    """The whole product of answers."""
+    out = tmp_path_factory.mktemp("renders")
+    return {
+        tuple(answers.values()): bake(out / "-".join(answers.values()), **answers)
+        for answers in PRODUCT
+    }
+
+
+def test_every_combination_has_exactly_its_files(renders: dict[tuple[str, ...], Path]) -> None:
+    for (license, _, parallelism, _), project in renders.items():
+        wanted = set(FILES)
+        if license == "none":
+            wanted.remove("LICENSE")
+        if parallelism == "single":
+            wanted.remove("tests/test_ranks.py")
+        assert set(tree(project)) == wanted, project
+
+
+def test_every_file_is_valid(renders: dict[tuple[str, ...], Path]) -> None:
+    for project in renders.values():
+        for name, content in tree(project).items():
+            text = content.decode("utf-8")
+            assert text.endswith("\n") and not text.endswith("\n\n"), f"{project}/{name}"
+            assert "\r" not in text
+            assert not re.search(r"# \{[%#]|\{%|cookiecutter\.|@[A-Z_]+@", text), name
+            if name.endswith(".py"):
+                ast.parse(text)
+            elif name.endswith(".toml"):
+                tomllib.loads(text)
+            elif name.endswith((".yml", ".yaml")):
+                yaml.safe_load(text)
+            elif name.endswith(".sh"):
+                subprocess.run(["bash", "-n"], input=content, check=True, timeout=10)
+        assert (project / "scripts/launch.sh").stat().st_mode & 0o100
+
+
+def test_every_render_is_linted_and_formatted(renders: dict[tuple[str, ...], Path]) -> None:
+    root = next(iter(renders.values())).parents[1]
+    for command in (["check"], ["format", "--check"]):
+        command = [sys.executable, "-m", "ruff", *command, str(root)]
+        outcome = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+
+
+def test_another_answer_changes_its_own_files_only(renders: dict[tuple[str, ...], Path]) -> None:
+    trees = {answers: tree(project) for answers, project in renders.items()}
+    for i, question in enumerate(CHOICES):
+        for answers, content in trees.items():
+            for answer in CHOICES[question]:
+                other = trees[*answers[:i], answer, *answers[i + 1 :]]
+                names = content.keys() | other.keys()
+                changed = {name for name in names if content.get(name) != other.get(name)}
+                assert changed <= OWN[question] | EVERYWHERE, (answers, answer)
+                assert changed or answer == answers[i], "the answer changes nothing"
+
+
+def test_all_answers_export_the_same_names(renders: dict[tuple[str, ...], Path]) -> None:
+    """The names that the rest imports have the same signature in every answer's file."""
+    imported: dict[str, set[str]] = {}
+    for project in renders.values():
+        for path in project.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    imported.setdefault(node.module.split(".")[-1], set()).update(
+                        alias.name for alias in node.names
+                    )
+        parallel = ast.parse((project / f"{PACKAGE}/train.py").read_text("utf-8"))
+        imported.setdefault("parallel", set()).update(
+            node.attr
+            for node in ast.walk(parallel)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "parallel"
+        )
+    for question in ("task", "parallelism", "checkpoint"):
+        for name in OWN[question]:
+            module = Path(name).stem
+            found = set()
+            for project in renders.values():
+                if not name.startswith("src"):
+                    continue
+                body = ast.parse((project / name).read_text("utf-8")).body
+                found.add(tuple(sorted(signatures(body, imported.get(module, set())))))
+            assert len(found) <= 1, (name, found)
+            assert module.startswith("test_") or (found and next(iter(found))), name
+
+
+def signatures(body: list[ast.stmt], names: set[str]) -> list[str]:
+    """Functions with their parameters' names, and classes with their public methods."""
+    result = []
+    for node in body:
+        if isinstance(node, ast.FunctionDef) and node.name in names:
+            result.append(f"{node.name}({', '.join(a.arg for a in node.args.args)})")
+        elif isinstance(node, ast.ClassDef) and node.name in names - {"Spec"}:
+            methods = [n for n in node.body if isinstance(n, ast.FunctionDef)]
+            public = [method for method in methods if method.name[0] != "_"]
+            if node.name == "Checkpointer":  # a Recovery; the rest is its own business
+                public = [method for method in methods if method.name == "_save"]
+            calls = sorted(f"{m.name}({', '.join(a.arg for a in m.args.args)})" for m in public)
+            result.append(f"{node.name}: {' '.join(calls)}")
+    return result
+
+
+def test_every_road_leads_to_the_same_tree(tmp_path: Path) -> None:
+    api = tree(bake(tmp_path / "api"))
+    assert api == tree(bake(tmp_path / "hooks", accept_hooks=True))
+    for name, options in (("cli", []), ("cli-without-hooks", ["--accept-hooks", "no"])):
+        outcome = bake_cli(tmp_path / name, *options)
+        assert outcome.returncode == 0, outcome.stderr
+        assert api == tree(tmp_path / name / "my-training-run")
+
+
+def test_every_branch_of_the_template_is_rendered_and_left_out(tmp_path: Path) -> None:
+    """Mark each branch and each answer's file in a copy; each must show in some renders only."""
+    template = tmp_path / "template"
+    for name in (PROJECT, "templates"):
+        shutil.copytree(ROOT / name, template / name)
+    for name in ("cookiecutter.json", "local_extensions.py"):
+        shutil.copy(ROOT / name, template)
+    markers: dict[str, str] = {}
+
+    def mark(where: str) -> str:
+        marker = f"@branch-{len(markers)}@"
+        markers[marker] = where
+        return marker + "\n"
+
+    for path in template.rglob("*"):
+        if not path.is_file() or path.name == "cookiecutter.json":
+            continue
+        text = path.read_text("utf-8")
+        branch = re.compile(r"^[ \t]*# \{% (?:if|elif|else)\b.*%\}\n", re.MULTILINE)
+        text = branch.sub(lambda m, p=path: m[0] + mark(f"{p}: {m[0].strip()}"), text)
+        if path.is_relative_to(template / "templates"):
+            text = mark(f"{path}") + text
+        path.write_text(text, "utf-8")
+    assert len(markers) > 20
+
+    seen: dict[str, int] = dict.fromkeys(markers, 0)
+    conditional_names: dict[str, int] = {}
+    for i, answers in enumerate(PRODUCT):
+        files = tree(bake(tmp_path / str(i), template=template, **answers))
+        for name in files:
+            conditional_names[name] = conditional_names.get(name, 0) + 1
+        for marker in set(re.findall(rb"@branch-\d+@", b"".join(files.values()))):
+            seen[marker.decode()] += 1
+    for marker, count in seen.items():
+        assert 0 < count < len(PRODUCT), f"{markers[marker]}: in {count} of {len(PRODUCT)} renders"
+    assert {n for n, count in conditional_names.items() if count < len(PRODUCT)} == {
+        "LICENSE",
+        "tests/test_ranks.py",
+    }
+
+
+def test_template_python_is_python() -> None:
+    """Before rendering, too: an editor, a linter and a reader see plain Python."""
+    for path in [*(ROOT / "templates").rglob("*.py"), *(ROOT / PROJECT / "src").rglob("*.py")]:
+        text = path.read_text("utf-8")
+        ast.parse(text)
+        marks = re.findall(r"# \{%.*?%\}", text)
+        assert "{{" not in text, path
+        assert all("include" in mark for mark in marks), f"{path}: {marks}"
+    for command in (["check"], ["format", "--check"]):
+        outcome = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "--config", "pyproject.toml", "."],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+
+
+def test_the_core_stays_small(renders: dict[tuple[str, ...], Path]) -> None:
+    for project in renders.values():
+        core = {path.name: path.read_text("utf-8") for path in (project / PACKAGE).glob("*.py")}
+        lines = {name: text.count("\n") for name, text in core.items()}
+        assert sum(lines.values()) < 1200, lines
+        assert lines["train.py"] <= 250
+
+
+def test_answers_reach_the_files_that_name_them(tmp_path: Path) -> None:
+    name, author = 'Größe "q" \\ $(x) 🚀 & <b>', "O'Neil `whoami` 王"
+    slug = "groesse"
+    answers = {"project_name": name, "author_name": author, "project_slug": slug}
+    project = bake(tmp_path, package_name="tree_sizes", **answers)
+    settings = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
+    assert settings["description"] == name
+    assert settings["authors"] == [{"name": author}]
+    assert settings["scripts"] == {slug: "tree_sizes.__main__:main"}
+    assert author in (project / "LICENSE").read_text("utf-8")
+    code = "import tree_sizes, tree_sizes.__main__ as m; print(m.usage())"
+    outcome = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(project / "src"), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    assert "python -m tree_sizes" in outcome.stdout
+    outcome = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", str(project)], capture_output=True, timeout=60
+    )
+    assert outcome.returncode == 0, outcome.stdout
+
+
+def test_the_longest_package_name_keeps_the_format(tmp_path: Path) -> None:
+    project = bake(tmp_path, package_name="a" * 30, parallelism="fsdp")
+    for command in (["check"], ["format", "--check"]):
+        command = [sys.executable, "-m", "ruff", *command, str(project)]
+        outcome = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert outcome.returncode == 0, outcome.stdout
+
+
+def test_a_second_render_does_not_overwrite(tmp_path: Path) -> None:
+    project = bake(tmp_path)
+    (project / "README.md").write_text("mine\n", encoding="utf-8")
+    outcome = bake_cli(tmp_path)
+    assert outcome.returncode != 0
+    assert (project / "README.md").read_text("utf-8") == "mine\n"
+    assert not filecmp.dircmp(tmp_path, tmp_path).diff_files
