@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .engine.metrics import warn_if_host_memory_is_short
+from .engine.reading import walk
 from .engine.snapshots import RetentionConfig
 from .engine.state import (
     Recovery,
@@ -26,7 +27,6 @@ from .engine.state import (
     agree_on_buffers,
     model_tensors,
     share_of,
-    walk,
     write_shards,
 )
 

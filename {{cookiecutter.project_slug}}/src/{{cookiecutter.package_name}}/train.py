@@ -20,7 +20,7 @@ from .engine.control import Control, HostGroup, World, garbage_collected_by_hand
 from .engine.metrics import Journal, forward_flops, loss_vector, means, move, peak_flops
 from .engine.profiling import Profiler
 from .engine.reading import load_weights
-from .engine.rundir import RunDirectory, write_json
+from .engine.rundir import RunDirectory
 from .engine.sampling import GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
 from .engine.settings import to_json
 from .engine.state import agree_on_buffers, identity_of
@@ -181,6 +181,8 @@ def _run(config: Config, world: World, observer: Observer) -> Result:
         if state.step >= settings.steps:
             checkpointer.close()
             return Result("already finished", state.step)
+        run_dir.begin(to_json(config), state.step)
+        stack.callback(state.loader.close)
         journal = stack.enter_context(Journal(run_dir.path, state))
         control = stack.enter_context(Control(group))
         stack.enter_context(garbage_collected_by_hand())
@@ -196,7 +198,7 @@ def _run(config: Config, world: World, observer: Observer) -> Result:
             train_step(state, state.loader.next())
 
             log_now, validate_now, save_now = (
-                every > 0 and (state.step % every == 0 or state.step == settings.steps)
+                state.step == settings.steps or (every > 0 and state.step % every == 0)
                 for every in (settings.log_every, settings.validate_every, config.checkpoint.every)
             )
             record = journal.line(state) if log_now or validate_now else None
@@ -213,8 +215,8 @@ def _run(config: Config, world: World, observer: Observer) -> Result:
             observer(state, record)
         if stop:
             log.info("%s: saving step %d, then stopping", signal.Signals(stop).name, state.step)
-        loss = validation.get("validation_loss") if state.step == settings.steps else None
-        checkpointer.save(state.step, loss)
+        if state.step:
+            checkpointer.save(state.step)
         checkpointer.close()
         status = "preempted" if stop else "finished"
         run_dir.record_status(
@@ -244,7 +246,4 @@ def start(state: State, run_dir: RunDirectory, group: HostGroup) -> Checkpointer
     if state.step == 0 and config.init_from:
         log.info("weights: %s", load_weights(config.init_from, state.model, None, group))
     state.loader.seek(state.step)
-    if state.world.rank == 0:
-        write_json(run_dir.path / "config.json", to_json(config))
-    run_dir.record_status("running", step=state.step)
     return checkpointer

@@ -8,7 +8,7 @@ parallelism can read what another has written.
 import io
 import logging
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,23 @@ def read_into(path: Path, manifest: dict[str, Any], tensors: Tensors, group: Hos
             process_group=group.group,
             no_dist=not group.group,
         )
+
+
+def saved_names(path: Path, manifest: dict[str, Any]) -> set[str]:
+    """Names of all tensors in a verified checkpoint, as in "model.norm.weight"."""
+    if WHOLE_FILE in manifest["files"]:
+        saved = torch.load(path / WHOLE_FILE, mmap=True, weights_only=True, map_location="meta")
+        return {".".join(keys) for keys, _ in walk(saved)}
+    return set(SafeReader(path, manifest["files"].keys()).read_metadata().state_dict_metadata)
+
+
+def walk(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """The tensors of a nested dictionary, each with the keys that lead to it."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from walk(value, (*path, key))
+    else:
+        yield path, tree
 
 
 def copy_tree(source: dict[str, Any], target: dict[str, Any]) -> None:

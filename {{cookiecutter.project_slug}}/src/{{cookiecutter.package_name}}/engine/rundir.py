@@ -44,6 +44,12 @@ class RunDirectory:
                     self.path.rmdir()
             self.lock.close()
 
+    def begin(self, config: dict[str, Any], step: int) -> None:
+        """Note the settings, and that the run is under way from `step`."""
+        if self.group.rank == 0:
+            write_json(self.path / "config.json", config)
+        self.record_status("running", step=step)
+
     def record_status(self, status: str, **details: Any) -> None:
         """Note in status.json how the run stands: running, finished, preempted, failed."""
         if self.group.rank == 0 and (status != "failed" or (self.path / "status.json").exists()):

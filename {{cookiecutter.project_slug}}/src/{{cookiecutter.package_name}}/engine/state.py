@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from . import UserError
 from .control import HostGroup, World
 from .manifest import SnapshotError
-from .reading import DCP_INDEX, Tensors, read_into
+from .reading import DCP_INDEX, Tensors, read_into, saved_names, walk
 from .snapshots import RetentionConfig, Snapshots, Writer
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,6 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ten
         name: {
             key: value if isinstance(value, torch.Tensor) else torch.tensor(value)
             for key, value in optimizer.state[parameter].items()
-            if value is not None
         }
         for name, parameter in model.named_parameters()
         if parameter in optimizer.state
@@ -193,13 +192,14 @@ class Recovery:
                 f"the weights alone (--name NAME --init-from {path})."
             )
         create_optimizer_state(self.optimizer)
+        self._forget_state_not_in(saved_names(path, manifest))
         tensors = self.tensors()
         read_into(path, manifest, tensors, self.group)
         for name, parameter in self.model.named_parameters():
-            state = self.optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                if value is not None and not isinstance(value, torch.Tensor):
-                    state[key] = type(value)(tensors["optimizer"][name][key].item())
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, int | float):
+                    saved = tensors["optimizer"][name][key].item()
+                    self.optimizer.state[parameter][key] = type(value)(saved)
         log.info("resuming from %s", path)
         for change in identity_differences(manifest["schedule"], self.facts["schedule"]):
             log.info("the schedule is another: %s", change)
@@ -223,6 +223,14 @@ class Recovery:
         }
         self.snapshots.publish(step, write, facts)
 
+    def _forget_state_not_in(self, saved: set[str]) -> None:
+        """Drop optimizer state that no save has: of parameters that never had a gradient."""
+        for name, parameter in self.model.named_parameters():
+            keys = [f"optimizer.{name}.{key}" for key in self.optimizer.state.get(parameter, {})]
+            if not saved.issuperset(keys):
+                log.info("no optimizer state was saved for %s: it starts afresh", name)
+                del self.optimizer.state[parameter]
+
     def _settle(self) -> None:
         """Nothing is in flight after a save that waits."""
 
@@ -236,15 +244,6 @@ class Recovery:
             log.warning("%s; going on, the checkpoints before are untouched", error)
         finally:
             self.blocked_seconds += time.perf_counter() - started
-
-
-def walk(tree: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], torch.Tensor]]:
-    """The tensors of a nested dictionary, each with the keys that lead to it."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from walk(value, (*path, key))
-    else:
-        yield path, tree
 
 
 def nest(flat: Iterable[tuple[tuple[str, ...], torch.Tensor]]) -> Tensors:

@@ -1,0 +1,260 @@
+"""Rendered projects live: trained, killed, restarted, resharded, tested, and documented truly.
+
+Every parallelism meets every checkpoint once; tasks and licences are spread over them. All share
+the environment that runs these tests: a render is used through PYTHONPATH.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import bake
+
+PACKAGE = "my_training_run"
+VARIANTS = [
+    ("language_model", "ddp", "dcp_async", "MIT"),
+    ("image_classifier", "ddp", "dcp", "Apache-2.0"),
+    ("language_model", "ddp", "torch_save", "none"),
+    ("image_classifier", "fsdp", "dcp_async", "BSD-3-Clause"),
+    ("language_model", "fsdp", "dcp", "none"),
+    ("image_classifier", "fsdp", "torch_save", "MIT"),
+    ("image_classifier", "single", "dcp_async", "none"),
+    ("language_model", "single", "dcp", "Apache-2.0"),
+    ("image_classifier", "single", "torch_save", "BSD-3-Clause"),
+]
+TINY = ["--preset", "tiny", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids="-".join)
+def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    names = ("task", "parallelism", "checkpoint", "license")
+    return bake(tmp_path_factory.mktemp("life"), **dict(zip(names, request.param, strict=True)))
+
+
+def environment(project: Path, **more: str) -> dict[str, str]:
+    python = str(Path(sys.executable).parent)
+    return {
+        **os.environ,
+        "PYTHONPATH": str(project / "src"),
+        "PATH": f"{python}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "OMP_NUM_THREADS": "1",
+        **more,
+    }
+
+
+@contextlib.contextmanager
+def start(project: Path, *command: str, **more: str) -> Iterator[subprocess.Popen[str]]:
+    """A command in a session of its own, none of which outlives the block."""
+    with subprocess.Popen(
+        command,
+        cwd=project,
+        env=environment(project, **more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            for pid in {process.pid, *descendants(process.pid)}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 150) -> str:
+    """Its output, once it has ended well."""
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"{process.args} took more than {timeout} s")
+    assert process.returncode == 0, output
+    return output
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below `pid`, workers of torchrun in sessions of their own included."""
+    found = []
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for child in map(int, children):
+            found += [child, *descendants(child)]
+    return found
+
+
+def trainers(pid: int) -> list[int]:
+    """The training processes below a launcher: those with a rank."""
+    found = []
+    for child in descendants(pid):
+        with contextlib.suppress(OSError):
+            if b"\0RANK=" in Path(f"/proc/{child}/environ").read_bytes():
+                found.append(child)
+    return found
+
+
+def train(project: Path, ranks: int, run: str, *options: str, **more: str) -> str:
+    with launch(project, ranks, run, *options, **more) as process:
+        return finish(process)
+
+
+def launch(project: Path, ranks: int, run: str, *options: str, **more: str) -> Any:
+    command = ["bash", "scripts/launch.sh", "-n", str(ranks)]
+    if ranks == 0:  # one plain process
+        command = [sys.executable, "-m", PACKAGE]
+    return start(project, *command, "train", *TINY, "--name", run, *options, **more)
+
+
+def records(project: Path, run: str) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; of a run under way, those that are whole."""
+    path = project / "runs" / run / "metrics.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def manifest(project: Path, run: str) -> dict[str, Any]:
+    """The manifest of the newest checkpoint."""
+    newest = sorted((project / "runs" / run / "checkpoints").glob("step_*"))[-1]
+    return json.loads((newest / "manifest.json").read_text())
+
+
+WEIGHTS = """
+import hashlib, sys, pathlib
+from my_training_run import config, data, model
+from my_training_run.engine.control import HostGroup, World, pick_device
+from my_training_run.engine.reading import find_checkpoint, read_into, saved_names
+import torch, torch.distributed.checkpoint as dcp
+path, manifest = find_checkpoint(pathlib.Path(sys.argv[1]))
+from my_training_run.engine.state import create_optimizer_state, model_tensors, optimizer_tensors
+from my_training_run.optim import build_optimizer
+settings = config.load(pathlib.Path(sys.argv[1]) / "config.json")
+net = model.build_model(settings, data.build_datasets(settings)[2])
+optimizer = build_optimizer(settings.optim, net)
+create_optimizer_state(optimizer)
+tensors = {"model": model_tensors(net), "optimizer": optimizer_tensors(net, optimizer)}
+assert len(saved_names(path, manifest)) == len(tensors["model"]) + sum(
+    map(len, tensors["optimizer"].values()))
+read_into(path, manifest, tensors, HostGroup())
+digest = hashlib.sha256()
+for name in sorted(tensors["model"]):
+    digest.update(tensors["model"][name].numpy().tobytes())
+for name in sorted(tensors["optimizer"]):
+    for key in sorted(tensors["optimizer"][name]):
+        digest.update(tensors["optimizer"][name][key].numpy().tobytes())
+print(manifest["step"], digest.hexdigest())
+"""
+
+
+def final_state(project: Path, run: str) -> str:
+    """Step and digest of all weights and moments in the newest checkpoint, whoever saved it."""
+    with start(project, sys.executable, "-c", WEIGHTS, str(project / "runs" / run)) as process:
+        return finish(process).splitlines()[-1]
+
+
+def test_a_killed_worker_changes_nothing(project: Path) -> None:
+    """`kill -9` in mid-run; restarted (by torchrun, by hand for one process), bit-identical."""
+    ranks = 0 if "single" in project.parent.name or is_single(project) else 2
+    options = ("--train.steps", "40", "--train.log-every", "1")
+    train(project, ranks, "undisturbed", *options)
+    expected = final_state(project, "undisturbed")
+    assert expected.startswith("40 ")
+
+    with launch(project, ranks, "killed", *options) as process:
+        deadline = time.monotonic() + 100
+        while len(records(project, "killed")) < 12:
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
+            time.sleep(0.01)
+        victim = trainers(process.pid)[-1] if ranks else process.pid
+        os.kill(victim, signal.SIGKILL)
+        if ranks:
+            output = finish(process)
+            assert "resuming from" in output
+        else:
+            process.wait(20)
+            killed_at = records(project, "killed")[-1]["step"]
+            assert killed_at < 40, "it was over before it was killed"
+    if not ranks:
+        assert "resuming from" in train(project, ranks, "killed", *options)
+    assert final_state(project, "killed") == expected
+    undisturbed = {record["step"]: record["loss"] for record in records(project, "undisturbed")}
+    assert undisturbed == {r["step"]: r["loss"] for r in records(project, "killed")}
+    assert [record["step"] for record in records(project, "killed")] == list(range(1, 41))
+
+
+def is_single(project: Path) -> bool:
+    return not (project / "tests/test_ranks.py").exists()
+
+
+def test_any_number_of_ranks_goes_on(project: Path) -> None:
+    """2 -> 1 -> 2 -> 3 ranks, with a batch that three do not divide, against one process."""
+    if is_single(project):
+        pytest.skip("this variant is for one process")
+    train(project, 0, "one", "--train.steps", "12", "--train.log-every", "1")
+    for ranks, steps in ((2, 3), (0, 6), (2, 9), (3, 12)):
+        more = ("--train.steps", str(steps), "--train.log-every", "1")
+        # The schedule must not notice: its length changes with the steps, so hold it flat.
+        train(project, ranks, "many", *more, "--optim.final-fraction", "1")
+        assert manifest(project, "many")["world_size"] == max(1, ranks)
+        assert manifest(project, "many")["samples"] == 8 * steps
+    train(project, 0, "flat", "--train.steps", "12", "--train.log-every", "1", *FLAT)
+    many, one = ([r["loss"] for r in records(project, run)] for run in ("many", "flat"))
+    assert many == pytest.approx(one, rel=1e-4)
+    assert len(many) == 12
+
+
+FLAT = ("--optim.final-fraction", "1")
+
+
+def test_its_own_tests_and_hooks_pass(project: Path) -> None:
+    with start(project, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider") as process:
+        output = finish(process, timeout=240)
+    assert " passed" in output and "failed" not in output
+    for command in (["git", "init", "-q"], ["git", "add", "."], ["pre-commit", "run", "-a"]):
+        with start(project, *command, PRE_COMMIT_HOME=str(project / ".pre-commit")) as process:
+            finish(process)
+    shutil.rmtree(project / ".git")
+    shutil.rmtree(project / ".pre-commit", ignore_errors=True)
+
+
+def test_the_commands_of_its_readme_work(project: Path) -> None:
+    """Every command of the rendered README is typed, at the size of the tiny preset."""
+    readme = (project / "README.md").read_text("utf-8")
+    blocks = re.findall(r"```bash\n(.*?)```", readme, flags=re.DOTALL)
+    lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
+    table = re.findall(r"^\| `([^`]+)` \|", readme, flags=re.MULTILINE)
+    lines += [f"python -m {PACKAGE} {command}" for command in table[1:]]
+    typed = []
+    for line in lines:
+        if "venv" in line or "pip install" in line or "NNODES" in line:
+            continue  # installing is a test of its own; several machines need several machines
+        if " train" in line or " baseline" in line or " profile" in line:
+            line += " " + " ".join(TINY)
+        typed.append(line)
+        with start(project, "bash", "-c", line, MAX_RESTARTS="0") as process:
+            finish(process)
+    commands = {"train", "baseline", "profile", "verify", "infer"}
+    assert commands == {word for line in typed for word in line.split() if word in commands}
+
+
+def test_it_installs_with_its_console_script(tmp_path: Path) -> None:
+    project = bake(tmp_path)
+    target = tmp_path / "site"
+    options = ["--no-deps", "--no-build-isolation", "--quiet", "--disable-pip-version-check"]
+    with start(
+        project, sys.executable, "-m", "pip", "install", *options, "--target", str(target), "."
+    ) as process:
+        finish(process)
+    script = target / "bin/my-training-run"
+    with start(project, str(script), "--help", PYTHONPATH=str(target)) as process:
+        assert "baseline" in finish(process)
