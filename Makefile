@@ -16,8 +16,8 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.test
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check --config pyproject.toml .
+	$(BIN)/ruff format --check --config pyproject.toml .
 
 clean:
 	rm -rf $(VENV) demo

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from conftest import ROOT, bake, bake_cli
 
+pytestmark = pytest.mark.xdist_group("render")  # one worker: they share the renders
 QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
 CHOICES = {name: QUESTIONS[name] for name in ("license", "task", "parallelism", "checkpoint")}
 PRODUCT = [dict(zip(CHOICES, v, strict=True)) for v in itertools.product(*CHOICES.values())]

@@ -25,7 +25,9 @@ from .engine.state import (
     Recovery,
     Tensors,
     agree_on_buffers,
+    local_part,
     model_tensors,
+    nest,
     share_of,
     write_shards,
 )
@@ -45,10 +47,16 @@ class Checkpointer(Recovery):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         part = share_of({"model": model_tensors(self.model)}, self.world.rank, self.world.size)
-        weights = sum(local(tensor).nbytes for _, tensor in walk(part))
+        weights = sum(local_part(tensor).nbytes for _, tensor in walk(part))
         warn_if_host_memory_is_short(3 * weights)  # AdamW keeps two moments beside each weight
         self.stager = Stager(self.world.device)
-        self.uploader = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        cuda = self.world.device.type == "cuda"  # a new thread would start on GPU 0
+        self.uploader = ThreadPoolExecutor(
+            1,
+            thread_name_prefix="checkpoint",
+            initializer=torch.cuda.set_device if cuda else None,
+            initargs=(self.world.device,) if cuda else (),
+        )
         self.upload: Future[None] | None = None
         self.staged: threading.Event | None = None
 
@@ -74,7 +82,6 @@ class Checkpointer(Recovery):
             self.uploader.shutdown()
 
     def _save(self, step: int, validation_loss: float | None) -> None:
-        self._settle()
         agree_on_buffers(self.model, self.world)
         part = share_of(self.tensors(), self.world.rank, self.world.size)
         parameters = {name for name, _ in self.model.named_parameters()}
@@ -102,21 +109,18 @@ class Checkpointer(Recovery):
         staged: threading.Event,
         validation_loss: float | None,
     ) -> None:
-        problem = None
-        try:
-            copy()
-        except Exception as error:  # told to the other ranks below, where they wait for this one
-            problem = error
-        finally:
-            staged.set()
+        def stage() -> None:
+            try:
+                copy()
+            finally:
+                staged.set()
+            self.stager.wait()
 
         def write(directory: Path) -> list[str]:
-            if problem:
-                raise problem
-            self.stager.wait()
             threads = self.snapshots.retention.threads
             return write_shards(directory, copies, self.group, threads)
 
+        self.group.agree(stage)  # before DCP's own collectives, where a missing rank would hang
         self.publish(step, write, validation_loss)
 
 
@@ -136,39 +140,38 @@ class Stager:
     def begin(self, part: Tensors, parameters: set[str]) -> tuple[Tensors, Callable[[], None]]:
         """Copy now what the next forward may change (model buffers); the rest is for `copy()`.
 
-        Returns the copies, complete once `copy` has run, and that function.
+        Returns the copies, complete once `copy` has run and `wait` has returned.
         """
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-        def twin(path: tuple[str, ...], value: Any) -> Any:
-            if isinstance(value, dict):
-                return {key: twin((*path, key), item) for key, item in value.items()}
-            source = local(value).detach()
+        copies, targets, sources = [], [], []
+        for path, value in walk(part):
+            source = local_part(value).detach()
             buffer = self.buffers.get(path)
             if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-                pin = self.stream is not None
-                buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=pin)
+                buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=bool(self.stream))
                 self.buffers[path] = buffer
             if path[0] == "model" and path[1] not in parameters:
-                # In the order of the current stream, hence before the next forward.
-                buffer.copy_(source, non_blocking=True)
+                # On CUDA in the order of the current stream, hence before the next forward.
+                buffer.copy_(source, non_blocking=bool(self.stream))
             else:
-                pairs.append((buffer, source))
+                targets.append(buffer)
+                sources.append(source)
             if isinstance(value, DTensor):
-                return DTensor(buffer, value._spec, requires_grad=False)
-            return buffer
+                buffer = DTensor(buffer, value._spec, requires_grad=False)
+            copies.append((path, buffer))
 
-        copies = twin((), part)
-        targets, sources = [list(side) for side in zip(*pairs, strict=True)] or ([], [])
-        if not targets:  # more ranks than tensors
-            return copies, lambda: None
-        if self.stream is None:
-            return copies, lambda: torch._foreach_copy_(targets, sources)
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-            self.event = self.stream.record_event()
-        return copies, lambda: None
+        def copy() -> None:
+            if targets:
+                torch._foreach_copy_(targets, sources, non_blocking=bool(self.stream))
+
+        if self.stream:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self.stream):
+                copy()
+                self.event = self.stream.record_event()
+        elif self.device.type != "cpu":
+            copy()  # a device without streams to order a second thread by
+        on_a_thread = copy if self.device.type == "cpu" else lambda: None
+        return nest(copies), on_a_thread
 
     def hold_back_current_stream(self) -> None:
         """Make what is queued from now on wait for the copies, without stopping the host."""
@@ -179,8 +182,3 @@ class Stager:
         """Wait until the copies are there."""
         if self.event is not None:
             self.event.synchronize()
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

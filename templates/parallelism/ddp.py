@@ -42,7 +42,7 @@ def place(
 ) -> nn.Module:
     """Move the model to its device and wrap it; returns the module to call."""
     model.to(world.device)
-    if not world.distributed or not any(p.requires_grad for p in model.parameters()):
+    if not world.distributed:
         return model
     return DistributedDataParallel(
         model,
@@ -74,7 +74,7 @@ def local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
     """2-norm of all gradients together, a scalar on the device, the same on every rank."""
-    return torch.nn.utils.get_total_norm(gradients, foreach=True)
+    return torch.nn.utils.get_total_norm(gradients)
 
 
 def all_reduce(tensor: torch.Tensor, world: World) -> torch.Tensor:

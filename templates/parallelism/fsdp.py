@@ -81,7 +81,8 @@ def local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
     """2-norm of all gradients together, a scalar on the device, the same on every rank."""
-    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    # Left to itself it would go through DTensors one by one.
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=world.distributed or None)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 

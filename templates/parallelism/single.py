@@ -55,7 +55,7 @@ def local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
     """2-norm of all gradients together, a scalar on the device."""
-    return torch.nn.utils.get_total_norm(gradients, foreach=True)
+    return torch.nn.utils.get_total_norm(gradients)
 
 
 def all_reduce(tensor: torch.Tensor, world: World) -> torch.Tensor:

@@ -110,7 +110,6 @@ def infer(arguments: list[str]) -> int:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     command.__name__: command for command in (train, baseline, profile, verify, infer)
 }
-UNDER_TORCHRUN = ("train", "profile")
 
 
 def parse_config(command: Callable[..., int], arguments: list[str]) -> Config:
@@ -149,7 +148,7 @@ def dispatch(arguments: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         raise UserError(f"there is no command {name!r}\n{usage()}")
-    if launched_ranks() > 1 and name not in UNDER_TORCHRUN:
+    if launched_ranks() > 1 and name not in ("train", "profile"):
         raise UserError(f"{name} starts what it needs itself: run it without torchrun")
     return COMMANDS[name](rest)
 

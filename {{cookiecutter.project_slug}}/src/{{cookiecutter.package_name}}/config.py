@@ -96,6 +96,11 @@ class Config(Place):
     compile: CompileConfig = field(default_factory=CompileConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
+    def __post_init__(self) -> None:
+        """Check what only the whole can tell (UserError)."""
+        if self.fresh and self.init_from and self.init_from.is_relative_to(self.directory):
+            raise UserError("--fresh would set aside what --init-from reads: take another --name")
+
 
 def preset(name: str = "default") -> Config:
     """The settings of a preset; UserError lists the presets when there is none of that name."""

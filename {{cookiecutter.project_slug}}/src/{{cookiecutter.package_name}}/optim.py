@@ -32,6 +32,8 @@ class OptimConfig:
 def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
     """AdamW over the trainable parameters; matrices decay, biases and norms do not."""
     trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise UserError("the model has no trainable parameter")
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
@@ -51,15 +53,3 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     return config.learning_rate * (config.final_fraction + (1 - config.final_fraction) * cosine)
-
-
-def step_unless(bad: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Step the optimizer unless `bad` (a bool scalar on the device) is set.
-
-    Fused optimizers decide on the device, by what gradient scalers use; others make the host wait.
-    """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer.found_inf = bad.float()
-        optimizer.step()
-    elif not bad:
-        optimizer.step()

@@ -17,15 +17,16 @@ from .data import build_datasets
 from .engine import UserError
 from .engine.compilation import checkpoint_activations, compile_model, compile_summary
 from .engine.control import Control, HostGroup, World, garbage_collected_by_hand, set_up_torch
+from .engine.manifest import SnapshotError
 from .engine.metrics import Journal, forward_flops, loss_vector, means, move, peak_flops
 from .engine.profiling import Profiler
 from .engine.reading import load_weights
 from .engine.rundir import RunDirectory
 from .engine.sampling import GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
 from .engine.settings import to_json
-from .engine.state import agree_on_buffers, identity_of
+from .engine.state import agree_on_buffers, identity_of, step_unless
 from .model import blocks, build_model, compute_loss
-from .optim import build_optimizer, learning_rate, step_unless
+from .optim import build_optimizer, learning_rate
 
 log = logging.getLogger(__name__)
 
@@ -44,15 +45,12 @@ class State:
     loader: Loader
     validation: Any
     compute_dtype: torch.dtype
-    forward_flops: int | None
-    """Of one sample, where MFU can be told."""
-    step: int = 0
-    """Completed optimizer steps."""
+    forward_flops: int | None  # of one sample, where MFU can be told
+    step: int = 0  # completed optimizer steps
     checkpointer: Checkpointer | None = None
     sums: Tensor | float = 0.0
     """Since the last log line, over all ranks: loss, count, metrics (float32, on the device)."""
-    metrics: tuple[str, ...] = ()
-    """Names of the metrics in `sums`."""
+    metrics: tuple[str, ...] = ()  # their names
     bad_steps: Tensor | int = 0
     """Since the last log line: steps skipped for a loss or gradient that was not finite."""
     grad_norm: Tensor | float = 0.0
@@ -82,7 +80,7 @@ def setup(config: Config, world: World | None = None) -> State:
     set_up_torch(settings.seed, settings.deterministic)
     train, validation, spec = build_datasets(config)
     if not len(train) or not len(validation):
-        raise UserError("there is no sample in the training or in the validation data")
+        raise UserError("the training or the validation data is empty")
     order = GlobalBatches(len(train), batch_size, settings.seed)
     plan = shares(batch_size, settings.micro_batch_size, world.rank, world.size)
     loader = Loader(train, order, plan, settings.loader_workers, pin=world.device.type == "cuda")
@@ -177,7 +175,7 @@ def _run(config: Config, world: World, observer: Observer) -> Result:
     group = HostGroup(world)
     with contextlib.ExitStack() as stack:
         run_dir = stack.enter_context(RunDirectory(config.directory, group, config.fresh))
-        checkpointer = start(state, run_dir, group)
+        checkpointer = stack.enter_context(start(state, run_dir, group))
         if state.step >= settings.steps:
             checkpointer.close()
             return Result("already finished", state.step)
@@ -218,10 +216,11 @@ def _run(config: Config, world: World, observer: Observer) -> Result:
         if state.step:
             checkpointer.save(state.step)
         checkpointer.close()
+        if state.step and checkpointer.last_saved != state.step:
+            raise SnapshotError(f"step {state.step} was not saved; earlier ones are")
         status = "preempted" if stop else "finished"
-        run_dir.record_status(
-            status, step=state.step, checkpoint_blocked_seconds=checkpointer.blocked_seconds
-        )
+        blocked = checkpointer.blocked_seconds
+        run_dir.record_status(status, step=state.step, checkpoint_blocked_seconds=blocked)
         if config.compile.mode != "none":
             log.info("%s", compile_summary())
         return Result(status, state.step, validation)
@@ -230,7 +229,6 @@ def _run(config: Config, world: World, observer: Observer) -> Result:
 def start(state: State, run_dir: RunDirectory, group: HostGroup) -> Checkpointer:
     """Resume from the newest good checkpoint, or begin; UserError when the run is another one."""
     config = state.config
-    schedule = {**to_json(config.optim), "steps": config.train.steps}
     identity = identity_of(
         state.model,
         seed=config.train.seed,
@@ -238,6 +236,7 @@ def start(state: State, run_dir: RunDirectory, group: HostGroup) -> Checkpointer
         training_samples=len(state.loader.source.dataset),
         data=state.spec.fingerprint,
     )
+    schedule = to_json(config.optim) | {"steps": config.train.steps}
     facts = {"identity": identity, "schedule": schedule}
     checkpointer = state.checkpointer = Checkpointer(
         run_dir.path, config.checkpoint, state.world, state.model, state.optimizer, facts

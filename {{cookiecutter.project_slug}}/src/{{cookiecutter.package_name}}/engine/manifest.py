@@ -4,6 +4,7 @@ manifest.json names each file with its size and sha256, and carries a digest of 
 read as untrusted: its size is bounded and it can name only plain files beside it.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -18,6 +19,10 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 64 << 20  # bytes; keeps a hostile manifest from filling the memory
 PUBLISHED = re.compile(r"step_(\d{8,})")
+
+
+class UnreadableError(RankError):
+    """A file is there but the system does not let it be read."""
 
 
 class SnapshotError(RankError):
@@ -53,7 +58,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         names_are_plain = all(_is_plain(name) for name in files)
         sizes_and_hashes = [(int(entry["size"]), str(entry["sha256"])) for entry in files.values()]
     except OSError as error:
-        raise SnapshotError(f"{MANIFEST} cannot be read ({error.strerror})") from error
+        raise SnapshotError(_absent(path / MANIFEST, error)) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise SnapshotError(f"{MANIFEST} is not a manifest ({type(error).__name__})") from error
     if version != FORMAT_VERSION:
@@ -76,8 +81,15 @@ def check_file(path: Path, entry: dict[str, Any]) -> str | None:
         if sha256_of(path) != entry["sha256"]:
             return f"{path.name} has other content than was saved (sha256 differs)"
     except OSError as error:
-        return f"{path.name} cannot be read ({error.strerror})"
+        return _absent(path, error)
     return None
+
+
+def _absent(path: Path, error: OSError) -> str:
+    # No permission or a failing disk is no damage: it must not cost a good checkpoint its name.
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+        return f"{path.name} is missing or is a link"
+    raise UnreadableError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def verify(path: Path, group: HostGroup | None = None) -> tuple[dict[str, Any], list[str]]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import json
 import logging
 import math
@@ -106,6 +107,7 @@ class Journal:
         figures = means(state.sums, state.metrics)
         bad, norm = int(state.bad_steps), float(state.grad_norm)
         state.sums, state.bad_steps = 0.0, 0
+        gc.collect(1)
         since, started, data, blocked = self.mark
         self.mark = (
             state.step,
@@ -198,7 +200,8 @@ def forward_flops(model: nn.Module, compute: Any, batch: Any) -> int | None:
     cannot run on them.
     """
     try:
-        shadow = copy.deepcopy(model).to("meta")
+        tensors = [*model.parameters(), *model.buffers()]
+        shadow = copy.deepcopy(model, memo={id(t): t.detach().to("meta") for t in tensors})
         batch = move(batch, torch.device("meta"))
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             compute(shadow, batch)
@@ -257,6 +260,8 @@ def warn_if_host_memory_is_short(bytes_per_rank: int) -> None:
 def move(batch: Any, device: torch.device) -> Any:
     """Copy the tensors of a batch (nested dicts, lists, tuples) to a device, without waiting."""
     if isinstance(batch, torch.Tensor):
+        if device.type == "cuda" and not batch.is_pinned():
+            batch = batch.pin_memory()  # else the host would wait for the copy
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
         return {key: move(value, device) for key, value in batch.items()}

@@ -5,8 +5,10 @@ opened. Tensors are copied into the live ones, whole or sharded, so that any wor
 parallelism can read what another has written.
 """
 
+import contextlib
 import io
 import logging
+import pathlib
 import pickle
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,11 +18,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from . import UserError
 from .control import HostGroup
-from .manifest import published, step_name, verify
+from .manifest import SnapshotError, published, step_name, verify
 
 log = logging.getLogger(__name__)
 WHOLE_FILE = "state.pt"
@@ -35,13 +38,25 @@ def read_into(path: Path, manifest: dict[str, Any], tensors: Tensors, group: Hos
         copy_tree(saved, tensors)
     else:
         reader = SafeReader(path, names=manifest["files"].keys())
-        dcp.load(
-            tensors,
-            storage_reader=reader,
-            planner=TensorsOnly(),
-            process_group=group.group,
-            no_dist=not group.group,
-        )
+        with dcp_errors("reading"):
+            dcp.load(
+                tensors,
+                storage_reader=reader,
+                planner=TensorsOnly(),
+                process_group=group.group,
+                no_dist=not group.group,
+            )
+
+
+@contextlib.contextmanager
+def dcp_errors(doing: str) -> Iterator[None]:
+    """Turn what DCP raises, which no `except Exception` would catch, into a SnapshotError."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        text = f"{doing} failed on rank {rank}: {type(cause).__name__}: {cause}"
+        raise SnapshotError(text) from error
 
 
 def saved_names(path: Path, manifest: dict[str, Any]) -> set[str]:
@@ -112,14 +127,14 @@ class MetadataUnpickler(pickle.Unpickler):
             (filesystem.__name__, "_StorageInfo"),
             ("torch", "Size"),
             ("torch.serialization", "_get_layout"),
-            ("pathlib", "PosixPath"),
-            ("pathlib._local", "PosixPath"),
             ("collections", "OrderedDict"),
         }
     )
 
     def find_class(self, module: str, name: str) -> Any:
         """Resolve an allowed global; UnpicklingError for any other."""
+        if name == "PosixPath" and module in ("pathlib", "pathlib._local"):
+            return pathlib.PosixPath  # Python 3.13 has it elsewhere
         if (module, name) in self.allowed:
             return super().find_class(module, name)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
@@ -144,7 +159,7 @@ def find_checkpoint(where: Path, step: int | None = None) -> tuple[Path, dict[st
             return path, manifest
         if path.exists():  # else it was pruned while we looked
             log.warning("DAMAGED CHECKPOINT %s: %s", path, "; ".join(problems))
-    wanted = f"a good checkpoint of step {step}" if step is not None else "a good checkpoint"
+    wanted = f"good checkpoint of step {step}" if step is not None else "good checkpoint"
     raise UserError(f"there is no {wanted} in {where}: train first, or see what `verify` says")
 
 

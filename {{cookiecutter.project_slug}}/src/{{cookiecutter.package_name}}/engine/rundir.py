@@ -1,6 +1,7 @@
 """The directory a run lives in: one writer at a time, seen by all ranks, never overwritten."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -26,17 +27,21 @@ class RunDirectory:
     def __init__(self, path: Path, group: HostGroup, fresh: bool = False) -> None:
         self.path, self.group, self.fresh = path, group, fresh
         self.lock: Any = None
+        self.begun = False
 
     def __enter__(self) -> "RunDirectory":
         """Take the directory; UserError when another run has it or when ranks do not share it."""
-        self.group.from_first(self._take)
+        # A job that torchrun restarts must go on, not set its own beginnings aside. Each agent
+        # counts its own restarts, hence the maximum over the ranks.
+        counts = self.group.agree(lambda: int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+        self.group.from_first(lambda: self._take(self.fresh and max(counts) == 0))
         self._prove_shared()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Let the next run have the directory; leave none behind if nothing came of it."""
         if self.lock:
-            if kind:
+            if kind and self.begun:
                 self.record_status("failed", reason=kind.__name__)
             if set(os.listdir(self.path)) <= {".lock"}:
                 (self.path / ".lock").unlink(missing_ok=True)
@@ -48,19 +53,18 @@ class RunDirectory:
         """Note the settings, and that the run is under way from `step`."""
         if self.group.rank == 0:
             write_json(self.path / "config.json", config)
+        self.begun = True
         self.record_status("running", step=step)
 
     def record_status(self, status: str, **details: Any) -> None:
         """Note in status.json how the run stands: running, finished, preempted, failed."""
-        if self.group.rank == 0 and (status != "failed" or (self.path / "status.json").exists()):
+        if self.group.rank == 0:
             at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             write_json(self.path / "status.json", {"status": status, "at": at, **details})
 
-    def _take(self) -> None:
-        # A worker that torchrun restarts must go on, not set its own beginnings aside.
-        first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    def _take(self, fresh: bool) -> None:
         self.lock = self._lock()
-        if self.fresh and first_start and set(os.listdir(self.path)) > {".lock"}:
+        if fresh and set(os.listdir(self.path)) > {".lock"}:
             aside = next(
                 name
                 for n in range(1, 10_000)
@@ -78,7 +82,9 @@ class RunDirectory:
             raise UserError(f"{self.path} cannot be used as a run directory: {error}") from None
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise UserError(f"{self.path} is on a file system without locks: {error}") from None
             file.seek(0)
             owner = file.read().strip() or "another process"
             file.close()
@@ -127,20 +133,22 @@ def write_json(path: Path, content: Any) -> None:
 
 def summary(run_dir: Path) -> list[str]:
     """What a run measured and where it lies, from its files."""
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    log_file = run_dir / "metrics.jsonl"
+    records = list(map(json.loads, log_file.read_text().splitlines())) if log_file.exists() else []
     lines = []
     for name in ("samples_per_second", "tokens_per_second", "mfu"):
         if values := [record[name] for record in records if name in record]:
             middle = statistics.median(values)
             text = f"{middle:.1%}" if name == "mfu" else f"{middle:,.0f}"
             lines.append(f"{name.replace('_', ' ')}: {text} (median)")
-    for name, value in records[-1].items():
+    for name, value in records[-1].items() if records else ():
         if name.startswith("validation_"):
             lines.append(f"{name.replace('_', ' ')}: {value:.4f}")
     status = json.loads((run_dir / "status.json").read_text())
-    blocked = status["checkpoint_blocked_seconds"]
+    blocked = status.get("checkpoint_blocked_seconds", 0.0)
     steps = [path.name for path in published(run_dir / "checkpoints")]
-    lines.append(f"checkpoints: {', '.join(steps)} (held training up for {blocked:.2f} s in all)")
+    names = ", ".join(steps) or "none"
+    lines.append(f"checkpoints: {names} (saving held training up for {blocked:.2f} s in all)")
     lines.append(f"everything is in {run_dir}")
     return lines
 
@@ -154,6 +162,8 @@ def list_checkpoints(run_dir: Path) -> tuple[list[str], bool]:
     best = best_by_validation({path: m for path, (m, problems) in found.items() if not problems})
     lines = []
     for path, (manifest, problems) in found.items():
+        if not path.exists():
+            continue  # pruned by a run that is under way
         if problems:
             lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")
             continue
@@ -163,4 +173,4 @@ def list_checkpoints(run_dir: Path) -> tuple[list[str], bool]:
             line += f"  validation loss {loss:.4f}"
         lines.append(line + ("  best" if path == best else ""))
     lines += [f"{path.name}  set aside" for path in sorted(directory.glob("step_*.damaged-*"))]
-    return lines, any(problems for _, problems in found.values())
+    return lines, any(problems and path.exists() for path, (_, problems) in found.items())

@@ -6,7 +6,6 @@ k * B ... (k + 1) * B - 1. No index array is built and no loader state is saved:
 samples, the first batch or the billionth, on 1 rank or 1,000, cost the same.
 """
 
-import functools
 import signal
 import time
 from collections.abc import Iterator
@@ -100,7 +99,7 @@ class GlobalBatches:
     def __init__(self, size: int, batch_size: int, seed: int) -> None:
         self.size, self.batch_size, self.seed = size, batch_size, seed
         self.per_block = max(1, BLOCK // batch_size)
-        self._block = functools.lru_cache(maxsize=2)(self._compute_block)
+        self.blocks: dict[int, np.ndarray] = {}
 
     def positions(self, step: int) -> np.ndarray:
         """Positions in the endless stream of global batch `step`, int64 of shape [batch_size]."""
@@ -109,7 +108,11 @@ class GlobalBatches:
     def ids(self, step: int) -> np.ndarray:
         """Sample ids of global batch `step`, int64 of shape [batch_size]."""
         block, row = divmod(step, self.per_block)
-        return self._block(block)[row * self.batch_size : (row + 1) * self.batch_size]
+        if block not in self.blocks:
+            while len(self.blocks) > 1:
+                self.blocks.pop(next(iter(self.blocks)))
+            self.blocks[block] = self._compute_block(block)
+        return self.blocks[block][row * self.batch_size : (row + 1) * self.batch_size]
 
     def _compute_block(self, block: int) -> np.ndarray:
         length = self.per_block * self.batch_size

@@ -106,12 +106,11 @@ class Snapshots:
         """The newest checkpoint that verifies, or None if none was ever published.
 
         Damaged ones on the way are renamed to `step_… .damaged-<n>`. SnapshotError if there are
-        checkpoints but no good one: starting afresh over them must be somebody's decision.
+        checkpoints but no good one: starting afresh over them must be somebody's decision. Also
+        when one cannot be read: that is not damage, and may pass.
         """
-        for name in reversed(
-            self.group.from_first(lambda: [path.name for path in published(self.directory)])
-        ):
-            path = self.directory / name
+        self.group.from_first(self._remove_leftovers)
+        for path in reversed(self.group.from_first(lambda: published(self.directory))):
             manifest, problems = verify(path, self.group)
             if not problems:
                 return path, manifest
@@ -154,7 +153,11 @@ class Snapshots:
             discarded = self.directory / f"{DISCARDED}{path.name}-{uuid.uuid4().hex[:8]}"
             os.rename(path, discarded)
         sync_directory(self.directory)
-        for name in os.listdir(self.directory):
+        self._remove_leftovers()
+
+    def _remove_leftovers(self) -> None:
+        # Nobody else writes here: the run directory has one writer, and it saves one at a time.
+        for name in os.listdir(self.directory) if self.directory.exists() else ():
             if name.startswith((RESERVED, DISCARDED)):
                 shutil.rmtree(self.directory / name, ignore_errors=True)
 

@@ -20,9 +20,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from . import UserError
-from .control import HostGroup, World
-from .manifest import SnapshotError
-from .reading import DCP_INDEX, Tensors, read_into, saved_names, walk
+from .control import HostGroup, RankError, World
+from .reading import DCP_INDEX, Tensors, dcp_errors, read_into, saved_names, walk
 from .snapshots import RetentionConfig, Snapshots, Writer
 
 log = logging.getLogger(__name__)
@@ -64,6 +63,18 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
+def step_unless(bad: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Step the optimizer unless `bad` (a bool scalar on the device) is set.
+
+    Fused optimizers decide on the device, by what gradient scalers use; others make the host wait.
+    """
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.found_inf = bad.float()
+        optimizer.step()
+    elif not bad:
+        optimizer.step()
+
+
 def identity_of(model: nn.Module, **fields: Any) -> dict[str, Any]:
     """What must be equal for a run to go on: `fields`, and each parameter's shape and dtype."""
     return {
@@ -100,13 +111,13 @@ def agree_on_buffers(model: nn.Module, world: World) -> None:
     buffers = [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
     if world.size == 1 or not buffers:
         return
-    flat = torch.cat([buffer.detach().flatten().float() for buffer in buffers])
+    flat = torch.cat([buffer.detach().flatten().double() for buffer in buffers])
     extremes, total = torch.stack([flat, -flat]), flat.clone()
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     dist.all_reduce(total)
-    agreed = torch.where(extremes[0] == -extremes[1], flat, total / world.size)
+    agreed = torch.where(extremes[0] == -extremes[1], flat, total / world.size)  # equal: kept
     for buffer, values in zip(buffers, agreed.split([b.numel() for b in buffers]), strict=True):
-        buffer.copy_(values.view_as(buffer))
+        buffer.copy_(values.view_as(buffer))  # back to its own dtype
 
 
 def share_of(tensors: Tensors, rank: int, size: int) -> Tensors:
@@ -129,7 +140,8 @@ def write_shards(directory: Path, tensors: Tensors, group: HostGroup, threads: i
     """Write this rank's part with DCP (a collective call); return the names of its files."""
     # Files are synced once, together with their directory, by whoever publishes them.
     writer = dcp.FileSystemWriter(directory, thread_count=threads, sync_files=False)
-    dcp.save(tensors, storage_writer=writer, process_group=group.group, no_dist=not group.group)
+    with dcp_errors("writing"):
+        dcp.save(tensors, storage_writer=writer, process_group=group.group, no_dist=not group.group)
     names = [path.name for path in directory.glob(f"__{group.rank}_*")]
     return [*names, DCP_INDEX] if group.rank == 0 else names
 
@@ -159,12 +171,13 @@ class Recovery:
         self.last_saved: int | None = None
 
     def save(self, step: int, validation_loss: float | None = None) -> None:
-        """Save a checkpoint of `step`, once; SnapshotError, on every rank, when any rank failed.
+        """Save a checkpoint of `step`, once; RankError, on every rank, when any rank failed.
 
         With `on_failure="continue"` a failure is a warning. The optimizer must not step before
         `before_optimizer_step()` has returned.
         """
         if step != self.last_saved:
+            self.settle()
             self._attempt(self._save, step, validation_loss)
 
     def settle(self) -> None:
@@ -175,8 +188,23 @@ class Recovery:
         """Wait until a save in flight no longer needs the weights as they are."""
 
     def close(self) -> None:
-        """Settle, whatever it takes, and stop; SnapshotError when the last step is not saved."""
+        """Settle, and stop what runs behind."""
         self.settle()
+
+    def __enter__(self) -> "Recovery":
+        """Nothing to do: the group is joined when it is made."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """After an error, see a save in flight to its end before the run directory is let go.
+
+        Not among several ranks: there the process leaves at once, and the others may be gone.
+        """
+        if kind and self.world.size == 1:
+            try:
+                self.close()
+            except RankError as error:
+                log.warning("%s", error)
 
     def restore(self) -> int:
         """Load the newest good checkpoint; its step, or 0 when there is none to load."""
@@ -208,8 +236,9 @@ class Recovery:
 
     def tensors(self) -> Tensors:
         """All that is saved, sharing memory with the model and the optimizer."""
-        optimizer = optimizer_tensors(self.model, self.optimizer)
-        return {"model": model_tensors(self.model), "optimizer": optimizer}
+        # In this order: state_dict() is what brings FSDP's parameters back to their shards.
+        model = model_tensors(self.model)
+        return {"model": model, "optimizer": optimizer_tensors(self.model, self.optimizer)}
 
     def publish(self, step: int, write: Writer, validation_loss: float | None) -> None:
         """Publish what `write(directory)` writes as the checkpoint of `step`."""
@@ -238,12 +267,17 @@ class Recovery:
         started = time.perf_counter()
         try:
             action(*arguments)
-        except SnapshotError as error:
+        except RankError as error:
             if self.snapshots.retention.on_failure == "stop":
                 raise
             log.warning("%s; going on, the checkpoints before are untouched", error)
         finally:
             self.blocked_seconds += time.perf_counter() - started
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def nest(flat: Iterable[tuple[tuple[str, ...], torch.Tensor]]) -> Tensors:
