@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # What the template gives, in a minute: render the default answers, train, use what was trained.
-# Typed again it goes on where it was stopped.
+# Typed again it goes on where it was stopped. Words behind the first go to `train`.
 set -euo pipefail
 
-bin=${1:?usage: demo.sh DIRECTORY_OF_PYTHON}
+bin=${1:?usage: demo.sh DIRECTORY_OF_PYTHON [options of train]}
+shift
 cd "$(dirname "$0")"
 project=demo/my-training-run
 export PYTHONPATH=src
@@ -20,8 +21,8 @@ if [ ! -d "$project" ]; then
 fi
 cd "$project"
 
-say "\$ python -m my_training_run train"
-python train
+say "\$ python -m my_training_run train $*"
+python train "$@"
 if ! grep -q '"status": "finished"' runs/default/status.json; then
     say "Stopped. Type make demo again: it goes on from there."
     exit 1

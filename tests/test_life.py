@@ -138,13 +138,11 @@ def manifest(project: Path, run: str) -> dict[str, Any]:
     return json.loads((newest / "manifest.json").read_text())
 
 
-WEIGHTS = """
-import hashlib, sys, pathlib
+DIGEST = """
+import hashlib, pathlib, sys
 from my_training_run import config, data, model
-from my_training_run.engine.control import HostGroup, World, pick_device
-from my_training_run.engine.reading import find_checkpoint, read_into, saved_names
-import torch, torch.distributed.checkpoint as dcp
-path, manifest = find_checkpoint(pathlib.Path(sys.argv[1]))
+from my_training_run.engine.control import HostGroup
+from my_training_run.engine.reading import find_checkpoint, read_into, saved_names, walk
 from my_training_run.engine.state import create_optimizer_state, model_tensors, optimizer_tensors
 from my_training_run.optim import build_optimizer
 settings = config.load(pathlib.Path(sys.argv[1]) / "config.json")
@@ -152,23 +150,23 @@ net = model.build_model(settings, data.build_datasets(settings)[2])
 optimizer = build_optimizer(settings.optim, net)
 create_optimizer_state(optimizer)
 tensors = {"model": model_tensors(net), "optimizer": optimizer_tensors(net, optimizer)}
-assert len(saved_names(path, manifest)) == len(tensors["model"]) + sum(
-    map(len, tensors["optimizer"].values()))
-read_into(path, manifest, tensors, HostGroup())
-digest = hashlib.sha256()
-for name in sorted(tensors["model"]):
-    digest.update(tensors["model"][name].numpy().tobytes())
-for name in sorted(tensors["optimizer"]):
-    for key in sorted(tensors["optimizer"][name]):
-        digest.update(tensors["optimizer"][name][key].numpy().tobytes())
-print(manifest["step"], digest.hexdigest())
+for run in sys.argv[1:]:
+    path, manifest = find_checkpoint(pathlib.Path(run))
+    named = {".".join(path): tensor for path, tensor in walk(tensors)}
+    assert saved_names(path, manifest) == named.keys()
+    for tensor in named.values():
+        tensor.fill_(7)
+    read_into(path, manifest, tensors, HostGroup())
+    digest = hashlib.sha256(b"".join(named[name].numpy().tobytes() for name in sorted(named)))
+    print(manifest["step"], digest.hexdigest())
 """
 
 
-def final_state(project: Path, run: str) -> str:
-    """Step and digest of all weights and moments in the newest checkpoint, whoever saved it."""
-    with start(project, sys.executable, "-c", WEIGHTS, str(project / "runs" / run)) as process:
-        return finish(process).splitlines()[-1]
+def final_states(project: Path, *runs: str) -> list[str]:
+    """Step and digest of all weights and moments in the newest checkpoints, whoever saved them."""
+    paths = [str(project / "runs" / run) for run in runs]
+    with start(project, sys.executable, "-c", DIGEST, *paths) as process:
+        return finish(process).splitlines()[-len(runs) :]
 
 
 def test_a_killed_worker_changes_nothing(project: Path) -> None:
@@ -176,8 +174,6 @@ def test_a_killed_worker_changes_nothing(project: Path) -> None:
     ranks = 0 if is_single(project) else 2
     options = ("--train.steps", "40", "--train.log-every", "1")
     train(project, ranks, "undisturbed", *options)
-    expected = final_state(project, "undisturbed")
-    assert expected.startswith("40 ")
 
     with launch(project, ranks, "killed", *options) as process:
         deadline = time.monotonic() + 100
@@ -195,10 +191,15 @@ def test_a_killed_worker_changes_nothing(project: Path) -> None:
             assert killed_at < 40, "it was over before it was killed"
     if not ranks:
         assert "resuming from" in train(project, ranks, "killed", *options)
-    assert final_state(project, "killed") == expected
-    undisturbed = {record["step"]: record["loss"] for record in records(project, "undisturbed")}
-    assert undisturbed == {r["step"]: r["loss"] for r in records(project, "killed")}
-    assert [record["step"] for record in records(project, "killed")] == list(range(1, 41))
+    undisturbed, killed = final_states(project, "undisturbed", "killed")
+    assert undisturbed.startswith("40 ")
+    assert killed == undisturbed
+    expected, found = (
+        {record["step"]: record["loss"] for record in records(project, run)}
+        for run in ("undisturbed", "killed")
+    )
+    assert found == expected
+    assert list(found) == list(range(1, 41))
 
 
 def is_single(project: Path) -> bool:
@@ -232,8 +233,18 @@ def test_its_own_tests_and_hooks_pass(project: Path) -> None:
     shutil.rmtree(project / ".pre-commit", ignore_errors=True)
 
 
-def test_the_commands_of_its_readme_work(project: Path) -> None:
+@pytest.mark.parametrize(
+    "answers",
+    [
+        pytest.param(("language_model", "ddp"), marks=pytest.mark.xdist_group("readme-1")),
+        pytest.param(("image_classifier", "fsdp"), marks=pytest.mark.xdist_group("readme-2")),
+        pytest.param(("language_model", "single"), marks=pytest.mark.xdist_group("readme-3")),
+    ],
+    ids="-".join,
+)
+def test_the_commands_of_its_readme_work(tmp_path: Path, answers: tuple[str, str]) -> None:
     """Every command of the rendered README is typed, at the size of the tiny preset."""
+    project = bake(tmp_path, task=answers[0], parallelism=answers[1])
     readme = (project / "README.md").read_text("utf-8")
     blocks = re.findall(r"```bash\n(.*?)```", readme, flags=re.DOTALL)
     lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]

@@ -44,14 +44,15 @@ def place(
     model.to(world.device)
     if not world.distributed:
         return model
-    return DistributedDataParallel(
+    module = DistributedDataParallel(
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         bucket_cap_mb=config.bucket_mb,
         find_unused_parameters=config.find_unused_parameters,
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,  # agreed on before each save and validation, not at every forward
     )
+    module.broadcast_buffers = False  # agreed on before saves and validations, not at every forward
+    return module
 
 
 def autocast(world: World, compute_dtype: torch.dtype) -> contextlib.AbstractContextManager:

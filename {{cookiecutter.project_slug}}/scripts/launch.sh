@@ -12,11 +12,11 @@
 set -euo pipefail
 
 python=${PYTHON:-python}
-read -r gpus cores < <("$python" -c 'import os, torch; print(torch.cuda.device_count(), os.cpu_count())')
-processes=$((gpus > 0 ? gpus : 1))
 if [ "${1:-}" = "-n" ]; then
     processes=${2:?"-n wants a number of processes"}
     shift 2
+else
+    processes=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')
 fi
 if [ $# -eq 0 ]; then
     echo "usage: scripts/launch.sh [-n PROCESSES] train|profile [options]" >&2
@@ -27,6 +27,7 @@ fi
 # dead one: restarts then fail or hang more often than not.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # Unset, torchrun gives each process a single thread.
+cores=$(nproc 2>/dev/null || sysctl -n hw.ncpu)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${GRACE_SECONDS:-120} # torch before 2.13 has a fixed 30
 

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import launch, losses, tiny, train
+from conftest import losses, tiny, train
 
 from {{ cookiecutter.package_name }} import train as training
 from {{ cookiecutter.package_name }}.__main__ import main
 from {{ cookiecutter.package_name }}.engine import UserError
-from {{ cookiecutter.package_name }}.engine.control import Control, RankError
+from {{ cookiecutter.package_name }}.engine.control import Control, HostGroup, RankError
 from {{ cookiecutter.package_name }}.engine.reading import MetadataUnpickler
+from {{ cookiecutter.package_name }}.engine.rundir import RunDirectory
 from {{ cookiecutter.package_name }}.model import build_model
 from {{ cookiecutter.package_name }}.train import State, run, setup, train_step
 
@@ -102,6 +103,23 @@ def test_activation_checkpointing_changes_nothing(tmp_path: Path) -> None:
         torch.testing.assert_close(value, frugal[name], atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["blocks", "full"])
+def test_compiling_changes_no_name_and_no_result(tmp_path: Path, mode: str, caplog) -> None:
+    plain = train(tiny(tmp_path / "a", train__steps=4))
+    caplog.set_level("INFO")
+    changes = {"compile__mode": mode, "compile__backend": "eager", "train__steps": 4}
+    compiled = train(tiny(tmp_path / "b", **changes))
+    assert plain.keys() == compiled.keys()
+    for name, value in plain.items():
+        torch.testing.assert_close(value, compiled[name], atol=1e-5, rtol=1e-4)
+    assert "graph breaks: " in caplog.text
+
+
+def test_training_can_be_traced_while_it_runs(tmp_path: Path) -> None:
+    train(tiny(tmp_path, profile__warmup=1, profile__active=1, profile__every=8))
+    assert len(list((tmp_path / "traces").glob("*.json.gz"))) == 2
+
+
 def test_a_finished_run_says_so_and_can_be_prolonged(tmp_path: Path) -> None:
     train(tiny(tmp_path, train__steps=5))
     assert run(tiny(tmp_path, train__steps=5)).status == "already finished"
@@ -143,6 +161,7 @@ def test_a_failed_save_costs_only_itself(tmp_path: Path, on_failure: str) -> Non
 
     def squeeze(state: State, record: dict | None) -> None:
         if state.step == 7:
+            state.checkpointer.settle()
             files = (tmp_path / "checkpoints/step_00000005").iterdir()
             largest = max(path.stat().st_size for path in files)
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest // 2, hard))
@@ -193,12 +212,17 @@ def test_frozen_and_unused_parameters_resume(tmp_path: Path, monkeypatch) -> Non
 
 def test_a_run_directory_has_one_writer(tmp_path: Path) -> None:
     def meanwhile(state: State, record: dict | None) -> None:
-        if state.step == 2:
-            outcome = launch(1, "train", "--preset", "tiny", "--run-dir", str(tmp_path))
-            assert outcome.returncode == 2
-            assert "in use by process" in outcome.stdout
+        if state.step == 2 and (child := os.fork()) == 0:
+            try:
+                RunDirectory(tmp_path, HostGroup()).__enter__()
+            except UserError as error:
+                os._exit(42 if f"in use by process {os.getppid()}" in str(error) else 1)
+            os._exit(1)
+        elif state.step == 2:
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
 
     assert run(tiny(tmp_path, train__steps=4), meanwhile).status == "finished"
+    assert run(tiny(tmp_path, train__steps=5)).status == "finished"
 
 
 def test_bad_settings_are_told_in_one_line(tmp_path: Path, capsys, monkeypatch) -> None:

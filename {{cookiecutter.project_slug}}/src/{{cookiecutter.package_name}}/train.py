@@ -117,16 +117,16 @@ def train_step(state: State, batches: list[Any]) -> None:
         sums = sums + loss_vector(loss) * share.weight
     parallel.all_reduce(sums, world)
 
-    gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
+    parameters = (p for group in state.optimizer.param_groups for p in group["params"])
+    gradients = [p.grad for p in parameters if p.grad is not None]
     scale = world.size / sums[1]  # gradients are of summed losses, averaged over the ranks
     norm = parallel.total_norm(gradients, world) * scale
     bad = (norm + sums[0]).isfinite().logical_not()
     if clip := config.optim.clip:
         scale = scale * (clip / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(parallel.local(gradients), scale)
-    rate = learning_rate(config.optim, state.step, config.train.steps)
     for group in state.optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = learning_rate(config.optim, state.step, config.train.steps)
     if state.checkpointer:
         state.checkpointer.before_optimizer_step()
     step_unless(bad, state.optimizer)

@@ -26,6 +26,8 @@ class CompileConfig:
     """Treat a graph break as an error."""
     dynamic: bool | None = None
     """Shapes: dynamic from the start (true), never (false), or once they are seen to vary."""
+    backend: str = "inductor"
+    """"eager" and "aot_eager" help to find out which part of the compiler is at fault."""
 
 
 def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
@@ -38,27 +40,20 @@ def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: Compile
     """Compile in place, as `config.mode` says; the work is done at the first forward."""
     targets = {"none": [], "blocks": list(blocks), "full": [model]}[config.mode]
     for target in targets:
-        target.compile(fullgraph=config.fullgraph, dynamic=config.dynamic)
+        target.compile(fullgraph=config.fullgraph, dynamic=config.dynamic, backend=config.backend)
 
 
 def compile_summary() -> str:
     """One line on what the compiler did in this process: graphs, graph breaks, recompiles."""
     from torch._dynamo.utils import counters, get_compilation_metrics
 
-    attempts = [entry for entry in get_compilation_metrics() if entry.co_name]
-    first_seen: set[object] = set()
-    reasons: Counter[str] = Counter()
-    seconds = 0.0
-    for entry in attempts:
-        seconds += entry.entire_frame_compile_time_s or 0.0
-        frame = (entry.frame_key, entry.co_name, entry.co_filename, entry.co_firstlineno)
-        if frame in first_seen:
-            reasons[(entry.recompile_reason or "reason not given").strip().splitlines()[0]] += 1
-        first_seen.add(frame)
+    graphs = [entry for entry in get_compilation_metrics() if entry.co_name]
+    seconds = sum(entry.entire_frame_compile_time_s or 0.0 for entry in graphs)
+    reasons = Counter(e.recompile_reason.strip() for e in graphs if e.recompile_reason)
     # A data-dependent `if` is counted as unimplemented, not as a graph break.
     breaks = Counter(counters["graph_break"]) + Counter(counters["unimplemented"])
     line = (
-        f"compiled {len(attempts)} graphs in {seconds:.1f} s; "
+        f"compiled {len(graphs)} graphs in {seconds:.1f} s; "
         f"graph breaks: {sum(breaks.values())}; recompiles: {sum(reasons.values())}"
     )
     for name, counts in (("break", breaks), ("recompile", reasons)):

@@ -7,6 +7,7 @@ read as untrusted: its size is bounded and it can name only plain files beside i
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -110,9 +111,8 @@ def verify(path: Path, group: HostGroup | None = None) -> tuple[dict[str, Any], 
         return manifest, problems
     largest_first = sorted(manifest["files"].items(), key=lambda item: -item[1]["size"])
     mine = largest_first[group.rank :: group.size]
-    found = [check_file(path / name, entry) for name, entry in mine]
-    gathered = group.agree(lambda: [problem for problem in found if problem])
-    return manifest, group.from_first(lambda: [text for part in gathered for text in part])
+    gathered = group.agree(lambda: [check_file(path / name, entry) for name, entry in mine])
+    return manifest, group.from_first(lambda: [text for part in gathered for text in part if text])
 
 
 def best_by_validation(manifests: dict[Path, dict[str, Any]]) -> Path | None:
@@ -120,7 +120,7 @@ def best_by_validation(manifests: dict[Path, dict[str, Any]]) -> Path | None:
     judged = {
         path: manifest["validation_loss"]
         for path, manifest in manifests.items()
-        if manifest.get("validation_loss") is not None
+        if isinstance(loss := manifest.get("validation_loss"), float) and math.isfinite(loss)
     }
     return min(reversed(judged), key=judged.__getitem__, default=None)
 

@@ -33,26 +33,31 @@ Tensors = dict[str, Any]  # nested: {"model": {name: tensor}, "optimizer": {name
 
 def read_into(path: Path, manifest: dict[str, Any], tensors: Tensors, group: HostGroup) -> None:
     """Copy a verified checkpoint into live tensors, each rank the parts it holds."""
-    if WHOLE_FILE in manifest["files"]:
-        saved = torch.load(path / WHOLE_FILE, mmap=True, weights_only=True, map_location="cpu")
-        copy_tree(saved, tensors)
-    else:
-        reader = SafeReader(path, names=manifest["files"].keys())
-        with dcp_errors("reading"):
-            dcp.load(
-                tensors,
-                storage_reader=reader,
-                planner=TensorsOnly(),
-                process_group=group.group,
-                no_dist=not group.group,
-            )
+    with as_snapshot_errors("reading"):
+        if WHOLE_FILE in manifest["files"]:
+            copy_tree(load_whole(path, "cpu"), tensors)
+            return
+        dcp.load(
+            tensors,
+            storage_reader=SafeReader(path, names=manifest["files"].keys()),
+            planner=TensorsOnly(),
+            process_group=group.group,
+            no_dist=not group.group,
+        )
+
+
+def load_whole(path: Path, where: str) -> dict[str, Any]:
+    """What one `torch.save` file holds: tensors, mapped into memory rather than read."""
+    return torch.load(path / WHOLE_FILE, mmap=True, weights_only=True, map_location=where)
 
 
 @contextlib.contextmanager
-def dcp_errors(doing: str) -> Iterator[None]:
-    """Turn what DCP raises, which no `except Exception` would catch, into a SnapshotError."""
+def as_snapshot_errors(doing: str) -> Iterator[None]:
+    """Give what DCP raises, which no `except Exception` would catch, a name and one line."""
     try:
         yield
+    except pickle.UnpicklingError as error:
+        raise SnapshotError(f"{doing} was refused: {error}") from error
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         text = f"{doing} failed on rank {rank}: {type(cause).__name__}: {cause}"
@@ -61,10 +66,10 @@ def dcp_errors(doing: str) -> Iterator[None]:
 
 def saved_names(path: Path, manifest: dict[str, Any]) -> set[str]:
     """Names of all tensors in a verified checkpoint, as in "model.norm.weight"."""
-    if WHOLE_FILE in manifest["files"]:
-        saved = torch.load(path / WHOLE_FILE, mmap=True, weights_only=True, map_location="meta")
-        return {".".join(keys) for keys, _ in walk(saved)}
-    return set(SafeReader(path, manifest["files"].keys()).read_metadata().state_dict_metadata)
+    with as_snapshot_errors("reading"):
+        if WHOLE_FILE in manifest["files"]:
+            return {".".join(keys) for keys, _ in walk(load_whole(path, "meta"))}
+        return set(SafeReader(path, manifest["files"].keys()).read_metadata().state_dict_metadata)
 
 
 def walk(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from . import UserError
 from .control import HostGroup, RankError, World
-from .reading import DCP_INDEX, Tensors, dcp_errors, read_into, saved_names, walk
+from .reading import DCP_INDEX, Tensors, as_snapshot_errors, read_into, saved_names, walk
 from .snapshots import RetentionConfig, Snapshots, Writer
 
 log = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ def write_shards(directory: Path, tensors: Tensors, group: HostGroup, threads: i
     """Write this rank's part with DCP (a collective call); return the names of its files."""
     # Files are synced once, together with their directory, by whoever publishes them.
     writer = dcp.FileSystemWriter(directory, thread_count=threads, sync_files=False)
-    with dcp_errors("writing"):
+    with as_snapshot_errors("writing"):
         dcp.save(tensors, storage_writer=writer, process_group=group.group, no_dist=not group.group)
     names = [path.name for path in directory.glob(f"__{group.rank}_*")]
     return [*names, DCP_INDEX] if group.rank == 0 else names
