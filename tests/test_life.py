@@ -173,6 +173,8 @@ def test_a_killed_worker_changes_nothing(project: Path) -> None:
     """`kill -9` in mid-run; restarted (by torchrun, by hand for one process), bit-identical."""
     ranks = 0 if is_single(project) else 2
     options = ("--train.steps", "40", "--train.log-every", "1")
+    if "fully_shard" in (project / "src" / PACKAGE / "parallel.py").read_text("utf-8"):
+        options += ("--train.precision", "bf16")  # by FSDP's own policy
     train(project, ranks, "undisturbed", *options)
 
     with launch(project, ranks, "killed", *options) as process:
@@ -262,6 +264,21 @@ def test_the_commands_of_its_readme_work(tmp_path: Path, answers: tuple[str, str
             finish(process, codes=(0, 1) if " baseline" in line else (0,))
     commands = {"train", "baseline", "profile", "verify", "infer"}
     assert commands == {word for line in typed for word in line.split() if word in commands}
+
+
+@pytest.mark.parametrize("task", ["language_model", "image_classifier"])
+def test_unusable_data_is_told_in_one_line(tmp_path: Path, task: str) -> None:
+    project = bake(tmp_path, task=task, parallelism="single")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "short").write_text("too short")
+    for name in ("missing", "empty", "short"):
+        path = str(tmp_path / name)
+        command = [sys.executable, "-m", PACKAGE, "train", "--data.path", path]
+        with start(project, *command) as process:
+            output = finish(process, codes=(2,))
+        assert output.startswith("error: ") and output.count("\n") == 1, output
+        assert path in output
+    assert not (project / "runs").exists()
 
 
 def test_it_installs_with_its_console_script(tmp_path: Path) -> None:

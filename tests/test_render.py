@@ -95,7 +95,7 @@ def test_every_file_is_valid(renders: dict[tuple[str, ...], Path]) -> None:
 def test_every_render_is_linted_and_formatted(renders: dict[tuple[str, ...], Path]) -> None:
     root = next(iter(renders.values())).parents[1]
     for command in (["check"], ["format", "--check"]):
-        command = [sys.executable, "-m", "ruff", *command, str(root)]
+        command = [sys.executable, "-m", "ruff", *command, "--no-cache", str(root)]
         outcome = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
@@ -219,7 +219,16 @@ def test_template_python_is_python() -> None:
         assert all("include" in mark for mark in marks), f"{path}: {marks}"
     for command in (["check"], ["format", "--check"]):
         outcome = subprocess.run(
-            [sys.executable, "-m", "ruff", *command, "--config", "pyproject.toml", "."],
+            [
+                sys.executable,
+                "-m",
+                "ruff",
+                *command,
+                "--no-cache",
+                "--config",
+                "pyproject.toml",
+                ".",
+            ],
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -257,7 +266,9 @@ def test_answers_reach_the_files_that_name_them(tmp_path: Path) -> None:
     assert outcome.returncode == 0, outcome.stderr
     assert "python -m tree_sizes" in outcome.stdout
     outcome = subprocess.run(
-        [sys.executable, "-m", "ruff", "check", str(project)], capture_output=True, timeout=60
+        [sys.executable, "-m", "ruff", "check", "--no-cache", str(project)],
+        capture_output=True,
+        timeout=60,
     )
     assert outcome.returncode == 0, outcome.stdout
 
@@ -265,7 +276,7 @@ def test_answers_reach_the_files_that_name_them(tmp_path: Path) -> None:
 def test_the_longest_package_name_keeps_the_format(tmp_path: Path) -> None:
     project = bake(tmp_path, package_name="a" * 30, parallelism="fsdp")
     for command in (["check"], ["format", "--check"]):
-        command = [sys.executable, "-m", "ruff", *command, str(project)]
+        command = [sys.executable, "-m", "ruff", *command, "--no-cache", str(project)]
         outcome = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert outcome.returncode == 0, outcome.stdout
 

@@ -13,7 +13,7 @@ from conftest import losses, tiny, train
 from {{ cookiecutter.package_name }} import train as training
 from {{ cookiecutter.package_name }}.__main__ import main
 from {{ cookiecutter.package_name }}.engine import UserError
-from {{ cookiecutter.package_name }}.engine.control import Control, HostGroup, RankError
+from {{ cookiecutter.package_name }}.engine.control import Control, HostGroup, RankError, World
 from {{ cookiecutter.package_name }}.engine.reading import MetadataUnpickler
 from {{ cookiecutter.package_name }}.engine.rundir import RunDirectory
 from {{ cookiecutter.package_name }}.model import build_model
@@ -118,6 +118,18 @@ def test_compiling_changes_no_name_and_no_result(tmp_path: Path, mode: str, capl
 def test_training_can_be_traced_while_it_runs(tmp_path: Path) -> None:
     train(tiny(tmp_path, profile__warmup=1, profile__active=1, profile__every=8))
     assert len(list((tmp_path / "traces").glob("*.json.gz"))) == 2
+
+
+def test_bfloat16_trains(tmp_path: Path) -> None:
+    train(tiny(tmp_path, train__precision="bf16"))
+    history = losses(tmp_path)
+    assert history[max(history)] < history[min(history)]
+
+
+def test_fewer_samples_than_ranks_are_refused() -> None:
+    world = World(rank=0, size=9, device=torch.device("cpu"))
+    with pytest.raises(UserError, match="8 is below the 9 ranks"):
+        setup(tiny(Path("unused"), train__global_batch_size=8), world)
 
 
 def test_a_finished_run_says_so_and_can_be_prolonged(tmp_path: Path) -> None:
@@ -260,11 +272,13 @@ def test_the_commands_work_on_a_finished_run(tmp_path: Path, capfd, monkeypatch)
 
     train(tiny(tmp_path))
     assert "best" in command("verify")
-    assert command("infer")
+    assert command("infer", "--step", "20")
     assert "top operators" in command("profile", "--preset", "tiny", "--device", "cpu")
     assert list((tmp_path / "traces").glob("*.json.gz"))
     tiny_cpu = ("--preset", "tiny", "--device", "cpu")
     assert "deterministic" in command("baseline", *tiny_cpu, codes=(0, 1))  # 1: a slow machine
+    (tmp_path / "checkpoints/step_00000020/manifest.json").unlink()
+    assert "DAMAGED" in command("verify", codes=(1,))
     report = json.loads((tmp_path / "workflow/baseline.json").read_text())
     assert report["stage"] == "baseline"
     assert report["checks"][0] == {**report["checks"][0], "name": "deterministic", "status": "pass"}

@@ -65,7 +65,7 @@ class RetentionConfig:
     """After a failed save: "stop" ends training, "continue" goes on to the next save."""
 
     def __post_init__(self) -> None:
-        """Check the values (ValueError)."""
+        """Check the values (UserError)."""
         if self.every < 0 or self.keep_every < 0 or self.keep < 1:
             raise UserError("checkpoint: every and keep-every must be >= 0, keep must be >= 1")
         if self.on_failure not in ("stop", "continue"):
@@ -136,7 +136,7 @@ class Snapshots:
         """
         good: dict[Path, dict[str, Any]] = {}
         for path in published(self.directory):
-            with contextlib.suppress(SnapshotError, OSError):
+            with contextlib.suppress(RankError, OSError):  # damaged, or not to be read just now
                 manifest = read_manifest(path)
                 if all(
                     os.lstat(path / name).st_size == entry["size"]
@@ -162,7 +162,10 @@ class Snapshots:
                 shutil.rmtree(self.directory / name, ignore_errors=True)
 
     def _reserve(self, step: int) -> Path:
-        self.directory.mkdir(parents=True, exist_ok=True)
+        if not self.directory.exists():
+            self.directory.mkdir(parents=True)
+            for parent in list(self.directory.parents)[:2]:  # the run directory may be new as well
+                sync_directory(parent)
         reservation = self.directory / f"{RESERVED}{step_name(step)}-{uuid.uuid4().hex[:8]}"
         reservation.mkdir()
         return reservation

@@ -104,17 +104,20 @@ def judge(
     batch = fetch(state.loader.source.dataset, state.loader.source.order.ids(0)[:1])
     flops = forward_flops(state.model, compute_loss, batch)
     peak = peak_flops(device) or (cpu_peak_flops() if device.type == "cpu" else None)
-    achieved = 3 * flops * samples if flops else None
+    mfu = 3 * flops * samples / peak if flops and peak else None
+    memory = peak_memory(device)
+    share = f"{mfu:.1%} of {peak / 1e9:,.0f} GFLOP/s (MFU)" if mfu else "MFU unknown"
+    print(f"     {share}; peak memory {memory / 1e9:.2f} GB")
     stage.figures = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "step_seconds": {"median": median, "p10": p10, "p90": p90, "steps": len(both["seconds"])},
         "samples_per_second": samples,
         "tokens_per_second": samples * tokens if tokens else None,
         "data_wait": wait,
-        "peak_memory_bytes": peak_memory(device),
+        "peak_memory_bytes": memory,
         "flops_per_sample": 3 * flops if flops else None,
         "peak_flops": peak,
-        "mfu": achieved / peak if achieved and peak else None,
+        "mfu": mfu,
         "parameters": sum(p.numel() for p in state.model.parameters()),
     }
 
