@@ -7,13 +7,14 @@ and in `ModelConfig` and `PRESETS`. Any `nn.Module` will do; nothing here has to
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .engine import UserError
+from .engine.metrics import LossSum
 
 if TYPE_CHECKING:
     from .config import Config
@@ -138,17 +139,6 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x, self.table)
         return F.linear(self.norm(x), self.embedding.weight)
-
-
-class LossSum(NamedTuple):
-    """Sums over a batch, not means, so that accumulation and uneven ranks come out exact."""
-
-    total: Tensor
-    """Sum of the losses, the scalar to differentiate."""
-    count: Tensor | int
-    """What `total` is divided by in the end: tokens here."""
-    metrics: dict[str, Tensor]
-    """Further sums, reported divided by `count`."""
 
 
 def build_model(config: "Config", spec: "Spec") -> nn.Module:

@@ -114,9 +114,10 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 def parse_config(command: Callable[..., int], arguments: list[str]) -> Config:
     """Settings from --preset or --config, then from the other options."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--preset", default="default")
-    parser.add_argument("--config", type=Path)
+    parser = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--preset", default="default")
+    either.add_argument("--config", type=Path)
     given, rest = parser.parse_known_args(arguments)
     base = configuration.load(given.config) if given.config else configuration.preset(given.preset)
     more = (

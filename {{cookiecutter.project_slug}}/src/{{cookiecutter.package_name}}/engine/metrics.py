@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,6 +39,17 @@ PEAK_BF16_FLOPS = {
     "RTX 4090": 165e12,
     "MI300X": 1307e12,
 }
+
+
+class LossSum(NamedTuple):
+    """Sums over a batch, not means, so that accumulation and uneven ranks come out exact."""
+
+    total: torch.Tensor
+    """Sum of the losses, the scalar to differentiate."""
+    count: torch.Tensor | int
+    """What `total` is divided by in the end: the tokens, or the images, that were counted."""
+    metrics: dict[str, torch.Tensor]
+    """Further sums, reported divided by `count`."""
 
 
 class ConsoleHandler(logging.Handler):
@@ -179,7 +190,7 @@ class Journal:
             )
 
 
-def loss_vector(loss: Any) -> torch.Tensor:
+def loss_vector(loss: LossSum) -> torch.Tensor:
     """[total, count, metrics ...] of a LossSum, detached, float32, on the loss's device."""
     total = loss.total.detach().float()
     values = [total, loss.count, *loss.metrics.values()]
