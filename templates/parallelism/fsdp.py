@@ -63,8 +63,9 @@ def place(
 
 def autocast(world: World, compute_dtype: torch.dtype) -> contextlib.AbstractContextManager:
     """Context of forward: FSDP casts by its own policy, a plain process by autocast."""
-    enabled = compute_dtype != torch.float32 and not world.distributed
-    return torch.autocast(world.device.type, compute_dtype, enabled=enabled)
+    if compute_dtype == torch.float32 or world.distributed:
+        return contextlib.nullcontext()
+    return torch.autocast(world.device.type, compute_dtype)
 
 
 def accumulate(module: nn.Module, last: bool) -> contextlib.AbstractContextManager:

@@ -39,8 +39,9 @@ def place(
 
 def autocast(world: World, compute_dtype: torch.dtype) -> contextlib.AbstractContextManager:
     """Context of forward: matrix products in `compute_dtype`, weights and sums in float32."""
-    enabled = compute_dtype != torch.float32
-    return torch.autocast(world.device.type, compute_dtype, enabled=enabled)
+    if compute_dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(world.device.type, compute_dtype)
 
 
 def accumulate(module: nn.Module, last: bool) -> contextlib.AbstractContextManager:

@@ -108,20 +108,22 @@ def train_step(state: State, batches: list[Any]) -> None:
     """
     config, world = state.config, state.world
     seed_step(config.train.seed, state.step, world.rank, world.device)
-    sums = 0.0
+    sums = None
     for i, (share, batch) in enumerate(zip(state.plan, batches, strict=True)):
         with parallel.accumulate(state.module, last=i == len(batches) - 1):
             with parallel.autocast(world, state.compute_dtype):
                 loss = compute_loss(state.module, move(batch, world.device))
             (loss.total if share.weight == 1 else loss.total * share.weight).backward()
-        sums = sums + loss_vector(loss) * share.weight
+        part = loss_vector(loss) if share.weight == 1 else loss_vector(loss) * share.weight
+        sums = part if sums is None else sums + part
     parallel.all_reduce(sums, world)
 
     parameters = (p for group in state.optimizer.param_groups for p in group["params"])
     gradients = [p.grad for p in parameters if p.grad is not None]
     scale = world.size / sums[1]  # gradients are of summed losses, averaged over the ranks
     norm = parallel.total_norm(gradients, world) * scale
-    bad = (norm + sums[0]).isfinite().logical_not()
+    judged = norm + sums[0]
+    bad = (judged - judged) != 0  # what is not finite, less itself, is not a number
     if clip := config.optim.clip:
         scale = scale * (clip / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(parallel.local(gradients), scale)
