@@ -18,7 +18,7 @@ from .engine import UserError
 from .engine.compilation import checkpoint_activations, compile_model, compile_summary
 from .engine.control import Control, HostGroup, World, garbage_collected_by_hand, set_up_torch
 from .engine.manifest import SnapshotError
-from .engine.metrics import Journal, forward_flops, loss_vector, means, move, peak_flops
+from .engine.metrics import Journal, forward_flops, judge_step, loss_vector, means, move, peak_flops
 from .engine.profiling import Profiler
 from .engine.reading import load_weights
 from .engine.rundir import RunDirectory
@@ -120,12 +120,8 @@ def train_step(state: State, batches: list[Any]) -> None:
 
     parameters = (p for group in state.optimizer.param_groups for p in group["params"])
     gradients = [p.grad for p in parameters if p.grad is not None]
-    scale = world.size / sums[1]  # gradients are of summed losses, averaged over the ranks
-    norm = parallel.total_norm(gradients, world) * scale
-    judged = norm + sums[0]
-    bad = (judged - judged) != 0  # what is not finite, less itself, is not a number
-    if clip := config.optim.clip:
-        scale = scale * (clip / (norm + 1e-6)).clamp(max=1.0)
+    norm = parallel.total_norm(gradients, world)
+    scale, norm, bad = judge_step(sums, norm, world.size, config.optim.clip)
     torch._foreach_mul_(parallel.local(gradients), scale)
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate(config.optim, state.step, config.train.steps)
@@ -135,7 +131,7 @@ def train_step(state: State, batches: list[Any]) -> None:
     state.optimizer.zero_grad(set_to_none=True)
 
     state.metrics = tuple(loss.metrics)
-    state.sums = state.sums + sums.masked_fill(bad, 0.0)
+    state.sums = state.sums + (sums if bad is False else sums.masked_fill(torch.as_tensor(bad), 0))
     state.bad_steps = state.bad_steps + bad
     state.grad_norm = norm
     state.step += 1

@@ -199,6 +199,28 @@ def loss_vector(loss: LossSum) -> torch.Tensor:
     return torch.stack([tensor.detach().float() for tensor in tensors])
 
 
+def judge_step(
+    sums: torch.Tensor, norm: torch.Tensor, ranks: int, clip: float
+) -> tuple[torch.Tensor | float, torch.Tensor | float, torch.Tensor | bool]:
+    """The factor for the gradients, their norm before clipping, and whether the step is not finite.
+
+    The gradients are of summed losses, averaged over the ranks; `sums` holds the total and the
+    count over all ranks. The results are scalars on the device, for which nothing has to wait; on
+    a CPU plain numbers, since an operator on a scalar tensor costs ten times as much.
+    """
+    total, count = sums[0], sums[1]
+    if sums.device.type == "cpu":
+        total, count, norm = total.item(), count.item() or math.nan, norm.item()
+    scale = ranks / count
+    norm = norm * scale
+    judged = norm + total
+    bad = (judged - judged) != 0  # what is not finite, less itself, is not a number
+    if clip:
+        factor = clip / (norm + 1e-6)
+        scale = scale * (min(factor, 1.0) if isinstance(factor, float) else factor.clamp(max=1.0))
+    return scale, norm, bad
+
+
 def means(sums: torch.Tensor, names: Iterable[str]) -> dict[str, float]:
     """Mean loss and metrics from a sum of loss vectors; waits for the device."""
     total, count, *metrics = sums.tolist()

@@ -63,12 +63,12 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def step_unless(bad: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Step the optimizer unless `bad` (a bool scalar on the device) is set.
+def step_unless(bad: torch.Tensor | bool, optimizer: torch.optim.Optimizer) -> None:
+    """Step the optimizer unless `bad` is set.
 
     Fused optimizers decide on the device, by what gradient scalers use; others make the host wait.
     """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+    if isinstance(bad, torch.Tensor) and getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.found_inf = bad.float()
         optimizer.step()
     elif not bad:
