@@ -13,7 +13,8 @@ set -euo pipefail
 
 python=${PYTHON:-python}
 if [ "${1:-}" = "-n" ]; then
-    processes=${2:?"-n wants a number of processes"}
+    processes=${2:-}
+    [[ $processes =~ ^[1-9][0-9]*$ ]] || { echo "-n wants a number of processes" >&2; exit 2; }
     shift 2
 else
     processes=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')

@@ -33,7 +33,7 @@ def train(arguments: list[str]) -> int:
     result = run(config)
     log.info("%s at step %d", result.status, result.step)
     if os.environ.get("RANK", "0") == "0":
-        for line in summary(config.directory):
+        for line in summary(config.directory, result.step):
             log.info("  %s", line)
     if result.status == "already finished":
         log.info("  to go on: raise --train.steps; to start over: --fresh (keeps the old run)")

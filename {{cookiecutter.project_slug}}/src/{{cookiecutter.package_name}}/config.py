@@ -74,7 +74,9 @@ class Place:
 
     @property
     def directory(self) -> Path:
-        """The run directory."""
+        """The run directory; UserError for a name that leads elsewhere."""
+        if self.name != Path(self.name).name:
+            raise UserError(f"--name {self.name}: a plain name is wanted; for a place, --run-dir")
         return self.run_dir or Path("runs") / self.name
 
 

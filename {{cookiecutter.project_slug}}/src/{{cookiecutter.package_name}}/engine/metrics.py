@@ -164,9 +164,11 @@ class Journal:
         }
         if self.tokens:
             shown["tokens/s"] = f"{record['tokens_per_second']:,.0f}"
-        if "validation_loss" in record:
-            shown["validation loss"] = f"{record['validation_loss']:.3f}"
         self.bar.set_postfix(shown)
+        judged = {k: v for k, v in record.items() if k.startswith("validation_")}
+        if judged:
+            text = ", ".join(f"{k[11:].replace('_', ' ')} {v:.4f}" for k, v in judged.items())
+            log.info("validation at step %d: %s", record["step"], text)
         if self.lines:
             shown["left"] = f"{(self.total - record['step']) * record['step_seconds']:.0f} s"
             text = "  ".join(f"{name} {value}" for name, value in shown.items())

@@ -131,10 +131,11 @@ def write_json(path: Path, content: Any) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def summary(run_dir: Path) -> list[str]:
-    """What a run measured and where it lies, from its files."""
+def summary(run_dir: Path, step: int) -> list[str]:
+    """What a run measured up to `step` and where it lies, from its files."""
     log_file = run_dir / "metrics.jsonl"
     records = list(map(json.loads, log_file.read_text().splitlines())) if log_file.exists() else []
+    records = [record for record in records if record["step"] <= step]
     lines = []
     for name in ("samples_per_second", "tokens_per_second", "mfu"):
         if values := [record[name] for record in records if name in record]:
