@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +25,7 @@ from .engine.state import (
     Recovery,
     Tensors,
     agree_on_buffers,
+    copy_on_one_core,
     local_part,
     model_tensors,
     nest,
@@ -185,15 +185,3 @@ class Stager:
         """Wait until the copies are there."""
         if self.event is not None:
             self.event.synchronize()
-
-
-def copy_on_one_core(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy by numpy, which takes one thread and lets go of Python's lock.
-
-    A torch copy on a second thread would start a second pool of OpenMP threads; with more of them
-    than cores, every later step of training is slower (by a third on two cores).
-    """
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-    for target, source in zip(targets, sources, strict=True):
-        kind = bits[source.itemsize]  # numpy does not know every dtype, but only bits are moved
-        np.copyto(target.view(kind).numpy(), source.view(kind).numpy())

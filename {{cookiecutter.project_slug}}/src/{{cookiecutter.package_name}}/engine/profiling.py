@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +14,6 @@ from . import UserError
 from .control import World
 
 log = logging.getLogger(__name__)
-# Each window is written as it closes, so nothing of it is needed afterwards.
-warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
 
 
 @dataclass(frozen=True)
