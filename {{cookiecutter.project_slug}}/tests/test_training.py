@@ -4,17 +4,19 @@ import json
 import os
 import resource
 import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import losses, tiny, train
 
+from {{ cookiecutter.package_name }} import checkpoint
 from {{ cookiecutter.package_name }} import train as training
 from {{ cookiecutter.package_name }}.__main__ import main
 from {{ cookiecutter.package_name }}.engine import UserError
 from {{ cookiecutter.package_name }}.engine.control import Control, HostGroup, RankError, World
-from {{ cookiecutter.package_name }}.engine.reading import MetadataUnpickler
+from {{ cookiecutter.package_name }}.engine.reading import MetadataUnpickler, load_weights
 from {{ cookiecutter.package_name }}.engine.rundir import RunDirectory
 from {{ cookiecutter.package_name }}.model import build_model
 from {{ cookiecutter.package_name }}.train import State, run, setup, train_step
@@ -197,6 +199,25 @@ def test_a_failed_save_costs_only_itself(tmp_path: Path, on_failure: str) -> Non
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == saved
     assert run(settings).step == 20
+
+
+def test_a_checkpoint_holds_its_own_step(tmp_path: Path, monkeypatch) -> None:
+    """However slow the copying: the optimizer has to wait for it."""
+    if copy := getattr(checkpoint, "copy_on_one_core", None):  # saved behind training
+        monkeypatch.setattr(
+            checkpoint, "copy_on_one_core", lambda *pairs: (time.sleep(0.3), copy(*pairs))
+        )
+    weights = {}
+
+    def keep(state: State, record: dict | None) -> None:
+        if state.step == 5:
+            weights.update({k: v.clone() for k, v in state.model.state_dict().items()})
+
+    settings = tiny(tmp_path, train__steps=8)
+    run(settings, keep)
+    model = setup(settings).model
+    load_weights(tmp_path, model, 5, HostGroup())
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
 def test_a_stop_before_the_first_step_is_no_dead_end(tmp_path: Path, monkeypatch) -> None:
