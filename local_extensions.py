@@ -139,9 +139,9 @@ def check(answer: object, key: str) -> str:
 
 
 def toml(text: str) -> str:
-    """Quote as a basic string of TOML, which is also a double-quoted scalar of YAML.
+    """Quote as a basic string of TOML, which is also a double-quoted scalar of YAML, and JSON.
 
-    JSON's escapes are valid in both. Left to escape is what JSON may hold raw and they may not.
+    JSON's escapes are valid in all. Left to escape is what JSON may hold raw and the others not.
     """
     return re.sub(
         "[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]",
@@ -177,5 +177,5 @@ class Filters(Extension):
         """Register them."""
         super().__init__(environment)
         environment.filters.update(
-            check=check, slug=slug, package=package, toml=toml, yaml=toml, py=py, md=md
+            check=check, slug=slug, package=package, toml=toml, yaml=toml, json=toml, py=py, md=md
         )

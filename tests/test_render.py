@@ -28,10 +28,11 @@ OWN = {
     "parallelism": {f"{PACKAGE}/parallel.py", "tests/test_ranks.py"},
     "checkpoint": {f"{PACKAGE}/checkpoint.py"},
 }
-EVERYWHERE = {"pyproject.toml", "README.md"}
+EVERYWHERE = {"pyproject.toml", "README.md", ".cookiecutter.json"}
 FILES = {
     *("pyproject.toml", "README.md", ".gitignore", ".gitattributes", ".pre-commit-config.yaml"),
     *(".github/dependabot.yml", ".github/workflows/ci.yml", "scripts/launch.sh", "LICENSE"),
+    ".cookiecutter.json",
     *(f"tests/{n}.py" for n in ("conftest", "test_sampling", "test_snapshots", "test_training")),
     "tests/test_ranks.py",
     *(f"{PACKAGE}/{n}.py" for n in ("__init__", "__main__", "config", "train", "optim")),
@@ -90,6 +91,21 @@ def test_every_file_is_valid(renders: dict[tuple[str, ...], Path]) -> None:
             elif name.endswith(".sh"):
                 subprocess.run(["bash", "-n"], input=content, check=True, timeout=10)
         assert (project / "scripts/launch.sh").stat().st_mode & 0o100
+
+
+def test_the_stamp_is_the_version_and_the_answers_only(
+    renders: dict[tuple[str, ...], Path],
+) -> None:
+    questions = [name for name in QUESTIONS if not name.startswith("_")]
+    version = QUESTIONS["_template_version"]
+    for answers, project in renders.items():
+        stamp = json.loads((project / ".cookiecutter.json").read_text("utf-8"))
+        assert stamp.pop("_template") == "cookiecutter-pytorch-training"
+        assert stamp.pop("_version") == version
+        assert list(stamp) == questions
+        assert stamp.items() >= dict(zip(CHOICES, answers, strict=True)).items()
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert newest and newest[1] == version, "CHANGELOG.md begins with the version of the template"
 
 
 def test_every_render_is_linted_and_formatted(renders: dict[tuple[str, ...], Path]) -> None:
