@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DEMO := cookiecutter torch numpy tyro tqdm
 TEST := $(DEMO) scikit-learn pytest pytest-xdist pytest-timeout hypothesis ruff pre-commit \
-	pyyaml setuptools
+	pyyaml setuptools cruft
 
 .PHONY: demo test lint clean
 

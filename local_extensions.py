@@ -7,13 +7,16 @@ interpreter, so it uses nothing but what Cookiecutter itself depends on.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import keyword
+import os
 import re
 import sys
 import unicodedata
 from collections.abc import Callable
 from functools import partial
+from importlib.util import cache_from_source
 
 import click
 from jinja2 import Environment
@@ -174,8 +177,16 @@ class Filters(Extension):
     """All of the above, as filters of the template."""
 
     def __init__(self, environment: Environment) -> None:
-        """Register them."""
+        """Register them, and have the next environment load this file anew.
+
+        `cruft update` renders the older and the newer version of the template in one process, from
+        the same path. The newer must get its own filters: not those in memory, nor the bytecode,
+        which Python takes for fresh when size and second of change are the same.
+        """
         super().__init__(environment)
+        sys.modules.pop(__name__, None)
+        with contextlib.suppress(OSError):
+            os.remove(cache_from_source(__file__))
         environment.filters.update(
             check=check, slug=slug, package=package, toml=toml, yaml=toml, json=toml, py=py, md=md
         )

@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import sys
+import tempfile
 
 # JSON in a raw string: no answer can end the literal, whatever quotes it holds.
 ANSWERS = json.loads(r"""{{ cookiecutter | tojson }}""")
@@ -19,6 +20,11 @@ TEXT = f"""
 
 README.md in that folder has the rest.
 """
+
+# `cruft` (it adds `_commit`) updates by way of renders in temporary folders, which nobody goes to.
+PASSING = os.path.realpath(tempfile.gettempdir()) == os.path.dirname(os.path.dirname(os.getcwd()))
+if "_commit" in ANSWERS and PASSING:
+    sys.exit()
 
 # A hook that fails makes Cookiecutter delete the project. So: no character that the terminal cannot
 # show is an error, nor is a pipe that nobody reads (which `print` would also report at exit).

@@ -1,6 +1,7 @@
 """What all tests share: rendering the template by either of Cookiecutter's roads."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from cookiecutter.main import cookiecutter
 from hypothesis import settings
 
 ROOT = Path(__file__).parents[1]
+PROJECT = "{{cookiecutter.project_slug}}"
 sys.path.insert(0, str(ROOT))  # for tests of local_extensions itself
 
 settings.register_profile("template", deadline=None, database=None)  # machines differ in speed
@@ -28,6 +30,15 @@ def _isolated_cookiecutter(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COOKIECUTTER_CONFIG", str(config))
         yield
+
+
+def copy_template(folder: Path) -> Path:
+    """Copy what a render needs, and return the folder."""
+    for name in ("hooks", "templates", PROJECT):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("cookiecutter.json", "local_extensions.py"):
+        shutil.copy(ROOT / name, folder)
+    return folder
 
 
 def bake(

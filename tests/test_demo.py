@@ -5,9 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from conftest import ROOT
-
-PARTS = ("cookiecutter.json", "local_extensions.py", "hooks", "templates", "demo.sh")
+from conftest import ROOT, copy_template
 
 
 def demo(copy: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -20,12 +18,8 @@ def demo(copy: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_demo_trains_samples_and_goes_on(tmp_path: Path) -> None:
-    for part in (*PARTS, "{{cookiecutter.project_slug}}"):
-        source = ROOT / part
-        if source.is_dir():
-            shutil.copytree(source, tmp_path / part)
-        else:
-            shutil.copy(source, tmp_path)
+    copy_template(tmp_path)
+    shutil.copy(ROOT / "demo.sh", tmp_path)
     tiny = ("--preset", "tiny", "--device", "cpu")
     first = demo(tmp_path, *tiny)
     assert first.returncode == 0, first.stdout + first.stderr

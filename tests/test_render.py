@@ -5,7 +5,6 @@ import filecmp
 import itertools
 import json
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,13 +12,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, bake, bake_cli
+from conftest import PROJECT, ROOT, bake, bake_cli, copy_template
 
 pytestmark = pytest.mark.xdist_group("render")  # one worker: they share the renders
 QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
 CHOICES = {name: QUESTIONS[name] for name in ("license", "task", "parallelism", "checkpoint")}
 PRODUCT = [dict(zip(CHOICES, v, strict=True)) for v in itertools.product(*CHOICES.values())]
-PROJECT = "{{cookiecutter.project_slug}}"
 PACKAGE = "src/my_training_run"
 # The files of a question: what may differ when only its answer does.
 OWN = {
@@ -186,11 +184,7 @@ def test_every_road_leads_to_the_same_tree(tmp_path: Path) -> None:
 
 def test_every_branch_of_the_template_is_rendered_and_left_out(tmp_path: Path) -> None:
     """Mark each branch and each answer's file in a copy; each must show in some renders only."""
-    template = tmp_path / "template"
-    for name in (PROJECT, "templates"):
-        shutil.copytree(ROOT / name, template / name)
-    for name in ("cookiecutter.json", "local_extensions.py"):
-        shutil.copy(ROOT / name, template)
+    template = copy_template(tmp_path / "template")
     markers: dict[str, str] = {}
 
     def mark(where: str) -> str:
