@@ -7,7 +7,7 @@ DEMO := cookiecutter torch numpy tyro tqdm
 TEST := $(DEMO) scikit-learn pytest pytest-xdist pytest-timeout hypothesis ruff pre-commit \
 	pyyaml setuptools cruft
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 demo: $(VENV)/.demo
 	@./demo.sh $(abspath $(BIN))
@@ -18,6 +18,9 @@ test: $(VENV)/.test
 lint: $(VENV)/.test
 	$(BIN)/ruff check --config pyproject.toml .
 	$(BIN)/ruff format --check --config pyproject.toml .
+
+docs: $(VENV)/.test
+	$(BIN)/python docs/cut.py
 
 clean:
 	rm -rf $(VENV) demo
