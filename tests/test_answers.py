@@ -13,12 +13,13 @@ import tempfile
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 import yaml
 from conftest import ROOT, bake, bake_cli
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from packaging.requirements import Requirement
@@ -159,11 +160,14 @@ text = (
     | st.text("ab1 \"'\\$()`<>&#%{}[]|*_~:@!-+=.\x7fé\u0416漢\u200d🚀")
 )
 slugs = st.text("abt0289-_", min_size=1, max_size=40)
+packages = st.from_regex("[a-z][a-z0-9_]{0,29}", fullmatch=True)
 
 
 def accepted(key: str) -> st.SearchStrategy[str]:
-    """Draw free text that the check lets through."""
-    return text.map(str.strip).filter(lambda drawn: not answers._RULES[key][0](drawn))
+    """Draw an answer that the check lets through."""
+    kinds = {"project_slug": slugs, "package_name": packages}
+    kind = kinds.get(key, text.map(str.strip))
+    return kind.filter(lambda drawn: not answers._RULES[key][0](drawn))
 
 
 def html_of(plain: str) -> str:
@@ -239,7 +243,7 @@ def test_any_project_name_derives_good_names(name: str) -> None:
     assert answers.check(f"{name} authors", "author_name") == ""
 
 
-@given(slug=slugs.filter(lambda slug: not answers._slug_problem(slug)))
+@given(slug=accepted("project_slug"))
 @example("test")
 @example("class")
 @example("2fast")
@@ -252,9 +256,9 @@ def test_any_slug_derives_a_good_package(slug: str) -> None:
 
 
 def test_derived_packages_import(mini: Path, tmp_path: Path) -> None:
-    slugs = ["my-run", "test", "class", "2fast", "match", "json", "sklearn-run", "src", "con-run"]
-    projects = [bake(tmp_path, template=mini, project_slug=slug) for slug in slugs]
-    packages = [next((project / "src").iterdir()) for project in projects]
+    names = ["my-run", "test", "class", "2fast", "match", "json", "sklearn-run", "src", "con-run"]
+    projects = [bake(tmp_path, template=mini, project_slug=name) for name in names]
+    found = [next((project / "src").iterdir()) for project in projects]
     program = """if True:
         import importlib, os, sys
         for package in sys.argv[1:]:
@@ -262,7 +266,7 @@ def test_derived_packages_import(mini: Path, tmp_path: Path) -> None:
             sys.path.append(folder)  # last, where an installed package has to stand its ground
             assert [*importlib.import_module(name).__path__] == [package], package
     """
-    subprocess.run([sys.executable, "-c", program, *map(str, packages)], check=True)
+    subprocess.run([sys.executable, "-c", program, *map(str, found)], check=True)
 
 
 def test_no_name_may_replace_what_a_render_installs() -> None:
@@ -309,6 +313,142 @@ def test_free_text_arrives_unchanged(mini: Path, name: str, author: str) -> None
     assert page == f"<h1>{html_of(name)}</h1>\n<p>{html_of(author)}</p>\n"
     assert html.unescape(written["a.md"]) == f"# {name}\n\n{author}\n"
     assert f"Copyright (c) {author}\n" in written["LICENSE"]
+
+
+def mostly(good: st.SearchStrategy[Any], bad: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Draw a bad answer now and then: of eight answers, one is enough to refuse the render."""
+    return st.integers(0, 11).flatmap(lambda die: bad if die == 0 else good)
+
+
+def some(key: str) -> st.SearchStrategy[Any]:
+    """Draw an answer to any question."""
+    if key in answers._RULES:
+        hostile = [answer for answer in HOSTILE[key] if len(repr(answer)) < 1000]
+        return mostly(accepted(key), text | st.sampled_from(hostile))
+    return mostly(st.sampled_from(QUESTIONS[key]), text | st.sampled_from(["", "MIT ", "DDP"]))
+
+
+WORDS = [key for key in QUESTIONS if not key.startswith("_")]
+QUOTED = {"project_name": 'Größe "q" \\ $(x) 🚀 & <b>', "author_name": "O'Neil `whoami` 王"}
+SCRIPTS = {
+    "project_name": "学習 обучение تدريب",
+    "author_name": "👩\u200d👧 \U0010ffff\ufeff\uffff",
+}
+LONGEST = {"project_slug": "s" * 40, "package_name": "p" * 30, "parallelism": "fsdp"}
+
+
+def test_all_answers_together(tmp_path: Path) -> None:
+    """Any draw is one clear error and nothing on disk, or a project that is right everywhere."""
+    packages: list[str] = []
+    parsed: set[tuple[str, bytes]] = set()  # most files are the same in all projects
+
+    @settings(max_examples=80)
+    @given(st.fixed_dictionaries({}, optional={key: some(key) for key in WORDS}))
+    @example(QUOTED | {"project_slug": "groesse", "license": "Apache-2.0"})
+    @example(LONGEST)
+    @example(SCRIPTS)
+    @example({"task": "Language_model"})
+    @example({"project_name": "{{ 7 * 7 }}", "author_name": "{{ nothing }}"})
+    @example({"project_name": "{{"})
+    @example({"author_name": "# {# gone #} {{ 'Ada' }}"})
+    def draw(drawn: dict[str, Any]) -> None:
+        out = Path(tempfile.mkdtemp(dir=tmp_path))
+        # Cookiecutter renders answers that come from outside, before any check can see them.
+        jinja = any(re.search(r"\{\{|# \{[%#]", str(answer)) for answer in drawn.values())
+        try:
+            project = bake(out, **drawn)
+        except Exception as error:
+            assert not list(out.iterdir())
+            assert jinja or is_clear(error, drawn), error
+        else:
+            assert list(out.iterdir()) == [project]
+            stamp = json.loads((project / ".cookiecutter.json").read_text("utf-8"))
+            assert jinja or drawn.items() <= stamp.items()
+            assert_holds(project, stamp)
+            for name, content in tree(project).items():
+                if (Path(name).suffix, content) not in parsed:
+                    parse(name, content.decode())
+                    parsed.add((Path(name).suffix, content))
+            assert_portable(project)
+            packages.append(str(project / "src" / stamp["package_name"]))
+
+    draw()
+    assert len(packages) > 20, "too few draws were accepted to tell anything"
+    program = """if True:
+        import importlib, os, pkgutil, sys
+        for package in sys.stdin.read().splitlines():
+            folder, name = os.path.split(package)
+            sys.path.append(folder)  # last, where an installed package has to stand its ground
+            module = importlib.import_module(name)
+            assert [*module.__path__] == [package], package
+            for info in pkgutil.walk_packages(module.__path__, f"{name}."):
+                importlib.import_module(info.name)
+            for known in [known for known in sys.modules if known.split(".")[0] == name]:
+                del sys.modules[known]
+            sys.path.pop()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", program], input="\n".join(packages), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def is_clear(error: Exception, drawn: dict[str, Any]) -> bool:
+    """Whether the error is one line that names the question and helps with it, and is right."""
+    if isinstance(error, click.ClickException):
+        found = re.fullmatch(r"(\w+) .{1,60} \S.*; try '.+'\.", error.message)
+        key = found[1] if found else ""
+        given = drawn.get(key)
+        return key in drawn and (not isinstance(given, str) or bool(answers._RULES[key][0](given)))
+    found = re.search(
+        r"provided for choice variable (\w+), but the choices are (\[.*\])", str(error)
+    )
+    if not isinstance(error, ValueError) or not found:
+        return False
+    choices = QUESTIONS[found[1]]
+    return found[2] == str(choices) and drawn[found[1]] not in choices
+
+
+def assert_holds(project: Path, stamp: dict[str, str]) -> None:
+    """Assert that the files which name answers have them as they were given."""
+    name, author, package = (stamp[key] for key in ("project_name", "author_name", "package_name"))
+    declared = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
+    assert project.name == declared["name"] == stamp["project_slug"]
+    assert declared["description"] == name
+    assert declared["authors"] == [{"name": author}]
+    assert declared["scripts"] == {project.name: f"{package}.__main__:main"}
+    assert declared.get("license", "none") == stamp["license"]
+    readme = (project / "README.md").read_text("utf-8")
+    assert MarkdownIt().render(readme).startswith(f"<h1>{html_of(name)}</h1>\n")
+    if stamp["license"] != "none":
+        assert f"\n{stamp['license']}, {author}; see LICENSE.\n" in html.unescape(readme)
+        licence = (project / "LICENSE").read_text("utf-8")
+        assert re.search(rf"^ *Copyright (\(c\) )?{re.escape(author)}$", licence, re.MULTILINE)
+
+
+def parse(name: str, content: str) -> None:
+    """Parse a file in the language that its name tells."""
+    parser = {
+        ".py": ast.parse,
+        ".toml": tomllib.loads,
+        ".json": json.loads,
+        ".yml": yaml.safe_load,
+        ".yaml": yaml.safe_load,
+    }.get(Path(name).suffix)
+    if parser:
+        parser(content)
+
+
+def assert_portable(project: Path) -> None:
+    """Assert that Windows and file systems that ignore case can hold the project, too."""
+    paths = [path.relative_to(project.parent).as_posix() for path in project.rglob("*")]
+    assert len({path.lower() for path in paths}) == len(paths)
+    for path in paths:
+        # Windows has 260 characters for a path: this leaves the better part to its folder.
+        assert len(path) <= 120, path
+        for part in path.split("/"):
+            assert re.fullmatch(r"[\w.-]*[\w-]", part, re.ASCII), path
+            assert not re.fullmatch(r"(?i:con|prn|aux|nul|(com|lpt)\d)(\..*)?", part), path
 
 
 @given(st.text(max_size=40))

@@ -255,34 +255,6 @@ def test_the_core_stays_small(renders: dict[tuple[str, ...], Path]) -> None:
         assert lines["train.py"] <= 250
 
 
-def test_answers_reach_the_files_that_name_them(tmp_path: Path) -> None:
-    name, author = 'Größe "q" \\ $(x) 🚀 & <b>', "O'Neil `whoami` 王"
-    slug = "groesse"
-    answers = {"project_name": name, "author_name": author, "project_slug": slug}
-    project = bake(tmp_path, package_name="tree_sizes", **answers)
-    settings = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
-    assert settings["description"] == name
-    assert settings["authors"] == [{"name": author}]
-    assert settings["scripts"] == {slug: "tree_sizes.__main__:main"}
-    assert author in (project / "LICENSE").read_text("utf-8")
-    code = "import tree_sizes, tree_sizes.__main__ as m; print(m.usage())"
-    outcome = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": str(project / "src"), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert outcome.returncode == 0, outcome.stderr
-    assert "python -m tree_sizes" in outcome.stdout
-    outcome = subprocess.run(
-        [sys.executable, "-m", "ruff", "check", "--no-cache", str(project)],
-        capture_output=True,
-        timeout=60,
-    )
-    assert outcome.returncode == 0, outcome.stdout
-
-
 def test_the_longest_package_name_keeps_the_format(tmp_path: Path) -> None:
     project = bake(tmp_path, package_name="a" * 30, parallelism="fsdp")
     for command in (["check"], ["format", "--check"]):
