@@ -184,6 +184,9 @@ class Filters(Extension):
         which Python takes for fresh when size and second of change are the same.
         """
         super().__init__(environment)
+        # Not from the context: a replayed one holds the version that it was made with.
+        with open(os.path.join(os.path.dirname(__file__), "cookiecutter.json"), "rb") as file:
+            environment.globals["template_version"] = json.load(file)["_template_version"]
         sys.modules.pop(__name__, None)
         with contextlib.suppress(OSError):
             os.remove(cache_from_source(__file__))

@@ -92,7 +92,7 @@ def test_every_file_is_valid(renders: dict[tuple[str, ...], Path]) -> None:
 
 
 def test_the_stamp_is_the_version_and_the_answers_only(
-    renders: dict[tuple[str, ...], Path],
+    renders: dict[tuple[str, ...], Path], tmp_path: Path
 ) -> None:
     questions = [name for name in QUESTIONS if not name.startswith("_")]
     version = QUESTIONS["_template_version"]
@@ -102,6 +102,10 @@ def test_the_stamp_is_the_version_and_the_answers_only(
         assert stamp.pop("_version") == version
         assert list(stamp) == questions
         assert stamp.items() >= dict(zip(CHOICES, answers, strict=True)).items()
+    old_context = bake(tmp_path, _template_version="0.0.1")  # as Cookiecutter replays it
+    assert (
+        json.loads((old_context / ".cookiecutter.json").read_text("utf-8"))["_version"] == version
+    )
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
     assert newest and newest[1] == version, "CHANGELOG.md begins with the version of the template"
 

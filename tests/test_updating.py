@@ -106,7 +106,7 @@ def test_a_newer_version_comes_and_edits_stay(template: Path, tmp_path: Path) ->
     assert changed(project) == {STAMP, CRUFT_STATE, "README.md", f"{PACKAGE}/engine/rundir.py"}
     bash(project, f"{COMMIT} && cruft check")
     assert (model.read_bytes(), infer.read_bytes()) == (edited, skipped)
-    bash(tmp_path, f"cookiecutter {template} --no-input --output-dir newer")
+    bash(tmp_path, f"cookiecutter {template.name} --no-input --output-dir newer")
     newer, found = tree(tmp_path / "newer/my-training-run"), rendered(project)
     differing = {name for name in newer | found if newer.get(name) != found.get(name)}
     assert differing == {"pyproject.toml", f"{PACKAGE}/model.py", f"{PACKAGE}/infer.py"}
