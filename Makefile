@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-DEMO := cookiecutter torch numpy tyro tqdm
-TEST := $(DEMO) scikit-learn pytest pytest-xdist pytest-timeout hypothesis ruff pre-commit \
+DEMO := cookiecutter torch numpy safetensors tyro tqdm
+TEST := $(DEMO) pillow scikit-learn pytest pytest-xdist pytest-timeout hypothesis ruff pre-commit \
 	pyyaml setuptools cruft
 
 .PHONY: demo test lint docs clean

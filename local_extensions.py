@@ -41,10 +41,10 @@ _INSTALLED = set(
     """
     activate cfgv cloudpickle colorama distlib docstring_parser f2py filelock fsspec functorch
     identify identify_cli iniconfig isympy jinja2 joblib markupsafe mpmath narwhals networkx nodeenv
-    numpy numpy_config nvidia packaging pip pip3 platformdirs pluggy pre_commit py pygmentize
-    pygments pytest python python3 python_discovery pyyaml ruff scikit_learn scipy setuptools
-    sklearn sympy threadpoolctl torch torchfrtrace torchgen torchrun tqdm triton typeguard
-    typing_extensions tyro virtualenv yaml
+    numpy numpy_config nvidia packaging pil pillow pip pip3 platformdirs pluggy pre_commit py
+    pygmentize pygments pytest python python3 python_discovery pyyaml ruff safetensors scikit_learn
+    scipy setuptools sklearn sympy threadpoolctl torch torchfrtrace torchgen torchrun tqdm triton
+    typeguard typing_extensions tyro virtualenv yaml
     """.split()  # noqa: SIM905 (as a list it would take a line for each)
 )
 

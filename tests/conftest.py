@@ -1,7 +1,10 @@
 """What all tests share: rendering the template by either of Cookiecutter's roads."""
 
+import contextlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -78,3 +81,35 @@ def bake_cli(
         encoding="utf-8",
         errors="surrogateescape",
     )
+
+
+def drill(
+    script: str, *arguments: str, ranks: int = 0, paths: list[Path], timeout: float = 240
+) -> str:
+    """The output of a script of tests/drills, by one process or by torchrun, with some packages.
+
+    Several renders go into one process, whose start costs more than what it tests.
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*(launcher if ranks else []), str(ROOT / "tests/drills" / script), *arguments]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    with subprocess.Popen(
+        [sys.executable, *command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output
+    return output

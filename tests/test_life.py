@@ -142,7 +142,7 @@ DIGEST = """
 import hashlib, pathlib, sys
 from my_training_run import config, data, model
 from my_training_run.engine.control import HostGroup
-from my_training_run.engine.reading import find_checkpoint, read_into, saved_names, walk
+from my_training_run.engine.reading import find_checkpoint, flat, open_tensors
 from my_training_run.engine.state import create_optimizer_state, model_tensors, optimizer_tensors
 from my_training_run.optim import build_optimizer
 settings = config.load(pathlib.Path(sys.argv[1]) / "config.json")
@@ -152,11 +152,11 @@ create_optimizer_state(optimizer)
 tensors = {"model": model_tensors(net), "optimizer": optimizer_tensors(net, optimizer)}
 for run in sys.argv[1:]:
     path, manifest = find_checkpoint(pathlib.Path(run))
-    named = {".".join(path): tensor for path, tensor in walk(tensors)}
-    assert saved_names(path, manifest) == named.keys()
+    named, source = dict(flat(tensors)), open_tensors(path, manifest)
+    assert source.forms.keys() == named.keys()
     for tensor in named.values():
         tensor.fill_(7)
-    read_into(path, manifest, tensors, HostGroup())
+    source.read(named, HostGroup())
     digest = hashlib.sha256(b"".join(named[name].numpy().tobytes() for name in sorted(named)))
     print(manifest["step"], digest.hexdigest())
 """

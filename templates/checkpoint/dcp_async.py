@@ -16,22 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from .engine.metrics import warn_if_host_memory_is_short
-from .engine.reading import walk
+from .engine.reading import Tensors
 from .engine.snapshots import RetentionConfig
-from .engine.state import (
-    Recovery,
-    Tensors,
-    agree_on_buffers,
-    copy_on_one_core,
-    local_part,
-    model_tensors,
-    nest,
-    share_of,
-    write_shards,
-)
+from .engine.staging import Stager
+from .engine.state import Recovery, agree_on_buffers, share_of, write_shards
 
 
 @dataclass(frozen=True)
@@ -47,9 +36,7 @@ class Checkpointer(Recovery):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        part = share_of({"model": model_tensors(self.model)}, self.world.rank, self.world.size)
-        weights = sum(local_part(tensor).nbytes for _, tensor in walk(part))
-        warn_if_host_memory_is_short(3 * weights)  # AdamW keeps two moments beside each weight
+        self.staged_by = self.world.size
         self.stager = Stager(self.world.device)
         cuda = self.world.device.type == "cuda"  # a new thread would start on GPU 0
         self.uploader = ThreadPoolExecutor(
@@ -123,65 +110,3 @@ class Checkpointer(Recovery):
 
         self.group.agree(stage)  # before DCP's own collectives, where a missing rank would hang
         self.publish(step, write, validation_loss)
-
-
-class Stager:
-    """Copies tensors into host buffers that live as long as the run (pinned for CUDA).
-
-    Kept, because the first touch of fresh memory costs fifty times the copy. On a CPU the copying
-    is done by the uploading thread; on CUDA it is queued on a stream of its own at once.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.buffers: dict[tuple[str, ...], torch.Tensor] = {}
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.event: torch.cuda.Event | None = None
-
-    def begin(self, part: Tensors, parameters: set[str]) -> tuple[Tensors, Callable[[], None]]:
-        """Copy now what the next forward may change (model buffers); the rest is for `copy()`.
-
-        Returns the copies, complete once `copy` has run and `wait` has returned.
-        """
-        copies, targets, sources = [], [], []
-        for path, value in walk(part):
-            source = local_part(value).detach()
-            buffer = self.buffers.get(path)
-            if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-                buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=bool(self.stream))
-                self.buffers[path] = buffer
-            if path[0] == "model" and path[1] not in parameters:
-                # On CUDA in the order of the current stream, hence before the next forward.
-                buffer.copy_(source, non_blocking=bool(self.stream))
-            else:
-                targets.append(buffer)
-                sources.append(source)
-            if isinstance(value, DTensor):
-                buffer = DTensor(buffer, value._spec, requires_grad=False)
-            copies.append((path, buffer))
-
-        def copy() -> None:
-            if self.device.type == "cpu":
-                copy_on_one_core(targets, sources)
-            elif targets:
-                torch._foreach_copy_(targets, sources, non_blocking=bool(self.stream))
-
-        if self.stream:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self.stream):
-                copy()
-                self.event = self.stream.record_event()
-        elif self.device.type != "cpu":
-            copy()  # a device without streams to order a second thread by
-        on_a_thread = copy if self.device.type == "cpu" else lambda: None
-        return nest(copies), on_a_thread
-
-    def hold_back_current_stream(self) -> None:
-        """Make what is queued from now on wait for the copies, without stopping the host."""
-        if self.event is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.event)
-
-    def wait(self) -> None:
-        """Wait until the copies are there."""
-        if self.event is not None:
-            self.event.synchronize()

@@ -1,10 +1,12 @@
 """Fully sharded: every rank holds a slice of each parameter, gradient and moment (FSDP2).
 
-Each block is gathered when its turn comes and let go after it. Under torchrun there is a process
+Each block is gathered when its turn comes and let go after it. There can be several copies, each
+sharded over a part of the ranks (HSDP). Under torchrun there is a process
 group; a plain process runs without one, as one rank, unsharded.
 """
 
 import contextlib
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,10 +14,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from .engine import UserError
 from .engine.control import World, join, leave
 
 
@@ -27,6 +30,14 @@ class ParallelConfig:
     """A collective that takes longer ends the run."""
     reshard_after_forward: bool = True
     """Let a block's weights go after forward and gather them again for backward: less memory."""
+    replicate: int = 1
+    """Copies of the sharded model (HSDP): each is sharded over ranks / replicate neighbours, which
+    then gather among themselves only. 0: a copy on each machine."""
+
+    def __post_init__(self) -> None:
+        """Check the values (UserError)."""
+        if self.replicate < 0:
+            raise UserError("--parallel.replicate must be >= 1, or 0 for a copy on each machine")
 
 
 def setup(config: ParallelConfig, device: str) -> World:
@@ -44,7 +55,7 @@ def place(
     """Shard each block, then the rest, in place; returns the module to call."""
     if not world.distributed:
         return model.to(world.device)
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    mesh = build_mesh(config.replicate, world)
     reduced = compute_dtype != torch.float32
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype if reduced else None,
@@ -59,6 +70,17 @@ def place(
             reshard_after_forward=config.reshard_after_forward,
         )
     return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def build_mesh(replicate: int, world: World) -> DeviceMesh:
+    """The ranks as a line, or as one line of shards for each copy; UserError if uneven."""
+    copies = replicate or world.size // int(os.environ["LOCAL_WORLD_SIZE"])
+    if world.size % copies:
+        raise UserError(f"--parallel.replicate {copies} does not divide the {world.size} ranks")
+    if copies == 1:
+        return init_device_mesh(world.device.type, (world.size,))
+    shape, names = (copies, world.size // copies), ("replicate", "shard")
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=names)
 
 
 def autocast(world: World, compute_dtype: torch.dtype) -> contextlib.AbstractContextManager:

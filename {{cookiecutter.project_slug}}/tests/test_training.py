@@ -11,13 +11,13 @@ import pytest
 import torch
 from conftest import losses, tiny, train
 
-from {{ cookiecutter.package_name }} import checkpoint
 from {{ cookiecutter.package_name }} import train as training
 from {{ cookiecutter.package_name }}.__main__ import main
-from {{ cookiecutter.package_name }}.engine import UserError
+from {{ cookiecutter.package_name }}.engine import UserError, staging
 from {{ cookiecutter.package_name }}.engine.control import Control, HostGroup, RankError, World
-from {{ cookiecutter.package_name }}.engine.reading import MetadataUnpickler, load_weights
+from {{ cookiecutter.package_name }}.engine.reading import MetadataUnpickler
 from {{ cookiecutter.package_name }}.engine.rundir import RunDirectory
+from {{ cookiecutter.package_name }}.engine.travel import load_weights
 from {{ cookiecutter.package_name }}.model import build_model
 from {{ cookiecutter.package_name }}.train import State, run, setup, train_step
 
@@ -203,10 +203,8 @@ def test_a_failed_save_costs_only_itself(tmp_path: Path, on_failure: str) -> Non
 
 def test_a_checkpoint_holds_its_own_step(tmp_path: Path, monkeypatch) -> None:
     """However slow the copying: the optimizer has to wait for it."""
-    if copy := getattr(checkpoint, "copy_on_one_core", None):  # saved behind training
-        monkeypatch.setattr(
-            checkpoint, "copy_on_one_core", lambda *pairs: (time.sleep(0.3), copy(*pairs))
-        )
+    copy = staging.copy_on_one_core  # of a checkpointer that saves behind training
+    monkeypatch.setattr(staging, "copy_on_one_core", lambda *pairs: (time.sleep(0.3), copy(*pairs)))
     weights = {}
 
     def keep(state: State, record: dict | None) -> None:

@@ -1,20 +1,19 @@
-"""The data: yours to replace. The 1,797 handwritten digits (8 x 8) that scikit-learn ships.
+"""The data: yours to replace. Images with a class each, by default scikit-learn's small digits.
 
 What the rest relies on: `DataConfig`, and `build_datasets`, which gives two datasets with `__len__`
 and `__getitems__` and a spec with a fingerprint. An `augment` is optional.
 """
 
-import hashlib
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from .engine import UserError
+from .engine.fingerprint import of_bytes, of_files
+from .engine.formats import ENDINGS, ImageFiles, Images, read_image, read_images
 
 if TYPE_CHECKING:
     from .config import Config
@@ -27,14 +26,16 @@ class DataConfig:
     """Images with a class each."""
 
     path: Path | None = None
-    """An .npz file with `images` (uint8, N x H x W) and `labels` (default: the digits)."""
+    """An .npz of `images` and `labels`, or a folder with one per class (default: the digits)."""
+    size: int = 0
+    """Scale and crop the images of a folder to so many pixels a side (0: all have one size)."""
     max_shift: int = 1
     """Move each training image by up to this many pixels, another way each time it is seen."""
 
     def __post_init__(self) -> None:
         """Check the values (UserError)."""
-        if self.max_shift < 0:
-            raise UserError("--data.max-shift must not be negative")
+        if self.max_shift < 0 or self.size < 0:
+            raise UserError("--data.max-shift and --data.size must not be negative")
 
 
 @dataclass(frozen=True)
@@ -42,74 +43,55 @@ class Spec:
     """What the model has to know of the data, and what identifies it."""
 
     channels: int
-    classes: int
+    classes: tuple[str, ...]
+    """Their names."""
     fingerprint: str
 
 
-class Images:
-    """Images in memory, as float32 in 0 ... 1."""
-
-    def __init__(self, images: Tensor, labels: Tensor, max_shift: int = 0) -> None:
-        self.images, self.labels, self.max_shift = images, labels, max_shift
-
-    def __len__(self) -> int:
-        """Number of images."""
-        return len(self.labels)
-
-    def __getitems__(self, ids: list[int]) -> dict[str, Tensor]:
-        """A batch: {"images": float32 [n, channels, height, width], "labels": int64 [n]}."""
-        index = torch.tensor(ids)
-        return {"images": self.images[index], "labels": self.labels[index]}
-
-    def augment(self, batch: dict[str, Tensor], keys: np.ndarray) -> dict[str, Tensor]:
-        """Shift each image by what its random key says; the same whenever the run gets there."""
-        if not self.max_shift:
-            return batch
-        images, span = batch["images"], 2 * self.max_shift + 1
-        height, width = images.shape[-2:]
-        padded = F.pad(images, [self.max_shift] * 4)
-        down, across = (keys % span).astype(int), (keys // span % span).astype(int)
-        rows = torch.from_numpy(down)[:, None] + torch.arange(height)
-        columns = torch.from_numpy(across)[:, None] + torch.arange(width)
-        one = torch.arange(len(images))[:, None, None]
-        shifted = padded[one, :, rows[:, :, None], columns[:, None, :]]
-        return {**batch, "images": shifted.permute(0, 3, 1, 2).contiguous()}
-
-
 def build_datasets(config: "Config") -> tuple[Images, Images, Spec]:
-    """Training and validation images, split by index, and their spec; UserError if unusable."""
-    images, labels = read_images(config.data.path)
+    """Training and validation images and their spec; UserError for unusable data.
+
+    One image in five is for validation: by its place in an .npz, by a hash of its name in a folder,
+    unless that has `train` and `val` folders of its own.
+    """
+    data, path = config.data, config.data.path
+    if path and path.is_dir():
+        return read_folder(path, data)
+    images, labels = read_images(path)
     held_out = np.arange(len(labels)) % VALIDATION_SHARE == 0
     if held_out.all():
         raise UserError(f"{len(labels)} images are too few: there must be at least two")
-    digest = hashlib.sha256(images.tobytes() + labels.tobytes())
-    spec = Spec(channels=1, classes=int(labels.max()) + 1, fingerprint=digest.hexdigest()[:16])
-    scaled = torch.from_numpy(images).float().div(float(images.max()) or 1.0)[:, None]
-    targets = torch.from_numpy(labels)
-    return (
-        Images(scaled[~held_out], targets[~held_out], config.data.max_shift),
-        Images(scaled[held_out], targets[held_out]),
-        spec,
+    training, validation = (Images(images[part], labels[part]) for part in (~held_out, held_out))
+    validation.brightest = training.brightest
+    training.max_shift = data.max_shift
+    names = tuple(map(str, range(int(labels.max()) + 1)))
+    return training, validation, Spec(images.shape[3], names, of_bytes(images, labels))
+
+
+def read_folder(path: Path, config: DataConfig) -> tuple[Images, Images, Spec]:
+    """Images in a folder per class, divided as `build_datasets` says; their spec."""
+    divided = (path / "train").is_dir() and (path / "val").is_dir()
+    files = sorted(
+        file
+        for file in path.glob("*/*/*" if divided else "*/*")
+        if file.suffix.lower() in ENDINGS and (not divided or file.parts[-3] in ("train", "val"))
     )
-
-
-def read_images(path: Path | None) -> tuple[np.ndarray, np.ndarray]:
-    """Images (uint8 [n, height, width]) and labels (int64 [n]) from a file or from scikit-learn."""
-    if path is None:
-        from sklearn.datasets import load_digits
-
-        digits = load_digits()
-        return digits.images.astype(np.uint8), digits.target.astype(np.int64)
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            images, labels = file["images"], file["labels"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"--data.path {path}: not an .npz of images and labels ({error})") from None
-    if images.dtype != np.uint8 or images.ndim != 3 or labels.shape != images.shape[:1]:
+    classes = {name: i for i, name in enumerate(sorted({file.parent.name for file in files}))}
+    parts: tuple[list[Path], list[Path]] = ([], [])
+    for file in files:
+        named = f"{file.parent.name}/{file.name}".encode()
+        chosen = zlib.crc32(named) % VALIDATION_SHARE == 0
+        parts[file.parts[-3] == "val" if divided else chosen].append(file)
+    if not parts[0] or not parts[1]:
         raise UserError(
-            f"--data.path {path}: wanted images uint8 [n, height, width] and labels [n], found "
-            f"{images.dtype} {list(images.shape)} and {list(labels.shape)}"
+            f"--data.path {path}: {len(files)} images in folders named by their class are too few "
+            f"to train on and to validate with (read are {', '.join(ENDINGS)})"
         )
-    if len(labels) == 0 or labels.min() < 0:
-        raise UserError(f"--data.path {path}: no images, or a negative label")
-    return images, labels.astype(np.int64)
+    mode = "L" if read_image(files[0]).mode in ("1", "L") else "RGB"  # all as the first one
+    training, validation = (
+        ImageFiles(part, np.array([classes[f.parent.name] for f in part]), mode, config.size)
+        for part in parts
+    )
+    training.max_shift = config.max_shift
+    spec = Spec(len(mode), tuple(classes), of_files(path, files, config.size))
+    return training, validation, spec

@@ -1,14 +1,21 @@
 """Predict classes with a trained model, in one plain process."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import Config
-from .data import Spec, build_datasets
+from .data import build_datasets
 from .engine.metrics import move
 from .engine.sampling import fetch
+
+if TYPE_CHECKING:
+    from .data import Spec
+
+WIDEST = 32  # characters are wide: larger images are drawn smaller
 
 
 @dataclass(frozen=True)
@@ -19,25 +26,29 @@ class InferConfig:
     """Draw this many validation images, with what the model says of them."""
 
 
-def infer(model: nn.Module, spec: Spec, config: Config, options: InferConfig) -> None:
+def infer(model: nn.Module, spec: "Spec", config: Config, options: InferConfig) -> None:
     """Print some validation images with predictions, and the accuracy over all of them."""
     _, validation, _ = build_datasets(config)
     device = next(model.parameters()).device
-    batch = fetch(validation, torch.arange(len(validation)).numpy())
-    with torch.no_grad():
+    correct = 0
+    for start in range(0, len(validation), config.train.micro_batch_size):
+        ids = np.arange(start, min(start + config.train.micro_batch_size, len(validation)))
+        batch = fetch(validation, ids)
         probabilities = model(move(batch, device)["images"]).float().softmax(dim=1).cpu()
-    confidence, predicted = probabilities.max(dim=1)
-    labels = batch["labels"]
-    for i in range(min(options.samples, len(validation))):
-        verdict = "right" if predicted[i] == labels[i] else f"wrong, it is {int(labels[i])}"
-        print(draw(batch["images"][i, 0]))
-        print(f"image {i}: {int(predicted[i])} ({confidence[i]:.0%} sure), {verdict}\n")
-    correct = int((predicted == labels).sum())
-    print(f"{correct} of {len(labels)} right: accuracy {correct / len(labels):.2%}")
+        confidence, predicted = probabilities.max(dim=1)
+        correct += int((predicted == batch["labels"]).sum())
+        for i in range(max(0, min(options.samples - start, len(ids)))):
+            truth, guess = (spec.classes[int(c[i])] for c in (batch["labels"], predicted))
+            verdict = "right" if guess == truth else f"wrong, it is {truth}"
+            print(draw(batch["images"][i]))
+            print(f"image {start + i}: {guess} ({confidence[i]:.0%} sure), {verdict}\n")
+    print(f"{correct} of {len(validation)} right: accuracy {correct / len(validation):.2%}")
 
 
 def draw(image: Tensor) -> str:
-    """A picture [height, width] in 0 ... 1 as text."""
+    """A picture [channels, height, width] in 0 ... 1 as text."""
     shades = " .:-=+*#%@"
-    levels = (image * (len(shades) - 1)).round().int().tolist()
+    height, width = (min(side, WIDEST) for side in image.shape[-2:])
+    grey = F.adaptive_avg_pool2d(image, (height, width)).mean(dim=0)
+    levels = (grey * (len(shades) - 1)).round().int().tolist()
     return "\n".join("".join(shades[level] * 2 for level in row) for row in levels)

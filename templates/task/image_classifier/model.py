@@ -96,7 +96,7 @@ class ResidualNetwork(nn.Module):
 
 def build_model(config: "Config", spec: "Spec") -> nn.Module:
     """The model, on the CPU, initialised from torch's global random numbers."""
-    return ResidualNetwork(config.model, spec.channels, spec.classes)
+    return ResidualNetwork(config.model, spec.channels, len(spec.classes))
 
 
 def compute_loss(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:

@@ -1,45 +1,65 @@
 """Generate text with a trained model, in one plain process."""
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from .config import Config
-from .data import Spec
+from .engine import UserError
+
+if TYPE_CHECKING:
+    from .data import Spec
 
 
 @dataclass(frozen=True)
 class InferConfig:
-    """Text to go on from, and how."""
+    """What to go on from, and how."""
 
     prompt: str = "def "
+    """Text; of a model of token files the tokens, as in "15496 11 995"."""
     tokens: int = 300
-    """Bytes to generate."""
+    """How many to generate; a token of text is a byte."""
     temperature: float = 0.8
-    """0 takes the likeliest byte each time; higher is more daring."""
+    """0 takes the likeliest token each time; higher is more daring."""
     top_k: int = 40
-    """Choose among this many likeliest bytes (0: all)."""
+    """Choose among this many likeliest tokens (0: all)."""
     seed: int = 0
 
 
-def infer(model: nn.Module, spec: Spec, config: Config, options: InferConfig) -> None:
-    """Print the prompt and what the model makes of it, byte by byte as they come."""
-    prompt = options.prompt.encode() or b"\n"
+def infer(model: nn.Module, spec: "Spec", config: Config, options: InferConfig) -> None:
+    """Print the prompt and what the model makes of it, token by token as they come."""
+    prompt = encode(options.prompt, spec)
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(options.seed)
-    tokens = torch.tensor([list(prompt)], device=device)
-    out = sys.stdout.buffer
-    out.write(prompt)
+    tokens = torch.tensor([prompt], device=device)
+    write(prompt, spec)
     for _ in range(options.tokens):
         logits = model(tokens[:, -config.data.context :])[0, -1].float()
         token = sample(logits, options, generator)
         tokens = torch.cat([tokens, token.view(1, 1)], dim=1)
-        out.write(bytes([int(token)]))
-        out.flush()
-    out.write(b"\n")
-    out.flush()
+        write([int(token)], spec)
+    print()
+
+
+def encode(prompt: str, spec: "Spec") -> list[int]:
+    """The tokens of a prompt: bytes, or numbers as they are; your tokenizer would go here."""
+    if spec.vocabulary == 256:
+        return list(prompt.encode() or b"\n")
+    words = prompt.split()
+    if not words or not all(w.isdecimal() and int(w) < spec.vocabulary for w in words):
+        raise UserError(f'--prompt: wanted tokens below {spec.vocabulary}, as in --prompt "1 2 3"')
+    return [int(word) for word in words]
+
+
+def write(tokens: Iterable[int], spec: "Spec") -> None:
+    """Print tokens: bytes, or numbers as they are; your tokenizer would go here."""
+    text = bytes(tokens) if spec.vocabulary == 256 else "".join(f"{t} " for t in tokens).encode()
+    sys.stdout.buffer.write(text)
+    sys.stdout.buffer.flush()
 
 
 def sample(logits: Tensor, options: InferConfig, generator: torch.Generator) -> Tensor:

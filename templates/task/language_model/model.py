@@ -1,4 +1,4 @@
-"""The model: yours to replace. A decoder-only transformer over bytes.
+"""The model: yours to replace. A decoder-only transformer over bytes or tokens.
 
 What the rest relies on is in three functions at the end (`build_model`, `compute_loss`, `blocks`)
 and in `ModelConfig` and `PRESETS`. Any `nn.Module` will do; nothing here has to be inherited.
@@ -147,11 +147,12 @@ def build_model(config: "Config", spec: "Spec") -> nn.Module:
 
 
 def compute_loss(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
-    """Next-token loss of a batch of {"tokens": uint8 [batch, context + 1]}."""
+    """Next-token loss of a batch of {"tokens": [batch, context + 1]}; uint8 are bytes of text."""
     tokens = batch["tokens"].long()
     logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
     total = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
-    return LossSum(total, targets.numel(), {"bits_per_byte": total.detach() / math.log(2)})
+    unit = "byte" if batch["tokens"].dtype == torch.uint8 else "token"
+    return LossSum(total, targets.numel(), {f"bits_per_{unit}": total.detach() / math.log(2)})
 
 
 def blocks(model: nn.Module) -> Iterable[nn.Module]:

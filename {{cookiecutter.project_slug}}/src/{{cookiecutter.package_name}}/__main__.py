@@ -17,6 +17,8 @@ from .engine import UserError
 from .engine.control import HostGroup, exit_code, launched_ranks
 from .engine.metrics import log_to_console
 from .engine.rundir import list_checkpoints, summary
+from .engine.travel import ExportConfig
+from .engine.travel import export as write_export
 from .infer import InferConfig
 from .model import PRESETS
 
@@ -51,20 +53,9 @@ def baseline(arguments: list[str]) -> int:
 
 def profile(arguments: list[str]) -> int:
     """Trace a few steps for Perfetto and print the top operators. Touches no checkpoint."""
-    from . import parallel
-    from .engine.profiling import trace_steps
-    from .train import setup, train_step
+    from .workflow.profile import measure
 
-    config = parse_config(profile, arguments)
-    state = setup(config)
-    traces = trace_steps(config.profile, config.directory / "traces", state, train_step)
-    if state.world.rank == 0:
-        print(traces.table)
-        print(f"open {traces.written[-1]} at https://ui.perfetto.dev")
-    world = state.world
-    del state
-    parallel.teardown(world)
-    return 0
+    return measure(parse_config(profile, arguments))
 
 
 def verify(arguments: list[str]) -> int:
@@ -73,6 +64,18 @@ def verify(arguments: list[str]) -> int:
     lines, damaged = list_checkpoints(place.directory)
     print("\n".join(lines))
     return 1 if damaged else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(Place, ExportConfig):
+    """Which run, which of its checkpoints, and what to make of it."""
+
+
+def export(arguments: list[str]) -> int:
+    """Write a checkpoint as one file (.pt, .safetensors), or such a file as a run to go on in."""
+    options = ask(export, Export, arguments)
+    print(write_export(options.directory, options))
+    return 0
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def infer(arguments: list[str]) -> int:
 
     from .data import build_datasets
     from .engine.control import pick_device
-    from .engine.reading import load_weights
+    from .engine.travel import load_weights
     from .infer import infer as use
     from .model import build_model
 
@@ -108,7 +111,7 @@ def infer(arguments: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    command.__name__: command for command in (train, baseline, profile, verify, infer)
+    command.__name__: command for command in (train, baseline, profile, verify, export, infer)
 }
 
 

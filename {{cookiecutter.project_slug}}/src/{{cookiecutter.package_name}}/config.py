@@ -87,7 +87,9 @@ class Config(Place):
     fresh: bool = False
     """Set the old run of this name aside and start over."""
     init_from: Path | None = None
-    """Start from the weights of this run or checkpoint, at step 0."""
+    """Start at step 0 from the weights of this run, checkpoint, .pt or .safetensors file."""
+    init_strict: bool = False
+    """Refuse weights to start from that lack a tensor or have one too many."""
     device: str = "auto"
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -102,6 +104,8 @@ class Config(Place):
         """Check what only the whole can tell (UserError)."""
         if self.fresh and self.init_from and self.init_from.is_relative_to(self.directory):
             raise UserError("--fresh would set aside what --init-from reads: take another --name")
+        if self.init_from and not self.init_from.exists():
+            raise UserError(f"--init-from {self.init_from}: there is nothing there")
 
 
 def preset(name: str = "default") -> Config:
@@ -113,4 +117,6 @@ def preset(name: str = "default") -> Config:
 
 def load(path: Path) -> Config:
     """The settings of a saved config.json, without what belongs to that run alone."""
-    return from_json(Config(), path, leave_out=("name", "run_dir", "fresh", "init_from"))
+    return from_json(
+        Config(), path, leave_out=("name", "run_dir", "fresh", "init_from", "init_strict")
+    )

@@ -2,11 +2,15 @@
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
 from .engine import UserError
+
+if TYPE_CHECKING:
+    from .config import Config
 
 
 @dataclass(frozen=True)
@@ -14,6 +18,12 @@ class OptimConfig:
     """AdamW, a linear warm-up, a cosine decay."""
 
     learning_rate: float = 1e-3
+    """The highest of the schedule."""
+    scaling: Literal["none", "sqrt", "linear"] = "none"
+    """Let it grow with train.global-batch-size / base-batch-size: by its root (as suits Adam), or
+    in proportion (as suits SGD). The number of ranks changes nothing, as it leaves the batch."""
+    base_batch_size: int = 256
+    """The global batch for which `learning_rate` was found."""
     warmup_steps: int = 20
     final_fraction: float = 0.1
     """The schedule ends at this fraction of the learning rate."""
@@ -27,10 +37,15 @@ class OptimConfig:
         """Check the values (UserError)."""
         if not 0 < self.learning_rate < math.inf or self.clip < 0 or self.warmup_steps < 0:
             raise UserError("optim: learning-rate must be > 0, clip and warmup-steps >= 0")
+        if self.base_batch_size < 1:
+            raise UserError("--optim.base-batch-size must be at least 1")
 
 
 def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters; matrices decay, biases and norms do not."""
+    """AdamW over the trainable parameters; matrices decay, biases and norms do not.
+
+    A group may have a "rate_factor" (1 if not): its learning rate is that of the schedule times it.
+    """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise UserError("the model has no trainable parameter")
@@ -46,10 +61,19 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimi
     )
 
 
-def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
+def set_learning_rate(optimizer: torch.optim.Optimizer, config: "Config", step: int) -> None:
+    """Give each group its rate for optimizer step `step`, counted from 0."""
+    rate = learning_rate(config.optim, step, config.train.steps, config.train.global_batch_size)
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("rate_factor", 1.0)
+
+
+def learning_rate(config: OptimConfig, step: int, steps: int, batch_size: int) -> float:
     """The rate of optimizer step `step`, counted from 0, of a run of `steps`."""
+    power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[config.scaling]
+    highest = config.learning_rate * (batch_size / config.base_batch_size) ** power
     if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
+        return highest * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return config.learning_rate * (config.final_fraction + (1 - config.final_fraction) * cosine)
+    return highest * (config.final_fraction + (1 - config.final_fraction) * cosine)

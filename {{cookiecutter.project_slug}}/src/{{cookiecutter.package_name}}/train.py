@@ -18,15 +18,16 @@ from .engine import UserError
 from .engine.compilation import checkpoint_activations, compile_model, compile_summary
 from .engine.control import Control, HostGroup, World, garbage_collected_by_hand, set_up_torch
 from .engine.manifest import SnapshotError
+from .engine.memory import check_memory, expected_memory
 from .engine.metrics import Journal, forward_flops, judge_step, loss_vector, means, move, peak_flops
 from .engine.profiling import Profiler
-from .engine.reading import load_weights
 from .engine.rundir import RunDirectory
 from .engine.sampling import GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
 from .engine.settings import to_json
 from .engine.state import agree_on_buffers, identity_of, step_unless
+from .engine.travel import load_weights
 from .model import blocks, build_model, compute_loss
-from .optim import build_optimizer, learning_rate
+from .optim import build_optimizer, set_learning_rate
 
 log = logging.getLogger(__name__)
 
@@ -123,8 +124,7 @@ def train_step(state: State, batches: list[Any]) -> None:
     norm = parallel.total_norm(gradients, world)
     scale, norm, bad = judge_step(sums, norm, world.size, config.optim.clip)
     torch._foreach_mul_(parallel.local(gradients), scale)
-    for group in state.optimizer.param_groups:
-        group["lr"] = learning_rate(config.optim, state.step, config.train.steps)
+    set_learning_rate(state.optimizer, config, state.step)
     if state.checkpointer:
         state.checkpointer.before_optimizer_step()
     step_unless(bad, state.optimizer)
@@ -239,8 +239,11 @@ def start(state: State, run_dir: RunDirectory, group: HostGroup) -> Checkpointer
     checkpointer = state.checkpointer = Checkpointer(
         run_dir.path, config.checkpoint, state.world, state.model, state.optimizer, facts
     )
+    needed = expected_memory(state.model, state.optimizer, checkpointer.staged_by)
+    group.agree(lambda: check_memory(needed, state.world.device))
     state.step = checkpointer.restore()
-    if state.step == 0 and config.init_from:
-        log.info("weights: %s", load_weights(config.init_from, state.model, None, group))
+    if state.step == 0 and (origin := config.init_from):
+        loaded = load_weights(origin, state.model, None, group, config.init_strict)
+        log.info("weights: %s", loaded)
     state.loader.seek(state.step)
     return checkpointer

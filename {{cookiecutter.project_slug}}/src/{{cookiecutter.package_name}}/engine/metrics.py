@@ -267,33 +267,6 @@ def cpu_peak_flops(size: int = 1024, tries: int = 5) -> float:
     return 2 * size**3 / min(seconds)
 
 
-def peak_memory(device: torch.device) -> int:
-    """Peak bytes so far: allocated on a CUDA device, else the resident memory of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def warn_if_host_memory_is_short(bytes_per_rank: int) -> None:
-    """Compare what the ranks of this machine are about to take with what is free, and say so."""
-    needed = bytes_per_rank * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) << 10
-    except (OSError, StopIteration, ValueError):
-        return  # this system does not say
-    if needed > 0.8 * free:
-        log.warning(
-            "staging checkpoints takes about %.1f GB of host memory here, %.1f GB are free: spread "
-            "the run over more machines, or save synchronously",
-            needed / 1e9,
-            free / 1e9,
-        )
-
-
 def move(batch: Any, device: torch.device) -> Any:
     """Copy the tensors of a batch (nested dicts, lists, tuples) to a device, without waiting."""
     if isinstance(batch, torch.Tensor):

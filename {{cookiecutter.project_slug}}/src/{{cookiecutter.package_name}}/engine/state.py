@@ -9,11 +9,10 @@ import logging
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from . import UserError
 from .control import HostGroup, RankError, World
-from .reading import DCP_INDEX, Tensors, as_snapshot_errors, read_into, saved_names, walk
+from .reading import DCP_INDEX, Tensors, as_snapshot_errors, flat, open_tensors, walk
 from .snapshots import RetentionConfig, Snapshots, Writer
 
 log = logging.getLogger(__name__)
@@ -78,12 +77,14 @@ def step_unless(bad: torch.Tensor | bool, optimizer: torch.optim.Optimizer) -> N
 
 def identity_of(model: nn.Module, **fields: Any) -> dict[str, Any]:
     """What must be equal for a run to go on: `fields`, and each parameter's shape and dtype."""
+    return {**fields, "parameters": forms_of(model_tensors(model))}
+
+
+def forms_of(tensors: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
+    """Shape and dtype of each tensor, as a manifest has them."""
     return {
-        **fields,
-        "parameters": {
-            name: [*tensor.shape, str(tensor.dtype).removeprefix("torch.")]
-            for name, tensor in model_tensors(model).items()
-        },
+        name: [*tensor.shape, str(tensor.dtype).removeprefix("torch.")]
+        for name, tensor in tensors.items()
     }
 
 
@@ -121,18 +122,31 @@ def agree_on_buffers(model: nn.Module, world: World) -> None:
         buffer.copy_(values.view_as(buffer))  # back to its own dtype
 
 
+def replicas_of(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
+    """How many ranks hold the same part of a tensor as this one, and its place among them."""
+    if not isinstance(tensor, DTensor):
+        return size, rank
+    copies, place = 1, 0
+    mesh = tensor.device_mesh
+    for length, mine, placement in zip(
+        mesh.shape, mesh.get_coordinate(), tensor.placements, strict=True
+    ):
+        if placement.is_replicate():
+            copies, place = copies * length, place * length + mine
+    return copies, place
+
+
 def share_of(tensors: Tensors, rank: int, size: int) -> Tensors:
-    """What this rank has to write: its shards, and a near-equal part of what all ranks hold."""
+    """What this rank has to write: a near-equal part of what it and others hold alike."""
     flat = list(walk(tensors))
-    loads = [0] * size
+    loads: dict[int, list[int]] = {}
     mine = set()
     for path, tensor in sorted(flat, key=lambda item: -item[1].nbytes):
-        if isinstance(tensor, DTensor):
-            mine.add(path)
-            continue
-        lightest = loads.index(min(loads))
-        loads[lightest] += tensor.nbytes + 4096  # a small tensor has its cost too
-        if lightest == rank:
+        copies, place = replicas_of(tensor, rank, size)
+        load = loads.setdefault(copies, [0] * copies)
+        lightest = load.index(min(load))
+        load[lightest] += tensor.nbytes + 4096  # a small tensor has its cost too
+        if lightest == place:
             mine.add(path)
     return nest((path, tensor) for path, tensor in flat if path in mine)
 
@@ -166,6 +180,7 @@ class Recovery:
     ) -> None:
         """`facts` go into each manifest: "identity", to be matched on restore, and "schedule"."""
         self.world, self.model, self.optimizer, self.facts = world, model, optimizer, facts
+        self.staged_by = 0  # ranks that share the copies of a state in host memory
         self.group = HostGroup(world)
         self.snapshots = Snapshots(run_dir / "checkpoints", retention, self.group)
         self.blocked_seconds = 0.0
@@ -221,9 +236,10 @@ class Recovery:
                 f"the weights alone (--name NAME --init-from {path})."
             )
         create_optimizer_state(self.optimizer)
-        self._forget_state_not_in(saved_names(path, manifest))
+        source = open_tensors(path, manifest)
+        self._forget_state_not_in(source.forms.keys())
         tensors = self.tensors()
-        read_into(path, manifest, tensors, self.group)
+        source.read(dict(flat(tensors)), self.group)
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, int | float):
@@ -253,13 +269,20 @@ class Recovery:
         }
         self.snapshots.publish(step, write, facts)
 
-    def _forget_state_not_in(self, saved: set[str]) -> None:
-        """Drop optimizer state that no save has: of parameters that never had a gradient."""
+    def _forget_state_not_in(self, saved: Set[str]) -> None:
+        """Drop optimizer state that was not saved: a parameter may never have had a gradient."""
+        missing = []
         for name, parameter in self.model.named_parameters():
-            keys = [f"optimizer.{name}.{key}" for key in self.optimizer.state.get(parameter, {})]
-            if not saved.issuperset(keys):
-                log.info("no optimizer state was saved for %s: it starts afresh", name)
+            keys = {f"optimizer.{name}.{key}" for key in self.optimizer.state.get(parameter, {})}
+            if not keys <= saved:
+                missing.append(name)
                 del self.optimizer.state[parameter]
+        if missing:
+            log.warning(
+                "no optimizer state was saved for %d parameters, such as %s: it starts afresh",
+                len(missing),
+                missing[0],
+            )
 
     def _settle(self) -> None:
         """Nothing is in flight after a save that waits."""
@@ -279,18 +302,6 @@ class Recovery:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def copy_on_one_core(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy by numpy, which takes one thread and lets go of Python's lock.
-
-    A torch copy on a second thread would start a second pool of OpenMP threads; with more of them
-    than cores, every later step of training is slower (by a third on two cores).
-    """
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-    for target, source in zip(targets, sources, strict=True):
-        kind = bits[source.itemsize]  # numpy does not know every dtype, but only bits are moved
-        np.copyto(target.view(kind).numpy(), source.view(kind).numpy())
 
 
 def nest(flat: Iterable[tuple[tuple[str, ...], torch.Tensor]]) -> Tensors:

@@ -12,7 +12,8 @@ import torch
 
 from .. import parallel
 from ..config import Config
-from ..engine.metrics import cpu_peak_flops, forward_flops, means, peak_flops, peak_memory
+from ..engine.memory import peak_memory
+from ..engine.metrics import cpu_peak_flops, forward_flops, means, peak_flops
 from ..engine.sampling import fetch
 from ..engine.settings import override
 from ..model import compute_loss

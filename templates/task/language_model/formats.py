@@ -1,0 +1,112 @@
+"""Text and token files as datasets of equally long stretches."""
+
+import copy
+import functools
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import UserError
+
+VALIDATION_SHARE = 20  # one in so many: of the text files, or of the samples
+
+
+class Chunks:
+    """Sample i is the i-th stretch of `context` tokens and the token after it.
+
+    No stretch crosses the end of a source, which is an array of bytes or a .bin file. Files are
+    mapped into memory where they are read, so a dataset is cheap to hand to a loader worker.
+    """
+
+    def __init__(
+        self, sources: list[np.ndarray | Path], context: int, vocabulary: int, kind: str
+    ) -> None:
+        self.sources, self.context, self.vocabulary = sources, context, vocabulary
+        self.kind = np.dtype(kind).newbyteorder("<")
+        self.counts = np.array([max(0, len(self.tokens(s)) - 1) // self.context for s in sources])
+        self.ends = np.cumsum(self.counts)
+        self.first, self.last = 0, int(self.counts.sum())
+
+    def __len__(self) -> int:
+        """Number of samples; what is left over at the end of a source is not used."""
+        return self.last - self.first
+
+    def __getitems__(self, ids: list[int]) -> dict[str, Tensor]:
+        """A batch: {"tokens": [len(ids), context + 1]}, uint8 of text, int32 of token files."""
+        places = np.asarray(ids) + self.first
+        which = np.searchsorted(self.ends, places, side="right")
+        starts = (places - (self.ends - self.counts)[which]) * self.context
+        rows = np.stack(
+            [
+                self.tokens(self.sources[source])[start : start + self.context + 1]
+                for source, start in zip(which.tolist(), starts.tolist(), strict=True)
+            ]
+        )
+        if rows.dtype != np.uint8:
+            if rows.max() >= self.vocabulary:  # an embedding on a GPU would not say which
+                file = self.sources[which[rows.max(axis=1).argmax()]]
+                raise UserError(
+                    f"{file} has a token {rows.max()}: the file's tokens are not those that "
+                    f"--data.vocabulary {self.vocabulary} and --data.token-type say"
+                )
+            rows = rows.astype(np.int32)
+        return {"tokens": torch.from_numpy(rows)}
+
+    def tokens(self, source: np.ndarray | Path) -> np.ndarray:
+        """The tokens of a source, one axis."""
+        return map_tokens(source, self.kind) if isinstance(source, Path) else source
+
+    def split(self) -> "Chunks":
+        """Cut off the last twentieth of the samples, and return it."""
+        rest = copy.copy(self)
+        self.last = rest.first = self.last - -(-self.last // VALIDATION_SHARE)
+        return rest
+
+
+@functools.cache
+def map_tokens(path: Path, kind: np.dtype) -> np.ndarray:
+    """A .bin file as an array that is read from disk where it is looked at."""
+    return np.memmap(path, kind, mode="r")
+
+
+def token_files(path: Path) -> list[Path]:
+    """`path` if it is a .bin file, or those in that folder, in the order of their names."""
+    return [path] if path.suffix == ".bin" else sorted(path.glob("*.bin"))
+
+
+def check_token_files(files: list[Path], vocabulary: int, kind: str) -> None:
+    """UserError for files that cannot be such tokens."""
+    if not vocabulary:
+        raise UserError(f"{files[0]} holds tokens: say how many there are with --data.vocabulary")
+    width = np.dtype(kind).itemsize
+    for file in files:
+        if not (size := file.stat().st_size) or size % width:
+            raise UserError(f"{file} has {size:,} bytes: not a file of {kind} tokens")
+
+
+def read_text(path: Path, ending: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """All text at `path` in files named so, as bytes (uint8): for training, for validation."""
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for file in [path] if path.is_file() else text_files(path, ending):
+        content = file.read_bytes()
+        if b"\0" not in content:  # else it is not text
+            name = file.relative_to(path).as_posix()
+            chosen = path.is_dir() and zlib.crc32(name.encode()) % VALIDATION_SHARE == 0
+            parts[chosen].append(content)
+    if not parts[0]:  # too few files for that
+        parts = (parts[1], parts[0])
+    return tuple([np.frombuffer(b"\0".join(part), np.uint8)] if part else [] for part in parts)
+
+
+def text_files(folder: Path, ending: str) -> Iterator[Path]:
+    """Files below a folder, in a fixed order, without hidden and installed ones."""
+    for parent, folders, files in os.walk(folder):
+        unwanted = ("site-packages", "__pycache__")
+        folders[:] = sorted(f for f in folders if f not in unwanted and not f.startswith("."))
+        wanted = (name for name in sorted(files) if name.endswith(ending) and name[0] != ".")
+        yield from (Path(parent, name) for name in wanted)

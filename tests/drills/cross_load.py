@@ -1,0 +1,81 @@
+"""Write checkpoints with several renders in one process, or read all that were written with each.
+
+Usage: cross_load.py write|read FOLDER PACKAGE... (plain or under torchrun)
+"""
+
+import hashlib
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+STEPS = 3
+
+
+def tensors_of(state: Any) -> dict[str, torch.Tensor]:
+    """All that a checkpoint of this state holds, by name."""
+    reading = importlib.import_module(f"{type(state).__module__.split('.')[0]}.engine.reading")
+    return dict(reading.flat(state.checkpointer.tensors()))
+
+
+def digest(state: Any) -> str:
+    """A hash of model and optimizer, whole, whoever holds the parts (a collective call)."""
+    hashed = hashlib.sha256()
+    for name, tensor in sorted(tensors_of(state).items()):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        hashed.update(name.encode() + whole.detach().numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def main(task: str, folder: Path, packages: list[str]) -> None:
+    """Do what was asked, with one process group for all packages."""
+    world, count = None, 0
+    for name in packages:
+        package = importlib.import_module(f"{name}.train")
+        config = importlib.import_module(f"{name}.config")
+        settings = config.override(
+            config.preset("tiny"),
+            {
+                "device": "cpu",
+                "run_dir": folder / name,
+                "data.path": folder / "text.txt",
+                "train.steps": STEPS,
+            },
+        )
+        world = world or package.parallel.setup(settings.parallel, "cpu")
+        group = package.HostGroup(world)
+        if task == "write":
+
+            def note(state: Any, record: Any, name: str = name) -> None:
+                if state.step == STEPS:
+                    found = digest(state)
+                    if state.world.rank == 0:
+                        (folder / f"{name}.json").write_text(json.dumps(found))
+
+            package._run(settings, world, note)
+            continue
+        state = package.setup(settings, world)
+        for written in sorted(folder.glob("*.json")):
+            for group_of in state.optimizer.param_groups:
+                for parameter in group_of["params"]:
+                    parameter.data.fill_(7)
+            state.optimizer.state.clear()
+            checkpointer = package.start(state, SimpleNamespace(path=folder / written.stem), group)
+            assert state.step == STEPS, written
+            assert digest(state) == json.loads(written.read_text()), f"{name} read {written.stem}"
+            checkpointer.close()
+            count += 1
+        del state
+    if world.rank == 0:
+        print(f"{count} checkpoints read by {len(packages)} projects on {world.size} ranks")
+    package.parallel.teardown(world)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,220 @@
+"""Checkpoints travel: between renders, as one file and back, and through torch's own converter."""
+
+import contextlib
+import importlib
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import bake, drill
+from safetensors.torch import load_file
+
+PARALLELISM, CHECKPOINT = ("single", "ddp", "fsdp"), ("torch_save", "dcp", "dcp_async")
+pytestmark = pytest.mark.xdist_group("travel")
+
+
+def test_every_pair_of_variants_reads_each_other(tmp_path: Path) -> None:
+    """Nine writers, nine readers, model and optimizer to the bit, on one process and on two."""
+    names = {}
+    for parallelism in PARALLELISM:
+        for checkpoint in CHECKPOINT:
+            name = f"{parallelism}_{checkpoint}"
+            answers = {"parallelism": parallelism, "checkpoint": checkpoint}
+            project = bake(tmp_path / name, package_name=name, **answers)
+            names[name] = project / "src"
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    (runs / "text.txt").write_text("To be, or not to be, that is the question. " * 100)
+    alone = [name for name in names if name.startswith("single")]
+    many = [name for name in names if not name.startswith("single")]
+    for ranks, task, packages, found in (
+        (0, "write", alone, 0),
+        (2, "write", many, 0),
+        (2, "read", many, 54),
+        (0, "read", list(names), 81),
+    ):
+        arguments = (task, str(runs), *packages)
+        output = drill("cross_load.py", *arguments, ranks=ranks, paths=list(names.values()))
+        assert f"{found} checkpoints read by {len(packages)}" in output
+
+
+class Project:
+    """Calls commands of a render in this process; paths are relative to its folder."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.trained: dict[str, torch.Tensor] = {}
+        self.settings = ("--preset", "tiny", "--device", "cpu", "--data.path", "text.txt")
+        self.settings += ("--train.steps", "6", "--checkpoint.every", "3")
+
+    def __call__(self, *words: str) -> None:
+        """Run a command that has to succeed."""
+        with contextlib.chdir(self.folder):
+            assert self.module("__main__").dispatch(list(words)) == 0
+
+    def module(self, name: str) -> Any:
+        """Import from the render."""
+        return importlib.import_module(f"{self.name}.{name}")
+
+    def config(self) -> Any:
+        """The tiny preset on its text."""
+        config = self.module("config")
+        changes = {"device": "cpu", "data.path": self.folder / "text.txt"}
+        return config.override(config.preset("tiny"), changes)
+
+    def refuses(self, *words: str) -> str:
+        """The one line that bad input gets."""
+        errors = (self.module("engine").UserError, self.module("engine.control").RankError)
+        with pytest.raises(errors) as refused:
+            self(*words)
+        return str(refused.value)
+
+    def tensors(self, where: Path, step: int | None = None) -> dict[str, torch.Tensor]:
+        """Everything in a checkpoint, by name."""
+        reading = self.module("engine.reading")
+        source = reading.open_tensors(*reading.find_checkpoint(where, step))
+        empty = {name: torch.empty(f.shape, dtype=f.dtype) for name, f in source.forms.items()}
+        source.read(empty, self.module("engine.control").HostGroup())
+        return empty
+
+
+@pytest.fixture(scope="module", params=[pytest.param(c, id=c) for c in CHECKPOINT[:2]])
+def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A render whose package is imported here, with a run of six steps, saved at three and six."""
+    name = f"travel_{request.param}"
+    folder = bake(
+        tmp_path_factory.mktemp("travel"),
+        package_name=name,
+        parallelism="single",
+        checkpoint=request.param,
+    )
+    sys.path.insert(0, str(folder / "src"))
+    (folder / "text.txt").write_text("Was ever woman in this humour wooed? " * 100)
+    project = Project(name, folder)
+    project("train", *project.settings)
+    project.trained = project.tensors(project.folder / "runs/default")
+    yield project
+    sys.path.remove(str(folder / "src"))
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+def test_a_checkpoint_leaves_and_comes_back(project: Project, tmp_path: Path) -> None:
+    """As one file, by torch's converter there and back, as safetensors: it ends where it would."""
+    run, whole = project.folder / "runs/default", tmp_path / "whole.pt"
+    project("export", "--step", "3", "--to", str(whole))
+    sources = {whole: ()}
+    if (run / "checkpoints/step_00000003/.metadata").exists():
+        torchs_own, like = tmp_path / "torch.pt", ("--like", str(run))
+        convert("dcp_to_torch", run / "checkpoints/step_00000003", torchs_own)
+        assert "--like" in project.refuses(
+            "export", "--source", str(torchs_own), "--to", str(tmp_path / "refused")
+        )
+        sources[torchs_own] = (*like, "--step", "3")
+    convert("torch_to_dcp", whole, tmp_path / "dcp")
+    safe = tmp_path / "whole.safetensors"
+    project("export", "--step", "3", "--to", str(safe), "--optimizer", "True")
+    sources |= {tmp_path / "dcp": (), safe: ()}
+    for i, (source, options) in enumerate(sources.items()):
+        back = tmp_path / f"back-{i}"
+        project("export", "--source", str(source), "--to", str(back), *options)
+        project("verify", "--run-dir", str(back))
+        assert same(project.tensors(back), project.tensors(run, 3)), source
+        project("train", *project.settings, "--run-dir", str(back))
+        assert same(project.tensors(back), project.trained), source
+        line = project.refuses("export", "--source", str(source), "--to", str(back), *options)
+        assert "nothing is overwritten" in line
+    content = whole.read_bytes()
+    assert "nothing is overwritten" in project.refuses("export", "--to", str(whole))
+    assert whole.read_bytes() == content
+    assert not list(tmp_path.glob(".*"))
+
+
+def convert(mode: str, source: Path, target: Path) -> None:
+    """`python -m torch.distributed.checkpoint.format_utils`, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["format_utils", mode, str(source), str(target)])
+        patch.delitem(sys.modules, "torch.distributed.checkpoint.format_utils", raising=False)
+        runpy.run_module("torch.distributed.checkpoint.format_utils", run_name="__main__")
+
+
+def test_exported_weights_have_the_names_of_the_model(project: Project, tmp_path: Path) -> None:
+    project("export", "--to", str(tmp_path / "weights.safetensors"))
+    spec = project.module("data").build_datasets(project.config())[2]
+    model = project.module("model").build_model(project.config(), spec)
+    exported = load_file(tmp_path / "weights.safetensors")
+    model.load_state_dict(exported, strict=True)
+    saved = {k: v for k, v in project.trained.items() if k.startswith("model.")}
+    assert same({f"model.{name}": tensor for name, tensor in exported.items()}, saved)
+
+
+def test_weights_come_from_anywhere(project: Project, tmp_path: Path) -> None:
+    weights = {k.removeprefix("model."): v for k, v in project.trained.items() if k[0] == "m"}
+    torch.save(weights, tmp_path / "plain.pt")
+    torch.save(weights, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save({"state_dict": {f"module.{k}": v for k, v in weights.items()}}, tmp_path / "ddp.pt")
+    compiled = {k.replace("blocks.0.", "blocks.0._orig_mod."): v for k, v in weights.items()}
+    torch.save(compiled, tmp_path / "compiled.pt")
+    project("export", "--to", str(tmp_path / "ours.safetensors"))
+    project("export", "--to", str(tmp_path / "ours.pt"))
+    convert("torch_to_dcp", tmp_path / "ours.pt", tmp_path / "dcp")
+    run = project.folder / "runs/default"
+    origins = [*tmp_path.iterdir(), run, sorted(run.glob("checkpoints/step_*"))[-1]]
+    assert len(origins) == 9
+    model = project.module("train").setup(project.config()).model
+    load = project.module("engine.travel").load_weights
+    group = project.module("engine.control").HostGroup()
+    for origin in origins:
+        for tensor in model.state_dict().values():
+            tensor.fill_(7)
+        assert load(origin, model, None, group, True).startswith(f"{len(weights)} tensors from")
+        assert same(dict(model.state_dict()), weights), origin
+    project("train", *project.settings, "--name", "from", "--init-from", str(origins[0]))
+    assert project.tensors(project.folder / "runs/from", 3)["optimizer.norm.weight.step"] == 3
+
+
+def test_weights_that_do_not_fit_are_named(project: Project, tmp_path: Path) -> None:
+    weights = {k.removeprefix("model."): v for k, v in project.trained.items() if k[0] == "m"}
+    model = project.module("train").setup(project.config()).model
+    load = project.module("engine.travel").load_weights
+    group, user_error = (
+        project.module("engine.control").HostGroup(),
+        project.module("engine").UserError,
+    )
+    name = "norm.weight"
+    other = {k: v for k, v in weights.items() if k != name} | {"extra.weight": torch.ones(3)}
+    torch.save(other, tmp_path / "other.pt")
+    text = load(tmp_path / "other.pt", model, None, group)
+    assert name in text and "extra.weight" in text
+    with pytest.raises(user_error, match=rf"{name}.*extra\.weight"):
+        load(tmp_path / "other.pt", model, None, group, strict=True)
+    torch.save({**weights, name: torch.ones(5)}, tmp_path / "shape.pt")
+    with pytest.raises(user_error, match=rf"{name} is \[5\]"):
+        load(tmp_path / "shape.pt", model, None, group)
+    torch.save({"foreign": torch.ones(3)}, tmp_path / "foreign.pt")
+    with pytest.raises(user_error, match="no parameter name in common"):
+        load(tmp_path / "foreign.pt", model, None, group)
+
+
+def test_a_hostile_or_broken_file_is_refused(project: Project, tmp_path: Path) -> None:
+    class Attack:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "executed",))
+
+    torch.save({"model": {"norm.weight": Attack()}}, tmp_path / "attack.pt")
+    (tmp_path / "empty.pt").touch()
+    (tmp_path / "noise.pt").write_bytes(bytes(range(256)) * 9)
+    (tmp_path / "noise.safetensors").write_bytes(b"\xff" * 99)
+    for source in list(tmp_path.iterdir()):
+        options = ("--name", "refused", "--init-from", str(source))
+        line = project.refuses("train", *project.settings, *options)
+        assert str(source) in line and "\n" not in line
+        line = project.refuses("export", "--source", str(source), "--to", str(tmp_path / "run"))
+        assert str(source) in line and "\n" not in line
+    assert not (tmp_path / "executed").exists() and not (tmp_path / "run").exists()
+    assert not (project.folder / "runs/refused").exists()

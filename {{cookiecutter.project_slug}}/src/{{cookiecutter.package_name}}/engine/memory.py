@@ -1,0 +1,125 @@
+"""Memory of a rank: what a run is about to take, told before it starts, and what it has taken."""
+
+import inspect
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from . import UserError
+from .state import local_part, replicas_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a rank needs from the first step to the last, whatever the batch."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    staging: int  # on the host
+
+    def __str__(self) -> str:
+        """One line."""
+        parts = [
+            f"parameters {in_units(self.parameters)}",
+            f"gradients {in_units(self.gradients)}",
+            f"optimizer {in_units(self.optimizer)}",
+        ]
+        if self.staging:
+            parts.append(f"copies for checkpoints {in_units(self.staging)} on the host")
+        return f"expected memory per rank: {', '.join(parts)}; activations come on top"
+
+
+def expected_memory(model: nn.Module, optimizer: torch.optim.Optimizer, staged_by: int) -> Memory:
+    """Work out what a rank needs, from the model as it was placed.
+
+    `staged_by` is the number of ranks that divide the staging of checkpoints (0: none is staged).
+    """
+    factor = state_per_parameter(optimizer)
+    parameters = gradients = staging = 0
+    for tensor in [*model.parameters(), *model.buffers()]:
+        size = local_part(tensor).nbytes
+        parameters += size
+        gradients += size if tensor.requires_grad else 0
+        if staged_by:
+            copies, _ = replicas_of(tensor, 0, staged_by)
+            staging += int(size * (1 + (factor if tensor.requires_grad else 0))) // copies
+    optimizer_state = int(factor * gradients)
+    return Memory(parameters, gradients, optimizer_state, staging)
+
+
+def state_per_parameter(optimizer: torch.optim.Optimizer) -> float:
+    """Bytes that the optimizer keeps for each byte of a parameter, by trying it on a small one."""
+    parameter = torch.zeros(64, 64, requires_grad=True)
+    parameter.grad = torch.zeros_like(parameter)
+    known = inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in known}
+    try:
+        twin = type(optimizer)([parameter], **options)
+        twin.step()
+    except Exception:  # one that is made otherwise: assume two moments, as of Adam
+        return 2.0
+    state = twin.state[parameter].values()
+    return sum(v.nbytes for v in state if isinstance(v, torch.Tensor)) / parameter.nbytes
+
+
+def check_memory(needed: Memory, device: torch.device) -> None:
+    """Say what will be needed; a warning when it is tight, UserError when it cannot fit."""
+    log.info("%s", needed)
+    advice = (
+        "take more ranks and shard the model over them (FSDP; DDP keeps all of it on each), a "
+        "smaller model, or an optimizer with less state"
+    )
+    on_device = needed.gradients + needed.optimizer  # the parameters are there already
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    checks = [("the host", ranks * needed.staging, free_host_memory())]
+    if device.type == "cuda":
+        checks.append((torch.cuda.get_device_name(device), on_device, free_on_gpu(device)))
+    elif device.type == "cpu":
+        checks = [("this machine", ranks * (needed.staging + on_device), free_host_memory())]
+    for where, wanted, free in checks:
+        if free is None:
+            continue
+        text = f"{where} has {in_units(free)} free, and this run needs {in_units(wanted)} more"
+        if wanted > free:
+            raise UserError(f"{text} before the first activation. {needed}. To fit, {advice}")
+        if wanted > 0.8 * free:
+            log.warning("%s: if it fails, %s", text, advice)
+
+
+def free_on_gpu(device: torch.device) -> int:
+    """Bytes that this process could still allocate on a CUDA device."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def free_host_memory() -> int | None:
+    """Bytes of host memory that can be had without swapping; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvail")) << 10
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes so far: allocated on a CUDA device, else the resident memory of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def in_units(size: float) -> str:
+    """A number of bytes to be read by people."""
+    power = min(4, max(0, len(f"{size:.0f}") - 1) // 3)
+    return f"{size / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"

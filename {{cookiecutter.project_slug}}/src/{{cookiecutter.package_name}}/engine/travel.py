@@ -1,0 +1,233 @@
+"""Weights from elsewhere, and checkpoints that leave as one file and come back as a checkpoint.
+
+A file made here has a note beside its tensors: manifest and settings of the run as JSON, in a
+tensor of bytes (safetensors: in the header). It survives the conversions by `python -m
+torch.distributed.checkpoint.format_utils`, and is what makes a file a checkpoint to resume from.
+"""
+
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from . import UserError
+from .control import HostGroup
+from .manifest import SnapshotError, published
+from .reading import NOTE, SAFETENSORS, OneFile, Parts, Tensors, find_tensors, open_tensors
+from .rundir import RunDirectory, write_json
+from .snapshots import RetentionConfig, Snapshots, sync_directory
+from .state import forms_of, nest, write_shards
+
+MODEL, OPTIMIZER = "model", "optimizer"
+FILES = (".pt", ".pth", SAFETENSORS)
+OF_ONE_CHECKPOINT = ("step", "files", "format_version", "digest")  # not taken over by another
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """What to write, and where."""
+
+    to: Path
+    """FILE.pt (torch.save), FILE.safetensors, or a directory for a run to go on in."""
+    step: int | None = None
+    """Take the checkpoint of this step (default: the newest good one)."""
+    source: Path | None = None
+    """Take another run, checkpoint, DCP directory or file than the run of that name."""
+    like: Path | None = None
+    """The run (with --step) or checkpoint that the source comes from, if that does not say so."""
+    optimizer: bool | None = None
+    """With the optimizer's state (default: yes, but for safetensors)."""
+
+
+def export(run_dir: Path, options: ExportConfig) -> str:
+    """Write a checkpoint as something else, in this one process; says what was written.
+
+    UserError when there is something at `to` already, and when the source does not say which run it
+    is of. Takes as much host memory as the result takes on disk.
+    """
+    target = options.to
+    if target.exists() and (target.suffix in FILES or published(target / "checkpoints")):
+        raise UserError(f"{target} is there already: give another place, nothing is overwritten")
+    path, manifest = find_tensors(options.source or run_dir, options.step)
+    source = open_source(path, manifest)
+    note = note_of(path, manifest) or read_note(source)
+    if options.like and not note:
+        note = note_of(*find_tensors(options.like, options.step))
+    if not note:
+        raise UserError(
+            f"{path} does not say which run and step it is of: name a checkpoint of that run with "
+            "--like (or take the weights alone into a new run: train --init-from)"
+        )
+    optimizer = options.optimizer
+    if optimizer is None:
+        optimizer = target.suffix != SAFETENSORS
+    tensors = read_state(source, note, optimizer)
+    if target.suffix in FILES:
+        write_new(target, lambda file: write_file(file, tensors, note))
+    else:
+        publish(target, tensors, note)
+    what = f"{len(tensors[MODEL])} tensors of the model"
+    if optimizer:
+        what += f", the optimizer's state of {len(tensors[OPTIMIZER])}"
+    return f"{target}: step {note['manifest']['step']} from {path}; {what}"
+
+
+def load_weights(
+    where: Path, model: nn.Module, step: int | None, group: HostGroup, strict: bool = False
+) -> str:
+    """Load weights alone into a model, from whatever holds some; says what was done.
+
+    What only one side has is left out and listed, or refused when `strict`. UserError also when a
+    tensor has another shape or when nothing fits.
+    """
+    path, manifest = group.from_first(lambda: find_tensors(where, step))
+    opened: list[Parts | OneFile] = []
+    group.agree(lambda: opened.append(open_source(path, manifest)))
+    (source,) = opened
+    ours = model.state_dict()
+    saved = weight_names(source.forms, ours)
+    common = [name for name in ours if name in saved]
+    for name in common:
+        if (shape := source.forms[saved[name]].shape) != ours[name].shape:
+            raise UserError(f"{path}: {name} is {list(shape)}, wanted {list(ours[name].shape)}")
+    if not common:
+        raise UserError(f"{path} and this model have no parameter name in common")
+    texts = []
+    for what, names in (
+        ("missing there, left as they were", sorted(ours.keys() - saved.keys())),
+        ("there but not wanted", sorted(saved.keys() - ours.keys())),
+    ):
+        if names:
+            texts.append(f"{what}: {', '.join(names)}")
+    if texts and strict:
+        raise UserError(f"{path} does not fit this model to the letter; {'; '.join(texts)}")
+    source.read({saved[name]: ours[name] for name in common}, group)
+    return "; ".join([f"{len(common)} tensors from {path}", *texts])
+
+
+def open_source(path: Path, manifest: dict[str, Any]) -> Parts | OneFile:
+    """Open what somebody has named; UserError when it cannot be read."""
+    try:
+        return open_tensors(path, manifest)
+    except SnapshotError as error:
+        raise UserError(str(error)) from error
+
+
+def weight_names(stored: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
+    """The stored names of weights, by the names that a model may have for them.
+
+    Files differ in what they put before a name ("model.", DDP's "module.") or inside (compile's
+    "_orig_mod."): what fits most of the wanted names is taken off.
+    """
+    wanted = set(wanted)
+    others = (NOTE, f"{OPTIMIZER}.")
+    stored = [name for name in stored if name in wanted or not name.startswith(others)]
+
+    def without(prefix: str) -> dict[str, str]:
+        inside = ((name.replace("_orig_mod.", ""), name) for name in stored)
+        return {n.removeprefix(prefix): full for n, full in inside if n.startswith(prefix)}
+
+    prefixes = [
+        "",
+        "module.",
+        *(f"{p}.{m}" for p in (MODEL, "state_dict") for m in ("", "module.")),
+    ]
+    return max(map(without, prefixes), key=lambda names: len(names.keys() & wanted))
+
+
+def note_of(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """What a file made from the checkpoint at `path` has to say: {} without a manifest."""
+    if not manifest:
+        return {}
+    config = path.parents[1] / "config.json"
+    settings = json.loads(config.read_text("utf-8")) if config.exists() else {}
+    return {"manifest": {k: v for k, v in manifest.items() if k != "files"}, "config": settings}
+
+
+def read_note(source: Parts | OneFile) -> dict[str, Any]:
+    """The note in a file made here, {} if it has none or one that is not a note."""
+    if NOTE not in source.forms:
+        return {}
+    content = torch.empty(source.forms[NOTE].shape, dtype=torch.uint8)
+    source.read({NOTE: content}, HostGroup())
+    try:
+        note = json.loads(bytes(content.tolist()))
+        step = note["manifest"]["step"]
+        known = isinstance(note["manifest"]["identity"]["parameters"], dict)
+        known &= isinstance(note["config"], dict) and isinstance(step, int) and step >= 0
+    except (ValueError, KeyError, TypeError):
+        return {}
+    return note if known else {}
+
+
+def read_state(source: Parts | OneFile, note: dict[str, Any], optimizer: bool) -> Tensors:
+    """Model and, if wanted, optimizer of a source as {"model": …, "optimizer": …}, on the host."""
+    parameters = note["manifest"]["identity"]["parameters"]
+    names = {(MODEL, name): full for name, full in weight_names(source.forms, parameters).items()}
+    if optimizer:
+        for full in source.forms:
+            if full.startswith(f"{OPTIMIZER}."):
+                name, _, key = full.removeprefix(f"{OPTIMIZER}.").rpartition(".")
+                names[OPTIMIZER, name, key] = full
+    if lost := parameters.keys() - {path[1] for path in names if path[0] == MODEL}:
+        raise UserError(f"the source has no {', '.join(sorted(lost)[:3])}: not all of the model")
+    if isinstance(source, OneFile):  # mapped: nothing is copied before it is written
+        return nest((path, source.tensors[full]) for path, full in names.items())
+    empty = {
+        full: torch.empty(source.forms[full].shape, dtype=source.forms[full].dtype)
+        for full in names.values()
+    }
+    source.read(empty, HostGroup())
+    return nest((path, empty[full]) for path, full in names.items())
+
+
+def write_file(file: Path, tensors: Tensors, note: dict[str, Any]) -> None:
+    """Write a file of torch.save or, by its name, of safetensors (weights under plain names)."""
+    text = json.dumps(note)
+    if file.suffix == SAFETENSORS:
+        named = dict(tensors[MODEL])
+        for name, state in tensors[OPTIMIZER].items():
+            named |= {f"{OPTIMIZER}.{name}.{key}": tensor for key, tensor in state.items()}
+        named = {name: tensor.contiguous() for name, tensor in named.items()}
+        save_file(named, file, metadata={"format": "pt", NOTE: text})
+    else:
+        content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        torch.save({**{k: v for k, v in tensors.items() if v}, NOTE: content}, file)
+
+
+def publish(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None:
+    """Publish as the one checkpoint of a new run, with the identity of the run it is of."""
+    group, step = HostGroup(), note["manifest"]["step"]
+    facts = {k: v for k, v in note["manifest"].items() if k not in OF_ONE_CHECKPOINT}
+    facts["identity"] = {**facts["identity"], "parameters": forms_of(tensors[MODEL])}
+    with RunDirectory(run_dir, group) as directory:
+        snapshots = Snapshots(run_dir / "checkpoints", RetentionConfig(), group)
+        if published(snapshots.directory):
+            raise UserError(f"{run_dir} has checkpoints already: give another place")
+        if note["config"]:
+            write_json(run_dir / "config.json", note["config"])
+        snapshots.publish(step, lambda folder: write_shards(folder, tensors, group, 1), facts)
+        directory.record_status("imported", step=step)
+
+
+def write_new(target: Path, write: Callable[[Path], None]) -> None:
+    """Write a file that is whole or not there; UserError when it cannot be or is there already."""
+    temporary = target.with_name(f".{uuid.uuid4().hex[:8]}-{target.name}")
+    try:
+        write(temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.close(os.open(target, os.O_CREAT | os.O_EXCL))  # nobody else's by now
+        os.replace(temporary, target)
+        sync_directory(target.parent)
+    except (OSError, RuntimeError) as error:  # torch.save says RuntimeError of a full disk
+        raise UserError(f"{target} cannot be written: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
