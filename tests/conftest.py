@@ -1,6 +1,7 @@
 """What all tests share: rendering the template by either of Cookiecutter's roads."""
 
 import contextlib
+import importlib
 import json
 import os
 import shutil
@@ -113,3 +114,56 @@ def drill(
                 os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, output
     return output
+
+
+class Project:
+    """Calls commands of a render in this process; paths are relative to its folder."""
+
+    settings = ("--preset", "tiny", "--device", "cpu", "--data.path", "text.txt")
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.trained: dict[str, Any] = {}
+
+    @classmethod
+    @contextlib.contextmanager
+    def imported(cls, folder: Path, name: str, **answers: str) -> Iterator["Project"]:
+        """Render it, with a text to train on; the name must be that of no other import."""
+        project = cls(name, bake(folder, package_name=name, **answers))
+        (project.folder / "text.txt").write_text("Was ever woman in this humour wooed? " * 100)
+        sys.path.insert(0, str(project.folder / "src"))
+        yield project
+        sys.path.remove(str(project.folder / "src"))
+
+    def __call__(self, *words: str) -> None:
+        """Run a command that has to succeed."""
+        with contextlib.chdir(self.folder):
+            assert self.module("__main__").dispatch(list(words)) == 0
+
+    def module(self, name: str) -> Any:
+        """Import from the render."""
+        return importlib.import_module(f"{self.name}.{name}")
+
+    def config(self, **changes: Any) -> Any:
+        """The tiny preset on its text; changes as in train__steps=3."""
+        config = self.module("config")
+        named = {key.replace("__", "."): value for key, value in changes.items()}
+        ground = {"device": "cpu", "data.path": self.folder / "text.txt"}
+        return config.override(config.preset("tiny"), ground | named)
+
+    def refuses(self, *words: str) -> str:
+        """The one line that bad input gets."""
+        errors = (self.module("engine").UserError, self.module("engine.control").RankError)
+        with pytest.raises(errors) as refused:
+            self(*words)
+        return str(refused.value)
+
+    def tensors(self, where: Path, step: int | None = None) -> dict[str, Any]:
+        """Everything in a checkpoint, by name."""
+        reading = self.module("engine.reading")
+        source = reading.open_tensors(*reading.find_checkpoint(where, step))
+        import torch
+
+        empty = {name: torch.empty(f.shape, dtype=f.dtype) for name, f in source.forms.items()}
+        source.read(empty, self.module("engine.control").HostGroup())
+        return empty

@@ -1,17 +1,17 @@
 """Checkpoints travel: between renders, as one file and back, and through torch's own converter."""
 
-import contextlib
-import importlib
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import bake, drill
+from conftest import Project, bake, drill
 from safetensors.torch import load_file
 
+SIX_STEPS = ("--train.steps", "6", "--checkpoint.every", "3")
 PARALLELISM, CHECKPOINT = ("single", "ddp", "fsdp"), ("torch_save", "dcp", "dcp_async")
 pytestmark = pytest.mark.xdist_group("travel")
 
@@ -41,63 +41,17 @@ def test_every_pair_of_variants_reads_each_other(tmp_path: Path) -> None:
         assert f"{found} checkpoints read by {len(packages)}" in output
 
 
-class Project:
-    """Calls commands of a render in this process; paths are relative to its folder."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.folder = name, folder
-        self.trained: dict[str, torch.Tensor] = {}
-        self.settings = ("--preset", "tiny", "--device", "cpu", "--data.path", "text.txt")
-        self.settings += ("--train.steps", "6", "--checkpoint.every", "3")
-
-    def __call__(self, *words: str) -> None:
-        """Run a command that has to succeed."""
-        with contextlib.chdir(self.folder):
-            assert self.module("__main__").dispatch(list(words)) == 0
-
-    def module(self, name: str) -> Any:
-        """Import from the render."""
-        return importlib.import_module(f"{self.name}.{name}")
-
-    def config(self) -> Any:
-        """The tiny preset on its text."""
-        config = self.module("config")
-        changes = {"device": "cpu", "data.path": self.folder / "text.txt"}
-        return config.override(config.preset("tiny"), changes)
-
-    def refuses(self, *words: str) -> str:
-        """The one line that bad input gets."""
-        errors = (self.module("engine").UserError, self.module("engine.control").RankError)
-        with pytest.raises(errors) as refused:
-            self(*words)
-        return str(refused.value)
-
-    def tensors(self, where: Path, step: int | None = None) -> dict[str, torch.Tensor]:
-        """Everything in a checkpoint, by name."""
-        reading = self.module("engine.reading")
-        source = reading.open_tensors(*reading.find_checkpoint(where, step))
-        empty = {name: torch.empty(f.shape, dtype=f.dtype) for name, f in source.forms.items()}
-        source.read(empty, self.module("engine.control").HostGroup())
-        return empty
-
-
 @pytest.fixture(scope="module", params=[pytest.param(c, id=c) for c in CHECKPOINT[:2]])
-def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Project:
+def project(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Project]:
     """A render whose package is imported here, with a run of six steps, saved at three and six."""
     name = f"travel_{request.param}"
-    folder = bake(
-        tmp_path_factory.mktemp("travel"),
-        package_name=name,
-        parallelism="single",
-        checkpoint=request.param,
-    )
-    sys.path.insert(0, str(folder / "src"))
-    (folder / "text.txt").write_text("Was ever woman in this humour wooed? " * 100)
-    project = Project(name, folder)
-    project("train", *project.settings)
-    project.trained = project.tensors(project.folder / "runs/default")
-    yield project
-    sys.path.remove(str(folder / "src"))
+    answers = {"parallelism": "single", "checkpoint": request.param}
+    with Project.imported(tmp_path_factory.mktemp("travel"), name, **answers) as project:
+        project("train", *project.settings, *SIX_STEPS)
+        project.trained = project.tensors(project.folder / "runs/default")
+        yield project
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -125,7 +79,7 @@ def test_a_checkpoint_leaves_and_comes_back(project: Project, tmp_path: Path) ->
         project("export", "--source", str(source), "--to", str(back), *options)
         project("verify", "--run-dir", str(back))
         assert same(project.tensors(back), project.tensors(run, 3)), source
-        project("train", *project.settings, "--run-dir", str(back))
+        project("train", *project.settings, *SIX_STEPS, "--run-dir", str(back))
         assert same(project.tensors(back), project.trained), source
         line = project.refuses("export", "--source", str(source), "--to", str(back), *options)
         assert "nothing is overwritten" in line
@@ -174,7 +128,9 @@ def test_weights_come_from_anywhere(project: Project, tmp_path: Path) -> None:
             tensor.fill_(7)
         assert load(origin, model, None, group, True).startswith(f"{len(weights)} tensors from")
         assert same(dict(model.state_dict()), weights), origin
-    project("train", *project.settings, "--name", "from", "--init-from", str(origins[0]))
+    project(
+        "train", *project.settings, *SIX_STEPS, "--name", "from", "--init-from", str(origins[0])
+    )
     assert project.tensors(project.folder / "runs/from", 3)["optimizer.norm.weight.step"] == 3
 
 
@@ -212,7 +168,7 @@ def test_a_hostile_or_broken_file_is_refused(project: Project, tmp_path: Path) -
     (tmp_path / "noise.safetensors").write_bytes(b"\xff" * 99)
     for source in list(tmp_path.iterdir()):
         options = ("--name", "refused", "--init-from", str(source))
-        line = project.refuses("train", *project.settings, *options)
+        line = project.refuses("train", *project.settings, *SIX_STEPS, *options)
         assert str(source) in line and "\n" not in line
         line = project.refuses("export", "--source", str(source), "--to", str(tmp_path / "run"))
         assert str(source) in line and "\n" not in line

@@ -1,11 +1,11 @@
 """Text and token files as datasets of equally long stretches."""
 
 import copy
-import functools
 import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,9 @@ class Chunks:
     ) -> None:
         self.sources, self.context, self.vocabulary = sources, context, vocabulary
         self.kind = np.dtype(kind).newbyteorder("<")
-        self.counts = np.array([max(0, len(self.tokens(s)) - 1) // self.context for s in sources])
+        self.maps: dict[int, np.ndarray] = {}
+        lengths = [len(self.tokens(source)) for source in range(len(sources))]
+        self.counts = np.array([max(0, length - 1) // context for length in lengths], int)
         self.ends = np.cumsum(self.counts)
         self.first, self.last = 0, int(self.counts.sum())
 
@@ -43,7 +45,7 @@ class Chunks:
         starts = (places - (self.ends - self.counts)[which]) * self.context
         rows = np.stack(
             [
-                self.tokens(self.sources[source])[start : start + self.context + 1]
+                self.tokens(source)[start : start + self.context + 1]
                 for source, start in zip(which.tolist(), starts.tolist(), strict=True)
             ]
         )
@@ -57,21 +59,23 @@ class Chunks:
             rows = rows.astype(np.int32)
         return {"tokens": torch.from_numpy(rows)}
 
-    def tokens(self, source: np.ndarray | Path) -> np.ndarray:
-        """The tokens of a source, one axis."""
-        return map_tokens(source, self.kind) if isinstance(source, Path) else source
+    def tokens(self, source: int) -> np.ndarray:
+        """The tokens of a source by its number, one axis."""
+        if isinstance(path := self.sources[source], Path):
+            if source not in self.maps:
+                self.maps[source] = np.asarray(np.memmap(path, self.kind, mode="r"))
+            return self.maps[source]
+        return path
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a loader worker is sent: not the maps, which would be sent as what is in them."""
+        return {**vars(self), "maps": {}}
 
     def split(self) -> "Chunks":
         """Cut off the last twentieth of the samples, and return it."""
         rest = copy.copy(self)
         self.last = rest.first = self.last - -(-self.last // VALIDATION_SHARE)
         return rest
-
-
-@functools.cache
-def map_tokens(path: Path, kind: np.dtype) -> np.ndarray:
-    """A .bin file as an array that is read from disk where it is looked at."""
-    return np.memmap(path, kind, mode="r")
 
 
 def token_files(path: Path) -> list[Path]:

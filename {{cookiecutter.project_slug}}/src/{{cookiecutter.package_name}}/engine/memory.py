@@ -66,8 +66,8 @@ def state_per_parameter(optimizer: torch.optim.Optimizer) -> float:
         twin.step()
     except Exception:  # one that is made otherwise: assume two moments, as of Adam
         return 2.0
-    state = twin.state[parameter].values()
-    return sum(v.nbytes for v in state if isinstance(v, torch.Tensor)) / parameter.nbytes
+    tensors = [v for v in twin.state[parameter].values() if isinstance(v, torch.Tensor) and v.ndim]
+    return sum(tensor.nbytes for tensor in tensors) / parameter.nbytes
 
 
 def check_memory(needed: Memory, device: torch.device) -> None:

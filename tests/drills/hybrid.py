@@ -1,0 +1,92 @@
+"""DDP, FSDP and copies of sharded models (HSDP) do the same, and read each other's checkpoints.
+
+Usage: torchrun --nproc-per-node 4 hybrid.py FOLDER DDP_PACKAGE FSDP_PACKAGE
+"""
+
+import importlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from cross_load import digest
+
+STEPS = 4
+
+
+def main(folder: Path, ddp: str, fsdp: str) -> None:
+    """Train in each way; compare losses, checkpoints and memory."""
+    ways: dict[str, tuple[str, dict[str, Any]]] = {"ddp": (ddp, {})}
+    for copies in (1, 2, 4):
+        ways[f"hsdp{copies}"] = (fsdp, {"parallel.replicate": copies})
+    world, losses, digests, states = None, {}, {}, {}
+    for name, (package, changes) in ways.items():
+        training = importlib.import_module(f"{package}.train")
+        config = importlib.import_module(f"{package}.config")
+        memory = importlib.import_module(f"{package}.engine.memory")
+        changes |= {"device": "cpu", "run_dir": folder / name, "train.steps": STEPS}
+        changes |= {"train.log_every": 1, "data.path": folder / "text.txt"}
+        settings = config.override(config.preset("tiny"), changes)
+        world = world or training.parallel.setup(settings.parallel, "cpu")
+
+        def watch(
+            state: Any,
+            record: Any,
+            name: str = name,
+            memory: Any = memory,
+            package: str = package,
+        ) -> None:
+            losses.setdefault(name, []).append(record["loss"])
+            ranks = state.world.size
+            if state.step == STEPS:
+                digests[name] = digest(state)
+                needed = memory.expected_memory(state.model, state.optimizer, ranks)
+                held = [memory.local_part(p).nbytes for p in state.model.parameters()]
+                moments = [
+                    memory.local_part(value).nbytes
+                    for parameter in state.optimizer.state.values()
+                    for value in parameter.values()
+                    if value.ndim
+                ]
+                assert needed.gradients == sum(held), (name, needed)
+                assert needed.optimizer == sum(moments), (name, needed)
+                states[name] = needed.gradients
+                if package == fsdp:  # it saves in the background, every fifth step and at the end
+                    state.checkpointer.save(STEPS)
+                    state.checkpointer.settle()
+                    copies = state.checkpointer.stager.buffers.values()
+                    staged = torch.tensor(sum(copy.nbytes for copy in copies))
+                    torch.distributed.all_reduce(staged)
+                    assert abs(staged / ranks / needed.staging - 1) < 0.1, (name, needed)
+
+        training._run(settings, world, watch)
+    for name, found in losses.items():
+        for mine, theirs in zip(found, losses["ddp"], strict=True):
+            assert abs(mine - theirs) < 1e-4 * theirs, (name, losses)
+    # A rank holds all of it, or a part: a quarter, a half, and all of it again. (Sizes that do not
+    # divide leave one rank a little more than its part.)
+    whole = states["ddp"]
+    for name, part in (("hsdp1", 4), ("hsdp2", 2), ("hsdp4", 1)):
+        assert states[name] <= 1.1 * whole / part, (name, states)
+    for name, (package, changes) in ways.items():
+        training = importlib.import_module(f"{package}.train")
+        config = importlib.import_module(f"{package}.config")
+        state = training.setup(config.override(config.preset("tiny"), changes), world)
+        for other in ways:
+            for group in state.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.fill_(7)
+            state.optimizer.state.clear()
+            run = SimpleNamespace(path=folder / other)
+            training.start(state, run, training.HostGroup(world)).close()
+            assert digest(state) == digests[other], f"{name} read {other}"
+        del state
+    if world.rank == 0:
+        print(f"{len(ways)} ways agree")
+    training.parallel.teardown(world)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
