@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import bake
+from conftest import bake, drill
 
 PACKAGE = "my_training_run"
 VARIANTS = [
@@ -32,6 +32,8 @@ VARIANTS = [
     ("language_model", "single", "dcp", "Apache-2.0"),
     ("image_classifier", "single", "torch_save", "BSD-3-Clause"),
 ]
+# Among them every parallelism, every kind of checkpoint and both tasks.
+TESTED_WHOLE = (VARIANTS[0], VARIANTS[5], VARIANTS[7])
 TINY = ["--preset", "tiny", "--device", "cpu"]
 
 
@@ -124,17 +126,17 @@ def launch(project: Path, ranks: int, run: str, *options: str, **more: str) -> A
     return start(project, *command, "train", *TINY, "--name", run, *options, **more)
 
 
-def records(project: Path, run: str) -> list[dict[str, Any]]:
+def records(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl; of a run under way, those that are whole."""
-    path = project / "runs" / run / "metrics.jsonl"
+    path = run_dir / "metrics.jsonl"
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
-def manifest(project: Path, run: str) -> dict[str, Any]:
+def manifest(run_dir: Path) -> dict[str, Any]:
     """The manifest of the newest checkpoint."""
-    newest = sorted((project / "runs" / run / "checkpoints").glob("step_*"))[-1]
+    newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
     return json.loads((newest / "manifest.json").read_text())
 
 
@@ -179,7 +181,7 @@ def test_a_killed_worker_changes_nothing(project: Path) -> None:
 
     with launch(project, ranks, "killed", *options) as process:
         deadline = time.monotonic() + 100
-        while len(records(project, "killed")) < 12:
+        while len(records(project / "runs" / "killed")) < 12:
             assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
             time.sleep(0.01)
         victim = trainers(process.pid)[-1] if ranks else process.pid
@@ -189,7 +191,7 @@ def test_a_killed_worker_changes_nothing(project: Path) -> None:
             assert "resuming from" in output
         else:
             process.wait(20)
-            killed_at = records(project, "killed")[-1]["step"]
+            killed_at = records(project / "runs" / "killed")[-1]["step"]
             assert killed_at < 80, "it was over before it was killed"
     if not ranks:
         assert "resuming from" in train(project, ranks, "killed", *options)
@@ -197,7 +199,7 @@ def test_a_killed_worker_changes_nothing(project: Path) -> None:
     assert undisturbed.startswith("80 ")
     assert killed == undisturbed
     expected, found = (
-        {record["step"]: record["loss"] for record in records(project, run)}
+        {record["step"]: record["loss"] for record in records(project / "runs" / run)}
         for run in ("undisturbed", "killed")
     )
     assert found == expected
@@ -208,24 +210,40 @@ def is_single(project: Path) -> bool:
     return not (project / "tests/test_ranks.py").exists()
 
 
-def test_any_number_of_ranks_goes_on(project: Path) -> None:
+@pytest.mark.xdist_group("ranks")
+def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
     """2 -> 1 -> 2 -> 3 ranks, with a batch that three do not divide, against one process."""
-    if is_single(project):
-        pytest.skip("this variant is for one process")
-    # A longer run has a longer schedule, so it is held flat here.
-    options = ("--train.log-every", "1", "--optim.final-fraction", "1", "--train.steps")
-    for ranks, steps in ((2, 3), (0, 6), (2, 9), (3, 12)):
-        train(project, ranks, "many", *options, str(steps))
-        assert manifest(project, "many")["world_size"] == max(1, ranks)
-        assert manifest(project, "many")["samples"] == 8 * steps
-    train(project, 0, "one", *options, "12")
-    many, one = ([r["loss"] for r in records(project, run)] for run in ("many", "one"))
-    assert many == pytest.approx(one, rel=1e-4)
-    assert len(many) == 12
+    names = {}
+    for task, parallelism, checkpoint, _ in VARIANTS:
+        if parallelism != "single":
+            name = f"ranks_{parallelism}_{checkpoint}"
+            answers = {"task": task, "parallelism": parallelism, "checkpoint": checkpoint}
+            names[name] = bake(tmp_path / name, package_name=name, **answers)
+    sources = [project / "src" for project in names.values()]
+    for run, ranks, steps in (
+        ("many", 2, 3),
+        ("many", 0, 6),
+        ("many", 2, 9),
+        ("many", 3, 12),
+        ("one", 0, 12),
+    ):
+        drill("elastic.py", str(tmp_path), run, str(steps), *names, ranks=ranks, paths=sources)
+        for name in names:
+            saved = manifest(tmp_path / name / run)
+            assert (saved["world_size"], saved["samples"]) == (max(1, ranks), 8 * steps)
+    assert len(names) == 6
+    for name in names:
+        many, one = ([r["loss"] for r in records(tmp_path / name / run)] for run in ("many", "one"))
+        assert many == pytest.approx(one, rel=1e-4), name
+        assert len(many) == 12
 
 
-def test_its_own_tests_and_hooks_pass(project: Path) -> None:
-    with start(project, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider") as process:
+def test_its_own_tests_and_hooks_pass(project: Path, request: pytest.FixtureRequest) -> None:
+    """All of them in three variants, elsewhere those that depend on more than one answer."""
+    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    if request.node.callspec.params["project"] not in TESTED_WHOLE:
+        tests += ["-k", "two_ranks or interrupted or damaged or failed_save or its_own_step"]
+    with start(project, sys.executable, *tests) as process:
         output = finish(process, timeout=240)
     assert " passed" in output and "failed" not in output
     for command in (["git", "init", "-q"], ["git", "add", "."], ["pre-commit", "run", "-a"]):

@@ -1,0 +1,36 @@
+"""Train several renders in one process to a step, from wherever they stand.
+
+Usage: elastic.py FOLDER RUN STEPS PACKAGE... (plain or under torchrun)
+"""
+
+import importlib
+import sys
+from pathlib import Path
+
+import torch
+
+
+def main(folder: Path, run: str, steps: int, packages: list[str]) -> None:
+    """Train with one process group for all packages."""
+    world = None
+    for name in packages:
+        training = importlib.import_module(f"{name}.train")
+        config = importlib.import_module(f"{name}.config")
+        settings = config.override(
+            config.preset("tiny"),
+            {
+                "device": "cpu",
+                "run_dir": folder / name / run,
+                "train.steps": steps,
+                "train.log_every": 1,
+                "optim.final_fraction": 1.0,  # a longer run has a longer schedule: hold it flat
+            },
+        )
+        world = world or training.parallel.setup(settings.parallel, "cpu")
+        training._run(settings, world, lambda state, record: None)
+    training.parallel.teardown(world)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:])
