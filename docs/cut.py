@@ -95,7 +95,12 @@ def code(project: Path, words: list[str]) -> str:
     return block("python", "\n\n\n".join(parts))
 
 
-def output(project: Path, words: list[str]) -> str:
+def refusal(project: Path, words: list[str]) -> str:
+    """A command that has to fail, and what it prints."""
+    return output(project, words, refused=True)
+
+
+def output(project: Path, words: list[str], refused: bool = False) -> str:
     """A command and what it prints, the template's address being that of this repository."""
     command = " ".join(words)
     ended = subprocess.run(
@@ -113,7 +118,7 @@ def output(project: Path, words: list[str]) -> str:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    if "Traceback" in ended.stdout or not ended.stdout:
+    if "Traceback" in ended.stdout or not ended.stdout or bool(ended.returncode) is not refused:
         raise RuntimeError(f"{command}: {ended.stdout}")
     return block("console", f"$ {command}", ended.stdout.rstrip())
 
@@ -121,6 +126,9 @@ def output(project: Path, words: list[str]) -> str:
 def block(language: str, *lines: str) -> str:
     """A block of Markdown."""
     return "\n".join([f"```{language}", *lines, "```\n"])
+
+
+KINDS = {"tree": tree, "code": code, "output": output, "refusal": refusal}
 
 
 def main(arguments: list[str]) -> int:
@@ -141,7 +149,7 @@ def main(arguments: list[str]) -> int:
             parts, end = [], 0
             for found in BLOCK.finditer(text):
                 marker, kind, words, old = found.groups()
-                new = {"tree": tree, "code": code, "output": output}[kind](project, words.split())
+                new = KINDS[kind](project, words.split())
                 if new != old:
                     stale += 1
                     line = text.count("\n", 0, found.start()) + 1

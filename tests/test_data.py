@@ -246,10 +246,20 @@ def test_unusable_images_are_told_in_one_line(image: Project, tmp_path: Path) ->
     scaled = datasets(image, data__path=tmp_path, data__size=6)[:2]
     shapes = {tuple(part.__getitems__([0])["images"].shape[1:]) for part in scaled}
     assert shapes == {(3, 6, 6)} and sum(map(len, map(all_of, scaled))) == 21
+    Image.fromarray(np.zeros((30, 20), np.uint16)).save(tmp_path / "cat/large.png")
+    training, validation, _ = datasets(image, data__path=tmp_path, data__size=6)
+    with pytest.raises(error, match=r"large\.png has pixels of kind I;16"):
+        all_of(training), all_of(validation)
     (tmp_path / "cat/large.png").write_bytes(b"no image")
     training, validation, _ = datasets(image, data__path=tmp_path, data__size=6)
     with pytest.raises(error, match=r"large\.png cannot be read as an image"):
         all_of(training), all_of(validation)
+    (tmp_path / "cat/large.png").unlink()
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "cat/0.png")
+    training, validation, _ = datasets(image, data__path=tmp_path)
+    with pytest.raises(error, match=r"--data\.channels 3"):  # the first one by name is grey
+        all_of(training), all_of(validation)
+    assert datasets(image, data__path=tmp_path, data__channels=3)[2].channels == 3
     for content in (
         {"images": np.zeros((4, 8, 8), np.float32), "labels": np.arange(4)},
         {"images": np.zeros((4, 8, 8), np.uint8), "labels": np.arange(3)},

@@ -145,7 +145,8 @@ import hashlib, pathlib, sys
 from my_training_run import config, data, model
 from my_training_run.engine.control import HostGroup
 from my_training_run.engine.reading import find_checkpoint, flat, open_tensors
-from my_training_run.engine.state import create_optimizer_state, model_tensors, optimizer_tensors
+from my_training_run.engine.optimizers import create_optimizer_state, optimizer_tensors
+from my_training_run.engine.state import model_tensors
 from my_training_run.optim import build_optimizer
 settings = config.load(pathlib.Path(sys.argv[1]) / "config.json")
 net = model.build_model(settings, data.build_datasets(settings)[2])

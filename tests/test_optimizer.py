@@ -43,7 +43,28 @@ def adam_on_two_rates(config: Any, model: torch.nn.Module) -> torch.optim.Optimi
     return torch.optim.AdamW(groups, lr=config.learning_rate, amsgrad=True, fused=False)
 
 
-@pytest.mark.parametrize("build", ["readme", sgd, adafactor, adam_on_two_rates])
+class Counting(torch.optim.SGD):
+    """Keeps a count in its groups and scales by it, as schedule-free optimizers do."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr, momentum=0.9)
+        for group in self.param_groups:
+            group |= {"k": 0, "weight_sum": 0.0}
+
+    def step(self, closure: Any = None) -> None:
+        """Go less far each time."""
+        for group in self.param_groups:
+            group["k"] += 1
+            group["weight_sum"] += 1 / 3
+            group["lr"] /= group["weight_sum"] + group["k"]
+        super().step(closure)
+
+
+def counting(config: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+    return Counting(model.parameters(), lr=config.learning_rate)
+
+
+@pytest.mark.parametrize("build", ["readme", sgd, adafactor, adam_on_two_rates, counting])
 def test_another_optimizer_trains_and_resumes_exactly(
     project: Project, tmp_path, monkeypatch: pytest.MonkeyPatch, build: Any
 ) -> None:

@@ -23,6 +23,7 @@ def test_they_train_compile_and_resume_in_every_parallelism(tmp_path: Path) -> N
         for parallelism in ("single", "ddp", "fsdp"):
             name = f"{model}_{parallelism}"
             answers = {"task": task, "parallelism": parallelism, "package_name": name}
+            answers["checkpoint"] = "torch_save" if parallelism == "single" else "dcp_async"
             project = bake(tmp_path / name, **answers)
             shutil.copytree(OWN / model, project / "src" / name, dirs_exist_ok=True)
             sources[name] = project / "src"

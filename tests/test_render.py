@@ -39,9 +39,12 @@ FILES = {
     *(f"{PACKAGE}/engine/{n}.py" for n in ("__init__", "compilation", "control", "fingerprint")),
     *(
         f"{PACKAGE}/engine/{n}.py"
-        for n in ("formats", "manifest", "memory", "metrics", "profiling")
+        for n in ("formats", "manifest", "memory", "metrics", "optimizers")
     ),
-    *(f"{PACKAGE}/engine/{n}.py" for n in ("reading", "rundir", "sampling", "settings")),
+    *(
+        f"{PACKAGE}/engine/{n}.py"
+        for n in ("profiling", "reading", "rundir", "sampling", "settings")
+    ),
     *(f"{PACKAGE}/engine/{n}.py" for n in ("snapshots", "staging", "state", "travel")),
 }
 

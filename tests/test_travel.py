@@ -1,5 +1,7 @@
 """Checkpoints travel: between renders, as one file and back, and through torch's own converter."""
 
+import json
+import resource
 import runpy
 import sys
 from collections.abc import Iterator
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Project, bake, drill
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 SIX_STEPS = ("--train.steps", "6", "--checkpoint.every", "3")
@@ -128,10 +131,11 @@ def test_weights_come_from_anywhere(project: Project, tmp_path: Path) -> None:
             tensor.fill_(7)
         assert load(origin, model, None, group, True).startswith(f"{len(weights)} tensors from")
         assert same(dict(model.state_dict()), weights), origin
-    project(
-        "train", *project.settings, *SIX_STEPS, "--name", "from", "--init-from", str(origins[0])
-    )
-    assert project.tensors(project.folder / "runs/from", 3)["optimizer.norm.weight.step"] == 3
+    still = ("--optim.learning-rate", "1e-30", "--optim.weight-decay", "0", "--name", "from")
+    project("train", *project.settings, *SIX_STEPS, *still, "--init-from", str(origins[0]))
+    found = project.tensors(project.folder / "runs/from")
+    assert found["optimizer.norm.weight.step"] == 6
+    assert all(torch.equal(found[f"model.{name}"], tensor) for name, tensor in weights.items())
 
 
 def test_weights_that_do_not_fit_are_named(project: Project, tmp_path: Path) -> None:
@@ -155,6 +159,92 @@ def test_weights_that_do_not_fit_are_named(project: Project, tmp_path: Path) -> 
     torch.save({"foreign": torch.ones(3)}, tmp_path / "foreign.pt")
     with pytest.raises(user_error, match="no parameter name in common"):
         load(tmp_path / "foreign.pt", model, None, group)
+
+
+def test_nothing_is_taken_for_what_it_is_not(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these would lose something, or claim something, without a word."""
+    whole, weights, run = tmp_path / "whole.pt", tmp_path / "weights.safetensors", tmp_path / "run"
+    project("export", "--to", str(whole))
+    project("export", "--to", str(weights))
+    (tmp_path / "any").touch()
+    modes = {path.stat().st_mode for path in (whole, weights, tmp_path / "any")}
+    assert len(modes) == 1, "others can read it as they can read any file"
+    line = project.refuses("export", "--source", str(whole), "--step", "3", "--to", str(run))
+    assert "of step 6, not 3" in line
+    line = project.refuses("export", "--source", str(weights), "--to", str(run))
+    assert "--optimizer False" in line
+    assert not run.exists()
+    project("export", "--source", str(weights), "--optimizer", "False", "--to", str(run))
+    with safe_open(weights, "pt") as file:
+        assert "text.txt" not in str(file.metadata())  # no settings, and no paths
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "config.json").write_text("{}")
+    for taken in (theirs, theirs / "config.json"):
+        assert "nothing is overwritten" in project.refuses("export", "--to", str(taken))
+    assert [path.name for path in theirs.iterdir()] == ["config.json"]
+    assert "a run is a directory" in project.refuses("export", "--to", str(tmp_path / "w.bin"))
+    monkeypatch.chdir(project.folder / "runs/default/checkpoints")
+    travel = project.module("engine.travel")
+    options = travel.ExportConfig(to=tmp_path / "b.pt", source=Path("step_00000006"))
+    assert "step 6 from step_00000006" in travel.export(Path("nowhere"), options)
+
+
+def test_a_full_disk_leaves_nothing(project: Project, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for name in ("state.pt", "weights.safetensors"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+        try:
+            assert "cannot be written" in project.refuses("export", "--to", str(tmp_path / name))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("note", ["[" * 99_999, "{}", "null", '{"manifest": {"step": 1}}'], ids=len)
+def test_a_crafted_note_is_none(project: Project, tmp_path: Path, note: str) -> None:
+    weights = {k.removeprefix("model."): v for k, v in project.trained.items() if k[0] == "m"}
+    content = torch.frombuffer(bytearray(note.encode()), dtype=torch.uint8)
+    torch.save({"model": weights, "note": content}, tmp_path / "file.pt")
+    source, target = str(tmp_path / "file.pt"), str(tmp_path / "run")
+    assert "--like" in project.refuses("export", "--source", source, "--to", target)
+
+
+def test_another_model_is_not_used_with_old_weights(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = project.module("model").build_model
+
+    def larger(*arguments: Any) -> torch.nn.Module:
+        model = build(*arguments)
+        model.register_parameter("extra", torch.nn.Parameter(torch.ones(3)))
+        return model
+
+    monkeypatch.setattr(project.module("model"), "build_model", larger)
+    assert "missing there, left as they were: extra" in project.refuses("infer")
+
+
+def test_settings_of_another_answer_are_left_out(project: Project, tmp_path: Path) -> None:
+    saved = json.loads((project.folder / "runs/default/config.json").read_text())
+    saved["parallel"] |= {"replicate": 2}
+    saved["checkpoint"] |= {"keep": 7, "no_such": 3}
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    config = project.module("config").load(tmp_path / "config.json")
+    assert config.checkpoint.keep == 7 and config.train.steps == 6
+    saved["train"] |= {"no_such": 1}
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    with pytest.raises(project.module("engine").UserError, match=r"train\.no_such"):
+        project.module("config").load(tmp_path / "config.json")
+
+
+def test_ranks_that_see_other_data_or_weights_stop(tmp_path: Path) -> None:
+    """Each machine could have a copy of its own: every rank says so, and the run is not begun."""
+    source = bake(tmp_path / "project", package_name="seeing", checkpoint="dcp") / "src"
+    (tmp_path / "text.txt").write_text("Now is the winter of our discontent. " * 100)
+    output = drill("disagree.py", str(tmp_path), "seeing", ranks=2, paths=[source])
+    assert "2 disagreements were told on 2 ranks" in output
 
 
 def test_a_hostile_or_broken_file_is_refused(project: Project, tmp_path: Path) -> None:

@@ -74,13 +74,22 @@ def place(
 
 def build_mesh(replicate: int, world: World) -> DeviceMesh:
     """The ranks as a line, or as one line of shards for each copy; UserError if uneven."""
-    copies = replicate or world.size // int(os.environ["LOCAL_WORLD_SIZE"])
+    copies = replicate or world.size // ranks_per_machine(world)
     if world.size % copies:
         raise UserError(f"--parallel.replicate {copies} does not divide the {world.size} ranks")
     if copies == 1:
         return init_device_mesh(world.device.type, (world.size,))
     shape, names = (copies, world.size // copies), ("replicate", "shard")
     return init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+
+
+def ranks_per_machine(world: World) -> int:
+    """The number of ranks on each machine; UserError, on every rank, if they differ."""
+    counts: list[str | None] = [None] * world.size
+    dist.all_gather_object(counts, os.environ.get("LOCAL_WORLD_SIZE"))
+    if len(set(counts)) > 1 or not counts[0]:
+        raise UserError("--parallel.replicate 0 needs equally many ranks on each machine: state it")
+    return int(counts[0])
 
 
 def autocast(world: World, compute_dtype: torch.dtype) -> contextlib.AbstractContextManager:

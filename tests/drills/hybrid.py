@@ -18,7 +18,7 @@ STEPS = 4
 def main(folder: Path, ddp: str, fsdp: str) -> None:
     """Train in each way; compare losses, checkpoints and memory."""
     ways: dict[str, tuple[str, dict[str, Any]]] = {"ddp": (ddp, {})}
-    for copies in (1, 2, 4):
+    for copies in (1, 2, 4, 0):  # 0: one for each machine, and this is one
         ways[f"hsdp{copies}"] = (fsdp, {"parallel.replicate": copies})
     world, losses, digests, states = None, {}, {}, {}
     for name, (package, changes) in ways.items():
@@ -67,7 +67,7 @@ def main(folder: Path, ddp: str, fsdp: str) -> None:
     # A rank holds all of it, or a part: a quarter, a half, and all of it again. (Sizes that do not
     # divide leave one rank a little more than its part.)
     whole = states["ddp"]
-    for name, part in (("hsdp1", 4), ("hsdp2", 2), ("hsdp4", 1)):
+    for name, part in (("hsdp1", 4), ("hsdp2", 2), ("hsdp4", 1), ("hsdp0", 4)):
         assert states[name] <= 1.1 * whole / part, (name, states)
     for name, (package, changes) in ways.items():
         training = importlib.import_module(f"{package}.train")

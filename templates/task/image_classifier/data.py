@@ -7,13 +7,13 @@ and `__getitems__` and a spec with a fingerprint. An `augment` is optional.
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from .engine import UserError
 from .engine.fingerprint import of_bytes, of_files
-from .engine.formats import ENDINGS, ImageFiles, Images, read_image, read_images
+from .engine.formats import ENDINGS, GREY, ImageFiles, Images, read_image, read_images
 
 if TYPE_CHECKING:
     from .config import Config
@@ -29,6 +29,8 @@ class DataConfig:
     """An .npz of `images` and `labels`, or a folder with one per class (default: the digits)."""
     size: int = 0
     """Scale and crop the images of a folder to so many pixels a side (0: all have one size)."""
+    channels: Literal[0, 1, 3] = 0
+    """Of the images of a folder, grey or in colour (0: as the first one)."""
     max_shift: int = 1
     """Move each training image by up to this many pixels, another way each time it is seen."""
 
@@ -87,11 +89,11 @@ def read_folder(path: Path, config: DataConfig) -> tuple[Images, Images, Spec]:
             f"--data.path {path}: {len(files)} images in folders named by their class are too few "
             f"to train on and to validate with (read are {', '.join(ENDINGS)})"
         )
-    mode = "L" if read_image(files[0]).mode in ("1", "L") else "RGB"  # all as the first one
+    channels = config.channels or (1 if read_image(files[0]).mode in GREY else 3)
     training, validation = (
-        ImageFiles(part, np.array([classes[f.parent.name] for f in part]), mode, config.size)
+        ImageFiles(part, np.array([classes[f.parent.name] for f in part]), channels, config.size)
         for part in parts
     )
     training.max_shift = config.max_shift
-    spec = Spec(len(mode), tuple(classes), of_files(path, files, config.size))
+    spec = Spec(channels, tuple(classes), of_files(path, files, config.size, channels))
     return training, validation, spec

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import UserError
 
+GREY, COLOUR = ("1", "L", "LA"), ("P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB")
 ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
 
@@ -55,8 +56,9 @@ class Images:
 class ImageFiles(Images):
     """Images in files, decoded where they are asked for; give them --train.loader-workers."""
 
-    def __init__(self, files: list[Path], labels: np.ndarray, mode: str, size: int) -> None:
-        self.files, self.labels, self.mode, self.size = files, torch.from_numpy(labels), mode, size
+    def __init__(self, files: list[Path], labels: np.ndarray, channels: int, size: int) -> None:
+        self.files, self.labels, self.size = files, torch.from_numpy(labels), size
+        self.mode = "L" if channels == 1 else "RGB"
         self.brightest, self.max_shift = 255.0, 0
 
     def read(self, ids: list[int]) -> np.ndarray:
@@ -71,7 +73,10 @@ class ImageFiles(Images):
 
     def decode(self, file: Path) -> Image.Image:
         """One image as it goes into a batch."""
-        image = read_image(file).convert(self.mode)
+        image = read_image(file)
+        if self.mode == "L" and image.mode not in GREY:
+            raise UserError(f"{file} is in colour, the first image is not: say --data.channels 3")
+        image = image.convert(self.mode)
         return ImageOps.fit(image, (self.size, self.size)) if self.size else image
 
 
@@ -80,9 +85,11 @@ def read_image(file: Path) -> Image.Image:
     try:
         with Image.open(file) as image:
             image.load()
-            return image
     except OSError as error:
         raise UserError(f"{file} cannot be read as an image: {error}") from None
+    if image.mode not in (*GREY, *COLOUR):  # 16 bits, say: a conversion would cut them off
+        raise UserError(f"{file} has pixels of kind {image.mode}: save it with 8 bits a channel")
+    return image
 
 
 def read_images(path: Path | None) -> tuple[np.ndarray, np.ndarray]:

@@ -103,7 +103,8 @@ def infer(arguments: list[str]) -> int:
     config = configuration.load(options.directory / "config.json")
     _, _, spec = build_datasets(config)
     model = build_model(config, spec)
-    log.info("weights: %s", load_weights(options.directory, model, options.step, HostGroup()))
+    loaded = load_weights(options.directory, model, options.step, HostGroup(), strict=True)
+    log.info("weights: %s", loaded)
     model.to(pick_device(options.device)).eval()
     with torch.no_grad():
         use(model, spec, config, options)

@@ -102,10 +102,11 @@ class Config(Place):
 
     def __post_init__(self) -> None:
         """Check what only the whole can tell (UserError)."""
-        if self.fresh and self.init_from and self.init_from.is_relative_to(self.directory):
-            raise UserError("--fresh would set aside what --init-from reads: take another --name")
-        if self.init_from and not self.init_from.exists():
-            raise UserError(f"--init-from {self.init_from}: there is nothing there")
+        if self.fresh and self.init_from:
+            if self.init_from.resolve().is_relative_to(self.directory.resolve()):
+                raise UserError("--fresh would move what --init-from reads: take another --name")
+            if not self.init_from.exists():
+                raise UserError(f"--init-from {self.init_from}: there is nothing there")
 
 
 def preset(name: str = "default") -> Config:
@@ -117,6 +118,6 @@ def preset(name: str = "default") -> Config:
 
 def load(path: Path) -> Config:
     """The settings of a saved config.json, without what belongs to that run alone."""
-    return from_json(
-        Config(), path, leave_out=("name", "run_dir", "fresh", "init_from", "init_strict")
-    )
+    of_that_run = ("name", "run_dir", "fresh", "init_from", "init_strict")
+    # A run of another answer has other settings there, which change nothing of what is computed.
+    return from_json(Config(), path, leave_out=of_that_run, lenient=("parallel", "checkpoint"))

@@ -20,11 +20,12 @@ from .engine.control import Control, HostGroup, World, garbage_collected_by_hand
 from .engine.manifest import SnapshotError
 from .engine.memory import check_memory, expected_memory
 from .engine.metrics import Journal, forward_flops, judge_step, loss_vector, means, move, peak_flops
+from .engine.optimizers import step_unless
 from .engine.profiling import Profiler
 from .engine.rundir import RunDirectory
 from .engine.sampling import GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
 from .engine.settings import to_json
-from .engine.state import agree_on_buffers, identity_of, step_unless
+from .engine.state import agree_on_buffers, agree_on_identity, identity_of
 from .engine.travel import load_weights
 from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer, set_learning_rate
@@ -234,6 +235,7 @@ def start(state: State, run_dir: RunDirectory, group: HostGroup) -> Checkpointer
         training_samples=len(state.loader.source.dataset),
         data=state.spec.fingerprint,
     )
+    agree_on_identity(identity, group)
     schedule = to_json(config.optim) | {"steps": config.train.steps}
     facts = {"identity": identity, "schedule": schedule}
     checkpointer = state.checkpointer = Checkpointer(

@@ -3,3 +3,6 @@
 
 class UserError(ValueError):
     """A mistake that its maker can mend: shown as one clear line, without a traceback."""
+
+    agreed = False
+    """Whether every rank raised it, so that one of them need say it."""

@@ -189,7 +189,9 @@ class HostGroup:
 
 def _raise_if(failures: list[tuple[int, str, bool]]) -> None:
     if any(by_user for _, _, by_user in failures):
-        raise UserError(next(problem for _, problem, by_user in failures if by_user))
+        error = UserError(next(problem for _, problem, by_user in failures if by_user))
+        error.agreed = True
+        raise error
     if failures:
         shown = "; ".join(f"rank {rank}: {problem}" for rank, problem, _ in failures[:4])
         raise RankError(shown + (f"; and {len(failures) - 4} more" if len(failures) > 4 else ""))
@@ -246,8 +248,10 @@ def exit_code(command: Callable[[], int]) -> int:
     try:
         return command()
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # the others would only repeat it
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
+        elif dist.is_initialized() and not error.agreed:  # else the others would only repeat it
+            print(f"[rank {os.environ['RANK']}] error: {error}", file=sys.stderr)
         code = 2
     except RankError as error:
         print(f"error: {error}", file=sys.stderr)

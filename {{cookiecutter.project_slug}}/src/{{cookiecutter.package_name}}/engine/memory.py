@@ -1,5 +1,6 @@
 """Memory of a rank: what a run is about to take, told before it starts, and what it has taken."""
 
+import contextlib
 import inspect
 import logging
 import os
@@ -24,6 +25,7 @@ class Memory:
     gradients: int
     optimizer: int
     staging: int  # on the host
+    guessed: bool  # the optimizer's part
 
     def __str__(self) -> str:
         """One line."""
@@ -42,21 +44,27 @@ def expected_memory(model: nn.Module, optimizer: torch.optim.Optimizer, staged_b
 
     `staged_by` is the number of ranks that divide the staging of checkpoints (0: none is staged).
     """
-    factor = state_per_parameter(optimizer)
-    parameters = gradients = staging = 0
+    measured = state_per_parameter(optimizer)
+    factor = 2.0 if measured is None else measured
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    parameters = gradients = state = staging = 0
     for tensor in [*model.parameters(), *model.buffers()]:
         size = local_part(tensor).nbytes
+        moments = int(factor * size) if id(tensor) in trained else 0
         parameters += size
         gradients += size if tensor.requires_grad else 0
+        state += moments
         if staged_by:
             copies, _ = replicas_of(tensor, 0, staged_by)
-            staging += int(size * (1 + (factor if tensor.requires_grad else 0))) // copies
-    optimizer_state = int(factor * gradients)
-    return Memory(parameters, gradients, optimizer_state, staging)
+            staging += (size + moments) // copies
+    return Memory(parameters, gradients, state, staging, measured is None)
 
 
-def state_per_parameter(optimizer: torch.optim.Optimizer) -> float:
-    """Bytes that the optimizer keeps for each byte of a parameter, by trying it on a small one."""
+def state_per_parameter(optimizer: torch.optim.Optimizer) -> float | None:
+    """Bytes that the optimizer keeps for each byte of a parameter, by trying it on a small one.
+
+    None for one that cannot be tried, as it wants more than parameters and options.
+    """
     parameter = torch.zeros(64, 64, requires_grad=True)
     parameter.grad = torch.zeros_like(parameter)
     known = inspect.signature(type(optimizer)).parameters
@@ -64,8 +72,8 @@ def state_per_parameter(optimizer: torch.optim.Optimizer) -> float:
     try:
         twin = type(optimizer)([parameter], **options)
         twin.step()
-    except Exception:  # one that is made otherwise: assume two moments, as of Adam
-        return 2.0
+    except Exception:
+        return None
     tensors = [v for v in twin.state[parameter].values() if isinstance(v, torch.Tensor) and v.ndim]
     return sum(tensor.nbytes for tensor in tensors) / parameter.nbytes
 
@@ -88,7 +96,7 @@ def check_memory(needed: Memory, device: torch.device) -> None:
         if free is None:
             continue
         text = f"{where} has {in_units(free)} free, and this run needs {in_units(wanted)} more"
-        if wanted > free:
+        if wanted > free and not needed.guessed:
             raise UserError(f"{text} before the first activation. {needed}. To fit, {advice}")
         if wanted > 0.8 * free:
             log.warning("%s: if it fails, %s", text, advice)
@@ -101,12 +109,25 @@ def free_on_gpu(device: torch.device) -> int:
 
 
 def free_host_memory() -> int | None:
-    """Bytes of host memory that can be had without swapping; None where the system does not say."""
-    try:
+    """Bytes of host memory that can be had without swapping; None where the system does not say.
+
+    The least of what the machine has and what the limit of a container leaves.
+    """
+    free = []
+    with contextlib.suppress(OSError, KeyError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvail")) << 10
-    except (OSError, StopIteration, ValueError):
-        return None
+        free.append(int(dict(line.split(":") for line in lines)["MemAvailable"].split()[0]) << 10)
+    group = Path("/sys/fs/cgroup")
+    for folder, limit, used, cached in (
+        (group, "memory.max", "memory.current", "inactive_file"),
+        (group / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        with contextlib.suppress(OSError, KeyError, ValueError):  # no such limit
+            lines = (folder / "memory.stat").read_text().splitlines()
+            reclaimable = int(dict(line.split() for line in lines)[cached])
+            bounds = (int((folder / name).read_text()) for name in (limit, used))
+            free.append(next(bounds) - next(bounds) + reclaimable)
+    return min(free, default=None)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -203,6 +203,8 @@ def find_tensors(where: Path, step: int | None = None) -> tuple[Path, dict[str, 
 
     That is a file of torch.save or safetensors, or a bare directory of DCP: none can be verified.
     """
+    if not where.exists():
+        raise UserError(f"there is nothing at {where}")
     bare = (where / DCP_INDEX).exists() and not (where / MANIFEST).exists()
     if where.is_file() or bare:
         log.warning("%s has no manifest: whether it is whole cannot be verified", where)

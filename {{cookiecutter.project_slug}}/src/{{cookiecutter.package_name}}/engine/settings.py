@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 
 from . import UserError
 
+log = logging.getLogger(__name__)
 C = TypeVar("C")
 
 
@@ -24,14 +26,26 @@ def to_json(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
-def from_json(config: C, path: Path, leave_out: Iterable[str] = ()) -> C:
-    """Override `config` by what a JSON file holds, except the top-level names in `leave_out`."""
+def from_json(
+    config: C, path: Path, leave_out: Iterable[str] = (), lenient: Iterable[str] = ()
+) -> C:
+    """Override `config` by what a JSON file holds, except the top-level names in `leave_out`.
+
+    Below the names in `lenient`, what is no setting here is left out with a line that says so.
+    """
     try:
         content = json.loads(path.read_text("utf-8"))
         changes = dict(_flatten({k: v for k, v in content.items() if k not in leave_out}))
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{path} is not a config.json that can be read ({error})") from error
-    return override(config, changes)
+    for name, value in changes.items():
+        try:
+            config = override(config, {name: value})
+        except UserError as error:
+            if name.split(".")[0] not in lenient:
+                raise
+            log.info("left out of %s: %s", path, error)
+    return config
 
 
 def _replace(node: Any, path: list[str], value: Any, full_name: str) -> Any:

@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from . import UserError
 from .control import HostGroup, RankError, World
+from .manifest import digest_of
+from .optimizers import GROUPS, create_optimizer_state, optimizer_parts, optimizer_tensors
 from .reading import DCP_INDEX, Tensors, as_snapshot_errors, flat, open_tensors, walk
 from .snapshots import RetentionConfig, Snapshots, Writer
 
@@ -35,44 +37,6 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     if odd := [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]:
         raise UserError(f"only tensors can be checkpointed; {odd[0]} is extra state of a module")
     return dict(tensors)
-
-
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """The optimizer's state by parameter name; plain numbers in it come as scalar tensors."""
-    return {
-        name: {
-            key: value if isinstance(value, torch.Tensor) else torch.tensor(value)
-            for key, value in optimizer.state[parameter].items()
-        }
-        for name, parameter in model.named_parameters()
-        if parameter in optimizer.state
-    }
-
-
-def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer allocate its state, by a step that changes nothing worth keeping."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    optimizer.zero_grad(set_to_none=True)
-
-
-def step_unless(bad: torch.Tensor | bool, optimizer: torch.optim.Optimizer) -> None:
-    """Step the optimizer unless `bad` is set.
-
-    Fused optimizers decide on the device, by what gradient scalers use; others make the host wait.
-    """
-    if isinstance(bad, torch.Tensor) and getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer.found_inf = bad.float()
-        optimizer.step()
-    elif not bad:
-        optimizer.step()
 
 
 def identity_of(model: nn.Module, **fields: Any) -> dict[str, Any]:
@@ -102,6 +66,23 @@ def identity_differences(saved: dict[str, Any], ours: dict[str, Any]) -> list[st
         elif theirs != mine:
             differences.append(f"{field}: {theirs} saved, {mine} now")
     return differences
+
+
+def agree_on_identity(identity: dict[str, Any], group: HostGroup) -> None:
+    """UserError, on every rank, when one has other data or another model than rank 0."""
+    brief = {**identity, "parameters": digest_of(identity["parameters"])}
+    found = group.agree(lambda: brief)
+
+    def compare() -> None:
+        for rank, other in enumerate(found):
+            if fields := [name for name in brief if other[name] != brief[name]]:
+                values = ", ".join(f"{name} {other[name]} not {brief[name]}" for name in fields)
+                raise UserError(
+                    f"rank {rank} is not of the same run as rank 0: {values}. All machines need "
+                    "the same code, settings and data"
+                )
+
+    group.from_first(compare)
 
 
 def agree_on_buffers(model: nn.Module, world: World) -> None:
@@ -239,12 +220,13 @@ class Recovery:
         source = open_tensors(path, manifest)
         self._forget_state_not_in(source.forms.keys())
         tensors = self.tensors()
-        source.read(dict(flat(tensors)), self.group)
-        for name, parameter in self.model.named_parameters():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, int | float):
-                    saved = tensors["optimizer"][name][key].item()
-                    self.optimizer.state[parameter][key] = type(value)(saved)
+        optional = f"optimizer.{GROUPS}"  # an optimizer of another release may write none
+        there = {n: t for n, t in flat(tensors) if n in source.forms or not n.startswith(optional)}
+        source.read(there, self.group)
+        for name, holder, keys in optimizer_parts(self.model, self.optimizer):
+            for key in keys:
+                if isinstance(value := holder[key], int | float):
+                    holder[key] = type(value)(tensors["optimizer"][name][key].item())
         log.info("resuming from %s", path)
         for change in identity_differences(manifest["schedule"], self.facts["schedule"]):
             log.info("the schedule is another: %s", change)

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
 from . import UserError
 from .control import HostGroup
-from .manifest import SnapshotError, published
+from .fingerprint import of_files
+from .manifest import SnapshotError
 from .reading import NOTE, SAFETENSORS, OneFile, Parts, Tensors, find_tensors, open_tensors
 from .rundir import RunDirectory, write_json
 from .snapshots import RetentionConfig, Snapshots, sync_directory
@@ -53,8 +55,10 @@ def export(run_dir: Path, options: ExportConfig) -> str:
     is of. Takes as much host memory as the result takes on disk.
     """
     target = options.to
-    if target.exists() and (target.suffix in FILES or published(target / "checkpoints")):
+    if target.exists() and (not target.is_dir() or target.suffix in FILES or os.listdir(target)):
         raise UserError(f"{target} is there already: give another place, nothing is overwritten")
+    if target.suffix not in FILES and target.suffix[1:].isalpha():
+        raise UserError(f"{target}: files are {', '.join(FILES)}; a run is a directory")
     path, manifest = find_tensors(options.source or run_dir, options.step)
     source = open_source(path, manifest)
     note = note_of(path, manifest) or read_note(source)
@@ -65,10 +69,17 @@ def export(run_dir: Path, options: ExportConfig) -> str:
             f"{path} does not say which run and step it is of: name a checkpoint of that run with "
             "--like (or take the weights alone into a new run: train --init-from)"
         )
+    if options.step not in (None, step := note["manifest"]["step"]):
+        raise UserError(f"{path} is of step {step}, not {options.step}")
     optimizer = options.optimizer
     if optimizer is None:
         optimizer = target.suffix != SAFETENSORS
     tensors = read_state(source, note, optimizer)
+    if optimizer and not tensors[OPTIMIZER]:
+        raise UserError(
+            f"{path} has no state of an optimizer: training would not go on as it was. To take the "
+            "weights all the same, and start its state afresh: --optimizer False"
+        )
     if target.suffix in FILES:
         write_new(target, lambda file: write_file(file, tensors, note))
     else:
@@ -76,7 +87,7 @@ def export(run_dir: Path, options: ExportConfig) -> str:
     what = f"{len(tensors[MODEL])} tensors of the model"
     if optimizer:
         what += f", the optimizer's state of {len(tensors[OPTIMIZER])}"
-    return f"{target}: step {note['manifest']['step']} from {path}; {what}"
+    return f"{target}: step {step} from {path}; {what}"
 
 
 def load_weights(
@@ -89,7 +100,14 @@ def load_weights(
     """
     path, manifest = group.from_first(lambda: find_tensors(where, step))
     opened: list[Parts | OneFile] = []
-    group.agree(lambda: opened.append(open_source(path, manifest)))
+
+    def look() -> str:
+        opened.append(open_source(path, manifest))
+        files = sorted(file for file in path.rglob("*") if file.is_file()) or [path]
+        return of_files(path, files)
+
+    found = group.agree(look)
+    group.from_first(lambda: all_alike(found, path))
     (source,) = opened
     ours = model.state_dict()
     saved = weight_names(source.forms, ours)
@@ -99,9 +117,13 @@ def load_weights(
             raise UserError(f"{path}: {name} is {list(shape)}, wanted {list(ours[name].shape)}")
     if not common:
         raise UserError(f"{path} and this model have no parameter name in common")
+    aliases: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), set()).add(name)
+    tied = set().union(*(names for names in aliases.values() if names & saved.keys()))
     texts = []
     for what, names in (
-        ("missing there, left as they were", sorted(ours.keys() - saved.keys())),
+        ("missing there, left as they were", sorted(ours.keys() - saved.keys() - tied)),
         ("there but not wanted", sorted(saved.keys() - ours.keys())),
     ):
         if names:
@@ -110,6 +132,15 @@ def load_weights(
         raise UserError(f"{path} does not fit this model to the letter; {'; '.join(texts)}")
     source.read({saved[name]: ours[name] for name in common}, group)
     return "; ".join([f"{len(common)} tensors from {path}", *texts])
+
+
+def all_alike(found: list[str], path: Path) -> None:
+    """UserError unless all ranks have found the same."""
+    if len(set(found)) > 1:
+        rank = next(rank for rank, other in enumerate(found) if other != found[0])
+        raise UserError(
+            f"rank {rank} sees other files at {path} than rank 0: put it where all see it"
+        )
 
 
 def open_source(path: Path, manifest: dict[str, Any]) -> Parts | OneFile:
@@ -146,8 +177,10 @@ def note_of(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """What a file made from the checkpoint at `path` has to say: {} without a manifest."""
     if not manifest:
         return {}
-    config = path.parents[1] / "config.json"
-    settings = json.loads(config.read_text("utf-8")) if config.exists() else {}
+    checkpoints = path.resolve().parent
+    config = checkpoints.parent / "config.json"
+    of_a_run = checkpoints.name == "checkpoints" and config.exists()
+    settings = json.loads(config.read_text("utf-8")) if of_a_run else {}
     return {"manifest": {k: v for k, v in manifest.items() if k != "files"}, "config": settings}
 
 
@@ -159,10 +192,12 @@ def read_note(source: Parts | OneFile) -> dict[str, Any]:
     source.read({NOTE: content}, HostGroup())
     try:
         note = json.loads(bytes(content.tolist()))
-        step = note["manifest"]["step"]
-        known = isinstance(note["manifest"]["identity"]["parameters"], dict)
-        known &= isinstance(note["config"], dict) and isinstance(step, int) and step >= 0
-    except (ValueError, KeyError, TypeError):
+        facts = note["manifest"]
+        dictionaries = (note["config"], facts["schedule"], facts["identity"]["parameters"])
+        known = all(isinstance(part, dict) for part in dictionaries)
+        known &= isinstance(facts["step"], int) and facts["step"] >= 0
+        known &= isinstance(facts.get("validation_loss"), float | None)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
     return note if known else {}
 
@@ -190,15 +225,20 @@ def read_state(source: Parts | OneFile, note: dict[str, Any], optimizer: bool) -
 
 def write_file(file: Path, tensors: Tensors, note: dict[str, Any]) -> None:
     """Write a file of torch.save or, by its name, of safetensors (weights under plain names)."""
-    text = json.dumps(note)
     if file.suffix == SAFETENSORS:
+        if not tensors[OPTIMIZER]:  # for use elsewhere, where the settings (and paths) are no use
+            note = {**note, "config": {}}
         named = dict(tensors[MODEL])
         for name, state in tensors[OPTIMIZER].items():
             named |= {f"{OPTIMIZER}.{name}.{key}": tensor for key, tensor in state.items()}
-        named = {name: tensor.contiguous() for name, tensor in named.items()}
-        save_file(named, file, metadata={"format": "pt", NOTE: text})
+        seen: set[int] = set()
+        for name, tensor in named.items():  # the format knows no tensor of two names
+            place = tensor.untyped_storage().data_ptr()
+            named[name] = tensor.clone() if place in seen else tensor.contiguous()
+            seen.add(place)
+        save_file(named, file, metadata={"format": "pt", NOTE: json.dumps(note)})
     else:
-        content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        content = torch.frombuffer(bytearray(json.dumps(note).encode()), dtype=torch.uint8)
         torch.save({**{k: v for k, v in tensors.items() if v}, NOTE: content}, file)
 
 
@@ -209,8 +249,6 @@ def publish(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None:
     facts["identity"] = {**facts["identity"], "parameters": forms_of(tensors[MODEL])}
     with RunDirectory(run_dir, group) as directory:
         snapshots = Snapshots(run_dir / "checkpoints", RetentionConfig(), group)
-        if published(snapshots.directory):
-            raise UserError(f"{run_dir} has checkpoints already: give another place")
         if note["config"]:
             write_json(run_dir / "config.json", note["config"])
         snapshots.publish(step, lambda folder: write_shards(folder, tensors, group, 1), facts)
@@ -221,13 +259,15 @@ def write_new(target: Path, write: Callable[[Path], None]) -> None:
     """Write a file that is whole or not there; UserError when it cannot be or is there already."""
     temporary = target.with_name(f".{uuid.uuid4().hex[:8]}-{target.name}")
     try:
+        with open(temporary, "xb") as file:
+            mode = os.fstat(file.fileno()).st_mode  # safetensors would make it private
         write(temporary)
+        os.chmod(temporary, mode)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        os.close(os.open(target, os.O_CREAT | os.O_EXCL))  # nobody else's by now
-        os.replace(temporary, target)
+        os.link(temporary, target)  # fails if somebody else was faster, unlike a rename
         sync_directory(target.parent)
-    except (OSError, RuntimeError) as error:  # torch.save says RuntimeError of a full disk
+    except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch, of a full disk
         raise UserError(f"{target} cannot be written: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -1,0 +1,51 @@
+"""Ranks that see other data, or other weights to start from, must all be told, and none hang.
+
+Usage: torchrun --nproc-per-node 2 disagree.py FOLDER PACKAGE
+"""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+
+def main(folder: Path, package: str) -> None:
+    """Try a run on different texts, then one from different weights."""
+    training = importlib.import_module(f"{package}.train")
+    config = importlib.import_module(f"{package}.config")
+    error = importlib.import_module(f"{package}.engine").UserError
+    rank, told = os.environ["RANK"], 0
+    text = folder / "text.txt"
+    # Each rank has a folder of its own for what lies at the same path on each of two machines.
+    home = folder / f"machine-{rank}"
+    home.mkdir()
+    os.chdir(home)
+    (home / "own.txt").write_text(f"I am rank {rank}, and I am alone. " * 100)
+    ground = {"device": "cpu", "run_dir": folder / "run", "train.steps": 2}
+    ground = config.override(config.preset("tiny"), ground)
+    world = training.parallel.setup(ground.parallel, "cpu")
+    model = training.setup(config.override(ground, {"data.path": text}), world).model
+    torch.save({k: v + int(rank) for k, v in model.state_dict().items()}, home / "weights.pt")
+    for changes, words in (
+        ({"data.path": Path("own.txt")}, "rank 1 is not of the same run as rank 0: data"),
+        (
+            {"data.path": text, "init_from": Path("weights.pt")},
+            "rank 1 sees other files at weights.pt",
+        ),
+    ):
+        try:
+            training._run(config.override(ground, changes), world, lambda *_: None)
+        except error as found:
+            assert words in str(found) and found.agreed, found
+            told += 1
+    assert not (folder / "run").exists()
+    if rank == "0":
+        print(f"{told} disagreements were told on {world.size} ranks")
+    training.parallel.teardown(world)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), sys.argv[2])
