@@ -210,9 +210,11 @@ def judge_step(
     count over all ranks. The results are scalars on the device, for which nothing has to wait; on
     a CPU plain numbers, since an operator on a scalar tensor costs ten times as much.
     """
-    total, count = sums[0], sums[1]
     if sums.device.type == "cpu":
-        total, count, norm = total.item(), count.item() or math.nan, norm.item()
+        total, count, *_ = sums.tolist()
+        count, norm = count or math.nan, norm.item()
+    else:
+        total, count = sums[0], sums[1]
     scale = ranks / count
     norm = norm * scale
     judged = norm + total
@@ -269,6 +271,8 @@ def cpu_peak_flops(size: int = 1024, tries: int = 5) -> float:
 
 def move(batch: Any, device: torch.device) -> Any:
     """Copy the tensors of a batch (nested dicts, lists, tuples) to a device, without waiting."""
+    if device.type == "cpu":
+        return batch  # it was made there
     if isinstance(batch, torch.Tensor):
         if device.type == "cuda" and not batch.is_pinned():
             batch = batch.pin_memory()  # else the host would wait for the copy
