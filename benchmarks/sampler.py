@@ -1,0 +1,124 @@
+"""What it costs to go to any sample of 10^3 to 10^12, beside DistributedSampler.
+
+A seek, for ours, is: make the order anew, go to the middle of the hundredth epoch, take a batch.
+For DistributedSampler: set that epoch, pass over half of it. Then ids are taken batch by batch.
+Memory is what the peak of a fresh process grows by: Python's tracer does not see torch's own.
+"""
+
+import importlib
+import itertools
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DistributedSampler
+
+from .common import PACKAGE, benchmark, render, series
+
+BATCH, EPOCH = 256, 100
+Target = Callable[[int, int, int], tuple[float, float]]
+
+
+class Numbered:
+    """A dataset that has nothing but a length."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+
+def ours(size: int, position: int, batches: int) -> tuple[float, float]:
+    """Seconds of a seek to a position in the stream; seconds an id of the batches that follow."""
+    sampling = importlib.import_module(f"{PACKAGE}.engine.sampling")
+    step = position // BATCH
+    started = time.perf_counter()
+    order = sampling.GlobalBatches(size, BATCH, seed=0)
+    order.ids(step)
+    sought = time.perf_counter()
+    for following in range(step, step + batches):
+        order.ids(following).tolist()
+    return sought - started, (time.perf_counter() - sought) / (batches * BATCH)
+
+
+def distributed_sampler(size: int, position: int, batches: int) -> tuple[float, float]:
+    """The same for DistributedSampler, on one rank."""
+    sampler = DistributedSampler(Numbered(size), num_replicas=1, rank=0, seed=0)
+    epoch, within = divmod(position, size)
+    started = time.perf_counter()
+    sampler.set_epoch(epoch)
+    ids = iter(sampler)
+    for _ in itertools.islice(ids, within):
+        pass
+    sought = time.perf_counter()
+    taken = sum(len(list(itertools.islice(ids, BATCH))) for _ in range(batches))
+    return sought - started, (time.perf_counter() - sought) / taken
+
+
+def contenders(smoke: bool) -> dict[str, tuple[Target, int, int]]:
+    """What is measured: how, the number of samples, the position to seek."""
+    chosen: dict[str, tuple[Target, int, int]] = {
+        "ours, 10^12 samples, to sample 0": (ours, 10**12, 0),
+        "ours, 10^12 samples, to sample 0 again": (ours, 10**12, 0),
+        "ours, 10^12 samples, to the last sample": (ours, 10**12, 10**12 - BATCH),
+    }
+    for name, target, powers in (
+        ("ours", ours, (3, 6, 9, 12)),
+        ("DistributedSampler", distributed_sampler, (3,) if smoke else (3, 6, 7)),
+    ):
+        for power in powers:
+            size = 10**power
+            chosen[f"{name}, 10^{power} samples"] = (target, size, EPOCH * size + size // 2)
+    return chosen
+
+
+def growth(target: Target, size: int, position: int, batches: int) -> float:
+    """Megabytes by which the peak of a fresh process grows."""
+    with multiprocessing.get_context("spawn").Pool(1, _begin, (sys.path,)) as pool:
+        return pool.apply(_growth, (target, size, position, batches))
+
+
+def _begin(path: list[str]) -> None:
+    sys.path[:] = path
+
+
+def _growth(target: Target, *arguments: int) -> float:
+    target(5000, 0, 1)  # what any first use needs
+    before = _peak()
+    target(*arguments)
+    return (_peak() - before) / 1024
+
+
+def _peak() -> int:
+    # Of this program alone; what getrusage says goes back to before the process became it.
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def measure(folder: Path, smoke: bool) -> dict[str, Any]:
+    """All of them, in turns."""
+    source = render(folder)
+    sys.path.insert(0, str(source))
+    rounds, batches = (2, 2) if smoke else (9, 256)
+    chosen = contenders(smoke)
+    found: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for name, (target, size, position) in chosen.items():
+            seek, each = target(size, position, batches if size > 10**5 else 1)
+            found.setdefault(f"{name}: seek", []).append(seek * 1e6)
+            found.setdefault(f"{name}: an id", []).append(each * 1e9)
+    units = {"seek": "us", "an id": "ns"}
+    result = {name: series(values, units[name.split(": ")[1]]) for name, values in found.items()}
+    if Path("/proc/self/status").exists():
+        for name, arguments in list(chosen.items())[3:][: 1 if smoke else None]:
+            grown = (growth(*arguments, batches) for _ in range(1 if smoke else 3))
+            result[f"{name}: memory"] = series(grown, "MB")
+    return {"settings": {"rounds": rounds, "batch": BATCH, "epoch": EPOCH}, "series": result}
+
+
+if __name__ == "__main__":
+    benchmark("sampler", measure, ("torch", "numpy"))
