@@ -64,7 +64,8 @@ class Permutation:
 
     def __init__(self, size: int, key: int) -> None:
         self.size = size
-        counter = np.arange(max(ROUNDS, min(size, TABLE_BELOW)), dtype=np.uint64)
+        count = size if ROUNDS < size < TABLE_BELOW else ROUNDS
+        counter = np.arange(count, dtype=np.uint64)
         words = mix(counter * np.uint64(GOLDEN) + np.uint64(key))
         self.table = np.argsort(words[:size], kind="stable") if size < TABLE_BELOW else None
         self.keys = words[:ROUNDS]
