@@ -1,0 +1,171 @@
+"""Writes docs/benchmarks.md from the results, so that no figure in it is typed by hand."""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from .common import RESULTS, ROOT
+
+TEXT = Path(__file__).parent / "page.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
+Series = dict[str, dict[str, Any]]
+
+
+def verdict(name: str, value: float, goal: float, unit: str, at_most: bool = True) -> str:
+    """A goal, what was measured, and whether that is good enough."""
+    met = value <= goal if at_most else value >= goal
+    word = "at most" if at_most else "at least"
+    end = "met" if met else f"**missed by {_number(abs(value - goal))} {unit}**"
+    return (
+        f"- {name}: {word} {_number(goal)} {unit} wanted, {_number(value)} {unit} measured: {end}."
+    )
+
+
+def loop(found: Series) -> list[str]:
+    """The loop."""
+    more = {name: entry["median"] for name, entry in found.items() if name.endswith(", more")}
+    mine = more.pop("ours, more")
+    noise = more.pop("hand-written, again, more")
+    lines = [
+        verdict("A step over the hand-written one", mine, 20, "us"),
+        f"- The hand-written loop over itself: {_number(noise)} us.",
+    ]
+    for name, value in more.items():
+        place = "behind us" if value > mine else "**ahead of us**"
+        lines.append(f"- {name.removesuffix(', more')}: {_number(value)} us more a step, {place}.")
+    return lines
+
+
+def save(found: Series) -> list[str]:
+    """Saving."""
+    lines = []
+    for ranks in ("1 rank", "2 ranks"):
+        seconds = {
+            name.removeprefix(f"{ranks}: ").removesuffix(", blocked"): entry["median"]
+            for name, entry in found.items()
+            if name.startswith(ranks) and name.endswith(", blocked") and "first" not in name
+        }
+        mine = seconds.pop("dcp_async")
+        lines.append(
+            verdict(
+                f"{ranks}: blocked by dcp_async, of the same save made to wait (dcp)",
+                100 * mine / seconds["dcp"],
+                5,
+                "%",
+            )
+        )
+        shares = ", ".join(
+            f"{100 * mine / s:.2g} % of {name}" for name, s in seconds.items() if name != "dcp"
+        )
+        lost, slow, still = (
+            found[f"{ranks}: dcp_async, {kind}"]["median"]
+            for kind in ("lost", "slowdown", "slowdown without a save")
+        )
+        lines.append(f"- {ranks}: that is also {shares}.")
+        lines.append(
+            f"- {ranks}: meanwhile a step takes {_number(slow)} times as long ({_number(still)} "
+            "with no save, which is the noise); slower steps included, a save costs "
+            f"{_number(lost)} s, {100 * lost / seconds['dcp']:.0f} % of dcp's."
+        )
+    return lines
+
+
+def restore(found: Series) -> list[str]:
+    """Verifying and restoring."""
+    raw = found["1 rank: sha256 alone, from memory"]["median"]
+    lines = [
+        verdict(
+            f"Verification by {ranks} rank{'s' if ranks > 1 else ''}, each",
+            found[f"{label}: dcp, verify"]["median"] / ranks,
+            1,
+            "GB/s",
+            at_most=False,
+        )
+        for ranks, label in ((1, "1 rank"), (2, "2 ranks"))
+    ]
+    return [*lines, f"- sha256 itself, of memory, on one core here: {_number(raw)} GB/s."]
+
+
+def sampler(found: Series) -> list[str]:
+    """The order of samples."""
+    start, again, far = (
+        found[f"ours, 10^12 samples, to {where}: seek"]["median"]
+        for where in ("sample 0", "sample 0 again", "the last million")
+    )
+    lines = [
+        f"- Of 10^12 samples the last million was found in {_number(far)} us, sample 0 in "
+        f"{_number(start)} us and, once more, in {_number(again)} us: the same time was wanted."
+    ]
+    if memory := found.get("ours, 10^12 samples: memory"):
+        peer = found["DistributedSampler, 10^7 samples: memory"]["median"]
+        lines.append(
+            f"- Memory at 10^12 samples: {_number(memory['median'])} MB; DistributedSampler at "
+            f"10^7: {_number(peer)} MB."
+        )
+    return lines
+
+
+def startup(found: Series) -> list[str]:
+    """Beginning."""
+    return [
+        verdict("Rendering", found["render"]["median"], 0.5, "s"),
+        verdict("The first step of a default render", found["first step"]["median"], 5, "s"),
+    ]
+
+
+TOPICS = (loop, save, restore, sampler, startup)
+
+
+def page(results: Path) -> str:
+    """The whole page: the text beside this program, with verdicts and tables filled in."""
+    text = Template(TEXT.read_text("utf-8"))
+    return text.substitute({judge.__name__: section(results, judge) for judge in TOPICS})
+
+
+def section(results: Path, judge: Callable[[Series], list[str]]) -> str:
+    """One topic: the verdicts, the table, and on what it was measured."""
+    result = json.loads((results / f"{judge.__name__}.json").read_text("utf-8"))
+    machine, settings = result["machine"], result["settings"]
+    packages = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    chosen = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in settings.items())
+    rows = [
+        f"| {name} | {_number(s['median'])} | {_number(s['p10'])} … {_number(s['p90'])} "
+        f"| {_number(s['low'])} … {_number(s['high'])} | {s['n']} | {s['unit']} |"
+        for name, s in result["series"].items()
+    ]
+    return "\n".join(
+        [
+            *judge(result["series"]),
+            "",
+            "| what | median | p10 … p90 | 95 % of the median | n | |",
+            "|---|---|---|---|---|---|",
+            *rows,
+            "",
+            f"`{result['command']}`, {result['seconds']} s ({chosen}). {machine['cpu']}, "
+            f"{machine['cores']} cores, {machine['memory_gb']} GiB, {machine['system']}, "
+            f"{machine['file_system']}, load {machine['load_before']}. {packages}.",
+        ]
+    )
+
+
+def _number(value: float) -> str:
+    """Three digits, no exponents."""
+    if value == 0 or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{float(f'{value:.3g}'):.6f}".rstrip("0").rstrip(".")
+
+
+def main() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser("python -m benchmarks.page", description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    given = parser.parse_args()
+    given.page.write_text(page(given.results), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
