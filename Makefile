@@ -1,4 +1,4 @@
-# Two commands: `make demo` shows what the template gives, `make test` proves it.
+# `make demo` shows what the template gives, `make test` proves it, `make benchmark` measures it.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,11 @@ DEMO := cookiecutter torch numpy safetensors tyro tqdm
 TEST := $(DEMO) pillow scikit-learn pytest pytest-xdist pytest-timeout hypothesis ruff pre-commit \
 	pyyaml setuptools cruft
 
-.PHONY: demo test lint docs clean
+# The peers have an environment of their own, so that tests and demo go without them.
+PEERS := build/benchmark
+TOPICS := loop save restore sampler startup
+
+.PHONY: demo test lint docs benchmark clean
 
 demo: $(VENV)/.demo
 	@./demo.sh $(abspath $(BIN))
@@ -22,8 +26,12 @@ lint: $(VENV)/.test
 docs: $(VENV)/.test
 	$(BIN)/python docs/cut.py
 
+benchmark: $(PEERS)/.installed
+	@for topic in $(TOPICS); do $(PEERS)/bin/python -m benchmarks.$$topic || exit 1; done
+	@$(PEERS)/bin/python -m benchmarks.page
+
 clean:
-	rm -rf $(VENV) demo
+	rm -rf $(VENV) $(PEERS) demo
 
 $(VENV)/.demo: constraints.txt Makefile
 	@echo "installing into $(VENV): a minute or two, once"
@@ -34,4 +42,10 @@ $(VENV)/.demo: constraints.txt Makefile
 $(VENV)/.test: constraints.txt Makefile
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(TEST)
+	@touch $@
+
+$(PEERS)/.installed: constraints.txt benchmarks/constraints.txt Makefile
+	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt -c benchmarks/constraints.txt $(DEMO) accelerate lightning
 	@touch $@
