@@ -91,13 +91,14 @@ def restore(found: Series) -> list[str]:
 
 def sampler(found: Series) -> list[str]:
     """The order of samples."""
-    start, again, far = (
+    start, again, far, last = (
         found[f"ours, 10^12 samples, to {where}: seek"]["median"]
-        for where in ("sample 0", "sample 0 again", "the last million")
+        for where in ("sample 0", "sample 0 again", "the last million", "the last sample")
     )
     lines = [
         f"- Of 10^12 samples the last million was found in {_number(far)} us, sample 0 in "
-        f"{_number(start)} us and, once more, in {_number(again)} us: the same time was wanted."
+        f"{_number(start)} us and, once more, in {_number(again)} us: the same time was wanted. "
+        f"The very last, where the next epoch begins too, took {_number(last)} us."
     ]
     if memory := found.get("ours, 10^12 samples: memory"):
         peer = found["DistributedSampler, 10^7 samples: memory"]["median"]

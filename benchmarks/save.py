@@ -37,7 +37,7 @@ def plain(bench: ranks.Bench) -> Save:
 
 
 def fabric(bench: ranks.Bench) -> Save:
-    """`Fabric.save`, as promising as plain `torch.save`."""
+    """`Fabric.save`: `torch.save` into memory, then a file moved into place; nothing is synced."""
     from lightning.fabric import Fabric
 
     fabric = Fabric(
