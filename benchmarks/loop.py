@@ -116,7 +116,7 @@ class Task:
 
     def rate(self, step: int) -> float:
         """The learning rate of a step."""
-        return self.optim.learning_rate(self.config.optim, step, STEPS)
+        return self.optim.learning_rate(self.config.optim, step, STEPS, BATCH)
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
         """The same rates by PyTorch's scheduler, for frameworks that want one."""

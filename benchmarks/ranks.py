@@ -49,7 +49,7 @@ class Bench:
         self.state = self.train.setup(config)
         self.step()
         self.rank, self.size = self.state.world.rank, self.state.world.size
-        optimizer_tensors = self.part("dcp_async", "engine.state").optimizer_tensors
+        optimizer_tensors = self.part("dcp_async", "engine.optimizers").optimizer_tensors
         moments = optimizer_tensors(self.state.model, self.state.optimizer).values()
         self.bytes = sum(t.nbytes for t in self.state.model.state_dict().values()) + sum(
             t.nbytes for tensors in moments for t in tensors.values()
