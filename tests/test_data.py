@@ -178,6 +178,10 @@ def test_unusable_tokens_are_told_in_one_line(text: Project, tmp_path: Path) -> 
     training, _, _ = datasets(text, **of_tokens(tmp_path, data__vocabulary=200))
     with pytest.raises(error, match=r"train\.bin has a token \d+.*--data\.vocabulary 200"):
         training.__getitems__(list(range(len(training))))
+    words = ("train", "--preset", "tiny", "--device", "cpu", "--data.path", str(tmp_path))
+    words += ("--data.vocabulary", "200", "--run-dir", str(tmp_path / "run"))
+    line = text.refuses(*words, "--train.loader-workers", "1")
+    assert line.startswith(str(tmp_path)) and "\n" not in line
     (tmp_path / "val.bin").write_bytes(b"odd")
     with pytest.raises(error, match=r"val\.bin has 3 bytes"):
         datasets(text, **of_tokens(tmp_path))
@@ -259,7 +263,10 @@ def test_unusable_images_are_told_in_one_line(image: Project, tmp_path: Path) ->
     training, validation, _ = datasets(image, data__path=tmp_path)
     with pytest.raises(error, match=r"--data\.channels 3"):  # the first one by name is grey
         all_of(training), all_of(validation)
-    assert datasets(image, data__path=tmp_path, data__channels=3)[2].channels == 3
+    for channels in (1, 3):
+        parts = datasets(image, data__path=tmp_path, data__channels=channels)
+        assert parts[2].channels == channels
+        assert sum(len(part.read(list(range(len(part))))) for part in parts[:2]) == 21
     for content in (
         {"images": np.zeros((4, 8, 8), np.float32), "labels": np.arange(4)},
         {"images": np.zeros((4, 8, 8), np.uint8), "labels": np.arange(3)},

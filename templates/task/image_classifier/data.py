@@ -94,6 +94,7 @@ def read_folder(path: Path, config: DataConfig) -> tuple[Images, Images, Spec]:
         ImageFiles(part, np.array([classes[f.parent.name] for f in part]), channels, config.size)
         for part in parts
     )
+    training.asked_for = validation.asked_for = config.channels != 0
     training.max_shift = config.max_shift
     spec = Spec(channels, tuple(classes), of_files(path, files, config.size, channels))
     return training, validation, spec

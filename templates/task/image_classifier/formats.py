@@ -58,7 +58,7 @@ class ImageFiles(Images):
 
     def __init__(self, files: list[Path], labels: np.ndarray, channels: int, size: int) -> None:
         self.files, self.labels, self.size = files, torch.from_numpy(labels), size
-        self.mode = "L" if channels == 1 else "RGB"
+        self.channels, self.asked_for = channels, True
         self.brightest, self.max_shift = 255.0, 0
 
     def read(self, ids: list[int]) -> np.ndarray:
@@ -74,9 +74,9 @@ class ImageFiles(Images):
     def decode(self, file: Path) -> Image.Image:
         """One image as it goes into a batch."""
         image = read_image(file)
-        if self.mode == "L" and image.mode not in GREY:
+        if self.channels == 1 and image.mode not in GREY and not self.asked_for:
             raise UserError(f"{file} is in colour, the first image is not: say --data.channels 3")
-        image = image.convert(self.mode)
+        image = image.convert("L" if self.channels == 1 else "RGB")
         return ImageOps.fit(image, (self.size, self.size)) if self.size else image
 
 

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from . import UserError
+
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the increment of SplitMix64
 MASK = (1 << 64) - 1
 ROUNDS = 6  # four are measurably biased on small domains
@@ -205,6 +207,7 @@ class Loader:
         self.source = _MicroBatches(dataset, order, plan)
         self.plan, self.workers, self.pin = plan, workers, pin
         self.seconds = 0.0
+        self.iterator: Any = None
         self.seek(0)
 
     def seek(self, step: int) -> None:
@@ -218,16 +221,25 @@ class Loader:
         if self.workers and self.iterator is None:
             self.iterator = iter(self._worker_loader())
         if self.iterator is not None:
-            batches = [next(self.iterator) for _ in self.plan]
+            batches = self._of_workers()
         else:
             batches = [self.source[self.step, index] for index in range(len(self.plan))]
         self.step += 1
         self.seconds += time.perf_counter() - started
         return batches
 
+    def _of_workers(self) -> list[Any]:
+        try:
+            return [next(self.iterator) for _ in self.plan]
+        except UserError as error:  # it comes with the worker's whole traceback before it
+            raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
+
     def close(self) -> None:
         """Stop the workers; `next` starts them again."""
-        # The iterator's own finaliser joins its workers, so dropping the reference is the shutdown.
+        # Its finaliser would do so too, but a traceback can hold the iterator for as long as it
+        # likes, and Python waits at exit for workers that ignore its signal.
+        if self.iterator is not None:
+            self.iterator._shutdown_workers()
         self.iterator = None
 
     def _worker_loader(self) -> DataLoader:
