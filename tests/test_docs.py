@@ -32,7 +32,7 @@ def test_the_documentation_is_current() -> None:
     )
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     cuts = re.findall("<!-- cut: ([a-z]+) ", (ROOT / "README.md").read_text("utf-8"))
-    assert {"tree", "code", "output"} == set(cuts)
+    assert {"tree", "code", "output", "refusal"} == set(cuts)
 
 
 def test_a_stale_block_is_named_and_mended(

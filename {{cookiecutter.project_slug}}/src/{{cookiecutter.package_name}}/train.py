@@ -236,8 +236,10 @@ def start(state: State, run_dir: RunDirectory, group: HostGroup) -> Checkpointer
         data=state.spec.fingerprint,
     )
     agree_on_identity(identity, group)
-    schedule = to_json(config.optim) | {"steps": config.train.steps}
-    facts = {"identity": identity, "schedule": schedule}
+    facts = {
+        "identity": identity,
+        "schedule": to_json(config.optim) | {"steps": config.train.steps},
+    }
     checkpointer = state.checkpointer = Checkpointer(
         run_dir.path, config.checkpoint, state.world, state.model, state.optimizer, facts
     )
