@@ -236,10 +236,8 @@ def start(state: State, run_dir: RunDirectory, group: HostGroup) -> Checkpointer
         data=state.spec.fingerprint,
     )
     agree_on_identity(identity, group)
-    facts = {
-        "identity": identity,
-        "schedule": to_json(config.optim) | {"steps": config.train.steps},
-    }
+    schedule = to_json(config.optim) | {"steps": config.train.steps}
+    facts = {"identity": identity, "schedule": schedule}
     checkpointer = state.checkpointer = Checkpointer(
         run_dir.path, config.checkpoint, state.world, state.model, state.optimizer, facts
     )
@@ -247,7 +245,6 @@ def start(state: State, run_dir: RunDirectory, group: HostGroup) -> Checkpointer
     group.agree(lambda: check_memory(needed, state.world.device))
     state.step = checkpointer.restore()
     if state.step == 0 and (origin := config.init_from):
-        loaded = load_weights(origin, state.model, None, group, config.init_strict)
-        log.info("weights: %s", loaded)
+        log.info("weights: %s", load_weights(origin, state.model, None, group, config.init_strict))
     state.loader.seek(state.step)
     return checkpointer
