@@ -57,6 +57,8 @@ def build_datasets(config: "Config") -> tuple[Images, Images, Spec]:
     unless that has `train` and `val` folders of its own.
     """
     data, path = config.data, config.data.path
+    if path and not path.exists():
+        raise UserError(f"--data.path {path}: there is nothing there")
     if path and path.is_dir():
         return read_folder(path, data)
     images, labels = read_images(path)

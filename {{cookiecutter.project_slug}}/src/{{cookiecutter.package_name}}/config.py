@@ -91,6 +91,7 @@ class Config(Place):
     init_strict: bool = False
     """Refuse weights to start from that lack a tensor or have one too many."""
     device: str = "auto"
+    """auto (a GPU where there is one), cpu, cuda, cuda:1, mps."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

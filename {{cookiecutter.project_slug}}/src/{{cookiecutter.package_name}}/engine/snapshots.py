@@ -27,7 +27,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from . import UserError
 from .control import HostGroup, RankError
@@ -61,15 +61,13 @@ class RetentionConfig:
     """Keep this many of the newest checkpoints, and the best by validation."""
     keep_every: int = 0
     """Also keep for good each checkpoint whose step is a multiple of this (0: none)."""
-    on_failure: str = "stop"
+    on_failure: Literal["stop", "continue"] = "stop"
     """After a failed save: "stop" ends training, "continue" goes on to the next save."""
 
     def __post_init__(self) -> None:
         """Check the values (UserError)."""
         if self.every < 0 or self.keep_every < 0 or self.keep < 1:
             raise UserError("checkpoint: every and keep-every must be >= 0, keep must be >= 1")
-        if self.on_failure not in ("stop", "continue"):
-            raise UserError(f'checkpoint.on-failure is "stop" or "continue", not {self.on_failure}')
 
 
 class Snapshots:

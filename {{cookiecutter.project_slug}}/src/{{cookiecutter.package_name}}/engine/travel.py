@@ -57,6 +57,8 @@ def export(run_dir: Path, options: ExportConfig) -> str:
     target = options.to
     if target.exists() and (not target.is_dir() or target.suffix in FILES or os.listdir(target)):
         raise UserError(f"{target} is there already: give another place, nothing is overwritten")
+    if not target.absolute().parent.is_dir() and target.suffix in FILES:
+        raise UserError(f"{target}: there is no folder {target.parent}")
     if target.suffix not in FILES and target.suffix[1:].isalpha():
         raise UserError(f"{target}: files are {', '.join(FILES)}; a run is a directory")
     path, manifest = find_tensors(options.source or run_dir, options.step)
