@@ -138,6 +138,17 @@ def test_weights_come_from_anywhere(project: Project, tmp_path: Path) -> None:
     assert all(torch.equal(found[f"model.{name}"], tensor) for name, tensor in weights.items())
 
 
+def test_a_tied_weight_may_stand_in_a_file_once(project: Project, tmp_path: Path) -> None:
+    weights = {k.removeprefix("model."): v for k, v in project.trained.items() if k[0] == "m"}
+    torch.save(weights, tmp_path / "once.pt")
+    model = project.module("train").setup(project.config()).model
+    model.head = torch.nn.Linear(1, 1, bias=False)
+    model.head.weight = model.embedding.weight
+    load = project.module("engine.travel").load_weights
+    load(tmp_path / "once.pt", model, None, project.module("engine.control").HostGroup(), True)
+    assert torch.equal(model.state_dict()["head.weight"], weights["embedding.weight"])
+
+
 def test_weights_that_do_not_fit_are_named(project: Project, tmp_path: Path) -> None:
     weights = {k.removeprefix("model."): v for k, v in project.trained.items() if k[0] == "m"}
     model = project.module("train").setup(project.config()).model
