@@ -1,6 +1,7 @@
 """The commands: `python -m` this package, or the project's console script."""
 
 import argparse
+import importlib
 import logging
 import os
 import sys
@@ -21,6 +22,7 @@ from .engine.travel import ExportConfig
 from .engine.travel import export as write_export
 from .infer import InferConfig
 from .model import PRESETS
+from .workflow import STAGES
 
 log = logging.getLogger(__package__)
 T = TypeVar("T")
@@ -44,18 +46,15 @@ def train(arguments: list[str]) -> int:
     return 0
 
 
-def baseline(arguments: list[str]) -> int:
-    """Measure one eager process: determinism, learning, throughput; see workflow/baseline.json."""
-    from .workflow.baseline import measure
+def stage(name: str) -> Callable[[list[str]], int]:
+    """The command of a stage of the workflow."""
 
-    return measure(parse_config(baseline, arguments))
+    def run_stage(arguments: list[str]) -> int:
+        module = importlib.import_module(f"{__package__}.workflow.{name}")
+        return module.measure(parse_config(run_stage, arguments))
 
-
-def profile(arguments: list[str]) -> int:
-    """Trace a few steps for Perfetto and print the top operators. Touches no checkpoint."""
-    from .workflow.profile import measure
-
-    return measure(parse_config(profile, arguments))
+    run_stage.__name__, run_stage.__doc__ = name, STAGES[name]
+    return run_stage
 
 
 def verify(arguments: list[str]) -> int:
@@ -112,7 +111,7 @@ def infer(arguments: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    command.__name__: command for command in (train, baseline, profile, verify, export, infer)
+    command.__name__: command for command in (train, *map(stage, STAGES), verify, export, infer)
 }
 
 
@@ -141,7 +140,7 @@ def ask(
 
 def usage() -> str:
     """The commands, a line each."""
-    lines = [f"  {name:<10}{command.__doc__}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<12}{command.__doc__}" for name, command in COMMANDS.items()]
     return "\n".join([f"usage: {PROGRAM} COMMAND [--help] [options]", "", *lines])
 
 

@@ -15,6 +15,7 @@ from .engine.settings import from_json, override
 from .model import PRESETS, ModelConfig
 from .optim import OptimConfig
 from .parallel import ParallelConfig
+from .workflow import WorkflowConfig
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class Config(Place):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    workflow: WorkflowConfig = field(default_factory=WorkflowConfig)
 
     def __post_init__(self) -> None:
         """Check what only the whole can tell (UserError)."""

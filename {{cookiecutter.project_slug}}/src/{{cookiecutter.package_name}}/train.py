@@ -15,13 +15,14 @@ from .checkpoint import Checkpointer
 from .config import Config
 from .data import build_datasets
 from .engine import UserError
+from .engine.companions import companions
 from .engine.compilation import checkpoint_activations, compile_model, compile_summary
 from .engine.control import Control, HostGroup, World, garbage_collected_by_hand, set_up_torch
+from .engine.flops import forward_flops, peak_flops
 from .engine.manifest import SnapshotError
 from .engine.memory import check_memory, expected_memory
-from .engine.metrics import Journal, forward_flops, judge_step, loss_vector, means, move, peak_flops
+from .engine.metrics import Journal, judge_step, loss_vector, means, move
 from .engine.optimizers import step_unless
-from .engine.profiling import Profiler
 from .engine.rundir import RunDirectory
 from .engine.sampling import GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
 from .engine.settings import to_json
@@ -47,7 +48,8 @@ class State:
     loader: Loader
     validation: Any
     compute_dtype: torch.dtype
-    forward_flops: int | None  # of one sample, where MFU can be told
+    peak_flops: float | None  # of the device, where it is known: then MFU can be told
+    forward_flops: int | None  # of one sample
     step: int = 0  # completed optimizer steps
     checkpointer: Checkpointer | None = None
     sums: Tensor | float = 0.0
@@ -88,9 +90,8 @@ def setup(config: Config, world: World | None = None) -> State:
     loader = Loader(train, order, plan, settings.loader_workers, pin=world.device.type == "cuda")
 
     model = build_model(config, spec)
-    flops = None
-    if peak_flops(world.device):
-        flops = forward_flops(model, compute_loss, fetch(train, order.ids(0)[:1]))
+    peak = peak_flops(world.device)
+    flops = forward_flops(model, compute_loss, fetch(train, order.ids(0)[:1])) if peak else None
     if settings.activation_checkpointing:
         checkpoint_activations(blocks(model))
     compile_model(model, blocks(model), config.compile)
@@ -98,7 +99,7 @@ def setup(config: Config, world: World | None = None) -> State:
     module = parallel.place(model, blocks(model), config.parallel, world, dtype).train()
     optimizer = build_optimizer(config.optim, model)
     return State(
-        config, world, spec, model, module, optimizer, plan, loader, validation, dtype, flops
+        config, world, spec, model, module, optimizer, plan, loader, validation, dtype, peak, flops
     )
 
 
@@ -183,8 +184,7 @@ def _run(config: Config, world: World, observer: Observer) -> Result:
         journal = stack.enter_context(Journal(run_dir.path, state))
         control = stack.enter_context(Control(group))
         stack.enter_context(garbage_collected_by_hand())
-        traced = Profiler(config.profile, run_dir.path / "traces", world, state.step)
-        profiler = stack.enter_context(traced) if config.profile.every else None
+        watchers = [stack.enter_context(it) for it in companions(state, run_dir.path)]
         validation, stop = {}, 0
         while state.step < settings.steps:
             stop, save_failed = control.exchange(checkpointer.failed)
@@ -207,9 +207,8 @@ def _run(config: Config, world: World, observer: Observer) -> Result:
             if save_now:
                 loss = validation.get("validation_loss") if validate_now else None
                 checkpointer.save(state.step, loss)
-            if profiler:
-                profiler.step()
-            observer(state, record)
+            for watch in (*watchers, observer):
+                watch(state, record)
         if stop:
             log.info("%s: saving step %d, then stopping", signal.Signals(stop).name, state.step)
         if state.step:

@@ -1,7 +1,6 @@
-"""What a run says about itself: metrics.jsonl, the progress bar, FLOPs and peaks."""
+"""What a run says about itself: metrics.jsonl, the progress bar, the console."""
 
 import contextlib
-import copy
 import gc
 import json
 import logging
@@ -14,31 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from . import UserError
 
 log = logging.getLogger(__name__)
-# Dense bf16 tensor-core peaks in FLOP/s, from the makers' data sheets, by part of the device name.
-PEAK_BF16_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "GH200": 989e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "A100": 312e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "A6000": 155e12,
-    "RTX 4090": 165e12,
-    "MI300X": 1307e12,
-}
 
 
 class LossSum(NamedTuple):
@@ -81,7 +60,6 @@ class Journal:
         self.state, self.path = state, run_dir / "metrics.jsonl"
         self.total, self.samples = state.config.train.steps, state.config.train.global_batch_size
         self.tokens = getattr(state.spec, "tokens_per_sample", None)
-        self.peak = peak_flops(state.world.device)
         self.first = state.world.rank == 0
         self.lines = self.first and not sys.stderr.isatty()
         self.bad_in_a_row = 0
@@ -145,9 +123,9 @@ class Journal:
         }
         if self.tokens:
             record["tokens_per_second"] = rate * self.tokens
-        if self.peak and state.forward_flops:
+        if state.peak_flops and state.forward_flops:
             flops = 3 * rate * state.forward_flops  # backward takes twice what forward does
-            record["mfu"] = flops / (self.peak * state.world.size)
+            record["mfu"] = flops / (state.peak_flops * state.world.size)
         return record
 
     def step(self, record: dict[str, Any] | None) -> None:
@@ -230,43 +208,6 @@ def means(sums: torch.Tensor, names: Iterable[str]) -> dict[str, float]:
     total, count, *metrics = sums.tolist()
     named = {"loss": total, **dict(zip(names, metrics, strict=True))}
     return {name: value / count if count else math.nan for name, value in named.items()}
-
-
-def forward_flops(model: nn.Module, compute: Any, batch: Any) -> int | None:
-    """FLOPs of the forward of one batch, by torch's own counter; backward takes twice as many.
-
-    Counted on meta tensors: nothing is computed and the model is untouched. None when the model
-    cannot run on them.
-    """
-    try:
-        tensors = [*model.parameters(), *model.buffers()]
-        shadow = copy.deepcopy(model, memo={id(t): t.detach().to("meta") for t in tensors})
-        batch = move(batch, torch.device("meta"))
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            compute(shadow, batch)
-    except Exception:
-        return None
-    return counter.get_total_flops()
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Peak bf16 FLOP/s of a CUDA device by its name, None if the table does not have it."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in PEAK_BF16_FLOPS.items() if key in name), None)
-
-
-def cpu_peak_flops(size: int = 1024, tries: int = 5) -> float:
-    """FLOP/s of this CPU in float32, by the fastest of some matrix products: a practical peak."""
-    a = torch.randn(size, size)
-    torch.mm(a, a)
-    seconds = []
-    for _ in range(tries):
-        started = time.perf_counter()
-        torch.mm(a, a)
-        seconds.append(time.perf_counter() - started)
-    return 2 * size**3 / min(seconds)
 
 
 def move(batch: Any, device: torch.device) -> Any:

@@ -43,7 +43,7 @@ class ProfileConfig:
 
 
 class Profiler:
-    """Traces windows of steps into a directory; call `step` after each training step."""
+    """Traces windows of steps into a directory; call it after each training step."""
 
     def __init__(
         self, config: ProfileConfig, directory: Path, world: World, first_step: int = 0
@@ -87,7 +87,7 @@ class Profiler:
         self.profile.on_trace_ready = None
         self.profile.stop()
 
-    def step(self) -> None:
+    def __call__(self, state: Any = None, record: dict[str, Any] | None = None) -> None:
         """Mark the end of a training step."""
         self.steps_done += 1
         self.profile.step()
@@ -111,7 +111,7 @@ def trace_steps(config: ProfileConfig, directory: Path, state: Any, step: Any) -
     with memory_snapshot(directory / "memory.pickle", state.world), profiler:
         for _ in range(profiler.steps):
             step(state, state.loader.next())
-            profiler.step()
+            profiler()
     return profiler
 
 

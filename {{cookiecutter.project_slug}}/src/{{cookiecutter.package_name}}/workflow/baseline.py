@@ -1,72 +1,68 @@
 """The first stage: what one eager process does on this machine, before anything is made faster.
 
-Runs the project's own `setup` and `train_step` on its own model and data, twice, and writes
-workflow/baseline.json.
+Takes the first steps of the run twice, by the project's own `setup` and `train_step` on its own
+model and data.
 """
 
-import logging
-import time
+import contextlib
+import threading
+from collections.abc import Iterator
 
-import numpy as np
 import torch
 
 from .. import parallel
 from ..config import Config
-from ..engine.memory import peak_memory
-from ..engine.metrics import cpu_peak_flops, forward_flops, means, peak_flops
+from ..engine.flops import cpu_peak_flops, forward_flops, peak_flops
+from ..engine.memory import in_units, peak_memory
 from ..engine.sampling import fetch
 from ..engine.settings import override
 from ..model import compute_loss
-from ..train import State, setup, train_step
+from ..train import State, setup
 from .gates import Stage
+from .measuring import Steps, describe, record_steps, spread
 
-log = logging.getLogger(__name__)
 WARMUP, MEASURED = 5, 40
+SECONDS = 60.0  # for each of the two runs, where steps are slow
 DATA_WAIT_LIMIT = 0.05
 
 
 def measure(config: Config) -> int:
     """Measure and judge; 0 when the gate is passed, 1 when it is not."""
+    stage = Stage("baseline", config)
     config = override(config, {"compile.mode": "none"})
     world = parallel.setup(config.parallel, config.device)
-    steps = WARMUP + MEASURED
-    first = record_steps(setup(config, world), steps)
+    first = run_once(setup(config, world), WARMUP + MEASURED)
     state = setup(config, world)
-    second = record_steps(state, steps)
-    stage = Stage("baseline", config.directory)
+    with gpu_utilisation(world.device) as utilisation:
+        second = run_once(state, len(first.losses))
     judge(stage, state, first, second)
+    if utilisation:
+        stage.figures["gpu_utilisation"] = spread(utilisation)
+        print(f"     GPU utilisation {describe(stage.figures['gpu_utilisation'], unit=' %')}")
     del state
     parallel.teardown(world)
     return stage.close()
 
 
-def record_steps(state: State, steps: int) -> dict[str, np.ndarray]:
-    """Losses, seconds and seconds of waiting for data of each step, device-synchronised."""
-    losses, seconds, waits = [], [], []
-    synchronize(state.world.device)
-    for _ in range(steps):
-        started, waited = time.perf_counter(), state.loader.seconds
-        train_step(state, state.loader.next())
-        synchronize(state.world.device)
-        seconds.append(time.perf_counter() - started)
-        waits.append(state.loader.seconds - waited)
-        losses.append(means(state.sums, state.metrics)["loss"])
-        state.sums = 0.0
+def run_once(state: State, steps: int) -> Steps:
+    """The first steps of a run; no more than about `SECONDS`, but enough to judge."""
+    parts = [record_steps(state, WARMUP)]
+    each = max(1e-6, float(parts[0].seconds[-1]))
+    parts.append(record_steps(state, max(8, min(steps - WARMUP, int(SECONDS / each)))))
     state.loader.close()
-    return {"loss": np.array(losses), "seconds": np.array(seconds), "waits": np.array(waits)}
+    return parts[0] + parts[1]
 
 
-def judge(
-    stage: Stage, state: State, first: dict[str, np.ndarray], second: dict[str, np.ndarray]
-) -> None:
+def judge(stage: Stage, state: State, first: Steps, second: Steps) -> None:
     """Turn two recordings into checks and figures."""
-    config, device = state.config, state.world.device
-    losses = second["loss"]
-    differing = int((first["loss"] != losses).sum())
+    device = state.world.device
+    steps = min(len(first.losses), len(second.losses))
+    losses = second.losses
+    differing = int((first.losses[:steps] != losses[:steps]).sum())
     stage.check(
         "deterministic",
         differing == 0,
-        measured=f"{differing} of {len(losses)} losses differ between two runs",
+        measured=f"{differing} of {steps} losses differ between two runs",
         wanted="none",
         advice="try --train.deterministic"
         if device.type == "cuda"
@@ -81,26 +77,25 @@ def judge(
         wanted="less in the last",
         advice="try another --optim.learning-rate, and look at a batch of the data",
     )
-    both = {key: np.concatenate([run[key][WARMUP:] for run in (first, second)]) for key in first}
-    p10, median, p90 = (float(x) for x in np.percentile(both["seconds"], [10, 50, 90]))
-    samples = config.train.global_batch_size / median
+    both = first.after(WARMUP) + second.after(WARMUP)
+    seconds = spread(both.seconds)
+    samples = state.config.train.global_batch_size / seconds["median"]
     tokens = getattr(state.spec, "tokens_per_sample", None)
+    per_token = f", {samples * tokens:,.0f} tokens/s" if tokens else ""
     stage.check(
         "throughput",
-        bool(np.isfinite(samples)),
-        measured=f"{samples:,.1f} samples/s"
-        + (f", {samples * tokens:,.0f} tokens/s" if tokens else "")
-        + f"; a step {median * 1e3:.2f} ms (p10 {p10 * 1e3:.2f}, p90 {p90 * 1e3:.2f})",
+        bool(samples > 0),
+        measured=f"{samples:,.1f} samples/s{per_token}; a step {describe(seconds, 1e3, ' ms')}",
         wanted="measured",
-        advice="",
     )
-    wait = float(np.median(both["waits"] / both["seconds"]))
+    waits = spread(both.waits / both.seconds)
     stage.check(
         "data_wait",
-        wait < DATA_WAIT_LIMIT,
-        measured=f"{wait:.1%} of a step",
+        waits["median"] < DATA_WAIT_LIMIT,
+        measured=f"{waits['median']:.1%} of a step",
         wanted=f"less than {DATA_WAIT_LIMIT:.0%}",
-        advice="read ahead with --train.loader-workers, or make __getitems__ cheaper",
+        advice="make __getitems__ cheaper, or read ahead with --train.loader-workers (which does "
+        "not help when a step takes but a millisecond or two)",
     )
     batch = fetch(state.loader.source.dataset, state.loader.source.order.ids(0)[:1])
     flops = forward_flops(state.model, compute_loss, batch)
@@ -108,13 +103,13 @@ def judge(
     mfu = 3 * flops * samples / peak if flops and peak else None
     memory = peak_memory(device)
     share = f"{mfu:.1%} of {peak / 1e9:,.0f} GFLOP/s (MFU)" if mfu else "MFU unknown"
-    print(f"     {share}; peak memory {memory / 1e9:.2f} GB")
-    stage.figures = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "step_seconds": {"median": median, "p10": p10, "p90": p90, "steps": len(both["seconds"])},
+    print(f"     {share}; peak memory {in_units(memory)}")
+    stage.figures |= {
+        "losses": losses.tolist(),
+        "step_seconds": seconds,
         "samples_per_second": samples,
         "tokens_per_second": samples * tokens if tokens else None,
-        "data_wait": wait,
+        "data_wait": waits,
         "peak_memory_bytes": memory,
         "flops_per_sample": 3 * flops if flops else None,
         "peak_flops": peak,
@@ -123,9 +118,24 @@ def judge(
     }
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was queued."""
+@contextlib.contextmanager
+def gpu_utilisation(device: torch.device) -> Iterator[list[float]]:
+    """Percentages of time in which a kernel ran, as NVIDIA's driver tells them; none elsewhere."""
+    samples: list[float] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.2):
+            try:
+                samples.append(float(torch.cuda.utilization(device)))
+            except (ModuleNotFoundError, RuntimeError) as error:
+                print(f"     GPU utilisation: not measured ({error}; pip install nvidia-ml-py)")
+                return
+
+    watcher = threading.Thread(target=watch, daemon=True)
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
+        watcher.start()
+    yield samples
+    done.set()
+    if watcher.is_alive():
+        watcher.join()

@@ -1,0 +1,14 @@
+"""What goes along with a run without being part of its steps: traces, compile caches, a tracker."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .profiling import Profiler
+
+
+def companions(state: Any, directory: Path) -> Iterator[Any]:
+    """Those that the settings ask for: context managers, called after a step as an observer is."""
+    config = state.config
+    if config.profile.every:
+        yield Profiler(config.profile, directory / "traces", state.world, state.step)

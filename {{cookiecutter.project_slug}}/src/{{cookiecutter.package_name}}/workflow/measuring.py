@@ -1,0 +1,87 @@
+"""What the stages share: timing the project's own steps, and telling a difference from noise."""
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..engine.metrics import means
+from ..train import State, train_step
+
+
+class Steps(NamedTuple):
+    """Some steps, one after the other: an array with an entry per step each."""
+
+    losses: np.ndarray
+    seconds: np.ndarray
+    waits: np.ndarray
+    """Seconds of waiting for data, part of `seconds`."""
+
+    def after(self, warmup: int) -> "Steps":
+        """Without the first ones."""
+        return Steps(*(values[warmup:] for values in self))
+
+    def __add__(self, other: "Steps") -> "Steps":  # type: ignore[override]
+        """These, then the others."""
+        return Steps(*(np.concatenate(pair) for pair in zip(self, other, strict=True)))
+
+
+class Interval(NamedTuple):
+    """An estimate and its 95 % confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        """As people write it."""
+        return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
+
+
+def record_steps(state: State, steps: int) -> Steps:
+    """Take steps of the project's loop, device-synchronised; the loader stays as it is."""
+    losses, seconds, waits = [], [], []
+    synchronize(state.world.device)
+    for _ in range(steps):
+        started, waited = time.perf_counter(), state.loader.seconds
+        train_step(state, state.loader.next())
+        synchronize(state.world.device)
+        seconds.append(time.perf_counter() - started)
+        waits.append(state.loader.seconds - waited)
+        losses.append(means(state.sums, state.metrics)["loss"])
+        state.sums = 0.0
+    return Steps(np.array(losses), np.array(seconds), np.array(waits))
+
+
+def spread(values: Sequence[float] | np.ndarray) -> dict[str, float]:
+    """Median, 10th and 90th percentile, and their number, as figures hold them."""
+    p10, median, p90 = (float(x) for x in np.percentile(values, [10, 50, 90]))
+    return {"median": median, "p10": p10, "p90": p90, "n": len(values)}
+
+
+def median_interval(values: Sequence[float] | np.ndarray) -> Interval:
+    """The median with its 95 % confidence interval, by order statistics: no distribution assumed.
+
+    With fewer than six values the interval is all of them, which is less than 95 %.
+    """
+    ordered = np.sort(np.asarray(values, dtype=float))
+    reach = 0.98 * len(ordered) ** 0.5
+    low, high = (round(len(ordered) / 2 + side * reach - 0.5) for side in (-1, 1))
+    ends = ordered[max(low, 0)], ordered[min(high, len(ordered) - 1)]
+    return Interval(float(np.median(ordered)), *map(float, ends))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what was queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def describe(figures: dict[str, Any], scale: float = 1.0, unit: str = "") -> str:
+    """A spread in words."""
+    median, p10, p90 = (figures[key] * scale for key in ("median", "p10", "p90"))
+    return f"{median:.2f}{unit} (p10 {p10:.2f}, p90 {p90:.2f})"
