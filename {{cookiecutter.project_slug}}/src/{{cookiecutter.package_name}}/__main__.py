@@ -57,6 +57,21 @@ def stage(name: str) -> Callable[[list[str]], int]:
     return run_stage
 
 
+def workflow(arguments: list[str]) -> int:
+    """Run all five stages in their order, up to the first failed gate; then write the report."""
+    from .workflow.sequence import run_all
+
+    return run_all(parse_config(workflow, arguments), arguments)
+
+
+def report(arguments: list[str]) -> int:
+    """Write report.html: loss, throughput, scaling, memory, checkpoints, verdicts, advice."""
+    from .workflow.report import write_report
+
+    print(write_report(ask(report, Place, arguments).directory))
+    return 0
+
+
 def verify(arguments: list[str]) -> int:
     """List the checkpoints of a run and verify every byte; exit code 1 when one is damaged."""
     place = ask(verify, Place, arguments)
@@ -111,7 +126,8 @@ def infer(arguments: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    command.__name__: command for command in (train, *map(stage, STAGES), verify, export, infer)
+    command.__name__: command
+    for command in (train, *map(stage, STAGES), workflow, report, verify, export, infer)
 }
 
 
