@@ -46,6 +46,22 @@ PRESETS: dict[str, dict[str, Any]] = {
         "train.validate_samples": 256,
         "optim.learning_rate": 6e-3,
     },
+    # GPT-2's size and batch; for token files: --data.path FOLDER (train.bin, val.bin).
+    "gpt2_124m": {
+        "model.layers": 12,
+        "model.heads": 12,
+        "model.width": 768,
+        "data.context": 1024,
+        "data.vocabulary": 50304,
+        "train.steps": 20_000,
+        "train.global_batch_size": 480,
+        "train.micro_batch_size": 16,
+        "train.validate_every": 500,
+        "train.validate_samples": 480,
+        "optim.learning_rate": 6e-4,
+        "optim.warmup_steps": 700,
+        "checkpoint.every": 500,
+    },
     "tiny": {
         "model.layers": 2,
         "model.heads": 2,
