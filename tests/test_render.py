@@ -38,8 +38,8 @@ FILES = {
     *(f"{PACKAGE}/workflow/{n}.py" for n in ("__init__", "baseline", "gates", "profile")),
     *(f"{PACKAGE}/workflow/{n}.py" for n in ("measuring", "plots", "processes", "sequence")),
     *(f"{PACKAGE}/workflow/report.{ending}" for ending in ("py", "html")),
-    *(f"{PACKAGE}/engine/{n}.py" for n in ("__init__", "companions", "compilation", "control")),
-    *(f"{PACKAGE}/engine/{n}.py" for n in ("fingerprint", "flops")),
+    *(f"{PACKAGE}/engine/{n}.py" for n in ("__init__", "commands", "companions", "compilation")),
+    *(f"{PACKAGE}/engine/{n}.py" for n in ("control", "fingerprint", "flops")),
     *(
         f"{PACKAGE}/engine/{n}.py"
         for n in ("formats", "manifest", "memory", "metrics", "optimizers")

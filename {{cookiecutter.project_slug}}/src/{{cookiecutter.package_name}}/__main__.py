@@ -8,14 +8,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
-
-import tyro
 
 from . import config as configuration
 from .config import Config, Place
-from .engine import UserError
-from .engine.control import HostGroup, exit_code, launched_ranks
+from .engine import UserError, commands
+from .engine.commands import PROGRAM, ask
+from .engine.control import HostGroup, exit_code
 from .engine.metrics import log_to_console
 from .engine.rundir import list_checkpoints, summary
 from .engine.travel import ExportConfig
@@ -25,8 +23,6 @@ from .model import PRESETS
 from .workflow import STAGES
 
 log = logging.getLogger(__package__)
-T = TypeVar("T")
-PROGRAM = f"python -m {__package__}"
 
 
 def train(arguments: list[str]) -> int:
@@ -125,10 +121,7 @@ def infer(arguments: list[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    command.__name__: command
-    for command in (train, *map(stage, STAGES), workflow, report, verify, export, infer)
-}
+COMMANDS = (train, *map(stage, STAGES), workflow, report, verify, export, infer)
 
 
 def parse_config(command: Callable[..., int], arguments: list[str]) -> Config:
@@ -146,31 +139,9 @@ def parse_config(command: Callable[..., int], arguments: list[str]) -> Config:
     return ask(command, Config, rest, more, default=base)
 
 
-def ask(
-    command: Callable[..., int], kind: type[T], words: list[str], more: str = "", **how: T
-) -> T:
-    """Settings of some kind from the words behind a command; its docstring is the help."""
-    prog = f"{PROGRAM} {command.__name__}"
-    return tyro.cli(kind, prog=prog, description=command.__doc__ + more, args=words, **how)
-
-
-def usage() -> str:
-    """The commands, a line each."""
-    lines = [f"  {name:<12}{command.__doc__}" for name, command in COMMANDS.items()]
-    return "\n".join([f"usage: {PROGRAM} COMMAND [--help] [options]", "", *lines])
-
-
 def dispatch(arguments: list[str]) -> int:
     """Run the command that the first argument names."""
-    name, *rest = arguments or ["--help"]
-    if name in ("-h", "--help"):
-        print(usage())
-        return 0
-    if name not in COMMANDS:
-        raise UserError(f"there is no command {name!r}\n{usage()}")
-    if launched_ranks() > 1 and name not in ("train", "profile"):
-        raise UserError(f"{name} starts what it needs itself: run it without torchrun")
-    return COMMANDS[name](rest)
+    return commands.dispatch(COMMANDS, arguments, many_ranks=("train", "profile"))
 
 
 def main() -> int:

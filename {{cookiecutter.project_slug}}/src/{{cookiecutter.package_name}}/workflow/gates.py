@@ -18,6 +18,7 @@ import torch
 
 from ..config import Config
 from ..engine import UserError
+from ..engine.commands import PROGRAM
 from ..engine.flops import device_name
 from ..engine.rundir import write_json
 from ..engine.settings import to_json
@@ -128,7 +129,7 @@ def command(name: str, run_dir: Path) -> str:
     """What to type to run a stage, or another command, for this run directory."""
     plain = Path("runs") / run_dir.name == run_dir
     where = f"--name {run_dir.name}" if plain else f"--run-dir {run_dir}"
-    return f"python -m {PACKAGE} {name}" + ("" if where == "--name default" else f" {where}")
+    return f"{PROGRAM} {name}" + ("" if where == "--name default" else f" {where}")
 
 
 @functools.cache
