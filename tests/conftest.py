@@ -19,6 +19,9 @@ from hypothesis import settings
 ROOT = Path(__file__).parents[1]
 PROJECT = "{{cookiecutter.project_slug}}"
 sys.path.insert(0, str(ROOT))  # for tests of local_extensions itself
+# One thread for each worker of pytest-xdist and what it starts: more than the cores only get in
+# each other's way. Set before torch is imported, which reads it then.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 settings.register_profile("template", deadline=None, database=None)  # machines differ in speed
 settings.load_profile("template")

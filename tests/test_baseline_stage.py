@@ -1,0 +1,94 @@
+"""The baseline's gate: each check passes where it should and fails where it is made to."""
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Project
+
+pytestmark = pytest.mark.xdist_group("workflow")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    with Project.imported(tmp_path_factory.mktemp("baseline"), "based", parallelism="ddp") as it:
+        it.module("workflow.baseline").MEASURED = 12
+        yield it
+
+
+def measure(project: Project, run_dir: Path, **changes: Any) -> tuple[dict[str, str], dict]:
+    """The status of each check, and the figures."""
+    # Wider than the tiny preset: data for a step of a millisecond would be waited for too long.
+    wide = {"model__width": 192, "train__micro_batch_size": 8, "train__steps": 20}
+    config = project.config(run_dir=run_dir, **wide | changes)
+    code = project.module("workflow.baseline").measure(config)
+    content = json.loads((run_dir / "workflow/baseline.json").read_text())
+    assert code == (content["status"] == "fail")
+    return {check["name"]: check["status"] for check in content["checks"]}, content["figures"]
+
+
+def test_a_sound_project_passes(project: Project, tmp_path: Path) -> None:
+    found, figures = measure(project, tmp_path)
+    wait = found.pop("data_wait")  # may be long on a busy machine; judged below
+    assert wait in ("pass", "fail")
+    assert found == dict.fromkeys(("deterministic", "loss_falls", "throughput"), "pass")
+    seconds = figures["step_seconds"]
+    assert 0 < seconds["p10"] <= seconds["median"] <= seconds["p90"]
+    assert figures["samples_per_second"] == pytest.approx(8 / seconds["median"])
+    assert figures["tokens_per_second"] == pytest.approx(32 * figures["samples_per_second"])
+    assert figures["mfu"] == pytest.approx(
+        figures["flops_per_sample"] * figures["samples_per_second"] / figures["peak_flops"]
+    )
+    # Of a transformer: 6 FLOPs a parameter and token, and the attention.
+    per_token = figures["flops_per_sample"] / 32
+    assert 6 * figures["parameters"] <= per_token <= 9 * figures["parameters"]
+    assert figures["peak_memory_bytes"] > 4 * figures["parameters"]
+
+
+def test_randomness_without_a_seed_is_found(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = project.module("train")
+    compute = training.compute_loss
+
+    def noisy(model: Any, batch: Any) -> Any:
+        loss = compute(model, batch)
+        return loss._replace(total=loss.total * (1 + 1e-3 * random.random()))
+
+    monkeypatch.setattr(training, "compute_loss", noisy)
+    assert measure(project, tmp_path)[0]["deterministic"] == "fail"
+
+
+def test_a_loss_that_does_not_fall_is_found(project: Project, tmp_path: Path) -> None:
+    found, _ = measure(project, tmp_path, optim__learning_rate=3.0, optim__warmup_steps=0)
+    assert found["loss_falls"] == "fail"
+
+
+def test_slow_data_is_found(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = project.module("engine.formats").Chunks
+    fetch = chunks.__getitems__
+    monkeypatch.setattr(
+        chunks, "__getitems__", lambda self, ids: (time.sleep(0.05), fetch(self, ids))[1]
+    )
+    found, figures = measure(project, tmp_path)
+    assert found["data_wait"] == "fail"
+    assert figures["data_wait"]["median"] > 0.3
+
+
+def test_the_share_of_waiting_is_judged(project: Project, tmp_path: Path) -> None:
+    """From recordings made up, either side of the limit."""
+    import numpy as np
+
+    baseline, measuring = project.module("workflow.baseline"), project.module("workflow.measuring")
+    state = project.module("train").setup(project.config(run_dir=tmp_path))
+    for share, status in ((0.04, "pass"), (0.06, "fail")):
+        steps = measuring.Steps(np.linspace(2, 1, 30), np.full(30, 0.1), np.full(30, 0.1 * share))
+        stage = project.module("workflow.gates").Stage("baseline", state.config)
+        baseline.judge(stage, state, steps, steps)
+        assert {check["name"]: check["status"] for check in stage.checks}["data_wait"] == status
