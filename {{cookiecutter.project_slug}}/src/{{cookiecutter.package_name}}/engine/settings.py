@@ -15,10 +15,18 @@ C = TypeVar("C")
 
 
 def override(config: C, changes: dict[str, Any]) -> C:
-    """Change settings by dotted names, as in {"train.steps": 20}; UserError for unknown names."""
+    """Change settings by dotted names, as in {"train.steps": 20}; UserError for unknown names.
+
+    Those of one part are changed together, since only together they may be right.
+    """
+    tree: dict[str, Any] = {}
     for name, value in changes.items():
-        config = _replace(config, name.split("."), value, name)
-    return config
+        *path, last = name.split(".")
+        node = tree
+        for key in path:
+            node = node.setdefault(key, _Changes())
+        node[last] = value
+    return _replace(config, tree, "")
 
 
 def to_json(config: Any) -> dict[str, Any]:
@@ -38,27 +46,34 @@ def from_json(
         changes = dict(_flatten({k: v for k, v in content.items() if k not in leave_out}))
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{path} is not a config.json that can be read ({error})") from error
-    for name, value in changes.items():
+    tolerated = [name for name in changes if name.split(".")[0] in lenient]
+    config = override(config, {k: v for k, v in changes.items() if k not in tolerated})
+    for name in tolerated:
         try:
-            config = override(config, {name: value})
+            config = override(config, {name: changes[name]})
         except UserError as error:
-            if name.split(".")[0] not in lenient:
-                raise
             log.info("left out of %s: %s", path, error)
     return config
 
 
-def _replace(node: Any, path: list[str], value: Any, full_name: str) -> Any:
+class _Changes(dict):
+    """Changes to a part of the settings, as opposed to a value that is a dictionary."""
+
+
+def _replace(node: Any, changes: dict[str, Any], prefix: str) -> Any:
     hints = typing.get_type_hints(type(node)) if dataclasses.is_dataclass(node) else {}
-    if path[0] not in hints:
-        raise UserError(f"{full_name} is not a setting of this project")
-    if len(path) > 1:
-        value = _replace(getattr(node, path[0]), path[1:], value, full_name)
-    elif isinstance(value, str) and Path in (hints[path[0]], *typing.get_args(hints[path[0]])):
-        value = Path(value)
-    elif isinstance(value, list):
-        value = tuple(value)
-    return dataclasses.replace(node, **{path[0]: value})
+    values = {}
+    for name, value in changes.items():
+        if name not in hints:
+            raise UserError(f"{prefix}{name} is not a setting of this project")
+        if isinstance(value, _Changes):
+            value = _replace(getattr(node, name), value, f"{prefix}{name}.")
+        elif isinstance(value, str) and Path in (hints[name], *typing.get_args(hints[name])):
+            value = Path(value)
+        elif isinstance(value, list):
+            value = tuple(value)
+        values[name] = value
+    return dataclasses.replace(node, **values)
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
