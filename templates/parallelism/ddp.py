@@ -28,6 +28,10 @@ class ParallelConfig:
     """Needed when some parameters take no part in some steps; costs a walk over the graph."""
 
 
+def check_ranks(config: ParallelConfig, ranks: int) -> None:
+    """UserError when the work cannot be spread over so many processes; any number will do."""
+
+
 def setup(config: ParallelConfig, device: str) -> World:
     """Join the process group that torchrun announces, if any."""
     return join(device, timedelta(minutes=config.timeout_minutes))

@@ -40,6 +40,12 @@ class ParallelConfig:
             raise UserError("--parallel.replicate must be >= 1, or 0 for a copy on each machine")
 
 
+def check_ranks(config: ParallelConfig, ranks: int) -> None:
+    """UserError when the work cannot be spread over so many processes."""
+    if config.replicate and ranks % config.replicate:
+        raise UserError(f"--parallel.replicate {config.replicate} does not divide {ranks} ranks")
+
+
 def setup(config: ParallelConfig, device: str) -> World:
     """Join the process group that torchrun announces, if any."""
     return join(device, timedelta(minutes=config.timeout_minutes))
@@ -55,6 +61,7 @@ def place(
     """Shard each block, then the rest, in place; returns the module to call."""
     if not world.distributed:
         return model.to(world.device)
+    check_ranks(config, world.size)
     mesh = build_mesh(config.replicate, world)
     reduced = compute_dtype != torch.float32
     policy = MixedPrecisionPolicy(
@@ -73,10 +80,8 @@ def place(
 
 
 def build_mesh(replicate: int, world: World) -> DeviceMesh:
-    """The ranks as a line, or as one line of shards for each copy; UserError if uneven."""
+    """The ranks as a line, or as one line of shards for each copy."""
     copies = replicate or world.size // ranks_per_machine(world)
-    if world.size % copies:
-        raise UserError(f"--parallel.replicate {copies} does not divide the {world.size} ranks")
     if copies == 1:
         return init_device_mesh(world.device.type, (world.size,))
     shape, names = (copies, world.size // copies), ("replicate", "shard")

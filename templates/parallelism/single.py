@@ -16,13 +16,18 @@ class ParallelConfig:
     """How the work is spread: not at all."""
 
 
-def setup(config: ParallelConfig, device: str) -> World:
-    """Take the one device; UserError when torchrun started several processes."""
-    if launched_ranks() > 1:
+def check_ranks(config: ParallelConfig, ranks: int) -> None:
+    """UserError when the work cannot be spread over so many processes."""
+    if ranks > 1:
         raise UserError(
-            f"torchrun started {launched_ranks()} processes, but this project was rendered for one "
+            f"{ranks} processes cannot share the work, as this project was rendered for one "
             "(parallelism=single): start it with `python -m`, or render it with ddp or fsdp"
         )
+
+
+def setup(config: ParallelConfig, device: str) -> World:
+    """Take the one device; UserError when torchrun started several processes."""
+    check_ranks(config, launched_ranks())
     return World(0, 1, pick_device(device))
 
 
