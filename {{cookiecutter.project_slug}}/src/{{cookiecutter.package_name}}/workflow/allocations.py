@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import json
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -75,12 +76,14 @@ def allocated(finished: profile) -> list[int]:
         finished.export_chrome_trace(str(path))
         events = json.loads(path.read_text("utf-8"))["traceEvents"]
     begin = next((e["ts"] for e in events if e["name"] == STEPS), 0)
+    # Not their running total: that goes on from the profile before.
     changes = sorted(
-        (e["ts"], e["args"]["Total Allocated"])
+        (e["ts"], e["args"]["Bytes"])
         for e in events
         if e["name"] == "[memory]" and e["args"]["Device Type"] == 0
     )
-    return [total for at, total in changes if at >= begin] or [0]
+    totals = itertools.accumulate(size for _, size in changes)
+    return [total for (at, _), total in zip(changes, totals, strict=True) if at >= begin] or [0]
 
 
 def memory_of(state: State, alone: State | None, peak: Peak) -> dict[str, Any]:

@@ -129,11 +129,12 @@ def judge_losses(stage: Stage, records: Records, reason: str) -> None:
         )
         for key in TOLERANCE
     }
+    count = len(records[1]["losses"])
     how = "; without dropout, which draws by rank" if nature["random"] else ""
     stage.check(
         "same_losses",
         all(apart[key] <= limit for key, limit in TOLERANCE.items()),
-        measured=f"{len(records[1]['losses'])} losses on 1 to {max(records)} ranks differ by at most "
+        measured=f"{count} losses on 1 to {max(records)} ranks differ by at most "
         f"{apart['losses']:.1e} (relative), gradient norms by {apart['gradient_norms']:.1e}{how}",
         wanted=wanted,
         advice="look for what depends on the rank, or on how a batch is divided: a mean where "

@@ -82,7 +82,7 @@ def advice_on_batch(batch: int, ranks: int, one: dict[str, Any]) -> str:
     if value is None:
         larger, scale = batch * ranks, f"above {noise['seen']}"
     else:
-        larger, scale = min(batch * ranks, int(value)), f"about {value:,.2g}"
+        larger, scale = min(batch * ranks, int(value)), f"about {value:.{0 if value >= 10 else 1}f}"
     text += f". The gradient noise scale at step {step} is {scale} samples: "
     if larger > batch:
         text += (
