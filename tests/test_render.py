@@ -37,6 +37,8 @@ FILES = {
     *(f"{PACKAGE}/{n}.py" for n in ("model", "data", "infer", "parallel", "checkpoint")),
     *(f"{PACKAGE}/workflow/{n}.py" for n in ("__init__", "baseline", "gates", "profile")),
     *(f"{PACKAGE}/workflow/{n}.py" for n in ("measuring", "plots", "processes", "sequence")),
+    *(f"{PACKAGE}/workflow/{n}.py" for n in ("scale", "scale_worker", "sizing")),
+    *(f"{PACKAGE}/workflow/{n}.py" for n in ("allocations", "noise")),
     *(f"{PACKAGE}/workflow/report.{ending}" for ending in ("py", "html")),
     *(f"{PACKAGE}/engine/{n}.py" for n in ("__init__", "commands", "companions", "compilation")),
     *(f"{PACKAGE}/engine/{n}.py" for n in ("control", "fingerprint", "flops")),
@@ -149,14 +151,15 @@ def test_all_answers_export_the_same_names(renders: dict[tuple[str, ...], Path])
                     imported.setdefault(node.module.split(".")[-1], set()).update(
                         alias.name for alias in node.names
                     )
-        parallel = ast.parse((project / f"{PACKAGE}/train.py").read_text("utf-8"))
-        imported.setdefault("parallel", set()).update(
-            node.attr
-            for node in ast.walk(parallel)
-            if isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "parallel"
-        )
+        for name in ("train", "workflow/scale"):
+            module = ast.parse((project / f"{PACKAGE}/{name}.py").read_text("utf-8"))
+            imported.setdefault("parallel", set()).update(
+                node.attr
+                for node in ast.walk(module)
+                if isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "parallel"
+            )
     for question in ("task", "parallelism", "checkpoint"):
         for name in OWN[question]:
             module = Path(name).stem
