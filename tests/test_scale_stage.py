@@ -151,6 +151,25 @@ def test_a_project_for_one_process_says_what_it_cannot_measure(
     assert any('\'{"parallelism": "ddp"}\'' in text for text in content["advice"])
 
 
+def test_a_model_too_large_for_one_process(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale, control = project.module("workflow.scale"), project.module("engine.control")
+
+    def run_ranks(*arguments: Any) -> None:
+        raise control.RankError(f"it ended with exit code 1:\n{problem}")
+
+    monkeypatch.setattr(scale, "run_ranks", run_ranks)
+    problem = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    project("scale", *project.settings, "--name", "large")
+    content = stage_of(project, "large")
+    assert set(statuses(content).values()) == {"not_measured"}
+    assert "out of memory" in content["checks"][0]["measured"]
+    assert '{"parallelism": "fsdp"}' in content["advice"][0]
+    problem = "ZeroDivisionError"
+    assert "ZeroDivisionError" in project.refuses("scale", *project.settings)
+
+
 def test_numbers_of_processes(project: Project, sharded: Project) -> None:
     def sizes(which: Project, **changes: Any) -> tuple[list[int], str]:
         scale = which.module("workflow.scale")

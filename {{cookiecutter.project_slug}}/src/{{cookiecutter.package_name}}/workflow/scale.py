@@ -14,13 +14,13 @@ import torch
 from .. import parallel
 from ..config import Config
 from ..engine import UserError
-from ..engine.control import pick_device
+from ..engine.control import RankError, pick_device
 from ..engine.memory import in_units
 from ..engine.rundir import write_json
 from ..engine.settings import to_json
 from . import processes
 from .gates import PACKAGE, Stage, machine
-from .sizing import advice_on_batch, choose, explain
+from .sizing import advice_on_batch, change_to, choose, explain
 
 TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}  # relative
 FACTOR = 1.5  # between predicted and measured memory
@@ -36,14 +36,21 @@ def measure(config: Config) -> int:
     sizes, reason = world_sizes(config, device)
     cores = machine(config.device)["cores"]
     threads = 1 if device.type == "cpu" else max(1, cores // sizes[-1])
+    stage.figures["threads"] = threads
     records: Records = {}
     with tempfile.TemporaryDirectory() as place:
         write_json(Path(place) / "settings.json", to_json(config))
         for ranks in sizes:
             print(f"     {named(ranks, 'process')}, {named(threads, 'thread')} each …", flush=True)
-            records[ranks] = run_ranks(Path(place), ranks, threads)
+            try:
+                records[ranks] = run_ranks(Path(place), ranks, threads)
+            except RankError as error:
+                if "out of memory" not in str(error).lower():
+                    raise
+                return give_up(stage, ranks)
             print(f"     {summary(ranks, records[ranks])}", flush=True)
     if len(sizes) > 1:
+        print("     communication and waiting: what the same processes save by exchanging nothing")
         print(f"     {CANNOT_TELL[device.type]}", flush=True)
     judge_losses(stage, records, reason)
     for kind in ("strong", "weak"):
@@ -53,7 +60,7 @@ def measure(config: Config) -> int:
     choice = choose(records[1]["memory"], records[sizes[-1]]["memory"], wanted, device.type)
     stage.advise(explain(choice))
     stage.advise(advice_on_batch(config.train.global_batch_size, wanted, records[1]))
-    stage.figures |= figures_of(records) | {"choice": choice, "threads": threads}
+    stage.figures |= figures_of(records) | {"choice": choice}
     return stage.close()
 
 
@@ -97,6 +104,19 @@ def refusal(config: Config, ranks: int) -> str:
     except UserError as error:
         return str(error)
     return ""
+
+
+def give_up(stage: Stage, ranks: int) -> int:
+    """Nothing can be compared: so many ranks ran out of memory."""
+    reason = f"{named(ranks, 'process')} ran out of memory, and all is compared with one"
+    for name in ("same_losses", "strong_efficiency", "weak_efficiency", "memory"):
+        stage.check(name, None, measured=reason, wanted="measured")
+    stage.advise(
+        "to measure a smaller relative: fewer layers, a smaller --train.micro-batch-size or "
+        "--train.activation-checkpointing. A model that no device can hold needs FSDP: "
+        + change_to("FSDP")
+    )
+    return stage.close()
 
 
 def run_ranks(folder: Path, ranks: int, threads: int) -> dict[str, Any]:

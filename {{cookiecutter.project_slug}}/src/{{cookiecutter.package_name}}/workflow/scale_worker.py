@@ -57,9 +57,13 @@ def examine(config: Config, world: World, one: dict[str, Any] | None) -> dict[st
 
 
 def same_batch(config: Config, world: World, windows: int | None) -> dict[str, Any]:
-    """Speed and memory at the batch that was set; `windows` as in `pace`."""
+    """Speed and memory at the batch that was set; without `windows`, as many as there is time for.
+
+    Memory is that of the second step and the third: in the first the optimizer has no state yet.
+    """
     with peak_of_steps(config, world.device) as peak:
         state = setup(config, world)
+        record_steps(state, 1)
         peak.begin()
         record_steps(state, 2)
     alone, problem = on_its_own(config, world) if world.distributed else (state, "")
@@ -81,10 +85,11 @@ def larger_batch(config: Config, world: World, windows: int) -> dict[str, Any]:
 
 
 def pace(state: State, alone: State | None, windows: int) -> dict[str, Any]:
-    """Seconds of a step, over so many windows of steps.
+    """Seconds of a step, over so many windows of steps, and the share that is communication.
 
-    What the ranks have to say to each other, and wait for each other, is the difference to `alone`,
-    the same work at the same time with nothing to say, window by window; None where it is.
+    That is what steps take longer than those of `alone`, window by window: the same work of the
+    same processes, which then exchange nothing. So it is what is not hidden behind computing, with
+    the waiting for each other; under FSDP with what sharding costs or saves besides.
     """
     together: list[Steps] = []
     spent = []

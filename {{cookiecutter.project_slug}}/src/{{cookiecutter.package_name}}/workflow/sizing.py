@@ -67,8 +67,14 @@ def explain(choice: dict[str, Any]) -> str:
         text += f"; {more}"
     if choice["rendered"] == name:
         return f"{text}; as rendered"
+    how = "To change to it" if choice["rendered"] else "Where this project is not rendered so"
+    return f"{text}. {how}: {change_to(name)}"
+
+
+def change_to(name: str) -> str:
+    """What to type to render this project for DDP, or FSDP."""
     answer = json.dumps({"parallelism": ANSWERS[name]})
-    return f"{text}. To change to it, cruft update --variables-to-update '{answer}'"
+    return f"cruft update --variables-to-update '{answer}'"
 
 
 def advice_on_batch(batch: int, ranks: int, one: dict[str, Any]) -> str:
