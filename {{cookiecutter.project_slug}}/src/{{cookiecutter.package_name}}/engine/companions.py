@@ -11,4 +11,4 @@ def companions(state: Any, directory: Path) -> Iterator[Any]:
     """Those that the settings ask for: context managers, called after a step as an observer is."""
     config = state.config
     if config.profile.every:
-        yield Profiler(config.profile, directory / "traces", state.world, state.step)
+        yield Profiler(config.profile, directory / "traces", state)

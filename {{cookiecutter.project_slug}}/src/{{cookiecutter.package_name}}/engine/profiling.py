@@ -1,4 +1,4 @@
-"""Traces of a few steps by torch.profiler: for Perfetto, and as a table of the top operators."""
+"""Traces of a few steps by torch.profiler, for Perfetto and for `traces`."""
 
 import contextlib
 import logging
@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from . import UserError
 from .control import World
+from .traces import WAITING
 
 log = logging.getLogger(__name__)
 
@@ -43,76 +44,104 @@ class ProfileConfig:
 
 
 class Profiler:
-    """Traces windows of steps into a directory; call it after each training step."""
+    """Traces windows of steps into a directory; call it after each training step.
 
-    def __init__(
-        self, config: ProfileConfig, directory: Path, world: World, first_step: int = 0
-    ) -> None:
-        self.config, self.directory, self.world = config, directory, world
-        self.steps_done = first_step
+    torch.profiler exists only while a window is open: between windows a call compares two
+    integers, and nothing is registered with torch that could slow an operator down. With `every`
+    a window ends at each of its multiples, wherever the run was resumed.
+    """
+
+    def __init__(self, config: ProfileConfig, directory: Path, state: Any) -> None:
+        self.config, self.directory, self.state = config, directory, state
+        self.world: World = state.world
         self.written: list[Path] = []
-        self.table = ""
-        repeating = config.every > 0
-        wait = config.every - config.warmup - config.active if repeating else config.wait
-        activities = [ProfilerActivity.CPU]
-        if world.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        self.profile = profile(
-            activities=activities,
-            schedule=schedule(
-                wait=wait,
-                warmup=config.warmup,
-                active=config.active,
-                repeat=0 if repeating else config.repeat,
-            ),
-            on_trace_ready=self._write,
-            record_shapes=config.shapes,
-            profile_memory=config.memory,
-        )
+        self.profile: profile | None = None
+        self.window = config.warmup + config.active
+        if config.every:
+            self.period = config.every
+            self.opens = -(-(state.step + self.window) // self.period) * self.period - self.window
+        else:
+            self.period = config.wait + self.window
+            self.opens = state.step + config.wait
 
     @property
     def steps(self) -> int:
-        """Steps that one run of `profile` takes."""
-        one = self.config.wait + self.config.warmup + self.config.active
-        return one * self.config.repeat
+        """Steps that all windows of `profile` take."""
+        return self.period * self.config.repeat
 
     def __enter__(self) -> "Profiler":
-        """Start."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.profile.start()
+        """Open the first window if it begins with the next step."""
+        self(self.state)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Stop; a window that is half done is thrown away."""
-        self.profile.on_trace_ready = None
-        self.profile.stop()
+        """Throw a window away that is half done."""
+        if self.profile:
+            self.profile.on_trace_ready = None
+            self._close()
 
-    def __call__(self, state: Any = None, record: dict[str, Any] | None = None) -> None:
+    def __call__(self, state: Any, record: dict[str, Any] | None = None) -> None:
         """Mark the end of a training step."""
-        self.steps_done += 1
+        if state.step < self.opens:
+            return
+        if self.profile:
+            self._step(state.step)
+        if not self.profile and state.step == self.opens:
+            self._open()
+
+    def _open(self) -> None:
+        """Start to warm up, or to trace at once."""
+        activities = [ProfilerActivity.CPU]
+        if self.world.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self.state.loader.next = record_function(WAITING)(self.state.loader.next)
+        self.profile = profile(
+            activities=activities,
+            schedule=schedule(
+                wait=0, warmup=self.config.warmup, active=self.config.active, repeat=1
+            ),
+            on_trace_ready=self._write,
+            record_shapes=self.config.shapes,
+            profile_memory=self.config.memory,
+        )
+        self._wait_for_device()
+        self.profile.start()
+
+    def _step(self, step: int) -> None:
+        done = step - self.opens
+        if done in (self.config.warmup, self.window):
+            self._wait_for_device()  # so that the traced steps hold their own kernels and no others
         self.profile.step()
+        if done == self.window:
+            self._close()
+            self.opens += self.period
+
+    def _close(self) -> None:
+        self.profile.stop()
+        self.profile = None
+        del self.state.loader.next  # the annotated one, which hid the method
+
+    def _wait_for_device(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
 
     def _write(self, finished: profile) -> None:
-        path = self.directory / f"step_{self.steps_done:08d}_rank_{self.world.rank}.json.gz"
-        finished.export_chrome_trace(str(path))
-        self.written.append(path)
-        key = "self_cpu_time_total"
-        if self.world.device.type == "cuda":
-            key = "self_device_time_total"
-        self.table = finished.key_averages().table(
-            sort_by=key, row_limit=12, max_name_column_width=48, header="top operators"
-        )
-        log.info("trace of steps up to %d: %s", self.steps_done, path)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        name = f"step_{self.state.step:08d}_rank_{self.world.rank}.json.gz"
+        self.written.append(self.directory / name)
+        finished.export_chrome_trace(str(self.written[-1]))
+        log.info("trace of %d steps: %s", self.config.active, self.written[-1])
 
 
-def trace_steps(config: ProfileConfig, directory: Path, state: Any, step: Any) -> Profiler:
-    """Trace steps of a training that was set up, by `step(state, batches)`."""
-    profiler = Profiler(replace(config, every=0), directory, state.world)
-    with memory_snapshot(directory / "memory.pickle", state.world), profiler:
+def trace_steps(config: ProfileConfig, directory: Path, state: Any, step: Any) -> list[Path]:
+    """Trace steps of a training that was set up, by `step(state, batches)`; the files written."""
+    profiler = Profiler(replace(config, every=0), directory, state)
+    snapshot = directory / f"memory_rank_{state.world.rank}.pickle"
+    with memory_snapshot(snapshot, state.world), profiler:
         for _ in range(profiler.steps):
             step(state, state.loader.next())
-            profiler()
-    return profiler
+            profiler(state)
+    return profiler.written
 
 
 @contextlib.contextmanager
@@ -124,6 +153,7 @@ def memory_snapshot(path: Path, world: World) -> Iterator[None]:
     torch.cuda.memory._record_memory_history(max_entries=100_000)
     try:
         yield
+        path.parent.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(path))
         log.info("memory snapshot: %s", path)
     finally:
