@@ -1,0 +1,76 @@
+"""Profiles on several ranks: a slow all-reduce, and a rank that comes late, must both be named.
+
+Usage: torchrun --nproc-per-node 2 profiled.py FOLDER DDP_PACKAGE FSDP_PACKAGE
+"""
+
+import importlib
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+LATE = 0.06 * int(os.environ["RANK"])  # seconds
+
+
+class Slow:
+    """A dataset of which reading takes its time."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitems__(self, ids):
+        """Wait, then read."""
+        time.sleep(LATE)
+        return self.dataset.__getitems__(ids)
+
+
+def slow_all_reduce(training):
+    """Let each step send 32 MB more."""
+    all_reduce, much = training.parallel.all_reduce, torch.zeros(8_000_000)
+
+    def slow(tensor, world):
+        dist.all_reduce(much)
+        return all_reduce(tensor, world)
+
+    training.parallel.all_reduce = slow
+
+
+def late_rank(training):
+    """Let all ranks but the first be late with their data."""
+    build = training.build_datasets
+
+    def late(config):
+        train, *rest = build(config)
+        return Slow(train), *rest
+
+    training.build_datasets = late
+
+
+def main(folder: Path, ddp: str, fsdp: str) -> None:
+    """Profile a step of each kind; the test reads what rank 0 wrote."""
+    parallels = [importlib.import_module(f"{package}.parallel") for package in (ddp, fsdp)]
+    teardown = parallels[0].teardown
+    world = parallels[0].setup(parallels[0].ParallelConfig(), "cpu")
+    for parallel in parallels:  # both share one process group
+        parallel.setup, parallel.teardown = lambda *_: world, lambda _: None
+    for package, change in ((ddp, slow_all_reduce), (fsdp, late_rank)):
+        change(importlib.import_module(f"{package}.train"))
+        config = importlib.import_module(f"{package}.config")
+        stage = importlib.import_module(f"{package}.workflow.profile")
+        stage.SECONDS = 0.2
+        ground = {"device": "cpu", "data.path": folder / "text.txt", "run_dir": folder / package}
+        code = stage.measure(config.override(config.preset("tiny"), ground))
+        if world.rank == 0:
+            print(f"{package} was profiled on {world.size} ranks: {code}")
+    teardown(world)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), *sys.argv[2:])
