@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ..config import Config
 from ..engine.traces import Breakdown
-from .gates import PACKAGE
+from .gates import PACKAGE, read_stage
 
 BOUND = {
     "data": "input-bound",
@@ -31,14 +31,15 @@ def of(shares: dict[str, float], diagnosis: str) -> float:
 
 def advice(diagnosis: str, shares: dict[str, float], found: Breakdown, config: Config) -> str:
     """The numbers behind a diagnosis, and the next thing to try."""
-    numbers, tries = {
+    say = {
         "recompiling": recompiling,
         "input-bound": input_bound,
         "host-bound": host_bound,
         "kernel-bound": kernel_bound,
         "communication-bound": communication_bound,
-    }[diagnosis](shares, found, config)
-    return f"{diagnosis}: {numbers}. Try {tries}"
+    }[diagnosis]
+    numbers, what = say(shares, found, config)
+    return f"{numbers}. Try {what}"
 
 
 def others(diagnosis: str, shares: dict[str, float]) -> Iterator[str]:
@@ -84,8 +85,8 @@ def host_bound(shares: dict[str, float], found: Breakdown, config: Config) -> tu
     )
     if gap.seconds > 0.2 * shares["host"] * step:
         return numbers, "moving the Python work there out of the step, or into tensor operations"
-    tries = [] if config.compile.mode != "none" else ["--compile.mode blocks"]
-    return numbers, " and ".join([*tries, *_larger_batches(config)]) or "a larger model per step"
+    tries = [*_compiling(config), *_larger_batches(config)]
+    return numbers, " and ".join(tries) or "more work per step: launching it takes longer than it"
 
 
 def kernel_bound(shares: dict[str, float], found: Breakdown, config: Config) -> tuple[str, str]:
@@ -97,8 +98,7 @@ def kernel_bound(shares: dict[str, float], found: Breakdown, config: Config) -> 
     tries = []
     if found.device and config.train.precision == "fp32":
         tries.append("--train.precision bf16")
-    if config.compile.mode == "none":
-        tries.append(f"--compile.mode blocks (`python -m {PACKAGE} compile` measures it)")
+    tries += _compiling(config)
     return numbers, " and ".join(tries) or (
         f"more devices (`python -m {PACKAGE} scale` says what they bring) or a leaner model; "
         "the loop itself has little left to give"
@@ -115,6 +115,16 @@ def communication_bound(
     else:
         tries = "more samples per step (--train.global-batch-size; it is part of a run's identity)"
     return numbers, f"{tries}, or fewer ranks"
+
+
+def _compiling(config: Config) -> list[str]:
+    if config.compile.mode != "none":
+        return []
+    measured = read_stage(config.directory, "compile")
+    if not measured or "best" not in measured["figures"]:
+        return [f"--compile.mode blocks (`python -m {PACKAGE} compile` measures it)"]
+    best = measured["figures"]["best"]
+    return [] if best == "none" else [f"--compile.mode {best}, which was measured to be faster"]
 
 
 def _larger_batches(config: Config) -> list[str]:

@@ -114,7 +114,7 @@ def judge_steps(
     rank = min(range(len(found)), key=lambda rank: found[rank].shares["communication"])
     first = found[rank]
     steps = len(first.seconds)
-    slowdown = float(np.median(first.seconds.sum(axis=1))) / untraced
+    slowdown = float(first.seconds.sum()) / steps / untraced
     compilations = max(it.compilations for it in found)
     print(f"     top operators by self time, in {steps} steps:")
     for name, own, share, calls in first.operators[:SHOWN]:
@@ -144,14 +144,17 @@ def judge_steps(
     stage.figures |= {"shares": shares, "diagnosis": diagnosis}
     if len(found) > 1:
         compare_ranks(stage, found, rank)
-    for name in (diagnosis, *others(diagnosis, shares)):
-        stage.advise(advice(name, shares, first, stage.config))
+    stage.advise(f"{diagnosis}: {advice(diagnosis, shares, first, stage.config)}")
+    for other in others(diagnosis, shares):
+        stage.advise(f"besides, {advice(other, shares, first, stage.config)}")
 
 
 def compare_ranks(stage: Stage, found: list[Breakdown], last: int) -> None:
     """How much of the communication is waiting for the rank that comes last to it."""
     steps = np.stack([it.seconds for it in found])
     exposed = steps[:, :, PARTS.index("communication")]
+    if found[last].device:  # whose steps do not end where the host's do
+        exposed = exposed.sum(axis=1, keepdims=True)
     waiting = float((exposed - exposed.min(axis=0)).sum() / steps.sum())
     stage.figures |= {"ranks": [it.shares for it in found], "waiting_for_ranks": waiting}
     print(
