@@ -94,7 +94,7 @@ def test_what_holds_a_step_up_is_named(
 ) -> None:
     for how, part, tip in (
         ("input", "data", "--train.loader-workers"),
-        ("host", "host", "moving the Python work there out of the step"),
+        ("host", "host", "to move the Python work there out of the step"),
         ("kernel", "kernels", "--compile.mode blocks"),
     ):
         with monkeypatch.context() as patch:
@@ -186,6 +186,18 @@ def test_idle_overhead_both_ways(
     content = profile(project, "busy", code=1)
     assert statuses(content)["idle_overhead"] == "fail"
     assert content["figures"]["idle_overhead"]["low"] > 0.01
+
+
+def test_a_device_that_no_trace_tells_of(project: Project, traces: Any, tmp_path: Path) -> None:
+    stage = project.module("workflow.profile")
+    for unseen, status in ((False, "pass"), (True, "not_measured")):
+        gate = project.module("workflow.gates").Stage("profile", project.config(run_dir=tmp_path))
+        events = [step(0, 100), event("cpu_op", "aten::mm", 10, 20)]
+        if not unseen:
+            events.append(event("kernel", "gemm", 20, 90))
+        stage.judge_steps(gate, torch.device("cuda"), [traces.breakdown(events)], 1e-4)
+        assert {check["name"]: check["status"] for check in gate.checks}["shares"] == status
+        assert gate.figures.get("diagnosis") == (None if unseen else "kernel-bound")
 
 
 def test_windows_of_a_run(project: Project, traces: Any, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def breakdown(events: list[Event]) -> Breakdown:
         seconds,
         sum(event["name"] == COMPILATION for event in events),
         device,
-        _longest_gap(np.concatenate(left), work(events, on_thread, device)),
+        longest_gap(left, work(events, on_thread, device)),
         sorted(found, key=lambda operator: -operator.self_seconds),
     )
 
@@ -207,15 +207,15 @@ def self_times(events: list[Event]) -> Iterator[tuple[Event, float]]:
     yield from map(tuple, within)
 
 
-def _longest_gap(left: Spans, work: list[Event]) -> Gap:
-    if not len(left):
-        return Gap(0.0, "", "")
-    start, end = left[np.argmax(left[:, 1] - left[:, 0])]
+def longest_gap(left: list[Spans], work: list[Event]) -> Gap:
+    """Of the longest gaps of all steps the middle one: what happened but once tells nothing."""
+    longest = [max(rest.tolist(), key=lambda it: it[1] - it[0], default=[0, 0]) for rest in left]
+    start, end = sorted(longest, key=lambda it: it[1] - it[0])[len(longest) // 2]
     earlier = [event for event in work if _end(event) <= start + 1e-3]
     later = [event for event in work if event["ts"] >= end - 1e-3]
     after = max(earlier, key=_end)["name"] if earlier else "the first step's start"
     before = min(later, key=lambda e: e["ts"])["name"] if later else "the last step's end"
-    return Gap(float(end - start) / 1e6, after, before)
+    return Gap((end - start) / 1e6, after, before)
 
 
 def _end(event: Event) -> float:

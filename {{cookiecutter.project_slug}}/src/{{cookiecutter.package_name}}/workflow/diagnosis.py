@@ -84,7 +84,7 @@ def host_bound(shares: dict[str, float], found: Breakdown, config: Config) -> tu
         f"and before {_short(gap.before)}"
     )
     if gap.seconds > 0.2 * shares["host"] * step:
-        return numbers, "moving the Python work there out of the step, or into tensor operations"
+        return numbers, "to move the Python work there out of the step, or into tensor operations"
     tries = [*_compiling(config), *_larger_batches(config)]
     return numbers, " and ".join(tries) or "more work per step: launching it takes longer than it"
 

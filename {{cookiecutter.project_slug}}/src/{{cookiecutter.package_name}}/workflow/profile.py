@@ -114,15 +114,15 @@ def judge_steps(
     rank = min(range(len(found)), key=lambda rank: found[rank].shares["communication"])
     first = found[rank]
     steps = len(first.seconds)
-    slowdown = float(first.seconds.sum()) / steps / untraced
+    traced = float(first.seconds.sum()) / steps
     compilations = max(it.compilations for it in found)
     print(f"     top operators by self time, in {steps} steps:")
     for name, own, share, calls in first.operators[:SHOWN]:
         print(f"     {share:6.1%} {own * 1e3:9.2f} ms {calls:6} x  {name[:60]}")
-    print(f"     a step takes {slowdown:.2f} times as long while it is traced")
+    print(f"     a step took {traced * 1e3:.3g} ms while traced, else {untraced * 1e3:.3g} ms")
     stage.figures |= {
         "steps": steps,
-        "slowdown": slowdown,
+        "traced_step_seconds": traced,
         "recompiles": compilations,
         "operators": [operator._asdict() for operator in first.operators[:SHOWN]],
     }
@@ -137,7 +137,7 @@ def judge_steps(
         why = f"the trace holds nothing that {device.type} did: torch.profiler is not told of it"
         stage.check("shares", None, measured=why, wanted="measured")
         return
-    shares = without_tracing(first.shares, slowdown) if first.device else first.shares
+    shares = without_tracing(first.shares, traced / untraced) if first.device else first.shares
     text = ", ".join(f"{WORDS.get(part, part)} {shares[part]:.1%}" for part in PARTS)
     stage.check("shares", True, measured=text, wanted="measured")
     diagnosis = diagnose(shares, compilations)
