@@ -39,6 +39,7 @@ FILES = {
     *(f"{PACKAGE}/workflow/{n}.py" for n in ("measuring", "plots", "processes", "sequence")),
     *(f"{PACKAGE}/workflow/{n}.py" for n in ("scale", "scale_worker", "sizing")),
     *(f"{PACKAGE}/workflow/{n}.py" for n in ("allocations", "noise")),
+    *(f"{PACKAGE}/{n}.py" for n in ("workflow/diagnosis", "engine/traces")),
     *(f"{PACKAGE}/workflow/report.{ending}" for ending in ("py", "html")),
     *(f"{PACKAGE}/engine/{n}.py" for n in ("__init__", "commands", "companions", "compilation")),
     *(f"{PACKAGE}/engine/{n}.py" for n in ("control", "fingerprint", "flops")),
