@@ -45,7 +45,10 @@ def measure(config: Config) -> int:
 
 
 def read_back(paths: list[Path]) -> Breakdown | str:
-    """What the traces of a rank say, of all windows together; or why they cannot be read."""
+    """What the traces of a rank say, or why they cannot be read.
+
+    Of all windows together; operators and the longest gap are those of the last one.
+    """
     try:
         parts = [breakdown(read_trace(path)) for path in paths]
     except TraceError as error:
@@ -116,10 +119,11 @@ def judge_steps(
     steps = len(first.seconds)
     traced = float(first.seconds.sum()) / steps
     compilations = max(it.compilations for it in found)
-    print(f"     top operators by self time, in {steps} steps:")
+    last = stage.config.profile.active
+    print(f"     top operators by self time, in the last {last} traced steps:")
     for name, own, share, calls in first.operators[:SHOWN]:
         print(f"     {share:6.1%} {own * 1e3:9.2f} ms {calls:6} x  {name[:60]}")
-    print(f"     a step took {traced * 1e3:.3g} ms while traced, else {untraced * 1e3:.3g} ms")
+    print(f"     a step took {traced * 1e3:.2f} ms while traced, else {untraced * 1e3:.2f} ms")
     stage.figures |= {
         "steps": steps,
         "traced_step_seconds": traced,
@@ -157,9 +161,7 @@ def compare_ranks(stage: Stage, found: list[Breakdown], last: int) -> None:
         exposed = exposed.sum(axis=1, keepdims=True)
     waiting = float((exposed - exposed.min(axis=0)).sum() / steps.sum())
     stage.figures |= {"ranks": [it.shares for it in found], "waiting_for_ranks": waiting}
-    print(
-        f"     the ranks wait {waiting:.1%} of their time for one that comes late to a collective"
-    )
+    print(f"     the ranks wait {waiting:.1%} of their time for one late to a collective")
     if waiting > WORTH_A_WORD / len(found):
         print(f"     most of all for rank {last}, of which the shares are")
 
