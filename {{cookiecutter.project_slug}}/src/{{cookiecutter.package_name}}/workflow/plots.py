@@ -16,7 +16,13 @@ SHARES = {
     "communication": ("communication", GREEN),
     "copies": ("copies", GREY),
 }
-MEMORY = {"parameters": BLUE, "gradients": GREEN, "optimizer": ORANGE, "activations": GREY}
+MEMORY = {
+    "parameters": BLUE,
+    "gradients": GREEN,
+    "optimizer": ORANGE,
+    "activations": GREY,
+    "gathered": "#b58bd3",  # weights of other ranks, there for a while
+}
 STYLE = {
     "font.family": "sans-serif",
     "font.size": 10,
@@ -139,7 +145,9 @@ def memory(per_ranks: dict[str, dict[str, float]]) -> str | None:
         ranks = sorted(per_ranks, key=int)
         bottom = [0.0] * len(ranks)
         for part, color in MEMORY.items():
-            sizes = [per_ranks[n].get(part, 0) / 1e6 for n in ranks]
+            sizes = [(per_ranks[n].get(part) or 0) / 1e6 for n in ranks]
+            if not any(sizes):
+                continue
             axes.bar(ranks, sizes, bottom=bottom, color=color, width=0.5, label=part)
             bottom = [a + b for a, b in zip(bottom, sizes, strict=True)]
         measured = [(n, s) for n in ranks if (s := per_ranks[n].get("measured"))]

@@ -145,7 +145,7 @@ def of_profile(figures: Figures) -> Iterator[tuple[str, str | None]]:
     yield "Where a step's time goes", plots.step_shares(figures.get("shares", {}))
     operators = figures.get("operators", [])[:8]
     rows = [(op["name"][:28], 100 * op["share"]) for op in operators]
-    yield "Operators by self time", plots.bars(rows, "% of all self time")
+    yield "Operators by self time", plots.bars(rows, "% of a step, self time")
 
 
 def of_scale(figures: Figures) -> Iterator[tuple[str, str | None]]:
