@@ -1,0 +1,232 @@
+"""The last stage, the restore drill: everything that checkpoints are for, made to happen.
+
+In a scratch directory of the run, on its storage, with its model, data and settings, a few steps
+long: restored, loaded into other world sizes, damaged, killed. The run's own checkpoints are not
+touched. What goes on in processes of its own is in drill.py, the killing in killing.py.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import parallel
+from ..config import Config
+from ..engine import UserError
+from ..engine.control import HostGroup, RankError, pick_device
+from ..engine.manifest import published
+from ..engine.memory import in_units
+from ..engine.rundir import RunDirectory, write_json
+from ..engine.settings import override, to_json
+from . import gates, processes
+from .drill import EVERY, STEPS, bytes_of
+from .gates import Stage
+from .interval import judge_interval
+from .judging import Undisturbed, judge_flips, judge_kills, judge_reshard, judge_roundtrip
+from .killing import MOMENTS, PATIENCE, Killing, losses_of
+from .measuring import describe
+
+AT_ONCE = 4  # checkpoints on disk, at the height of the drill
+
+
+def measure(config: Config) -> int:
+    """Measure and judge; 0 when the gate is passed, 1 when it is not."""
+    step_seconds, checkpoint_bytes = from_baseline(config.directory)
+    stage = Stage("checkpoint", config)
+    with scratch(config.directory, AT_ONCE * checkpoint_bytes) as folder:
+        Drill(stage, folder).run(step_seconds)
+    return stage.close()
+
+
+def from_baseline(run_dir: Path) -> tuple[float, int]:
+    """Seconds of a step, bytes of a checkpoint; UserError if it is not measured, or damaged."""
+    figures = gates.need_stage(run_dir, "baseline", "checkpoint")["figures"]
+    try:
+        # Weights and two moments, in float32.
+        return float(figures["step_seconds"]["median"]), 3 * 4 * int(figures["parameters"])
+    except (KeyError, TypeError, ValueError):
+        raise UserError(
+            f"{gates.stage_file(run_dir, 'baseline')} is damaged (its figures are not whole): "
+            f"measure again with `{gates.command('baseline', run_dir)}`"
+        ) from None
+
+
+@contextlib.contextmanager
+def scratch(run_dir: Path, needed: int) -> Iterator[Path]:
+    """A directory in the run directory that is gone afterwards; UserError if the disk is too full.
+
+    What a drill left that was itself killed goes as well, unless it is under way.
+    """
+    folder = run_dir / "workflow/.drill"
+    with RunDirectory(folder, HostGroup()):  # a lock; removes a directory with nothing else in it
+        empty(folder)
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            raise UserError(
+                f"the drill needs about {in_units(needed)} in {run_dir} for {AT_ONCE} checkpoints, "
+                f"and {in_units(free)} are free: make room there, or take another --run-dir"
+            )
+        try:
+            yield folder
+        finally:
+            empty(folder)
+
+
+def empty(folder: Path) -> None:
+    """Remove all but the lock."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != ".lock":
+            path.unlink()
+
+
+class Drill:
+    """The parts of the drill, one after the other, in `folder`."""
+
+    def __init__(self, stage: Stage, folder: Path) -> None:
+        self.stage, self.folder = stage, folder
+        config = stage.config
+        device = pick_device(config.device).type
+        self.ranks, self.more = world_sizes(config, device)
+        self.exact = device != "cuda" or config.train.deterministic
+        write_json(folder / "settings.json", to_json(override(config, settings(config))))
+
+    def run(self, step_seconds: float) -> None:
+        """All of them. Where one breaks down its check fails, and the others go on."""
+        stage, ranks, folder = self.stage, self.ranks, self.folder
+        many = f"{ranks} processes" if ranks else "one process"
+        say(f"training {STEPS} steps undisturbed on {many}, saving every {EVERY}")
+        digests = self.child(ranks, "train", "undisturbed")["digests"]
+        middle, end = (digests[str(step)] for step in (STEPS - EVERY, STEPS))
+        truth = Undisturbed(losses_of(folder / "undisturbed"), middle, end, self.exact)
+        bytes_saved = bytes_of(published(folder / "undisturbed/checkpoints")[-1])
+
+        loads: list[tuple[int, dict[str, Any]]] = []
+        words, fresh, killing = [], {}, None
+        if ranks:
+            with self.failing("reshard"):
+                say("loading into one process")
+                loads.append((1, self.child(0, "reload", "undisturbed", "one")))
+                words = ["undisturbed" if "refused" in loads[0][1] else "one"]
+        say(f"restoring into {many} that never trained, flipping bits, timing saves")
+        with self.failing("roundtrip", "corrupt_newest"):
+            fresh = self.child(ranks, "fresh", *words)
+            judge_roundtrip(stage, fresh["roundtrip"], truth)
+            judge_flips(stage, fresh["flips"], truth)
+        with self.failing("reshard"):
+            if words and fresh:
+                loads.append((ranks, {"digests": fresh["reloaded"]}))
+                if self.more:
+                    say(f"loading into {self.more} processes")
+                    loads.append((self.more, self.child(self.more, "reload", "again")))
+            judge_reshard(stage, ranks, loads, truth)
+        say(f"killing all of it in a save: {', '.join(MOMENTS)}")
+        with self.failing("killed_while_saving"):
+            killing = Killing(lambda: self.start(ranks, "train", "killed"), folder, "killed", STEPS)
+            judge_kills(stage, killing(), truth)
+        if fresh and killing and killing.kills:
+            step = fresh["costs"]["step_seconds"]["median"] if ranks else step_seconds
+            stage.figures["bytes"] = size
+            stage.figures["world_sizes"] = sorted(
+                {ranks or 1, *(n for n, it in loads if "digests" in it)}
+            )
+            self.conclude(fresh, killing, step)
+
+    def conclude(self, fresh: dict[str, Any], killing: Killing, step_seconds: float) -> None:
+        """The figures, what they mean for the interval, and what was proven."""
+        costs, stage = fresh["costs"], self.stage
+        restarts = sorted((kill.seconds for kill in killing.kills), key=lambda it: it["total"])
+        restart = restarts[len(restarts) // 2]
+        stage.figures |= {
+            **{name: costs[name] for name in ("blocked_seconds", "blocked_first", "save_seconds")},
+            "restart_seconds": restart,
+            "lost_steps": max(kill.lost for kill in killing.kills),
+        }
+        print(
+            f"     a save of {in_units(stage.figures['bytes'])} holds training up for "
+            f"{describe(costs['blocked_seconds'], 1e3, ' ms')}, the first for "
+            f"{1e3 * costs['blocked_first']:.2f} ms; published after "
+            f"{describe(costs['save_seconds'], 1e3, ' ms')}"
+        )
+        print(
+            f"     from kill to the next step {restart['total']:.1f} s: launch and imports "
+            f"{restart['launch']:.1f}, restore {restart['restore']:.1f}, "
+            f"first step {restart['first_step']:.1f}"
+        )
+        judge_interval(stage, stage.figures, step_seconds)
+        if stage.status != "fail":
+            saves = STEPS // EVERY + costs["saves"] + len(killing.kills)
+            print(
+                f"proven with {saves} saves, {len(killing.kills)} kills, {len(fresh['flips'])} "
+                "flipped bits: what was saved comes back, and nothing else does"
+            )
+
+    def child(self, ranks: int, task: str, *words: str) -> dict[str, Any]:
+        """What came of a task of drill.py."""
+        with self.start(ranks, task, *words) as process:
+            processes.finish(process, f"{task} {' '.join(words)}".strip(), PATIENCE)
+        return json.loads((self.folder / f"{task}.json").read_text("utf-8"))
+
+    def start(self, ranks: int, *words: str) -> contextlib.AbstractContextManager:
+        """Processes for a task of drill.py."""
+        return processes.started(ranks, str(self.folder), *words, module=f"{__package__}.drill")
+
+    @contextlib.contextmanager
+    def failing(self, *checks: str) -> Iterator[None]:
+        """Let the checks fail that are not made yet, if something breaks down inside."""
+        try:
+            yield
+        except RankError as error:
+            for name in set(checks) - {check["name"] for check in self.stage.checks}:
+                text = "; ".join(str(error).splitlines()[:3])
+                self.stage.check(name, False, measured=text, wanted="to get that far")
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """What is another in the drill than in the run: a few steps, often saved, no validation."""
+    return {
+        "train.steps": STEPS,
+        "train.log_every": 1,
+        "train.validate_every": 0,
+        "train.validate_samples": config.train.global_batch_size,  # the last step always validates
+        "checkpoint.every": EVERY,
+        "checkpoint.keep": 2,
+        "checkpoint.keep_every": 0,
+        "checkpoint.on_failure": "stop",
+        "profile.every": 0,
+    }
+
+
+def world_sizes(config: Config, device: str) -> tuple[int, int]:
+    """Ranks to train on (0: one plain process), and a third number to load into (0: none)."""
+    if not runs_on_several(config):
+        return 0, 0
+    if device != "cuda":
+        ranks = config.workflow.ranks or 2
+        return ranks, ranks + 1
+    ranks = config.workflow.ranks or (torch.cuda.device_count() if ":" not in config.device else 1)
+    return ranks, ranks // 2 if ranks > 3 else 0
+
+
+def runs_on_several(config: Config) -> bool:
+    """Whether this project can be several processes: its `parallel.setup` refuses if it cannot."""
+    before = os.environ.get("WORLD_SIZE")
+    os.environ["WORLD_SIZE"] = "2"  # as under torchrun; without a RANK no group is joined
+    try:
+        parallel.setup(config.parallel, "cpu")
+    except UserError:
+        return False
+    finally:
+        os.environ.pop("WORLD_SIZE") if before is None else os.environ.update(WORLD_SIZE=before)
+    return True
+
+
+def say(text: str) -> None:
+    """One line, as a part begins."""
+    print(f"     {text}", flush=True)
