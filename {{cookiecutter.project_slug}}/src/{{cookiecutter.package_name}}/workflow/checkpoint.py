@@ -132,10 +132,8 @@ class Drill:
             judge_kills(stage, killing(), truth)
         if fresh and killing and killing.kills:
             step = fresh["costs"]["step_seconds"]["median"] if ranks else step_seconds
-            stage.figures["bytes"] = size
-            stage.figures["world_sizes"] = sorted(
-                {ranks or 1, *(n for n, it in loads if "digests" in it)}
-            )
+            loaded = {size for size, found in loads if "digests" in found}
+            stage.figures |= {"bytes": bytes_saved, "world_sizes": sorted({ranks or 1} | loaded)}
             self.conclude(fresh, killing, step)
 
     def conclude(self, fresh: dict[str, Any], killing: Killing, step_seconds: float) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ def started(
     """`python -m module words`, as one plain process (`ranks` 0) or as `ranks` under torchrun.
 
     `threads` are those of each process (default: the cores shared out). The output goes to `log`,
-    or into a pipe. Whatever happens, nothing of it outlives the block.
+    or into a pipe. Whatever happens, SIGTERM included, nothing of it outlives the block.
     """
     command = [sys.executable, "-m"]
     if ranks:
@@ -39,6 +40,8 @@ def started(
     # Without this the store outlives a restart; see scripts/launch.sh.
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with contextlib.ExitStack() as stack:
+        stopping = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        stack.callback(signal.signal, signal.SIGTERM, stopping)
         output = subprocess.PIPE
         if log:
             output = stack.enter_context(open(log, "w", encoding="utf-8"))
@@ -98,4 +101,7 @@ def wait_until(condition, process: subprocess.Popen[str], what: str, seconds: fl
 
 
 def _end_of(output: str | None) -> str:
-    return ":\n" + "\n".join((output or "").splitlines()[-15:]) if output else ""
+    """The errors that it names, since torchrun says much after them; else the last lines."""
+    lines = (output or "").splitlines()
+    shown = [line for line in lines if re.search("[Ee]rror: ", line)][:3] or lines[-15:]
+    return "\n  ".join([":", *shown]) if shown else ""
