@@ -36,24 +36,29 @@ AT_ONCE = 4  # checkpoints on disk, at the height of the drill
 
 def measure(config: Config) -> int:
     """Measure and judge; 0 when the gate is passed, 1 when it is not."""
-    step_seconds, checkpoint_bytes = from_baseline(config.directory)
+    step_seconds, checkpoint_bytes = from_baseline(config)
     stage = Stage("checkpoint", config)
     with scratch(config.directory, AT_ONCE * checkpoint_bytes) as folder:
         Drill(stage, folder).run(step_seconds)
     return stage.close()
 
 
-def from_baseline(run_dir: Path) -> tuple[float, int]:
+def from_baseline(config: Config) -> tuple[float, int]:
     """Seconds of a step, bytes of a checkpoint; UserError if it is not measured, or damaged."""
-    figures = gates.need_stage(run_dir, "baseline", "checkpoint")["figures"]
+    found = gates.need_stage(config.directory, "baseline", "checkpoint")
+    again = f"measure again with `{gates.command('baseline', config.directory)}`"
+    now = to_json(config)
+    if found["code"] != gates.code_digest() or any(
+        found["settings"].get(part) != now[part] for part in ("model", "data", "train")
+    ):
+        say(f"baseline was measured with other code or settings; to be sure of it, {again}")
     try:
-        # Weights and two moments, in float32.
-        return float(figures["step_seconds"]["median"]), 3 * 4 * int(figures["parameters"])
+        figures = found["figures"]
+        bytes_saved = 3 * 4 * int(figures["parameters"])  # weights and two moments, in float32
+        return float(figures["step_seconds"]["median"]), bytes_saved
     except (KeyError, TypeError, ValueError):
-        raise UserError(
-            f"{gates.stage_file(run_dir, 'baseline')} is damaged (its figures are not whole): "
-            f"measure again with `{gates.command('baseline', run_dir)}`"
-        ) from None
+        path = gates.stage_file(config.directory, "baseline")
+        raise UserError(f"{path} is damaged (its figures are not whole): {again}") from None
 
 
 @contextlib.contextmanager
