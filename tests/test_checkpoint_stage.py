@@ -327,6 +327,19 @@ def test_it_needs_a_whole_baseline(on_one: Stand) -> None:
         on_one()
 
 
+def test_an_old_baseline_is_told(on_one: Stand, capsys: pytest.CaptureFixture[str]) -> None:
+    override = on_one.project.module("config").override
+    for changes, old in (
+        ({}, False),
+        ({"checkpoint.every": 7, "workflow.ranks": 1}, False),
+        ({"train.micro_batch_size": 2}, True),
+        ({"model.width": 64}, True),
+    ):
+        capsys.readouterr()
+        on_one.checkpoint.from_baseline(override(on_one.config, changes))
+        assert ("measured with other code or settings" in capsys.readouterr().out) == old
+
+
 def test_a_full_disk_is_told_before(on_one: Stand) -> None:
     usage = SimpleNamespace(free=1_000_000)
     on_one.patch.setattr(shutil, "disk_usage", lambda path: usage)

@@ -40,6 +40,8 @@ FILES = {
     *(f"{PACKAGE}/workflow/{n}.py" for n in ("scale", "scale_worker", "sizing")),
     *(f"{PACKAGE}/workflow/{n}.py" for n in ("allocations", "noise")),
     *(f"{PACKAGE}/{n}.py" for n in ("workflow/diagnosis", "engine/traces")),
+    *(f"{PACKAGE}/workflow/{n}.py" for n in ("checkpoint", "drill", "interval")),
+    *(f"{PACKAGE}/workflow/{n}.py" for n in ("judging", "killing")),
     *(f"{PACKAGE}/workflow/report.{ending}" for ending in ("py", "html")),
     *(f"{PACKAGE}/engine/{n}.py" for n in ("__init__", "commands", "companions", "compilation")),
     *(f"{PACKAGE}/engine/{n}.py" for n in ("control", "fingerprint", "flops")),
