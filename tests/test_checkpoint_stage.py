@@ -80,8 +80,10 @@ class Stand:
         content = self.gates.read_stage(self.run_dir, "checkpoint")
         assert code == (content["status"] == "fail")
         assert not (self.run_dir / "workflow/.drill").exists()
-        self.figures, self.advice = content["figures"], content["advice"]
-        return {check["name"]: check for check in content["checks"]}
+        self.figures = content["figures"]
+        checks = {check["name"]: check for check in content["checks"]}
+        assert len(content["checks"]) == len(checks) == 4
+        return checks
 
 
 @pytest.fixture
@@ -113,13 +115,11 @@ def test_it_passes_on_two_ranks(on_many: Stand, capsys: pytest.CaptureFixture[st
     figures = on_many.figures
     assert figures["world_sizes"] == [1, 2, 3]
     assert figures["bytes"] > 12 * 20_000
-    # The next save may be under way for some steps, but never for more than to the one after it.
-    assert 0 < figures["lost_steps"] < 2 * on_many.drill.EVERY
+    # Training goes on while a save is under way, but not beyond the next one.
+    assert on_many.drill.EVERY <= figures["lost_steps"] <= 2 * on_many.drill.EVERY
     parts = [figures["restart_seconds"][part] for part in ("launch", "restore", "first_step")]
     assert min(parts) > 0 and sum(parts) == pytest.approx(figures["restart_seconds"]["total"])
-    assert figures["blocked_seconds"]["median"] < figures["save_seconds"]["median"]
     assert figures["interval_seconds"] >= figures["save_seconds"]["median"]
-    assert any("--checkpoint.every" in text for text in on_many.advice)
     assert "proven with" in capsys.readouterr().out
 
 
@@ -181,7 +181,7 @@ def test_a_restore_that_fails_fails_the_checks_that_hang_on_it(on_one: Stand) ->
     assert on_one.figures == {}
 
 
-@pytest.mark.parametrize("fault", ["none", "differs", "refused"])
+@pytest.mark.parametrize("fault", ["none", "differs", "refused", "breaks"])
 def test_resharding_is_judged(on_many: Stand, fault: str) -> None:
     """The chain of world sizes in one process, which shows how it is judged."""
     on_many.in_this_process()
@@ -197,15 +197,21 @@ def test_resharding_is_judged(on_many: Stand, fault: str) -> None:
             raise on_many.project.module("engine").UserError("it does not fit")
         return setup(config, world)
 
-    if fault == "differs":
+    def break_down(*arguments: str) -> None:
+        raise on_many.project.module("engine.control").RankError("it broke")
+
+    if fault == "breaks":
+        on_many.patch.setattr(on_many.drill, "reload", break_down)
+    elif fault == "differs":
         on_many.patch.setattr(on_many.drill, "load_into", load_another)
     elif fault == "refused":
         on_many.patch.setattr(on_many.drill, "setup", refuse)
     checks = on_many()
-    wanted = {"none": "pass", "differs": "fail", "refused": "not_measured"}[fault]
+    wanted = {"none": "pass", "refused": "not_measured"}.get(fault, "fail")
     assert checks["reshard"]["status"] == wanted
     assert checks["roundtrip"]["status"] == checks["corrupt_newest"]["status"] == "pass"
-    said = {"none": "to the bit", "differs": "on 3: 1 tensors differ", "refused": "does not fit"}
+    said = {"none": "to the bit", "differs": "on 3: 1 tensors differ", "breaks": "it broke"}
+    said["refused"] = "it does not fit"
     assert said[fault] in checks["reshard"]["measured"]
 
 

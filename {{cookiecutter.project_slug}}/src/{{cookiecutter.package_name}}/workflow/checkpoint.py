@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +131,13 @@ class Drill:
                 if self.more:
                     say(f"loading into {self.more} processes")
                     loads.append((self.more, self.child(self.more, "reload", "again")))
-            judge_reshard(stage, ranks, loads, truth)
+            if loads or not ranks:  # else it has failed already
+                judge_reshard(stage, ranks, loads, truth)
         say(f"killing all of it in a save: {', '.join(MOMENTS)}")
         with self.failing("killed_while_saving"):
-            killing = Killing(lambda: self.start(ranks, "train", "killed"), folder, "killed", STEPS)
-            judge_kills(stage, killing(), truth)
+            launch = partial(self.start, ranks, "train", "killed")
+            killing = Killing(launch, folder, "killed", STEPS)()
+            judge_kills(stage, killing, truth)
         if fresh and killing and killing.kills:
             step = fresh["costs"]["step_seconds"]["median"] if ranks else step_seconds
             loaded = {size for size, found in loads if "digests" in found}
