@@ -135,7 +135,7 @@ def test_it_passes_in_one_process(on_one: Stand) -> None:
         "reshard": "not_measured",
         "killed_while_saving": "pass",
     }
-    assert "one process" in checks["reshard"]["measured"]
+    assert "rendered for one" in checks["reshard"]["measured"]
     assert on_one.figures["world_sizes"] == [1]
 
 
@@ -213,6 +213,26 @@ def test_resharding_is_judged(on_many: Stand, fault: str) -> None:
     said = {"none": "to the bit", "differs": "on 3: 1 tensors differ", "breaks": "it broke"}
     said["refused"] = "it does not fit"
     assert said[fault] in checks["reshard"]["measured"]
+
+
+def test_which_world_sizes_there_can_be(
+    on_one: Stand, on_many: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    override = on_many.project.module("config").override
+    for gpus, ranks, sizes in (
+        (0, 0, (2, 3)),
+        (0, 1, (0, 0)),
+        (0, 4, (4, 5)),
+        (1, 0, (0, 0)),
+        (2, 0, (2, 0)),
+        (8, 0, (8, 4)),
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        kind = "cuda" if gpus else "cpu"
+        config = override(on_many.config, {"workflow.ranks": ranks, "device": kind})
+        *found, why = on_many.checkpoint.world_sizes(config, kind)
+        assert tuple(found) == sizes and bool(why) == (sizes == (0, 0))
+    assert on_one.checkpoint.world_sizes(on_one.config, "cpu")[:2] == (0, 0)
 
 
 @pytest.mark.parametrize(

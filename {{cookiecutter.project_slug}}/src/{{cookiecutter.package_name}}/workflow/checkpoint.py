@@ -7,7 +7,6 @@ touched. What goes on in processes of its own is in drill.py, the killing in kil
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 
-from .. import parallel
 from ..config import Config
 from ..engine import UserError
 from ..engine.control import HostGroup, RankError, pick_device
@@ -31,6 +29,7 @@ from .interval import judge_interval
 from .judging import Undisturbed, judge_flips, judge_kills, judge_reshard, judge_roundtrip
 from .killing import MOMENTS, PATIENCE, Killing, losses_of
 from .measuring import describe
+from .scale import refusal
 
 AT_ONCE = 4  # checkpoints on disk, at the height of the drill
 
@@ -99,8 +98,8 @@ class Drill:
         self.stage, self.folder = stage, folder
         config = stage.config
         device = pick_device(config.device).type
-        self.ranks, self.more = world_sizes(config, device)
-        self.exact = device != "cuda" or config.train.deterministic
+        self.ranks, self.more, self.why_one = world_sizes(config, device)
+        self.exact = device == "cpu" or config.train.deterministic
         write_json(folder / "settings.json", to_json(override(config, settings(config))))
 
     def run(self, step_seconds: float) -> None:
@@ -132,7 +131,7 @@ class Drill:
                     say(f"loading into {self.more} processes")
                     loads.append((self.more, self.child(self.more, "reload", "again")))
             if loads or not ranks:  # else it has failed already
-                judge_reshard(stage, ranks, loads, truth)
+                judge_reshard(stage, ranks, loads, truth, self.why_one)
         say(f"killing all of it in a save: {', '.join(MOMENTS)}")
         with self.failing("killed_while_saving"):
             launch = partial(self.start, ranks, "train", "killed")
@@ -209,28 +208,16 @@ def settings(config: Config) -> dict[str, Any]:
     }
 
 
-def world_sizes(config: Config, device: str) -> tuple[int, int]:
-    """Ranks to train on (0: one plain process), and a third number to load into (0: none)."""
-    if not runs_on_several(config):
-        return 0, 0
-    if device != "cuda":
-        ranks = config.workflow.ranks or 2
-        return ranks, ranks + 1
-    ranks = config.workflow.ranks or (torch.cuda.device_count() if ":" not in config.device else 1)
-    return ranks, ranks // 2 if ranks > 3 else 0
-
-
-def runs_on_several(config: Config) -> bool:
-    """Whether this project can be several processes: its `parallel.setup` refuses if it cannot."""
-    before = os.environ.get("WORLD_SIZE")
-    os.environ["WORLD_SIZE"] = "2"  # as under torchrun; without a RANK no group is joined
-    try:
-        parallel.setup(config.parallel, "cpu")
-    except UserError:
-        return False
-    finally:
-        os.environ.pop("WORLD_SIZE") if before is None else os.environ.update(WORLD_SIZE=before)
-    return True
+def world_sizes(config: Config, device: str) -> tuple[int, int, str]:
+    """Ranks to train on, and a third number to load into (0: none); or 0, 0, why one process."""
+    gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 1
+    ranks = config.workflow.ranks or {"cpu": 2, "cuda": gpus}.get(device, 1)
+    if ranks == 1:
+        return 0, 0, "one process was asked for, or there is one device here"
+    if why := refusal(config, ranks):
+        return 0, 0, why
+    more = ranks + 1 if device == "cpu" else ranks // 2
+    return ranks, 0 if more == 1 or refusal(config, more) else more, ""
 
 
 def say(text: str) -> None:

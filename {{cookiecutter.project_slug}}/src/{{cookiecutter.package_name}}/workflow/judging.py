@@ -75,11 +75,15 @@ def judge_roundtrip(stage: Stage, found: dict[str, Any], truth: Undisturbed) -> 
 
 
 def judge_reshard(
-    stage: Stage, saved_by: int, loads: list[tuple[int, dict[str, Any]]], truth: Undisturbed
+    stage: Stage,
+    saved_by: int,
+    loads: list[tuple[int, dict[str, Any]]],
+    truth: Undisturbed,
+    why_one: str,
 ) -> None:
     """Loaded by other world sizes, one after the other, each from what the one before saved.
 
-    `saved_by` is 0 where there can be but one process.
+    `saved_by` is 0 where there can be but one process; `why_one` says why.
     """
     loaded = [(ranks, found["digests"]) for ranks, found in loads if "digests" in found]
     refused = [
@@ -92,9 +96,9 @@ def judge_reshard(
     ]
     others = any(ranks != saved_by for ranks, _ in loaded)
     if not saved_by:
-        measured = "this project runs as one process (parallelism=single)"
+        measured = why_one
     elif not others:
-        measured = "; ".join(refused) or "there is but one GPU for it here"
+        measured = "; ".join(refused)
     else:
         chain = " -> ".join(map(str, (saved_by, *(ranks for ranks, _ in loaded))))
         text = "; ".join(wrong) or f"{len(truth.end)} tensors the same to the bit"
