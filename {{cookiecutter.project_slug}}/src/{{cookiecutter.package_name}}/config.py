@@ -12,6 +12,7 @@ from .engine import UserError
 from .engine.compilation import CompileConfig
 from .engine.profiling import ProfileConfig
 from .engine.settings import from_json, override
+from .engine.tracker import TrackerConfig
 from .model import PRESETS, ModelConfig
 from .optim import OptimConfig
 from .parallel import ParallelConfig
@@ -93,6 +94,8 @@ class Config(Place):
     """Refuse weights to start from that lack a tensor or have one too many."""
     device: str = "auto"
     """auto (a GPU where there is one), cpu, cuda, cuda:1, mps."""
+    track: bool = True
+    """Hand the log to the tracker, too."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -102,6 +105,7 @@ class Config(Place):
     compile: CompileConfig = field(default_factory=CompileConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     workflow: WorkflowConfig = field(default_factory=WorkflowConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
         """Check what only the whole can tell (UserError)."""
@@ -123,4 +127,5 @@ def load(path: Path) -> Config:
     """The settings of a saved config.json, without what belongs to that run alone."""
     of_that_run = ("name", "run_dir", "fresh", "init_from", "init_strict")
     # A run of another answer has other settings there, which change nothing of what is computed.
-    return from_json(Config(), path, leave_out=of_that_run, lenient=("parallel", "checkpoint"))
+    lenient = ("parallel", "checkpoint", "tracker")
+    return from_json(Config(), path, leave_out=of_that_run, lenient=lenient)

@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from .profiling import Profiler
+from .tracking import Tracking
 
 
 def companions(state: Any, directory: Path) -> Iterator[Any]:
     """Those that the settings ask for: context managers, called after a step as an observer is."""
     config = state.config
+    if config.track and state.world.rank == 0:
+        yield Tracking(config, directory, state.step)
     if config.profile.every:
         yield Profiler(config.profile, directory / "traces", state)

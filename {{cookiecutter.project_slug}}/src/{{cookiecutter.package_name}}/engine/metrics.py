@@ -120,6 +120,7 @@ class Journal:
             "lr": state.optimizer.param_groups[0]["lr"],
             "grad_norm": norm,
             "skipped_steps": bad,
+            "time": time.time(),
         }
         if self.tokens:
             record["tokens_per_second"] = rate * self.tokens

@@ -165,7 +165,7 @@ def _cpu_name() -> str:
 
 def _that_matter(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings without those that change no measurement."""
-    left_out = {"name", "run_dir", "fresh", "init_from", "init_strict", "tracker"}
+    left_out = {"name", "run_dir", "fresh", "init_from", "init_strict", "track", "tracker"}
     kept = {name: value for name, value in settings.items() if name not in left_out}
     of_workflow = {k: v for k, v in kept["workflow"].items() if k not in ("go_on", "again")}
     return {**kept, "workflow": of_workflow}

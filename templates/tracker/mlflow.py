@@ -1,0 +1,100 @@
+"""MLflow: by default a SQLite file beside the runs, for `mlflow ui`; or a server."""
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import UserError
+
+STATUS = {"running": "RUNNING", "preempted": "KILLED", "failed": "FAILED"}
+
+
+@dataclass(frozen=True)
+class TrackerConfig:
+    """Logging to MLflow."""
+
+    uri: str | None = None
+    """Server or database (default: MLFLOW_TRACKING_URI, else mlflow.db beside the run's folder)."""
+    experiment: str = __package__.split(".")[0]
+
+    def __post_init__(self) -> None:
+        """Check the values (UserError)."""
+        if self.uri and "@" in self.uri.partition("://")[2].partition("/")[0]:
+            raise UserError(
+                "--tracker.uri is saved with the run, so no user and password belong there: put it "
+                "into MLFLOW_TRACKING_URI, or them into MLFLOW_TRACKING_USERNAME and _PASSWORD"
+            )
+
+
+class Tracker:
+    """The log of a run; lines up to `logged` are in it.
+
+    MLflow takes nothing back: of steps that were rolled back the first figures stay, and of
+    parameters the first values (the artifact config.json has the newest).
+    """
+
+    def __init__(
+        self, config: TrackerConfig, run_dir: Path, settings: dict[str, Any], step: int, status: str
+    ) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # or each table it makes is told
+        from mlflow.entities import Metric, Param
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+
+        self.metric, self.status = Metric, status
+        home = run_dir.resolve().parent
+        uri = config.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        artifacts = None if uri else (home / "mlflow-artifacts").as_uri()
+        self.client = MlflowClient(uri or f"sqlite:///{home / 'mlflow.db'}")
+        note = run_dir / "mlflow.json"
+        run = None
+        if note.exists():
+            with contextlib.suppress(MlflowException):  # it is another store's
+                run = self.client.get_run(json.loads(note.read_text("utf-8"))["id"])
+        if run is None:
+            experiment = self._experiment(config.experiment, artifacts)
+            run = self.client.create_run(experiment, run_name=run_dir.name)
+            note.write_text(json.dumps({"id": run.info.run_id}) + "\n", "utf-8")
+            params = [Param(name, str(value)) for name, value in _flatten(settings)]
+            for start in range(0, len(params), 100):
+                self.client.log_batch(run.info.run_id, params=params[start : start + 100])
+        self.id = run.info.run_id
+        if status == "running":
+            self.client.update_run(self.id, "RUNNING")
+            self.client.log_dict(self.id, settings, "config.json")
+        batch = settings["train"]["global_batch_size"]
+        self.logged = int(run.data.metrics.get("samples", 0)) // batch
+
+    def scalars(self, step: int, values: dict[str, float], time: float) -> None:
+        """Log the line of a step, taken at `time` (seconds since 1970)."""
+        at = int(time * 1e3)
+        metrics = [self.metric(name, value, at, step) for name, value in values.items()]
+        self.client.log_batch(self.id, metrics=metrics)
+
+    def file(self, path: Path) -> None:
+        """Keep a copy of a file among the run's artifacts."""
+        self.client.log_artifact(self.id, str(path))
+
+    def close(self, status: str) -> None:
+        """End the log, with a word on how the run stands."""
+        if status != self.status:
+            self.client.set_terminated(self.id, STATUS.get(status, "FINISHED"))
+
+    def _experiment(self, name: str, artifacts: str | None) -> str:
+        if found := self.client.get_experiment_by_name(name):
+            return found.experiment_id
+        return self.client.create_experiment(name, artifact_location=artifacts)
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

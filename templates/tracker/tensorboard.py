@@ -1,0 +1,59 @@
+"""TensorBoard: event files in RUN_DIR/tensorboard, for `tensorboard --logdir runs`."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TrackerConfig:
+    """Logging to TensorBoard: nothing to set."""
+
+
+class Tracker:
+    """The log of a run, cut off behind `step`; lines up to `logged` are in it.
+
+    It holds float32. Of a file TensorBoard can but tell where it lies.
+    """
+
+    def __init__(
+        self, config: TrackerConfig, run_dir: Path, settings: dict[str, Any], step: int, status: str
+    ) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = run_dir / "tensorboard"
+        self.note, self.status = folder / "logged.json", status
+        known: dict[str, Any] = {}
+        if self.note.exists():
+            known = json.loads(self.note.read_text("utf-8") or "{}")
+        self.logged = min(step, known.get("step", 0))
+        self.settings = settings
+        # A reader drops what it has found of this step and later ones, in the files before.
+        self.writer = SummaryWriter(folder, purge_step=self.logged + 1)
+        if known.get("settings") != settings:
+            text = json.dumps(settings, indent=2).replace("\n", "\n    ")
+            self.writer.add_text("config", f"    {text}", 0)  # indented, it is code to Markdown
+        self._flush(self.logged)
+
+    def scalars(self, step: int, values: dict[str, float], time: float) -> None:
+        """Log the line of a step, taken at `time` (seconds since 1970)."""
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step, walltime=time)
+        self._flush(step)
+
+    def file(self, path: Path) -> None:
+        """Tell where a file lies."""
+        self.writer.add_text(path.name, str(path.resolve()), self.logged)
+
+    def close(self, status: str) -> None:
+        """End the log, with a word on how the run stands."""
+        if status != self.status:
+            self.writer.add_text("status", status, self.logged)
+        self.writer.close()
+
+    def _flush(self, step: int) -> None:
+        """Have on disk what is logged, since a run may be killed, and then note that it is."""
+        self.writer.flush()
+        self.logged = step
+        self.note.write_text(json.dumps({"step": step, "settings": self.settings}), "utf-8")

@@ -1,0 +1,71 @@
+"""Weights & Biases: offline, without an account, below RUN_DIR/wandb, or straight to a server."""
+
+import json
+import shutil
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class TrackerConfig:
+    """Logging to Weights & Biases; the key comes from `wandb login` or WANDB_API_KEY."""
+
+    mode: Literal["offline", "online"] = "offline"
+    """offline: for `wandb sync` to send, some day or never."""
+    project: str = __package__.split(".")[0]
+    entity: str | None = None
+    """The team or user that the project belongs to."""
+
+
+class Tracker:
+    """The log of a run; lines up to `logged` are in it.
+
+    What is offline cannot be gone on with (one `wandb sync` of a run replaces the one before), so
+    each start writes it anew and whole; at the end only the newest is left. On a server nothing can
+    be taken back: of steps that were rolled back the first figures stay.
+    """
+
+    def __init__(
+        self, config: TrackerConfig, run_dir: Path, settings: dict[str, Any], step: int, status: str
+    ) -> None:
+        import wandb
+
+        note = run_dir / "wandb.json"
+        if not note.exists():
+            note.write_text(json.dumps({"id": uuid.uuid4().hex[:12]}) + "\n", "utf-8")
+        name = json.loads(note.read_text("utf-8"))["id"]
+        # Without a key it would ask for one, and training would wait.
+        if config.mode == "online" and not wandb.login(prompt=False):
+            raise RuntimeError("--tracker.mode online needs `wandb login` first")
+        self.older = set((run_dir / "wandb").glob(f"offline-run-*-{name}"))
+        self.run = wandb.init(
+            project=config.project,
+            entity=config.entity,
+            id=name,
+            name=run_dir.name,
+            dir=run_dir,
+            mode=config.mode,
+            resume="allow",
+            settings=wandb.Settings(console="off", silent=True, init_timeout=20, finish_timeout=15),
+        )
+        self.run.config.update(settings, allow_val_change=True)
+        self.logged = self.run.starting_step - 1
+
+    def scalars(self, step: int, values: dict[str, float], time: float) -> None:
+        """Log the line of a step, taken at `time` (seconds since 1970)."""
+        self.run.log({**values, "_timestamp": time}, step=step, commit=True)
+
+    def file(self, path: Path) -> None:
+        """Put a copy of a file among those of the run."""
+        copy = shutil.copy(path, self.run.dir)
+        self.run.save(copy, base_path=self.run.dir, policy="now")
+
+    def close(self, status: str) -> None:
+        """End the log, with a word on how the run stands."""
+        folder = Path(self.run.dir).parent
+        self.run.summary["status"] = status
+        self.run.finish(exit_code=int(status == "failed"))
+        for older in self.older - {folder}:
+            shutil.rmtree(older)
