@@ -16,8 +16,39 @@ from conftest import PROJECT, ROOT, bake, bake_cli, copy_template
 
 pytestmark = pytest.mark.xdist_group("render")  # one worker: they share the renders
 QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
-CHOICES = {name: QUESTIONS[name] for name in ("license", "task", "parallelism", "checkpoint")}
-PRODUCT = [dict(zip(CHOICES, v, strict=True)) for v in itertools.product(*CHOICES.values())]
+CHOICES = {
+    name: QUESTIONS[name] for name in ("license", "task", "parallelism", "checkpoint", "tracker")
+}
+Answers = tuple[str, ...]
+
+
+def pairs(answers: Answers) -> set[tuple[tuple[int, str], ...]]:
+    """Every two of the answers."""
+    return set(itertools.combinations(enumerate(answers), 2))
+
+
+def choose_renders() -> list[Answers]:
+    """Answers to render: not the whole product, but whatever two answers may do to each other.
+
+    All neighbours of the defaults (one answer changed); every task with every parallelism and
+    every checkpoint, whose licence and tracker are those that bring the most new pairs.
+    """
+    default = tuple(answers[0] for answers in CHOICES.values())
+    chosen = dict.fromkeys(
+        (*default[:place], answer, *default[place + 1 :])
+        for place, answers in enumerate(CHOICES.values())
+        for answer in answers
+    )
+    found = set().union(*map(pairs, chosen))
+    for core in itertools.product(*(CHOICES[n] for n in ("task", "parallelism", "checkpoint"))):
+        varied = [(a, *core, b) for a in CHOICES["license"] for b in CHOICES["tracker"]]
+        best = max(varied, key=lambda answers: len(pairs(answers) - found))
+        chosen[best] = None
+        found |= pairs(best)
+    return list(chosen)
+
+
+RENDERS = choose_renders()
 PACKAGE = "src/my_training_run"
 # The files of a question: what may differ when only its answer does.
 OWN = {
@@ -25,6 +56,7 @@ OWN = {
     "task": {f"{PACKAGE}/{name}.py" for name in ("model", "data", "infer", "engine/formats")},
     "parallelism": {f"{PACKAGE}/parallel.py", "tests/test_ranks.py"},
     "checkpoint": {f"{PACKAGE}/checkpoint.py"},
+    "tracker": {f"{PACKAGE}/engine/tracker.py"},
 }
 EVERYWHERE = {"pyproject.toml", "README.md", ".cookiecutter.json"}
 FILES = {
@@ -54,6 +86,7 @@ FILES = {
         for n in ("profiling", "reading", "rundir", "sampling", "settings")
     ),
     *(f"{PACKAGE}/engine/{n}.py" for n in ("snapshots", "staging", "state", "travel")),
+    *(f"{PACKAGE}/engine/{n}.py" for n in ("tracker", "tracking")),
 }
 
 
@@ -64,17 +97,27 @@ def tree(root: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="session")
-def renders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Path]:
-    """The whole product of answers."""
+def renders(tmp_path_factory: pytest.TempPathFactory) -> dict[Answers, Path]:
+    """Projects by their answers."""
     out = tmp_path_factory.mktemp("renders")
     return {
-        tuple(answers.values()): bake(out / "-".join(answers.values()), **answers)
-        for answers in PRODUCT
+        answers: bake(out / "-".join(answers), **dict(zip(CHOICES, answers, strict=True)))
+        for answers in RENDERS
     }
 
 
-def test_every_combination_has_exactly_its_files(renders: dict[tuple[str, ...], Path]) -> None:
-    for (license, _, parallelism, _), project in renders.items():
+def test_any_two_answers_are_rendered_together() -> None:
+    wanted = {
+        ((i, a), (j, b))
+        for (i, these), (j, those) in itertools.combinations(enumerate(CHOICES.values()), 2)
+        for a, b in itertools.product(these, those)
+    }
+    assert set().union(*map(pairs, RENDERS)) == wanted
+    assert {core[1:4] for core in RENDERS} == set(itertools.product(*list(CHOICES.values())[1:4]))
+
+
+def test_every_render_has_exactly_its_files(renders: dict[Answers, Path]) -> None:
+    for (license, _, parallelism, *_), project in renders.items():
         wanted = set(FILES)
         if license == "none":
             wanted.remove("LICENSE")
@@ -83,7 +126,7 @@ def test_every_combination_has_exactly_its_files(renders: dict[tuple[str, ...], 
         assert set(tree(project)) == wanted, project
 
 
-def test_every_file_is_valid(renders: dict[tuple[str, ...], Path]) -> None:
+def test_every_file_is_valid(renders: dict[Answers, Path]) -> None:
     for project in renders.values():
         for name, content in tree(project).items():
             text = content.decode("utf-8")
@@ -103,7 +146,7 @@ def test_every_file_is_valid(renders: dict[tuple[str, ...], Path]) -> None:
 
 
 def test_the_stamp_is_the_version_and_the_answers_only(
-    renders: dict[tuple[str, ...], Path], tmp_path: Path
+    renders: dict[Answers, Path], tmp_path: Path
 ) -> None:
     questions = [name for name in QUESTIONS if not name.startswith("_")]
     version = QUESTIONS["_template_version"]
@@ -121,7 +164,7 @@ def test_the_stamp_is_the_version_and_the_answers_only(
     assert newest and newest[1] == version, "CHANGELOG.md begins with the version of the template"
 
 
-def test_every_render_is_linted_and_formatted(renders: dict[tuple[str, ...], Path]) -> None:
+def test_every_render_is_linted_and_formatted(renders: dict[Answers, Path]) -> None:
     root = next(iter(renders.values())).parents[1]
     for command in (["check"], ["format", "--check"]):
         command = [sys.executable, "-m", "ruff", *command, "--no-cache", str(root)]
@@ -129,19 +172,37 @@ def test_every_render_is_linted_and_formatted(renders: dict[tuple[str, ...], Pat
         assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
 
-def test_another_answer_changes_its_own_files_only(renders: dict[tuple[str, ...], Path]) -> None:
+def test_another_answer_changes_its_own_files_only(renders: dict[Answers, Path]) -> None:
+    """A question's own files follow from its answer alone, all others from none."""
+    contents: dict[tuple[str, str], set[bytes | None]] = {}
     trees = {answers: tree(project) for answers, project in renders.items()}
-    for i, question in enumerate(CHOICES):
-        for answers, content in trees.items():
-            for answer in CHOICES[question]:
-                other = trees[*answers[:i], answer, *answers[i + 1 :]]
-                names = content.keys() | other.keys()
-                changed = {name for name in names if content.get(name) != other.get(name)}
-                assert changed <= OWN[question] | EVERYWHERE, (answers, answer)
-                assert changed or answer == answers[i], "the answer changes nothing"
+    owners = {name: place for place, own in enumerate(OWN.values()) for name in own}
+    for answers, files in trees.items():
+        for name in FILES - EVERYWHERE:
+            answer = answers[owners[name]] if name in owners else ""
+            contents.setdefault((name, answer), set()).add(files.get(name))
+    assert {key for key, found in contents.items() if len(found) > 1} == set()
+    for question, answers in CHOICES.items():
+        for one, other in itertools.combinations(answers, 2):
+            differing = [n for n in OWN[question] if contents[n, one] != contents[n, other]]
+            assert differing, f"{one} and {other} are the same"
 
 
-def test_all_answers_export_the_same_names(renders: dict[tuple[str, ...], Path]) -> None:
+def test_neighbours_differ_in_what_an_update_may_touch(renders: dict[Answers, Path]) -> None:
+    default = RENDERS[0]
+    for place, question in enumerate(CHOICES):
+        for answer in CHOICES[question]:
+            here, there = (
+                tree(renders[answers])
+                for answers in (default, (*default[:place], answer, *default[place + 1 :]))
+            )
+            names = here.keys() | there.keys()
+            changed = {name for name in names if here.get(name) != there.get(name)}
+            assert changed <= OWN[question] | EVERYWHERE, answer
+            assert bool(changed & OWN[question]) == (answer != default[place])
+
+
+def test_all_answers_export_the_same_names(renders: dict[Answers, Path]) -> None:
     """The names that the rest imports have the same signature in every answer's file."""
     imported: dict[str, set[str]] = {}
     task = {f"{PACKAGE}/{name}.py" for name in ("data", "infer")}  # between them, their business
@@ -163,7 +224,7 @@ def test_all_answers_export_the_same_names(renders: dict[tuple[str, ...], Path])
                 and isinstance(node.value, ast.Name)
                 and node.value.id == "parallel"
             )
-    for question in ("task", "parallelism", "checkpoint"):
+    for question in ("task", "parallelism", "checkpoint", "tracker"):
         for name in OWN[question]:
             module = Path(name).stem
             found = set()
@@ -225,15 +286,16 @@ def test_every_branch_of_the_template_is_rendered_and_left_out(tmp_path: Path) -
 
     seen: dict[str, int] = dict.fromkeys(markers, 0)
     conditional_names: dict[str, int] = {}
-    for i, answers in enumerate(PRODUCT):
-        files = tree(bake(tmp_path / str(i), template=template, **answers))
+    for i, answers in enumerate(RENDERS):
+        given = dict(zip(CHOICES, answers, strict=True))
+        files = tree(bake(tmp_path / str(i), template=template, **given))
         for name in files:
             conditional_names[name] = conditional_names.get(name, 0) + 1
         for marker in set(re.findall(rb"@branch-\d+@", b"".join(files.values()))):
             seen[marker.decode()] += 1
     for marker, count in seen.items():
-        assert 0 < count < len(PRODUCT), f"{markers[marker]}: in {count} of {len(PRODUCT)} renders"
-    assert {n for n, count in conditional_names.items() if count < len(PRODUCT)} == {
+        assert 0 < count < len(RENDERS), f"{markers[marker]}: in {count} of {len(RENDERS)} renders"
+    assert {n for n, count in conditional_names.items() if count < len(RENDERS)} == {
         "LICENSE",
         "tests/test_ranks.py",
     }
@@ -267,7 +329,7 @@ def test_template_python_is_python() -> None:
         assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
 
-def test_the_core_stays_small(renders: dict[tuple[str, ...], Path]) -> None:
+def test_the_core_stays_small(renders: dict[Answers, Path]) -> None:
     for project in renders.values():
         core = {path.name: path.read_text("utf-8") for path in (project / PACKAGE).glob("*.py")}
         lines = {name: text.count("\n") for name, text in core.items()}
