@@ -39,12 +39,24 @@ _WINDOWS = re.compile("con|prn|aux|nul|(com|lpt)[0-9]")
 # name would replace a requirement or a command, as a package it would hide a module.
 _INSTALLED = set(
     """
-    activate cfgv cloudpickle colorama distlib docstring_parser f2py filelock fsspec functorch
-    identify identify_cli iniconfig isympy jinja2 joblib markupsafe mpmath narwhals networkx nodeenv
-    numpy numpy_config nvidia packaging pil pillow pip pip3 platformdirs pluggy pre_commit py
-    pygmentize pygments pytest python python3 python_discovery pyyaml ruff safetensors scikit_learn
-    scipy setuptools sklearn sympy threadpoolctl torch torchfrtrace torchgen torchrun tqdm triton
-    typeguard typing_extensions tyro virtualenv yaml
+    absl absl_py activate alembic annotated_doc annotated_types anyio cachetools certifi cffi
+    cffi_gen_src cfgv charset_normalizer click cloudpickle colorama contourpy coreweave_evaluations
+    cryptography cwevals cycler databricks databricks_sdk dateutil distlib distro docstring_parser
+    dotenv f2py fastapi filelock fonttools fsspec functorch git gitdb gitpython google google_auth
+    googleapis_common_protos grpc grpcio h11 httpcore httpx identify identify_cli idna
+    importlib_metadata iniconfig isympy jinja2 joblib kiwisolver mako mako_render markdown
+    markdown_py markupsafe matplotlib mlflow mlflow_skinny mpl_toolkits mpmath narwhals networkx
+    nodeenv normalizer numpy numpy_config nvidia opentelemetry opentelemetry_api
+    opentelemetry_exporter_http_transport opentelemetry_exporter_otlp_common
+    opentelemetry_exporter_otlp_proto_common opentelemetry_exporter_otlp_proto_http
+    opentelemetry_proto opentelemetry_sdk opentelemetry_semantic_conventions packaging pil pillow
+    pip pip3 platformdirs pluggy pre_commit protobuf py pyasn1 pyasn1_modules pycparser pydantic
+    pydantic_core pyftmerge pyftsubset pygmentize pygments pylab pyparsing pytest python python3
+    python_dateutil python_discovery python_dotenv pyyaml requests ruff safetensors scikit_learn
+    scipy setuptools sklearn smmap sniffio sqlalchemy sqlformat sqlparse starlette sympy tensorboard
+    tensorboard_data_server threadpoolctl torch torchfrtrace torchgen torchrun tqdm triton ttx
+    typeguard typing_extensions typing_inspection tyro tzdata urllib3 uvicorn virtualenv wandb wb
+    werkzeug xxhash yaml zipp
     """.split()  # noqa: SIM905 (as a list it would take a line for each)
 )
 

@@ -209,16 +209,15 @@ def test_its_log_is_the_journal(home: Path, tracker: str) -> None:
         assert found.status() == "finished"
         assert found.learning_rates() == [config.optim.learning_rate]
 
-        changed = train(project, "life", 7, optim__learning_rate=1e-4)
+        train(project, "life", 7, optim__learning_rate=1e-4)
         found = read(run_dir)
         same({7: found.lines()[7]}, {7: journal(run_dir)[7]}, read.precision)
         assert found.learning_rates()[-1] == 1e-4
 
-        report = run_dir.resolve() / "report.html"
-        report.write_text("<p>All is well.</p>\n", "utf-8")
-        project.module("engine.tracking").log_report(run_dir, changed, report)
+        project("report", "--run-dir", str(run_dir))
         found = read(run_dir)
-        assert found.has(report) and found.status() == "finished"
+        assert found.has(run_dir.resolve() / "report.html") and found.status() == "finished"
+        assert found.learning_rates() in ([1e-4], [config.optim.learning_rate, 1e-4])
         assert list(found.lines()) == [1, 2, 3, 4, 5, 6, 7]
 
 
@@ -364,17 +363,23 @@ def test_only_the_first_rank_of_a_tracked_run_has_one(project: Project) -> None:
     assert (trackers(0), trackers(1), trackers(0, track=False)) == (1, 0, 0)
 
 
-def test_no_report_is_handed_over_while_the_run_is_under_way(project: Project) -> None:
+def test_no_report_is_handed_over_while_the_run_is_under_way(
+    project: Project, caplog: pytest.LogCaptureFixture
+) -> None:
     run_dir = project.folder / "runs/untracked"
+    log_report = project.module("engine.tracking").log_report
     lock = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX)\n"
     lock += "print('held', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", lock, str(run_dir / ".lock")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, **pipes, text=True) as holder:
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(project.module("engine").UserError, match="in use by"):
-            project.module("engine.tracking").log_report(run_dir, project.config(), run_dir)
+        log_report(run_dir, project.config(), run_dir / "report.html")
+        assert "did not get report.html" in caplog.text and "in use by" in caplog.text
+    log_report(run_dir, project.config(track=False), run_dir / "report.html")
     assert not (run_dir / "tensorboard").exists()
+    log_report(run_dir, project.config(), run_dir / "report.html")
+    assert (run_dir / "tensorboard").exists()
 
 
 def test_an_address_with_a_password_is_refused(home: Path) -> None:

@@ -39,7 +39,7 @@ class Tracker:
         # Without a key it would ask for one, and training would wait.
         if config.mode == "online" and not wandb.login(prompt=False):
             raise RuntimeError("--tracker.mode online needs `wandb login` first")
-        self.older = set((run_dir / "wandb").glob(f"offline-run-*-{name}"))
+        self.older = set((run_dir / "wandb").glob(f"offline-run-*-{name}*"))
         self.run = wandb.init(
             project=config.project,
             entity=config.entity,

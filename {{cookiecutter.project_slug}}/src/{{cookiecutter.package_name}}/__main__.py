@@ -62,9 +62,14 @@ def workflow(arguments: list[str]) -> int:
 
 def report(arguments: list[str]) -> int:
     """Write report.html: loss, throughput, scaling, memory, checkpoints, verdicts, advice."""
+    from .engine.tracking import log_report
     from .workflow.report import write_report
 
-    print(write_report(ask(report, Place, arguments).directory))
+    run_dir = ask(report, Place, arguments).directory
+    path = write_report(run_dir)
+    print(path)
+    if (run_dir / "metrics.jsonl").exists():
+        log_report(run_dir, configuration.load(run_dir / "config.json"), path)
     return 0
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from . import UserError
 from .control import HostGroup
 from .rundir import RunDirectory
 from .settings import to_json
@@ -26,11 +27,19 @@ PATIENCE = 20.0  # seconds to wait for a tracker to open, and to close
 class Tracking:
     """The tracker of a run at `step`; called after each step, as an observer is.
 
-    `status` is how the run stands, if it is not running.
+    `status` is how the run stands, if it is not running, and `settings` what it was started with.
     """
 
-    def __init__(self, config: Any, run_dir: Path, step: int, status: str = "running") -> None:
+    def __init__(
+        self,
+        config: Any,
+        run_dir: Path,
+        step: int,
+        status: str = "running",
+        settings: dict[str, Any] | None = None,
+    ) -> None:
         self.config, self.run_dir, self.step, self.status = config, run_dir, step, status
+        self.settings = settings or to_json(config)
         self.items: queue.SimpleQueue[dict[str, Any] | Path | str] = queue.SimpleQueue()
         self.opened, self.off = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._work, args=(step,), daemon=True)
@@ -62,8 +71,7 @@ class Tracking:
 
     def _work(self, step: int) -> None:
         try:
-            settings = to_json(self.config)
-            tracker = Tracker(self.config.tracker, self.run_dir, settings, step, self.status)
+            tracker = Tracker(self.config.tracker, self.run_dir, self.settings, step, self.status)
             self.opened.set()
             logged = tracker.logged
             for item in itertools.chain(lines(self.run_dir, step), iter(self.items.get, None)):
@@ -105,13 +113,19 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 def log_report(run_dir: Path, config: Any, path: Path) -> None:
-    """Hand a file to the tracker's run of a run directory that has trained.
-
-    UserError while a run is under way there.
-    """
-    with RunDirectory(run_dir, HostGroup()):
-        status = json.loads((run_dir / "status.json").read_text("utf-8"))
-        died = status["status"] == "running"  # nobody holds the directory
-        step = max((record["step"] for record in lines(run_dir, 2**63)), default=0)
-        with Tracking(config, run_dir, step, "failed" if died else status["status"]) as tracking:
-            tracking.items.put(path)
+    """Hand a file to the tracker's run of a run directory that has trained and is not at it."""
+    if not config.track:
+        return
+    try:
+        with RunDirectory(run_dir, HostGroup()):
+            settings, found = (
+                json.loads((run_dir / name).read_text("utf-8"))
+                for name in ("config.json", "status.json")
+            )
+            step = max((record["step"] for record in lines(run_dir, 2**63)), default=0)
+            # One that is said to be running, though nobody holds its directory, was killed.
+            status = "failed" if found["status"] == "running" else found["status"]
+            with Tracking(config, run_dir, step, status, settings) as tracking:
+                tracking.items.put(path)
+    except UserError as error:
+        log.warning("the tracker did not get %s: %s", path.name, error)
