@@ -16,7 +16,7 @@ from .config import Config
 from .data import build_datasets
 from .engine import UserError
 from .engine.companions import companions
-from .engine.compilation import checkpoint_activations, compile_model, compile_summary
+from .engine.compilation import checkpoint_activations, compile_model
 from .engine.control import Control, HostGroup, World, garbage_collected_by_hand, set_up_torch
 from .engine.flops import forward_flops, peak_flops
 from .engine.manifest import SnapshotError
@@ -219,8 +219,6 @@ def _run(config: Config, world: World, observer: Observer) -> Result:
         status = "preempted" if stop else "finished"
         blocked = checkpointer.blocked_seconds
         run_dir.record_status(status, step=state.step, checkpoint_blocked_seconds=blocked)
-        if config.compile.mode != "none":
-            log.info("%s", compile_summary())
         return Result(status, state.step, validation)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from .compile_cache import CompileCache
 from .profiling import Profiler
 from .tracking import Tracking
 
@@ -13,5 +14,7 @@ def companions(state: Any, directory: Path) -> Iterator[Any]:
     config = state.config
     if config.track and state.world.rank == 0:
         yield Tracking(config, directory, state.step)
+    if config.compile.mode != "none":
+        yield CompileCache(directory / "compile_cache", config.compile, state.world)
     if config.profile.every:
         yield Profiler(config.profile, directory / "traces", state)

@@ -2,14 +2,19 @@
 
 The order matters: checkpointing first, so that the compiler sees what is recomputed; compiling
 before sharding or wrapping, whose hooks would break the graph. Both work in place: no wrapper
-module, so no parameter changes its name.
+module, so no parameter changes its name. What the compiler then did is told by functions below.
 """
 
+import contextlib
 import functools
+import os
+import re
+import traceback
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +33,8 @@ class CompileConfig:
     """Shapes: dynamic from the start (true), never (false), or once they are seen to vary."""
     backend: str = "inductor"
     """"eager" and "aot_eager" help to find out which part of the compiler is at fault."""
+    cache: bool = True
+    """Carry what was compiled in the run directory, so that a restart need not compile it again."""
 
 
 def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
@@ -39,26 +46,128 @@ def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
 def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: CompileConfig) -> None:
     """Compile in place, as `config.mode` says; the work is done at the first forward."""
     targets = {"none": [], "blocks": list(blocks), "full": [model]}[config.mode]
+    if targets:
+        torch._dynamo.utils.set_compilation_metrics_limit(4096)  # else all but 64 are forgotten
     for target in targets:
         target.compile(fullgraph=config.fullgraph, dynamic=config.dynamic, backend=config.backend)
 
 
+@contextlib.contextmanager
+def eagerly(model: nn.Module) -> Iterator[None]:
+    """Call a model that was compiled in place as if it had not been."""
+    compiled = {m: call for m in model.modules() if (call := m._compiled_call_impl) is not None}
+    try:
+        for module in compiled:
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for module, call in compiled.items():
+            module._compiled_call_impl = call
+
+
+class Finding(NamedTuple):
+    """Something the compiler could not do as hoped: at which file:line, and why."""
+
+    where: str
+    reason: str
+
+    def __str__(self) -> str:
+        """As people write it."""
+        return f"{self.where or 'place unknown'}: {self.reason}"
+
+
+def graph_breaks() -> list[Finding]:
+    """Where a graph had to end early, each place once."""
+    from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
+
+    found = [Finding(_place(it.user_stack), _first_line(it.reason)) for it in graph_break_reasons]
+    for entry in get_compilation_metrics():  # a whole function given up, as for a break in a loop
+        if entry.fail_type and not _limited(entry):
+            place = entry.fail_user_frame_filename or entry.co_filename
+            line = entry.fail_user_frame_lineno or entry.co_firstlineno
+            found.append(Finding(_short(place, line), _first_line(entry.fail_reason or "")))
+    seen: dict[str, Finding] = {}
+    for finding in found:
+        seen.setdefault(finding.where or finding.reason, finding)
+    return list(seen.values())
+
+
+def recompiles() -> list[Finding]:
+    """What was compiled again, and the guard that no longer held; one for each time."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    entries = get_compilation_metrics()
+    return [_recompile(e) for e in entries if e.recompile_reason and not _limited(e)]
+
+
+def limits_hit() -> list[Finding]:
+    """What is left to run eagerly since it was compiled too often, with the last failed guard."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return [_recompile(entry) for entry in get_compilation_metrics() if _limited(entry)]
+
+
+def graphs() -> int:
+    """How many graphs were compiled in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def compile_seconds() -> float:
+    """How long compiling took in this process, backward graphs included."""
+    entries = torch._dynamo.utils.get_compilation_metrics()
+    return sum(entry.duration_us or 0 for entry in entries) / 1e6
+
+
+def forget_compiling() -> None:
+    """Throw away all that was compiled in this process and what was noted of it."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    torch._dynamo.utils.clear_compilation_metrics()
+
+
 def compile_summary() -> str:
     """One line on what the compiler did in this process: graphs, graph breaks, recompiles."""
-    from torch._dynamo.utils import counters, get_compilation_metrics
-
-    graphs = [entry for entry in get_compilation_metrics() if entry.co_name]
-    seconds = sum(entry.entire_frame_compile_time_s or 0.0 for entry in graphs)
-    reasons = Counter(e.recompile_reason.strip() for e in graphs if e.recompile_reason)
-    # A data-dependent `if` is counted as unimplemented, not as a graph break.
-    breaks = Counter(counters["graph_break"]) + Counter(counters["unimplemented"])
+    breaks, again, limits = graph_breaks(), recompiles(), limits_hit()
     line = (
-        f"compiled {len(graphs)} graphs in {seconds:.1f} s; "
-        f"graph breaks: {sum(breaks.values())}; recompiles: {sum(reasons.values())}"
+        f"compiled {graphs()} graphs in {compile_seconds():.1f} s; "
+        f"graph breaks: {len(breaks)}; recompiles: {len(again)}"
     )
-    for name, counts in (("break", breaks), ("recompile", reasons)):
-        if counts:
-            line += f"; most frequent {name}: {counts.most_common(1)[0][0].splitlines()[0]}"
-    if (limit := torch._dynamo.config.recompile_limit) and sum(reasons.values()) >= limit:
-        line += f"; the recompile limit ({limit}) may have been hit: then the rest ran eagerly"
+    for name, found in (("break", breaks), ("recompile", again)):
+        if found:
+            line += f"; most frequent {name}: {Counter(found).most_common(1)[0][0]}"
+    if limits:
+        line += f"; recompile limit hit, so this now runs eagerly: {limits[0]}"
     return line
+
+
+def _limited(entry: "torch._dynamo.utils.CompilationMetrics") -> bool:
+    return "recompile limit exceeded" in (entry.fail_reason or "")
+
+
+def _recompile(entry: "torch._dynamo.utils.CompilationMetrics") -> Finding:
+    # "0/1: GUARD    # line of code # file:line", then the stack of the user's code, newest last.
+    text = entry.recompile_reason or ""
+    guard = re.sub(r"^\d+/\d+: ", "", text.splitlines()[0] if text else "").split("  # ")[0]
+    stack = re.findall(r'File "(.+?)", line (\d+)', text)
+    path, line = stack[-1] if stack else (entry.co_filename, entry.co_firstlineno)
+    return Finding(_short(path, line), guard.strip())
+
+
+def _first_line(reason: str) -> str:
+    if reason.startswith("generic_jump"):  # what the compiler calls it where it can go on behind it
+        return "Data-dependent branching"
+    return reason.strip().split("\n")[0]
+
+
+def _place(stack: list[traceback.FrameSummary]) -> str:
+    """The innermost place in a stack that is not torch's own."""
+    torch_itself = str(Path(torch.__file__).parent)
+    own = [frame for frame in stack if not frame.filename.startswith(torch_itself)] or stack
+    return _short(own[-1].filename, own[-1].lineno) if own else ""
+
+
+def _short(path: str | None, line: int | str | None) -> str:
+    if not path:
+        return ""
+    near = os.path.relpath(path)
+    return f"{path if near.startswith('..') else near}:{line}"

@@ -1,7 +1,9 @@
 """Floating-point operations: what a model takes, and what a device could do at most."""
 
 import copy
+import platform
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,3 +74,12 @@ def device_name(device: str) -> str:
     """What a device is called, from its setting: "NVIDIA H100", "cpu", "mps"."""
     kind = pick_device(device)
     return torch.cuda.get_device_name(kind) if kind.type == "cuda" else kind.type
+
+
+def cpu_name() -> str:
+    """What the processor calls itself, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration, IndexError):
+        return platform.processor() or platform.machine()

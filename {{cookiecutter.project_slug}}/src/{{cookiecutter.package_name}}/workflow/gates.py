@@ -19,7 +19,7 @@ import torch
 from ..config import Config
 from ..engine import UserError
 from ..engine.commands import PROGRAM
-from ..engine.flops import device_name
+from ..engine.flops import cpu_name, device_name
 from ..engine.rundir import write_json
 from ..engine.settings import to_json
 
@@ -148,19 +148,11 @@ def machine(device: str) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "device": device_name(device),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": cores,
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "platform": platform.platform(),
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration, IndexError):
-        return platform.processor() or platform.machine()
 
 
 def _that_matter(settings: dict[str, Any]) -> dict[str, Any]:
