@@ -59,34 +59,27 @@ OWN = {
     "tracker": {f"{PACKAGE}/engine/tracker.py"},
 }
 EVERYWHERE = {"pyproject.toml", "README.md", ".cookiecutter.json"}
+MODULES = {
+    "": """
+        __init__ __main__ config train optim model data infer parallel checkpoint
+    """,
+    "engine/": """
+        __init__ commands companions compilation compile_cache control fingerprint flops
+        formats manifest memory metrics optimizers profiling reading rundir sampling settings
+        snapshots staging state traces tracker tracking travel
+    """,
+    "workflow/": """
+        __init__ allocations baseline checkpoint compile compile_trial diagnosis drill gates
+        interval judging killing measuring noise plots processes profile report scale
+        scale_worker sequence sizing
+    """,
+}
 FILES = {
     *("pyproject.toml", "README.md", ".gitignore", ".gitattributes", ".pre-commit-config.yaml"),
     *(".github/dependabot.yml", ".github/workflows/ci.yml", "scripts/launch.sh", "LICENSE"),
-    ".cookiecutter.json",
+    *(".cookiecutter.json", f"{PACKAGE}/workflow/report.html", "tests/test_ranks.py"),
     *(f"tests/{n}.py" for n in ("conftest", "test_sampling", "test_snapshots", "test_training")),
-    "tests/test_ranks.py",
-    *(f"{PACKAGE}/{n}.py" for n in ("__init__", "__main__", "config", "train", "optim")),
-    *(f"{PACKAGE}/{n}.py" for n in ("model", "data", "infer", "parallel", "checkpoint")),
-    *(f"{PACKAGE}/workflow/{n}.py" for n in ("__init__", "baseline", "gates", "profile")),
-    *(f"{PACKAGE}/workflow/{n}.py" for n in ("measuring", "plots", "processes", "sequence")),
-    *(f"{PACKAGE}/workflow/{n}.py" for n in ("scale", "scale_worker", "sizing")),
-    *(f"{PACKAGE}/workflow/{n}.py" for n in ("allocations", "noise")),
-    *(f"{PACKAGE}/{n}.py" for n in ("workflow/diagnosis", "engine/traces")),
-    *(f"{PACKAGE}/workflow/{n}.py" for n in ("checkpoint", "drill", "interval")),
-    *(f"{PACKAGE}/workflow/{n}.py" for n in ("judging", "killing")),
-    *(f"{PACKAGE}/workflow/report.{ending}" for ending in ("py", "html")),
-    *(f"{PACKAGE}/engine/{n}.py" for n in ("__init__", "commands", "companions", "compilation")),
-    *(f"{PACKAGE}/engine/{n}.py" for n in ("control", "fingerprint", "flops")),
-    *(
-        f"{PACKAGE}/engine/{n}.py"
-        for n in ("formats", "manifest", "memory", "metrics", "optimizers")
-    ),
-    *(
-        f"{PACKAGE}/engine/{n}.py"
-        for n in ("profiling", "reading", "rundir", "sampling", "settings")
-    ),
-    *(f"{PACKAGE}/engine/{n}.py" for n in ("snapshots", "staging", "state", "travel")),
-    *(f"{PACKAGE}/engine/{n}.py" for n in ("tracker", "tracking")),
+    *(f"{PACKAGE}/{at}{name}.py" for at, names in MODULES.items() for name in names.split()),
 }
 
 
