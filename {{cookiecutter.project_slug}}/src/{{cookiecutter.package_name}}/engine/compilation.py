@@ -11,10 +11,10 @@ import os
 import re
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -48,8 +48,21 @@ def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: Compile
     targets = {"none": [], "blocks": list(blocks), "full": [model]}[config.mode]
     if targets:
         torch._dynamo.utils.set_compilation_metrics_limit(4096)  # else all but 64 are forgotten
+    how = {"fullgraph": config.fullgraph, "dynamic": config.dynamic, "backend": config.backend}
     for target in targets:
-        target.compile(fullgraph=config.fullgraph, dynamic=config.dynamic, backend=config.backend)
+        if type(target).forward.__module__.startswith("torch."):
+            # compile() passes over functions of torch's own, so that of a bare nn.Sequential or
+            # nn.TransformerEncoderLayer it would compile nothing.
+            target._compiled_call_impl = torch.compile(_through(target._call_impl), **how)
+        else:
+            target.compile(**how)
+
+
+def _through(call: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*arguments: Any, **named: Any) -> Any:
+        return call(*arguments, **named)
+
+    return forward
 
 
 @contextlib.contextmanager

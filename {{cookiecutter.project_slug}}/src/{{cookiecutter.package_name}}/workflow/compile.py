@@ -148,12 +148,14 @@ def judge_compiling(
         if mode in good:
             cold, warm = (figures["compile_seconds"][key] for key in ("cold", "warm"))
             text = f"{cold:.1f} s cold"
+            if not figures["graphs"]:
+                errors.append(f"{mode}: no graph was compiled")
             if warm is not None:
                 text += f", {warm:.1f} s with the carried cache"
             elif problem := figures.get("restart", {}).get("error"):
                 errors.append(problem)
             memory = in_units(figures["peak_memory_bytes"])
-            text += f", {figures['graphs']} graphs, peak memory {memory}"
+            text += f", graphs {figures['graphs']}, peak memory {memory}"
         else:
             text = figures.get("error") or f"not tried, {figures['skipped']}"
         parts.append(f"{mode}: {text}")
@@ -256,22 +258,25 @@ def advise(
         if figures["graph_breaks"]:
             first = Finding(**figures["graph_breaks"][0])
             stage.advise(f"{mode}: fewer graph breaks make it faster; begin with {first}")
-        if verdicts[mode][1] != "faster" and figures.get("hints"):
-            stage.advise(f"{mode}: inductor's hints: {'; '.join(figures['hints'][:5])}")
+    slow = [figures for mode, figures in good.items() if verdicts[mode][1] != "faster"]
+    if hints := sorted({hint for figures in slow for hint in figures.get("hints", ())}):
+        stage.advise(f"inductor's hints on why it is not faster: {'; '.join(hints[:5])}")
 
 
 def advise_on_shapes(stage: Stage, dynamic: dict[str, Any]) -> None:
     """What each `compile.dynamic` would do if shapes varied."""
     flags = {"none": "None", "true": "True", "false": "False"}
     parts = [
-        f"{flags[name]} {it['graphs']} graphs, {it['recompiles']} recompiles, {it['seconds']:.1f} s"
+        f"{flags[name]} graphs {it['graphs']}, recompiles {it['recompiles']}, {it['seconds']:.1f} s"
         for name in flags
         if (it := dynamic[name])
     ]
     shapes = dynamic["shapes"]
     print(f"     {shapes} shapes ({dynamic['varied']}): --compile.dynamic {'; '.join(parts)}")
     if dynamic["backend"] != stage.config.compile.backend:
-        print(f"     tried with the backend {dynamic['backend']}, whose seconds say little")
+        print(
+            f"     (backend {dynamic['backend']}, as inductor is slow here: mind the counts only)"
+        )
     least = min(flags, key=lambda name: (dynamic[name]["graphs"], dynamic[name]["seconds"]))
     if dynamic["none"]["graphs"] <= dynamic[least]["graphs"]:
         least = "none"

@@ -30,7 +30,7 @@ from ..train import State, setup, train_step
 from .measuring import spread, synchronize
 
 STEPS = 5  # that are compared with eager
-WINDOW, SECONDS = 0.3, 9.0  # of a window of steps, and of all windows
+WINDOW, SECONDS = 0.2, 6.0  # of a window of steps, and of all windows
 PAIRS = (6, 15)  # windows of each kind, at least (for a 95 % interval) and at most
 
 
