@@ -21,7 +21,8 @@ PACKAGE = config.__package__
 def tiny(run_dir: Path, **changes: Any) -> config.Config:
     """The tiny preset on the CPU in `run_dir`; changes as in train__steps=7."""
     named = {name.replace("__", "."): value for name, value in changes.items()}
-    return override(config.preset("tiny"), {"run_dir": run_dir, "device": "cpu", "track": False, **named})
+    quiet = {"run_dir": run_dir, "device": "cpu", "track": False}
+    return override(config.preset("tiny"), quiet | named)
 
 
 def losses(run_dir: Path) -> dict[int, float]:

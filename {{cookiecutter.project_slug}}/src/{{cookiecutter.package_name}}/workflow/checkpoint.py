@@ -205,6 +205,7 @@ def settings(config: Config) -> dict[str, Any]:
         "checkpoint.keep_every": 0,
         "checkpoint.on_failure": "stop",
         "profile.every": 0,
+        "track": False,
     }
 
 
