@@ -53,7 +53,7 @@ def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: Compile
         if type(target).forward.__module__.startswith("torch."):
             # compile() passes over functions of torch's own, so that of a bare nn.Sequential or
             # nn.TransformerEncoderLayer it would compile nothing.
-            target._compiled_call_impl = torch.compile(_through(target._call_impl), **how)
+            target.forward = torch.compile(_through(target.forward), **how)
         else:
             target.compile(**how)
 
@@ -69,13 +69,20 @@ def _through(call: Callable[..., Any]) -> Callable[..., Any]:
 def eagerly(model: nn.Module) -> Iterator[None]:
     """Call a model that was compiled in place as if it had not been."""
     compiled = {m: call for m in model.modules() if (call := m._compiled_call_impl) is not None}
+    through = {
+        m: f for m in model.modules() if hasattr(f := m.forward, "_torchdynamo_orig_callable")
+    }
     try:
         for module in compiled:
             module._compiled_call_impl = None
+        for module, forward in through.items():
+            module.forward = forward._torchdynamo_orig_callable
         yield
     finally:
         for module, call in compiled.items():
             module._compiled_call_impl = call
+        for module, forward in through.items():
+            module.forward = forward
 
 
 class Finding(NamedTuple):
