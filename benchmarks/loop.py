@@ -261,7 +261,7 @@ def measure(folder: Path, smoke: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning").setLevel(logging.ERROR)
-    source = render(folder, own_model=True)
+    source = render(folder, own_model=True, tracker="none")  # the peers log nowhere either
     sys.path.insert(0, str(source))
     settings = importlib.import_module(f"{PACKAGE}.engine.settings")
     config = settings.override(

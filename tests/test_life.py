@@ -1,7 +1,7 @@
 """Rendered projects live: trained, killed, restarted, resharded, tested, and documented truly.
 
-Every parallelism meets every checkpoint once; tasks and licences are spread over them. All share
-the environment that runs these tests: a render is used through PYTHONPATH.
+Every parallelism meets every checkpoint once; tasks, licences and trackers are spread over them.
+All share the environment that runs these tests: a render is used through PYTHONPATH.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from conftest import bake, drill
 
 PACKAGE = "my_training_run"
 VARIANTS = [
-    ("language_model", "ddp", "dcp_async", "MIT"),
-    ("image_classifier", "ddp", "dcp", "Apache-2.0"),
-    ("language_model", "ddp", "torch_save", "none"),
-    ("image_classifier", "fsdp", "dcp_async", "BSD-3-Clause"),
-    ("language_model", "fsdp", "dcp", "none"),
-    ("image_classifier", "fsdp", "torch_save", "MIT"),
-    ("image_classifier", "single", "dcp_async", "none"),
-    ("language_model", "single", "dcp", "Apache-2.0"),
-    ("image_classifier", "single", "torch_save", "BSD-3-Clause"),
+    ("language_model", "ddp", "dcp_async", "MIT", "tensorboard"),
+    ("image_classifier", "ddp", "dcp", "Apache-2.0", "wandb"),
+    ("language_model", "ddp", "torch_save", "none", "none"),
+    ("image_classifier", "fsdp", "dcp_async", "BSD-3-Clause", "mlflow"),
+    ("language_model", "fsdp", "dcp", "none", "none"),
+    ("image_classifier", "fsdp", "torch_save", "MIT", "none"),
+    ("image_classifier", "single", "dcp_async", "none", "tensorboard"),
+    ("language_model", "single", "dcp", "Apache-2.0", "none"),
+    ("image_classifier", "single", "torch_save", "BSD-3-Clause", "none"),
 ]
 # Among them every parallelism, every kind of checkpoint and both tasks.
 TESTED_WHOLE = (VARIANTS[0], VARIANTS[5], VARIANTS[7])
@@ -46,7 +46,7 @@ GROUPED = [
 
 @pytest.fixture(scope="module", params=GROUPED)
 def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    names = ("task", "parallelism", "checkpoint", "license")
+    names = ("task", "parallelism", "checkpoint", "license", "tracker")
     return bake(tmp_path_factory.mktemp("life"), **dict(zip(names, request.param, strict=True)))
 
 
@@ -215,7 +215,7 @@ def is_single(project: Path) -> bool:
 def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
     """2 -> 1 -> 2 -> 3 ranks, with a batch that three do not divide, against one process."""
     names = {}
-    for task, parallelism, checkpoint, _ in VARIANTS:
+    for task, parallelism, checkpoint, *_ in VARIANTS:
         if parallelism != "single":
             name = f"ranks_{parallelism}_{checkpoint}"
             answers = {"task": task, "parallelism": parallelism, "checkpoint": checkpoint}

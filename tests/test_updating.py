@@ -129,22 +129,24 @@ def test_a_conflict_is_marked_and_the_rest_applied(template: Path, tmp_path: Pat
 def test_another_answer_changes_its_files_and_the_run_goes_on(
     template: Path, tmp_path: Path
 ) -> None:
-    answers = {"parallelism": "ddp", "checkpoint": "dcp"}
+    answers = {"parallelism": "ddp", "checkpoint": "dcp", "tracker": "none"}
     project = create(template, tmp_path / "out", **answers)
     assert "finished at step 2" in train(project, 0, "run", "--train.steps", "2")
     steps = 2
-    for question, answer in (("parallelism", "fsdp"), ("checkpoint", "dcp_async")):
-        answers[question] = answer
-        variables = json.dumps({question: answer})
+    updates = {"parallelism": "fsdp"}, {"checkpoint": "dcp_async", "tracker": "tensorboard"}
+    for update in updates:
+        answers |= update
+        variables = json.dumps(update)
         bash(project, f"cruft update --skip-apply-ask --variables-to-update '{variables}'")
         files = changed(project)
-        assert f"{PACKAGE}/{Path(min(OWN[question])).name}" in files
-        assert files <= OWN[question] | EVERYWHERE | {CRUFT_STATE}
+        assert all(min(OWN[question]) in files for question in update)
+        assert files <= EVERYWHERE.union({CRUFT_STATE}, *(OWN[question] for question in update))
         bash(project, COMMIT)
-        assert rendered(project) == tree(bake(tmp_path / question, **answers))
+        assert rendered(project) == tree(bake(tmp_path / str(steps), **answers))
         steps += 2
         output = train(project, 0, "run", "--train.steps", str(steps))
         assert "resuming from" in output and f"finished at step {steps}" in output
+    assert (project / "runs/run/tensorboard").exists()
 
     for variables, problem in (
         ('{"package_name": "class"}', "package_name 'class' is a word of the Python language"),

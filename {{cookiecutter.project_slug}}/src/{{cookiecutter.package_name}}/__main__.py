@@ -68,8 +68,9 @@ def report(arguments: list[str]) -> int:
     run_dir = ask(report, Place, arguments).directory
     path = write_report(run_dir)
     print(path)
-    if (run_dir / "metrics.jsonl").exists():
-        log_report(run_dir, configuration.load(run_dir / "config.json"), path)
+    settings = run_dir / "config.json"
+    if settings.exists():
+        log_report(run_dir, configuration.load(settings), path)
     return 0
 
 
