@@ -62,15 +62,9 @@ def workflow(arguments: list[str]) -> int:
 
 def report(arguments: list[str]) -> int:
     """Write report.html: loss, throughput, scaling, memory, checkpoints, verdicts, advice."""
-    from .engine.tracking import log_report
-    from .workflow.report import write_report
+    from .workflow.report import publish_report
 
-    run_dir = ask(report, Place, arguments).directory
-    path = write_report(run_dir)
-    print(path)
-    settings = run_dir / "config.json"
-    if settings.exists():
-        log_report(run_dir, configuration.load(settings), path)
+    print(publish_report(ask(report, Place, arguments).directory))
     return 0
 
 

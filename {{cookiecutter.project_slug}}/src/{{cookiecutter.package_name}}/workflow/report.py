@@ -10,12 +10,22 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from ..config import load
 from ..engine import UserError
 from ..engine.memory import in_units
+from ..engine.tracking import log_report
 from . import STAGES, plots
 from .gates import PACKAGE, command, read_stage
 
 Figures = dict[str, Any]
+
+
+def publish_report(run_dir: Path) -> Path:
+    """Write the report, and hand it to the tracker of a run that has trained."""
+    path, settings = write_report(run_dir), run_dir / "config.json"
+    if settings.exists():
+        log_report(run_dir, load(settings), path)
+    return path
 
 
 def write_report(run_dir: Path) -> Path:

@@ -10,7 +10,7 @@ from ..config import Config
 from ..engine import UserError
 from . import STAGES
 from .gates import PACKAGE, command, is_current, read_stage, stage_file
-from .report import write_report
+from .report import publish_report
 
 Row = tuple[str, str, float]  # stage, status, seconds
 
@@ -32,7 +32,7 @@ def run_all(config: Config, words: list[str]) -> int:
             break
     print("\n" + "\n".join(summary(rows)), flush=True)
     with contextlib.suppress(UserError):  # a stage that broke down may have left nothing
-        print(f"report: {write_report(config.directory)}")
+        print(f"report: {publish_report(config.directory)}")
     failed = [name for name, status, _ in rows if status not in ("pass", "not_measured")]
     if failed and not config.workflow.go_on:
         print(
