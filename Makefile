@@ -9,7 +9,7 @@ TEST := $(DEMO) pillow scikit-learn pytest pytest-xdist pytest-timeout hypothesi
 
 # The peers have an environment of their own, so that tests and demo go without them.
 PEERS := build/benchmark
-TOPICS := loop save restore sampler startup
+TOPICS := loop save restore sampler startup workflow
 
 .PHONY: demo test lint docs benchmark clean
 

@@ -117,7 +117,32 @@ def startup(found: Series) -> list[str]:
     ]
 
 
-TOPICS = (loop, save, restore, sampler, startup)
+def workflow(found: Series) -> list[str]:
+    """The stages of the workflow."""
+    lines = []
+    for task in ("language_model", "image_classifier"):
+        of_task = {n.removeprefix(f"{task}, "): s for n, s in found.items() if n.startswith(task)}
+        total = of_task["all stages: duration"]["median"]
+        idle = of_task["profiler between its windows, of a step"]["median"]
+        lines += [
+            verdict(f"{task}, all five stages", total / 60, 5, "min"),
+            verdict(f"{task}, a profiler between its windows, of a step", idle, 1, "%"),
+        ]
+        for mode in ("blocks", "full"):
+            ratio = of_task[f"compiled, {mode}: eager time / compiled time"]
+            low, high = min(ratio["values"]), max(ratio["values"])
+            cold, warm = (
+                of_task[f"compiled, {mode}: compiling, {how}"]["median"] for how in ("cold", "warm")
+            )
+            lines.append(
+                f"- {task}, compiled ({mode}): {_number(ratio['median'])} times as fast as eager, "
+                f"in the rounds {_number(low)} to {_number(high)}; {_number(cold)} s to compile "
+                f"with nothing cached, {_number(warm)} s at a restart with the carried cache."
+            )
+    return lines
+
+
+TOPICS = (loop, save, restore, sampler, startup, workflow)
 
 
 def page(results: Path) -> str:

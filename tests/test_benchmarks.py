@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-TOPICS = ("loop", "save", "restore", "sampler", "startup")
+TOPICS = ("loop", "save", "restore", "sampler", "startup", "workflow")
 
 
 def run(*arguments: str) -> None:

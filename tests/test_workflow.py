@@ -33,7 +33,7 @@ def write_stage(project: Project, run_dir: Path, name: str, passed: bool | None 
     gates = project.module("workflow.gates")
     stage = gates.Stage(name, project.config(run_dir=run_dir), figures=dict(FIGURES[name]))
     stage.check("c", passed, measured="1 < 2", wanted="<b>", advice="try --that")
-    stage.advise("more & better")
+    stage.advise("more & better: `python -m <it>`")
     assert stage.close() == (passed is False)
     return gates.stage_file(run_dir, name)
 
@@ -66,7 +66,7 @@ FIGURES: dict[str, dict[str, Any]] = {
     "profile": {
         "shares": {"data": 0.1, "host": 0.2, "kernels": 0.7, "communication": 0, "copies": 0},
         "diagnosis": "kernel-bound",
-        "operators": [{"name": "aten::mm", "self_seconds": 0.1, "share": 0.5, "calls": 9}],
+        "operators": 2 * [{"name": "aten::mm", "self_seconds": 0.1, "share": 0.5, "calls": 9}],
     },
     "scale": {
         "strong": {"1": RATE, "2": RATE},
@@ -293,7 +293,7 @@ def test_the_report_can_be_looked_at(project: Project, tmp_path: Path, capsys) -
     text = page.read_text("utf-8")
     assert page == tmp_path / "report.html"
     assert not re.search(r"""(src|href)=["'](?!data:|#)""", text), "it is not self-contained"
-    assert "&lt;b&gt;" in text and "more &amp; better" in text
+    assert "&lt;b&gt;" in text and "more &amp; better: <code>python -m &lt;it&gt;</code>" in text
     for width in (1280, 500):
         seen, console = look_at(page, tmp_path, width)
         assert not console

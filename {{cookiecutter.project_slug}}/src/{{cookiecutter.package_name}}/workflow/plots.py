@@ -83,7 +83,9 @@ def throughput(rows: list[tuple[str, float, float, float]]) -> str | None:
             [m - a for m, a in zip(middle, low, strict=True)],
             [b - m for m, b in zip(middle, high, strict=True)],
         ]
-        axes.barh(names, middle, color=BLUE, height=0.62, xerr=reach, ecolor="#1d2433", capsize=3)
+        places = range(len(names))  # by number: two rows may have one name
+        axes.barh(places, middle, color=BLUE, height=0.62, xerr=reach, ecolor="#1d2433", capsize=3)
+        axes.set_yticks(places, names)
         for place, (value, end) in enumerate(zip(middle, high, strict=True)):
             axes.annotate(
                 f"{value:,.0f}", (end, place), (5, 0), textcoords="offset points", va="center"
@@ -195,7 +197,8 @@ def bars(parts: Iterable[tuple[str, float]], unit: str) -> str | None:
 
     def paint(axes: Axes) -> None:
         names, values = zip(*reversed(rows), strict=True)
-        axes.barh(names, values, color=BLUE, height=0.6)
+        axes.barh(range(len(names)), values, color=BLUE, height=0.6)
+        axes.set_yticks(range(len(names)), names)
         for place, value in enumerate(values):
             axes.annotate(
                 f"{value:.3g}", (value, place), (5, 0), textcoords="offset points", va="center"

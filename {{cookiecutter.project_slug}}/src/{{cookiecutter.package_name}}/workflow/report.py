@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from ..config import load
 from ..engine import UserError
@@ -44,7 +45,7 @@ def write_report(run_dir: Path) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"picture": picture, "moment": moment}
+    environment.filters |= {"picture": picture, "moment": moment, "prose": prose}
     page = environment.get_template("report.html").render(
         name=run_dir.name,
         package=PACKAGE,
@@ -263,3 +264,11 @@ def picture(svg: str) -> str:
 def moment(text: str) -> str:
     """A time of JSON as people write it."""
     return text.replace("T", " ").replace("Z", " UTC")
+
+
+def prose(text: str) -> Markup:
+    """Plain text with what stands between backticks as code."""
+    parts = [escape(part) for part in text.split("`")]
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if i % 2 else part for i, part in enumerate(parts)
+    )
