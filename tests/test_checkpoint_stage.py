@@ -219,20 +219,24 @@ def test_which_world_sizes_there_can_be(
     on_one: Stand, on_many: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     override = on_many.project.module("config").override
-    for gpus, ranks, sizes in (
-        (0, 0, (2, 3)),
-        (0, 1, (0, 0)),
-        (0, 4, (4, 5)),
-        (1, 0, (0, 0)),
-        (2, 0, (2, 0)),
-        (8, 0, (8, 4)),
+    for gpus, ranks, batch, sizes in (
+        (0, 0, 8, (2, 3)),
+        (0, 1, 8, (0, 0)),
+        (0, 4, 8, (4, 5)),
+        (0, 0, 2, (2, 0)),
+        (0, 0, 1, (0, 0)),
+        (1, 0, 8, (0, 0)),
+        (2, 0, 8, (2, 0)),
+        (8, 0, 8, (8, 4)),
+        (8, 0, 4, (4, 2)),
     ):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         kind = "cuda" if gpus else "cpu"
-        config = override(on_many.config, {"workflow.ranks": ranks, "device": kind})
-        *found, why = on_many.checkpoint.world_sizes(config, kind)
+        settings = {"workflow.ranks": ranks, "device": kind, "train.global_batch_size": batch}
+        config = override(on_many.config, settings)
+        *found, why = on_many.checkpoint.world_sizes(config, torch.device(kind))
         assert tuple(found) == sizes and bool(why) == (sizes == (0, 0))
-    assert on_one.checkpoint.world_sizes(on_one.config, "cpu")[:2] == (0, 0)
+    assert on_one.checkpoint.world_sizes(on_one.config, torch.device("cpu"))[:2] == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -173,13 +173,15 @@ def test_a_model_too_large_for_one_process(
 def test_numbers_of_processes(project: Project, sharded: Project) -> None:
     def sizes(which: Project, **changes: Any) -> tuple[list[int], str]:
         scale = which.module("workflow.scale")
-        config = which.config(train__global_batch_size=64, **changes)
+        config = which.config(**{"train__global_batch_size": 64, **changes})
         return scale.world_sizes(config, torch.device("cpu"))
 
     assert sizes(project) == ([1, 2], "")
     assert sizes(project, workflow__ranks=5) == ([1, 2, 4, 5], "")
     assert sizes(project, workflow__ranks=8) == ([1, 2, 4, 8], "")
     assert sizes(project, workflow__ranks=1)[0] == [1] and sizes(project, workflow__ranks=1)[1]
+    only, reason = sizes(project, train__global_batch_size=1)
+    assert only == [1] and "nothing to share out" in reason
     assert sizes(sharded, workflow__ranks=8, parallel__replicate=4) == ([1, 4, 8], "")
     only, reason = sizes(sharded, workflow__ranks=6, parallel__replicate=4)
     assert only == [1] and "--parallel.replicate 4 does not divide 6" in reason

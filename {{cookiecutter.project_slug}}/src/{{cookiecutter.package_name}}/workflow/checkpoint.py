@@ -22,14 +22,13 @@ from ..engine.manifest import published
 from ..engine.memory import in_units
 from ..engine.rundir import RunDirectory, write_json
 from ..engine.settings import override, to_json
-from . import gates, processes
+from . import gates, processes, scale
 from .drill import EVERY, STEPS, bytes_of
 from .gates import Stage
 from .interval import judge_interval
 from .judging import Undisturbed, judge_flips, judge_kills, judge_reshard, judge_roundtrip
 from .killing import MOMENTS, PATIENCE, Killing, losses_of
 from .measuring import describe
-from .scale import refusal
 
 AT_ONCE = 4  # checkpoints on disk, at the height of the drill
 
@@ -97,9 +96,9 @@ class Drill:
     def __init__(self, stage: Stage, folder: Path) -> None:
         self.stage, self.folder = stage, folder
         config = stage.config
-        device = pick_device(config.device).type
+        device = pick_device(config.device)
         self.ranks, self.more, self.why_one = world_sizes(config, device)
-        self.exact = device == "cpu" or config.train.deterministic
+        self.exact = device.type == "cpu" or config.train.deterministic
         write_json(folder / "settings.json", to_json(override(config, settings(config))))
 
     def run(self, step_seconds: float) -> None:
@@ -209,16 +208,14 @@ def settings(config: Config) -> dict[str, Any]:
     }
 
 
-def world_sizes(config: Config, device: str) -> tuple[int, int, str]:
+def world_sizes(config: Config, device: torch.device) -> tuple[int, int, str]:
     """Ranks to train on, and a third number to load into (0: none); or 0, 0, why one process."""
-    gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 1
-    ranks = config.workflow.ranks or {"cpu": 2, "cuda": gpus}.get(device, 1)
+    (*_, ranks), why = scale.world_sizes(config, device)
     if ranks == 1:
-        return 0, 0, "one process was asked for, or there is one device here"
-    if why := refusal(config, ranks):
         return 0, 0, why
-    more = ranks + 1 if device == "cpu" else ranks // 2
-    return ranks, 0 if more == 1 or refusal(config, more) else more, ""
+    more = ranks + 1 if device.type == "cpu" else ranks // 2
+    possible = 1 < more <= config.train.global_batch_size and not scale.refusal(config, more)
+    return ranks, more if possible else 0, ""
 
 
 def say(text: str) -> None:

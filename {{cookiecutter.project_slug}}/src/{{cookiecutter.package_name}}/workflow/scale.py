@@ -73,20 +73,20 @@ CANNOT_TELL = {
 
 def world_sizes(config: Config, device: torch.device) -> tuple[list[int], str]:
     """1, 2, 4 … and the most processes to start; why only 1, if so. UserError if they cannot be."""
-    given = config.workflow.ranks
+    given, batch = config.workflow.ranks, config.train.global_batch_size
     here = torch.cuda.device_count() if device.type == "cuda" else given
-    most = given or {"cuda": here, "cpu": 2}.get(device.type, 1)
+    most = given or min(batch, {"cuda": here, "cpu": 2}.get(device.type, 1))
+    if given == 1:
+        return [1], "one process was asked for"
+    if batch == 1:
+        return [1], "--train.global-batch-size 1 is nothing to share out"
     if most == 1:
-        return [1], (
-            "one process was asked for"
-            if given
-            else "there is one device here; --device cpu shows all but its speed"
-        )
+        return [1], "there is one device here; --device cpu shows all but its speed"
     if device.type not in CANNOT_TELL or config.device == f"cuda:{device.index}":
         return [1], f"--device {config.device} is one device; give cpu, or cuda for all GPUs"
     if most > here > 0:
         raise UserError(f"--workflow.ranks {most}: there are {here} GPUs here")
-    if most > (batch := config.train.global_batch_size):
+    if most > batch:
         raise UserError(
             f"--workflow.ranks {most} is more than --train.global-batch-size {batch}, which is "
             "shared out: lower it, or raise the batch"
