@@ -90,5 +90,48 @@ def test_the_share_of_waiting_is_judged(project: Project, tmp_path: Path) -> Non
     for share, status in ((0.04, "pass"), (0.06, "fail")):
         steps = measuring.Steps(np.linspace(2, 1, 30), np.full(30, 0.1), np.full(30, 0.1 * share))
         stage = project.module("workflow.gates").Stage("baseline", state.config)
-        baseline.judge(stage, state, steps, steps)
+        baseline.judge(stage, state, steps, steps, (2.0, 1.0))
         assert {check["name"]: check["status"] for check in stage.checks}["data_wait"] == status
+
+
+def test_what_is_the_same_depends_on_the_kernels(project: Project, tmp_path: Path) -> None:
+    """To the bit on a CPU; on a GPU about, unless it was asked to be deterministic."""
+    import numpy as np
+
+    baseline, gates = project.module("workflow.baseline"), project.module("workflow.gates")
+
+    def judged(changes: list[float], cpu: bool, deterministic: bool = False) -> str:
+        config = project.config(run_dir=tmp_path, train__deterministic=deterministic)
+        stage = gates.Stage("baseline", config)
+        losses = np.linspace(3, 2, len(changes))
+        baseline.judge_losses(stage, losses, losses * (1 + np.array(changes)), cpu)
+        return stage.checks[0]["status"]
+
+    assert judged([0, 0, 0], cpu=True) == judged([0, 0, 0], cpu=False) == "pass"
+    assert judged([0, 0, float("nan")], cpu=False) == "fail"
+    for changes, gpu in (([0, 1e-9, 1e-3], "pass"), ([0, 0, 0.1], "fail"), ([1e-3, 0, 0], "fail")):
+        assert judged(changes, cpu=True) == judged(changes, cpu=False, deterministic=True) == "fail"
+        assert judged(changes, cpu=False) == gpu
+
+
+def test_a_rate_of_almost_nothing_is_found(project: Project, tmp_path: Path) -> None:
+    """A batch of one: the losses of a few batches differ by more than training teaches."""
+    one = {"train__global_batch_size": 1, "train__micro_batch_size": 1}
+    assert measure(project, tmp_path, **one)[0]["loss_falls"] == "pass"
+    found, _ = measure(project, tmp_path, optim__learning_rate=1e-30, **one)
+    assert found["loss_falls"] == "fail"
+
+
+def test_a_gpu_is_known_by_its_whole_name(project: Project, monkeypatch) -> None:
+    import torch
+
+    flops, cuda = project.module("engine.flops"), torch.device("cuda", 0)
+    for name, peak in (
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA RTX A1000", None),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert flops.peak_flops(cuda) == peak

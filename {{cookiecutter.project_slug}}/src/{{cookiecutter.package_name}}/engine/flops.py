@@ -2,6 +2,7 @@
 
 import copy
 import platform
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from .control import pick_device
 from .metrics import move
 
-# Dense bf16 tensor-core peaks in FLOP/s, from the makers' data sheets, by part of the device name.
+# Dense bf16 tensor-core peaks in FLOP/s, from the makers' data sheets, by words of the device name.
 PEAK_BF16_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -55,7 +56,9 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in PEAK_BF16_FLOPS.items() if key in name), None)
+    # Whole words: an RTX A1000 is no A100.
+    named = (peak for key, peak in PEAK_BF16_FLOPS.items() if re.search(rf"\b{key}\b", name))
+    return next(named, None)
 
 
 def cpu_peak_flops(size: int = 1024, tries: int = 5) -> float:
