@@ -131,6 +131,12 @@ def test_damaged_results_are_refused_with_the_command_to_run(
             project("report", "--run-dir", str(tmp_path))
 
 
+def test_a_place_that_cannot_be_written_is_told_before(project: Project, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    where = ("--run-dir", str(tmp_path / "file/run"))
+    assert "cannot be written to" in project.refuses("baseline", *project.settings, *where)
+
+
 def test_another_setting_makes_a_measurement_stale(project: Project, tmp_path: Path) -> None:
     gates = project.module("workflow.gates")
     write_stage(project, tmp_path, "baseline")
@@ -140,6 +146,8 @@ def test_another_setting_makes_a_measurement_stale(project: Project, tmp_path: P
     for change in ({"train__seed": 1}, {"model__width": 64}, {"workflow__ranks": 3}):
         assert not gates.is_current(content, project.config(**same, **change))
     assert not gates.is_current({**content, "code": "another"}, project.config(**same))
+    elsewhere = {**content, "machine": {**content["machine"], "device": "NVIDIA H100"}}
+    assert not gates.is_current(elsewhere, project.config(**same))
     older = {**content, "versions": {"torch": "2.9.0"}}
     assert not gates.is_current(older, project.config(**same))
 
@@ -156,10 +164,11 @@ def test_the_interval_of_a_median_covers_it(project: Project) -> None:
 
     median_interval = project.module("workflow.measuring").median_interval
     generator = np.random.default_rng(0)
-    for size in (8, 15, 40):
+    for size in (8, 9, 15, 40):
         found = [median_interval(generator.exponential(size=size)) for _ in range(600)]
         covered = np.mean([f.low <= np.log(2) <= f.high for f in found])
-        assert 0.92 < covered < 0.995, (size, covered)
+        assert covered > 0.94, (size, covered)
+        assert size == 8 or covered < 0.99
 
 
 class Conducted:

@@ -72,6 +72,12 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on, which in a container can be fewer than there are."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
 def join(device_name: str, timeout: timedelta) -> World:
     """Join the process group that torchrun announces; a plain process stays on its own."""
     device = pick_device(device_name)

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from ..config import Config
 from ..engine import UserError
 from ..engine.commands import PROGRAM
+from ..engine.control import usable_cores
 from ..engine.flops import cpu_name, device_name
 from ..engine.rundir import write_json
 from ..engine.settings import to_json
@@ -38,6 +40,16 @@ class Stage:
     checks: list[dict[str, str]] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        """Make sure of a place for its JSON before anything is measured; UserError if not."""
+        folder = stage_file(self.config.directory, self.name).parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise UserError(f"{folder} cannot be written to: {error}") from None
 
     def check(
         self, name: str, passed: bool | None, *, measured: str, wanted: str, advice: str = ""
@@ -68,7 +80,6 @@ class Stage:
     def close(self) -> int:
         """Write workflow/<stage>.json; 0 unless a check failed."""
         path = stage_file(self.config.directory, self.name)
-        path.parent.mkdir(parents=True, exist_ok=True)
         content = {
             "stage": self.name,
             "status": self.status,
@@ -117,9 +128,11 @@ def need_stage(run_dir: Path, name: str, what_for: str) -> dict[str, Any]:
 
 
 def is_current(content: dict[str, Any], config: Config) -> bool:
-    """Whether it was measured with these settings, this code and this torch."""
+    """Whether it was measured with these settings, this code and this torch, on such a machine."""
+    here = machine(config.device)
     return (
         content["code"] == code_digest()
+        and all(content["machine"].get(key) == here[key] for key in ("device", "gpus", "cpu"))
         and content["versions"]["torch"] == str(torch.__version__)
         and _that_matter(content["settings"]) == _that_matter(to_json(config))
     )
@@ -145,11 +158,11 @@ def code_digest() -> str:
 
 def machine(device: str) -> dict[str, Any]:
     """What it was measured on."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "device": device_name(device),
+        "gpus": torch.cuda.device_count(),
         "cpu": cpu_name(),
-        "cores": cores,
+        "cores": usable_cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "platform": platform.platform(),
     }

@@ -1,5 +1,7 @@
 """What the stages share: timing the project's own steps, and telling a difference from noise."""
 
+import itertools
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -67,10 +69,11 @@ def median_interval(values: Sequence[float] | np.ndarray) -> Interval:
     With fewer than six values the interval is all of them, which is less than 95 %.
     """
     ordered = np.sort(np.asarray(values, dtype=float))
-    reach = 0.98 * len(ordered) ** 0.5
-    low, high = (round(len(ordered) / 2 + side * reach - 0.5) for side in (-1, 1))
-    ends = ordered[max(low, 0)], ordered[min(high, len(ordered) - 1)]
-    return Interval(float(np.median(ordered)), *map(float, ends))
+    count = len(ordered)
+    # So many of them are on one side of the true median, or fewer, as heads in `count` throws.
+    fewer = itertools.accumulate(math.comb(count, heads) for heads in range(count // 2))
+    rank = max(0, sum(2 * ways <= 0.05 * 2**count for ways in fewer) - 1)
+    return Interval(float(np.median(ordered)), float(ordered[rank]), float(ordered[-1 - rank]))
 
 
 def synchronize(device: torch.device) -> None:

@@ -58,8 +58,11 @@ def write_report(run_dir: Path) -> Path:
     )
     path = run_dir / "report.html"
     temporary = path.with_name(".report.html")
-    temporary.write_text(page, "utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(page, "utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error}") from None
     return path
 
 
