@@ -1,9 +1,9 @@
 """What holds a step up, and what to try about it: from the shares of its time to words."""
 
-import os
 from collections.abc import Iterator
 
 from ..config import Config
+from ..engine.control import usable_cores
 from ..engine.traces import Breakdown
 from .gates import PACKAGE, read_stage
 
@@ -70,7 +70,7 @@ def input_bound(shares: dict[str, float], found: Breakdown, config: Config) -> t
             "waits for come from .item(), .cpu() or print in the step"
         )
     workers = config.train.loader_workers
-    more = 2 * workers or max(1, min(4, (os.cpu_count() or 1) - 1))
+    more = 2 * workers or max(1, min(4, usable_cores() - 1))
     return numbers, f"--train.loader-workers {more}, or make __getitems__ cheaper"
 
 

@@ -6,12 +6,14 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..engine.control import RankError
+from ..engine.control import RankError, usable_cores
 from .gates import PACKAGE
+
+# What torchrun, even with one process, tells those it starts: these are not among them.
+OF_TORCHRUN = re.compile("TORCHELASTIC|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME|MASTER_")
 
 
 @contextlib.contextmanager
@@ -20,20 +22,19 @@ def started(
     *words: str,
     module: str = PACKAGE,
     threads: int | None = None,
-    log: Path | None = None,
     **environment: str,
 ) -> Iterator[subprocess.Popen[str]]:
     """`python -m module words`, as one plain process (`ranks` 0) or as `ranks` under torchrun.
 
-    `threads` are those of each process (default: the cores shared out). The output goes to `log`,
-    or into a pipe. Whatever happens, SIGTERM included, nothing of it outlives the block.
+    `threads` are those of each process (default: the cores shared out). The output goes into a
+    pipe. Whatever happens, SIGTERM included, nothing of it outlives the block.
     """
     command = [sys.executable, "-m"]
     if ranks:
         command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += ["--max-restarts=0", "-m"]
-        threads = threads or max(1, (os.cpu_count() or 1) // ranks)
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
+        threads = threads or max(1, usable_cores() // ranks)
+    inherited = {name: it for name, it in os.environ.items() if not OF_TORCHRUN.match(name)}
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
@@ -42,13 +43,10 @@ def started(
     with contextlib.ExitStack() as stack:
         stopping = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         stack.callback(signal.signal, signal.SIGTERM, stopping)
-        output = subprocess.PIPE
-        if log:
-            output = stack.enter_context(open(log, "w", encoding="utf-8"))
         process = subprocess.Popen(
             [*command, module, *words],
             env=inherited | environment,
-            stdout=output,
+            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
@@ -74,7 +72,9 @@ def finish(process: subprocess.Popen[str], what: str, seconds: float) -> str:
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """`kill -9` to a process and everything that it started."""
+    """`kill -9` to a process and everything that it started, if it has not ended."""
+    if process.poll() is not None:
+        return  # its number may be another's by now
     for pid in [process.pid, *descendants(process.pid)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -87,17 +87,6 @@ def descendants(pid: int) -> list[int]:
         for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
             found += [child, *descendants(child)]
     return found
-
-
-def wait_until(condition, process: subprocess.Popen[str], what: str, seconds: float) -> None:
-    """Look every few milliseconds; RankError when time is up or the process has ended."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if process.poll() is not None:
-            raise RankError(f"{what}: the process ended first{_end_of(process.communicate()[0])}")
-        if time.monotonic() > deadline:
-            raise RankError(f"{what} did not happen within {seconds:.0f} s")
-        time.sleep(0.002)
 
 
 def _end_of(output: str | None) -> str:
