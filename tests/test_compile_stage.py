@@ -1,5 +1,6 @@
 """The compile stage and the carried caches: each check passes, and fails when it should."""
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -153,7 +154,8 @@ def gate(project: Project, tmp_path: Path) -> Any:
     """Judge figures of modes; the checks by name, and the stage."""
 
     def judge(modes: dict[str, Any], dynamic: Any = None, **changes: Any) -> Any:
-        stage = project.module("workflow.gates").Stage("compile", project.config(**changes))
+        config = project.config(run_dir=tmp_path, **changes)
+        stage = project.module("workflow.gates").Stage("compile", config)
         project.module("workflow.compile").judge(stage, modes, dynamic)
         return SimpleNamespace(stage=stage, **{check["name"]: check for check in stage.checks})
 
@@ -262,6 +264,11 @@ def test_a_mode_that_breaks_down_fails_and_a_missing_compiler_is_not_measured(ga
     assert nothing.stage.status == "not_measured"
     assert {check["status"] for check in nothing.stage.checks} == {"not_measured"}
     assert nothing.stage.figures["best"] == "none"
+    assert [c["name"] for c in nothing.stage.checks if c["advice"]] == ["compiles"]
+    bug = {"error": "InductorError: CppCompileError", "whole": "expected ';' before '}'"}
+    assert gate({"full": bug}).compiles["status"] == "fail"
+    bare = bug | {"whole": "CppCompileError: fatal error: Python.h: No such file or directory"}
+    assert gate({"full": bare}).compiles["status"] == "not_measured"
     idle = gate({"full": FIGURES | {"graphs": 0}})
     assert idle.compiles["status"] == "fail" and "graphs 0" in idle.compiles["measured"]
     failed = FIGURES | {"restart": {"error": "OSError: gone"}}
@@ -269,8 +276,18 @@ def test_a_mode_that_breaks_down_fails_and_a_missing_compiler_is_not_measured(ga
     assert gate({"full": failed}).compiles["status"] == "fail"
 
 
-def test_an_error_of_the_compiler_is_a_finding(project: Project, tmp_path: Path) -> None:
+def test_an_error_of_the_compiler_is_a_finding(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "no_such" in cold(project, tmp_path, compile__backend="no_such")["error"]
+    refused = cold(project, tmp_path, data__path=tmp_path / "nothing")  # a mistake of the user's
+    assert set(refused) == {"refused"}
+    stage, folder = project.module("workflow.compile"), tmp_path / "trial"
+    monkeypatch.setattr(stage, "started", lambda *_, **__: contextlib.nullcontext())
+    write = (folder / "cold.json").write_text
+    monkeypatch.setattr(stage, "finish", lambda *_: write(json.dumps(refused)) and "")
+    with pytest.raises(project.module("engine").UserError, match="nothing"):
+        stage.trial("cold", project.config(run_dir=tmp_path), folder)
 
 
 def test_verdicts_need_more_than_noise(project: Project) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..config import Config
+from ..engine import UserError
 from ..engine.compilation import Finding
 from ..engine.control import RankError
 from ..engine.memory import in_units
@@ -27,7 +28,7 @@ MODES = ("blocks", "full")
 # Largest relative differences: of a loss, and of all gradients as one vector after some steps.
 PRECISE = {"loss": 1e-4, "gradients": 1e-2}  # float32 throughout
 ROUNDED = {"loss": 1e-2, "gradients": 1e-1}  # bf16 or TF32: fusing keeps what eager rounds off
-LACKING = ("InvalidCxxCompiler", "TritonMissing", "CppCompileError")  # no compiler on this machine
+LACKING = ("InvalidCxxCompiler", "TritonMissing", "Python.h: No such file")  # no compiler here
 PATIENCE = 1800.0  # seconds for one process
 TOO_SLOW = 7.0  # seconds of a compile, from which on shapes are varied with a faster backend
 HINT = re.compile(r"\[__perf_hints\] (.+)")
@@ -90,7 +91,10 @@ def trial(kind: str, config: Config, folder: Path) -> tuple[dict[str, Any], str]
             output = finish(process, what, PATIENCE)
     except RankError as error:  # the compiler took the process with it
         return {"error": str(error).splitlines()[0], "whole": str(error)}, ""
-    return json.loads((folder / f"{kind}.json").read_text("utf-8")), output
+    found = json.loads((folder / f"{kind}.json").read_text("utf-8"))
+    if "refused" in found:  # by the project itself, not by the compiler
+        raise UserError(found["refused"])
+    return found, output
 
 
 def worked(figures: dict[str, Any]) -> bool:
@@ -110,7 +114,9 @@ def judge(stage: Stage, modes: dict[str, dict[str, Any]], dynamic: dict[str, Any
         not hit if good else None,
         measured="; ".join(hit) or ("not hit" if good else "nothing was compiled"),
         wanted="not hit: what reaches it runs eagerly from then on",
-        advice="keep what the guards name from changing, or try --compile.dynamic True",
+        advice="keep what the guards name from changing, or try --compile.dynamic True"
+        if hit
+        else "",
     )
     judge_numerics(stage, good)
     verdicts = {mode: verdict(**figures["windows"]) for mode, figures in good.items()}
@@ -148,7 +154,7 @@ def judge_compiling(
     """Whether every mode compiled and ran, cold and warm, and how long that took."""
     parts, errors = [], []
     for mode, figures in modes.items():
-        if problem := figures.get("error"):
+        if problem := figures.get("whole", figures.get("error")):
             errors.append(problem)
         if mode in good:
             cold, warm = (figures["compile_seconds"][key] for key in ("cold", "warm"))
@@ -190,7 +196,9 @@ def judge_findings(stage: Stage, name: str, plural: str, good: dict[str, dict[st
         wanted=f"no {plural}, or each with its place and reason",
         advice="--compile.fullgraph makes each of them an error"
         if stopped
-        else f"TORCH_LOGS={name} with `train` shows what they are",
+        else f"TORCH_LOGS={name} with `train` shows what they are"
+        if good
+        else "",
     )
 
 
@@ -212,7 +220,9 @@ def judge_numerics(stage: Stage, good: dict[str, dict[str, Any]]) -> None:
         else "nothing was compiled",
         wanted=f"at most {wanted['loss']:.0e} and {wanted['gradients']:.0e}",
         advice="--compile.backend aot_eager tells whether inductor's kernels are at fault; do not "
-        "train with a mode that differs",
+        "train with a mode that differs"
+        if good
+        else "",
     )
 
 

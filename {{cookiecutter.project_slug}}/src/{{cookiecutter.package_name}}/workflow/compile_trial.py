@@ -17,17 +17,17 @@ import torch
 
 from .. import parallel
 from ..config import Config
-from ..engine import compilation
+from ..engine import UserError, compilation
 from ..engine.compile_cache import CompileCache, lookups
 from ..engine.control import World
 from ..engine.memory import peak_memory
 from ..engine.metrics import means
 from ..engine.rundir import write_json
-from ..engine.sampling import Share, fetch, seed_step
+from ..engine.sampling import Share, fetch
 from ..engine.settings import from_json, override
 from ..model import blocks
 from ..train import State, setup, train_step
-from .measuring import spread, synchronize
+from .measuring import has_drawn, spread, synchronize
 
 STEPS = 5  # that are compared with eager
 WINDOW, SECONDS = 0.2, 6.0  # of a window of steps, and of all windows
@@ -114,7 +114,6 @@ def vary(config: Config, folder: Path) -> dict[str, Any]:
 def follow(state: State, steps: int = STEPS) -> Course:
     """Take the first steps of a run."""
     losses, gradients, random = [], [], False
-    device, config = state.world.device, state.config
 
     def keep(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
@@ -125,19 +124,11 @@ def follow(state: State, steps: int = STEPS) -> Course:
         if step == steps - 1:
             hook = state.optimizer.register_step_pre_hook(keep)
         train_step(state, batches)
-        drawn = generator_state(device)
-        seed_step(config.train.seed, state.step - 1, state.world.rank, device)
-        random |= not torch.equal(drawn, generator_state(device))
+        random |= has_drawn(state)
         losses.append(means(state.sums, state.metrics)["loss"])
         state.sums = 0.0
     hook.remove()
     return Course(losses, gradients, random)
-
-
-def generator_state(device: torch.device) -> torch.Tensor:
-    """Of the random numbers that a step on the device draws."""
-    cuda = device.type == "cuda"
-    return torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state()
 
 
 def with_eager_random_numbers(config: Config, world: World) -> Course:
@@ -283,6 +274,8 @@ def attempt(kind: str, config: Config, folder: Path) -> dict[str, Any]:
     """What a trial found; an error of the compiler, or of the model under it, is a finding too."""
     try:
         return TRIALS[kind](config, folder)
+    except UserError as error:
+        return {"refused": str(error)}
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         return {"error": f"{type(error).__name__}: {lines[0]}", "whole": str(error)}

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..engine.metrics import means
+from ..engine.sampling import seed_step
 from ..train import State, train_step
 
 
@@ -55,6 +56,16 @@ def record_steps(state: State, steps: int) -> Steps:
         losses.append(means(state.sums, state.metrics)["loss"])
         state.sums = 0.0
     return Steps(np.array(losses), np.array(seconds), np.array(waits))
+
+
+def has_drawn(state: State) -> bool:
+    """Whether the last step drew random numbers from torch, which are those of its rank."""
+    device, config = state.world.device, state.config.train
+    generators = [torch] if device.type == "cpu" else [torch, getattr(torch, device.type)]
+    after = [generator.get_rng_state() for generator in generators]
+    seed_step(config.seed, state.step - 1, state.world.rank, device)  # as the step began
+    before = (generator.get_rng_state() for generator in generators)
+    return not all(map(torch.equal, after, before))
 
 
 def spread(values: Sequence[float] | np.ndarray) -> dict[str, float]:

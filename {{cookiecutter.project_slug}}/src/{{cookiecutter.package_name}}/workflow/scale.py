@@ -240,7 +240,7 @@ def unpredictable(memory: dict[str, Any]) -> str:
     if memory["measured"] is None:
         return "this device does not tell what was allocated"
     if memory["activations"] is None:
-        return "activations are measured on the whole model, which one rank could not hold"
+        return "activations are measured on a whole model of its own, for which a rank has no room"
     if memory["recomputed"]:
         return "with --train.activation-checkpointing what is kept cannot be seen from outside"
     return "the optimizer's state could only be guessed" if memory["guessed"] else ""

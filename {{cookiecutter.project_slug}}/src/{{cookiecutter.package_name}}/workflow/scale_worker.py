@@ -18,15 +18,15 @@ from .. import parallel
 from ..config import Config
 from ..engine.control import HostGroup, RankError, World, exit_code
 from ..engine.rundir import write_json
-from ..engine.sampling import seed_step
 from ..engine.settings import from_json, override
 from ..train import State, setup, train_step
 from .allocations import memory_of, peak_of_steps
-from .measuring import Steps, median_interval, record_steps, spread
+from .measuring import Steps, has_drawn, median_interval, record_steps, spread
 from .noise import go_to_the_run, gradient_norms, noise_scale
 
 COMPARED = 12  # steps whose losses are compared
 WINDOW, WINDOWS = 6, 6  # steps in a row, and how often; the first of a window is not counted
+NOISE_SECONDS = 60.0  # for gradients of small batches, where steps are slow
 SECONDS = 3.0  # for the timed steps, where steps are slow
 
 
@@ -125,25 +125,20 @@ def nature_of(config: Config, world: World) -> dict[str, Any]:
     after = dict(state.model.named_buffers())
     found += [name for name, buffer in before.items() if not torch.equal(buffer, after[name])]
     state.module.eval()
+    always = random and draws(state)
+    state.loader.close()
     return {
         "statistics": found[0] if found else None,
         "random": random,
-        "always_random": random and draws(state),
+        "always_random": always,
         "optimizer": type(state.optimizer).__name__,
     }
 
 
 def draws(state: State) -> bool:
-    """Whether a step draws random numbers from torch, which are those of its rank."""
-    kind = state.world.device.type
-    generators = [torch] if kind == "cpu" else [torch, getattr(torch, kind)]
-    seed_step(state.config.train.seed, state.step, state.world.rank, state.world.device)
-    fresh = [generator.get_rng_state() for generator in generators]
+    """Whether a step draws random numbers."""
     train_step(state, state.loader.next())
-    return any(
-        not torch.equal(before, generator.get_rng_state())
-        for before, generator in zip(fresh, generators, strict=True)
-    )
+    return has_drawn(state)
 
 
 def compare(config: Config, world: World, nature: dict[str, Any]) -> dict[str, Any]:
@@ -152,17 +147,22 @@ def compare(config: Config, world: World, nature: dict[str, Any]) -> dict[str, A
     On one process also the gradient noise scale at the end of these steps.
     """
     state = setup(override(config, {"train.precision": "fp32"}), world)
+    torch.set_float32_matmul_precision("highest")  # until the next setup; without TF32, whose
+    torch.backends.cudnn.allow_tf32 = False  # rounding depends on how the batch is divided
     if nature["random"]:
         state.module.eval()
     losses, norms = [], []
     for _ in range(COMPARED):
-        losses.append(float(record_steps(state, 1).losses[0]))
+        found = record_steps(state, 1)
+        losses.append(float(found.losses[0]))
         norms.append(float(state.grad_norm))
     noise = None
     if world.size == 1 and not nature["statistics"]:
         state.module.train()
         go_to_the_run(state)
-        noise = noise_scale(*gradient_norms(state)) | {"step": state.step}
+        batches = max(4, min(16, int(NOISE_SECONDS / found.seconds[0])))
+        noise = noise_scale(*gradient_norms(state, batches)) | {"step": state.step}
+    torch.backends.cudnn.allow_tf32 = True
     state.loader.close()
     return {"losses": losses, "gradient_norms": norms, "noise_scale": noise}
 
