@@ -340,6 +340,10 @@ def test_what_kernels_that_are_not_deterministic_can_tell(on_one: Stand) -> None
         assert truth.same_losses([2.0])[0] and truth.same_end({"w": "b"})[0]
         assert truth.same_losses([2.0 + shift])[0] == same
         assert truth.same_end({"w": "c"})[0] != exact
+    truth = judging.Undisturbed({1: 3.0, 2: math.nan}, {}, {}, exact=False)
+    assert truth.same_losses([3.0, math.nan])[0]
+    assert not truth.same_losses([3.0 + 1e-7, 2.0])[0]  # as where a line is missing
+    assert not truth.same_losses([math.nan, math.nan])[0]
 
 
 def test_it_needs_a_whole_baseline(on_one: Stand) -> None:

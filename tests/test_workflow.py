@@ -317,6 +317,26 @@ def test_the_report_can_be_looked_at(project: Project, tmp_path: Path, capsys) -
     assert seen["pictures"][0]["width"] == 0 and len(console) == 1
 
 
+def test_what_is_not_finite_is_null(project: Project, tmp_path: Path) -> None:
+    """As any reader of JSON wants it, and as the report can draw it."""
+    stage = project.module("workflow.gates").Stage("baseline", project.config(run_dir=tmp_path))
+    stage.figures |= FIGURES["baseline"] | {"losses": [2.0, float("nan"), 1.0], "far": (1e400,)}
+    stage.close()
+    text = (tmp_path / "workflow/baseline.json").read_text()
+    figures = json.loads(text, parse_constant=lambda word: pytest.fail(word))["figures"]
+    assert figures["losses"] == [2.0, None, 1.0] and figures["far"] == [None]
+    project("report", "--run-dir", str(tmp_path))
+
+
+def test_figures_of_an_older_version_are_told(project: Project, tmp_path: Path) -> None:
+    path = write_stage(project, tmp_path, "checkpoint")
+    content = json.loads(path.read_text())
+    del content["figures"]["restart_seconds"]["launch"]
+    path.write_text(json.dumps(content))
+    said = project.refuses("report", "--run-dir", str(tmp_path))
+    assert "KeyError('launch')" in said and "--workflow.again" in said
+
+
 def test_a_report_of_what_there_is(project: Project, tmp_path: Path) -> None:
     assert "nothing to report" in project.refuses("report", "--run-dir", str(tmp_path))
     write_stage(project, tmp_path, "baseline")

@@ -150,7 +150,8 @@ def memory_snapshot(path: Path, world: World) -> Iterator[None]:
     if world.device.type != "cuda":
         yield
         return
-    torch.cuda.memory._record_memory_history(max_entries=100_000)
+    # Python's stacks alone: those of C++ would slow the traced steps down.
+    torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
     try:
         yield
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ machine, versions, seconds, measured_at}. A status is pass, fail or not_measured
 import functools
 import hashlib
 import json
+import math
 import os
 import platform
 import tempfile
@@ -85,7 +86,7 @@ class Stage:
             "status": self.status,
             "checks": self.checks,
             "advice": self.advice,
-            "figures": self.figures,
+            "figures": finite(self.figures),
             "settings": to_json(self.config),
             "code": code_digest(),
             "machine": machine(self.config.device),
@@ -96,6 +97,15 @@ class Stage:
         write_json(path, content)
         print(f"{self.name}: {self.status.replace('_', ' ')} ({path})", flush=True)
         return int(self.status == "fail")
+
+
+def finite(value: Any) -> Any:
+    """The same for JSON, which has no word for what is not finite: null."""
+    if isinstance(value, dict):
+        return {key: finite(it) for key, it in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(it) for it in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def stage_file(run_dir: Path, name: str) -> Path:

@@ -47,10 +47,10 @@ def judge_interval(stage: Stage, figures: dict[str, Any], step_seconds: float) -
         f"{1e3 * step_seconds:.3g} ms; {lost(best)} of the time is lost then",
         flush=True,
     )
-    every, rounded = config.checkpoint.every, _two_digits(steps)
+    every, rounded = config.checkpoint.every or config.train.steps, _two_digits(steps)
     ends = f" (this run of {config.train.steps} steps then saves only at its end)"
     flag = f"--checkpoint.every {rounded}{ends if rounded >= config.train.steps else ''}"
-    now = (every or config.train.steps) * step_seconds
+    now = every * step_seconds
     if now < upload:
         stage.advise(f"{flag}: a save takes longer than the {every} steps between two, and waits")
     elif not 0.5 <= now / best <= 2:

@@ -1,10 +1,11 @@
 """What the restore drill found, against the run that nothing has disturbed: its four checks."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
+from . import measuring
 from .drill import EVERY, STEPS, Digests
 from .gates import Stage
 from .killing import MOMENTS, Killing
@@ -26,9 +27,9 @@ class Undisturbed:
     def same_losses(self, found: Sequence[float]) -> tuple[bool, str]:
         """Compare the losses of its last steps, however many were found; and in words."""
         expected = [self.losses[step] for step in sorted(self.losses)][-len(found) :]
-        if list(found) == expected:
+        far = measuring.differences(found, expected).max()
+        if not far:
             return True, f"{len(found)} losses the same to the bit"
-        far = max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(found, expected, strict=True))
         if not self.exact and far < NEAR:
             return True, f"{len(found)} losses within {far:.0e} (--train.deterministic: to the bit)"
         return False, f"losses differ by up to {far:.0e}, relative"
@@ -153,7 +154,7 @@ def judge_kills(stage: Stage, found: Killing, truth: Undisturbed) -> None:
             problems.append(f"{where}: the newest checkpoint is of step {kill.newest}")
     words = ""
     for end in found.ends:
-        losses = [end.losses.get(step, math.nan) for step in sorted(truth.losses)]
+        losses = [end.losses.get(step, nan) for step in sorted(truth.losses)]
         same_losses, words = truth.same_losses(losses)
         same_end, last = truth.same_end(end.digests)
         problems += [text for same, text in ((same_losses, words), (same_end, last)) if not same]

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -161,9 +162,10 @@ class Killing:
 
 
 def losses_of(run_dir: Path) -> dict[int, float]:
-    """Loss by step, from the whole lines of metrics.jsonl."""
+    """Loss by step, from the whole lines of metrics.jsonl; NaN where it was not finite."""
     lines = (run_dir / "metrics.jsonl").read_text("utf-8").split("\n")[:-1]
-    return {record["step"]: record["loss"] for record in map(json.loads, lines)}
+    found = {record["step"]: record["loss"] for record in map(json.loads, lines)}
+    return {step: math.nan if loss is None else loss for step, loss in found.items()}
 
 
 def _names(directory: Path) -> list[str]:

@@ -3,7 +3,8 @@
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from math import isnan
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,6 +86,19 @@ def median_interval(values: Sequence[float] | np.ndarray) -> Interval:
     fewer = itertools.accumulate(math.comb(count, heads) for heads in range(count // 2))
     rank = max(0, sum(2 * ways <= 0.05 * 2**count for ways in fewer) - 1)
     return Interval(float(np.median(ordered)), float(ordered[rank]), float(ordered[-1 - rank]))
+
+
+def difference(a: float, b: float) -> float:
+    """Relative; infinite for what is no number."""
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.inf
+    return abs(a - b) / max(abs(a), abs(b), 1e-12)
+
+
+def differences(first: Iterable[float], second: Iterable[float]) -> np.ndarray:
+    """Those of pairs; none where both are no number."""
+    pairs = zip(first, second, strict=True)
+    return np.array([0.0 if isnan(a) and isnan(b) else difference(a, b) for a, b in pairs])
 
 
 def synchronize(device: torch.device) -> None:

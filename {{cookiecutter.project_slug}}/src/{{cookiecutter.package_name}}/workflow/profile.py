@@ -13,7 +13,7 @@ import torch
 
 from .. import parallel
 from ..config import Config
-from ..engine.control import HostGroup
+from ..engine.control import HostGroup, World
 from ..engine.profiling import Profiler, trace_steps
 from ..engine.traces import PARTS, Breakdown, TraceError, breakdown, read_trace
 from ..train import State, setup, train_step
@@ -33,8 +33,11 @@ def measure(config: Config) -> int:
     world = parallel.setup(config.parallel, config.device)
     group = HostGroup(world)
     state = setup(config, world)
+    wait, warmup, active = config.profile.wait, config.profile.warmup, config.profile.active
+    say(world, f"tracing {active} steps after {wait + warmup}, {config.profile.repeat} times ...")
     written = trace_steps(config.profile, config.directory / "traces", state, train_step)
     found = group.agree(lambda: read_back(written))
+    say(world, "timing steps while no profiler is at work ...")
     idle, seconds = idle_costs(state, group)
     state.loader.close()
     if world.rank == 0:
@@ -42,6 +45,12 @@ def measure(config: Config) -> int:
     del state
     parallel.teardown(world)
     return stage.close() if world.rank == 0 else 0
+
+
+def say(world: World, text: str) -> None:
+    """One line, as a part begins."""
+    if world.rank == 0:
+        print(f"     {text}", flush=True)
 
 
 def read_back(paths: list[Path]) -> Breakdown | str:

@@ -46,16 +46,22 @@ def write_report(run_dir: Path) -> Path:
         lstrip_blocks=True,
     )
     environment.filters |= {"picture": picture, "moment": moment, "prose": prose}
-    page = environment.get_template("report.html").render(
-        name=run_dir.name,
-        package=PACKAGE,
-        sections=[section(run_dir, name, content) for name, content in stages.items()],
-        tiles=list(tiles(stages, records)),
-        plots=list(overview(stages, records)),
-        run=status_of(run_dir),
-        origin=origin(stages),
-        settings=settings_of(run_dir, stages),
-    )
+    try:
+        page = environment.get_template("report.html").render(
+            name=run_dir.name,
+            package=PACKAGE,
+            sections=[section(run_dir, name, content) for name, content in stages.items()],
+            tiles=list(tiles(stages, records)),
+            plots=list(overview(stages, records)),
+            run=status_of(run_dir),
+            origin=origin(stages),
+            settings=settings_of(run_dir, stages),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"figures in {run_dir / 'workflow'} are damaged or of an older version of this project "
+            f"({error!r}): measure again with `{command('workflow', run_dir)} --workflow.again`"
+        ) from error
     path = run_dir / "report.html"
     temporary = path.with_name(".report.html")
     try:

@@ -4,7 +4,6 @@ Each number of processes is started anew and measures itself (`scale_worker`); h
 """
 
 import json
-import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from ..engine.rundir import write_json
 from ..engine.settings import to_json
 from . import processes
 from .gates import PACKAGE, Stage, machine
+from .measuring import difference
 from .sizing import advice_on_batch, change_to, choose, explain
 
 TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}  # relative
@@ -160,13 +160,6 @@ def judge_losses(stage: Stage, records: Records, reason: str) -> None:
         advice="look for what depends on the rank, or on how a batch is divided: a mean where "
         "compute_loss must return a sum, statistics of a batch, files read by rank",
     )
-
-
-def difference(a: float, b: float) -> float:
-    """Relative; infinite for what is no number."""
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return math.inf
-    return abs(a - b) / max(abs(a), abs(b), 1e-12)
 
 
 def efficiencies(kind: str, records: Records) -> dict[int, tuple[float, float, float]]:
