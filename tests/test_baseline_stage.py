@@ -87,8 +87,9 @@ def test_the_share_of_waiting_is_judged(project: Project, tmp_path: Path) -> Non
 
     baseline, measuring = project.module("workflow.baseline"), project.module("workflow.measuring")
     state = project.module("train").setup(project.config(run_dir=tmp_path))
-    for share, status in ((0.04, "pass"), (0.06, "fail")):
-        steps = measuring.Steps(np.linspace(2, 1, 30), np.full(30, 0.1), np.full(30, 0.1 * share))
+    every_third = np.resize([0.0, 0.0, 1.0], 30)  # as of workers that bring three at once
+    for share, status in ((0.04, "pass"), (0.06, "fail"), (every_third, "fail")):
+        steps = measuring.Steps(np.linspace(2, 1, 30), np.full(30, 0.1), np.full(30, 0.1) * share)
         stage = project.module("workflow.gates").Stage("baseline", state.config)
         baseline.judge(stage, state, steps, steps, (2.0, 1.0))
         assert {check["name"]: check["status"] for check in stage.checks}["data_wait"] == status
