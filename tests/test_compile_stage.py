@@ -240,6 +240,9 @@ def test_a_finding_must_have_a_place(gate, check: str) -> None:
     assert fine.stage.status == "pass"
     assert "model.py:7: a print" in getattr(fine, check)["measured"]
     assert getattr(gate({"full": FIGURES | {check: [NOWHERE]}}), check)["status"] == "fail"
+    many = [HERE | {"where": f"model.py:{line}"} for line in range(20)]
+    told = getattr(gate({"full": FIGURES | {check: many}}), check)["measured"]
+    assert "full 20; " in told and "model.py:5: a print; 14 more" in told
 
 
 def test_a_graph_break_fails_where_it_would_end_training(gate) -> None:

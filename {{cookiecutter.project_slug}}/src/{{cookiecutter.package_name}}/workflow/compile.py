@@ -31,6 +31,7 @@ ROUNDED = {"loss": 1e-2, "gradients": 1e-1}  # bf16 or TF32: fusing keeps what e
 LACKING = ("InvalidCxxCompiler", "TritonMissing", "Python.h: No such file")  # no compiler here
 PATIENCE = 1800.0  # seconds for one process
 TOO_SLOW = 7.0  # seconds of a compile, from which on shapes are varied with a faster backend
+SHOWN = 6  # graph breaks or recompiles; the figures hold all
 HINT = re.compile(r"\[__perf_hints\] (.+)")
 
 
@@ -106,27 +107,17 @@ def judge(stage: Stage, modes: dict[str, dict[str, Any]], dynamic: dict[str, Any
     """Turn what was tried into checks, figures and advice."""
     good = {mode: figures for mode, figures in modes.items() if worked(figures)}
     judge_compiling(stage, modes, good)
-    for name, plural in (("graph_breaks", "graph breaks"), ("recompiles", "recompiles")):
-        judge_findings(stage, name, plural, good)
-    hit = [f"{mode}: {Finding(**it)}" for mode, f in good.items() for it in f["limits_hit"]]
-    stage.check(
-        "recompile_limit",
-        not hit if good else None,
-        measured="; ".join(hit) or ("not hit" if good else "nothing was compiled"),
-        wanted="not hit: what reaches it runs eagerly from then on",
-        advice="keep what the guards name from changing, or try --compile.dynamic True"
-        if hit
-        else "",
-    )
-    judge_numerics(stage, good)
     verdicts = {mode: verdict(**figures["windows"]) for mode, figures in good.items()}
-    stage.check(
-        "speedup",
-        True if good else None,
-        measured="; ".join(f"{m}: {in_words(*verdicts[m], good[m])}" for m in good)
-        or "nothing was compiled",
-        wanted="measured, whatever it is",
-    )
+    if good:
+        for name, plural in (("graph_breaks", "graph breaks"), ("recompiles", "recompiles")):
+            judge_findings(stage, name, plural, good)
+        judge_limit(stage, good)
+        judge_numerics(stage, good)
+        told = "; ".join(f"{m}: {in_words(*verdicts[m], good[m])}" for m in good)
+        stage.check("speedup", True, measured=told, wanted="measured, whatever it is")
+    else:
+        for name in ("graph_breaks", "recompiles", "recompile_limit", "numerics", "speedup"):
+            stage.check(name, None, measured="nothing was compiled", wanted="measured")
     best = best_mode(verdicts)
     advise(stage, good, verdicts, best)
     for mode, (speedup, word) in verdicts.items():
@@ -188,17 +179,28 @@ def judge_findings(stage: Stage, name: str, plural: str, good: dict[str, dict[st
     lost = [it for _, it in found if not (it.where and it.reason)]
     stopped = name == "graph_breaks" and stage.config.compile.fullgraph and found
     counts = ", ".join(f"{mode} {len(f[name])}" for mode, f in good.items())
-    listed = "".join(f"; {mode}: {it}" for mode, it in dict.fromkeys(found))
+    each = [f"; {mode}: {it}" for mode, it in dict.fromkeys(found)]
+    listed = "".join(each[:SHOWN]) + (f"; {len(each) - SHOWN} more" if each[SHOWN:] else "")
     stage.check(
         name,
-        not (lost or stopped) if good else None,
-        measured=f"{counts}{listed}" if good else "nothing was compiled",
+        not (lost or stopped),
+        measured=f"{counts}{listed}",
         wanted=f"no {plural}, or each with its place and reason",
         advice="--compile.fullgraph makes each of them an error"
         if stopped
-        else f"TORCH_LOGS={name} with `train` shows what they are"
-        if good
-        else "",
+        else f"TORCH_LOGS={name} with `train` shows what they are",
+    )
+
+
+def judge_limit(stage: Stage, good: dict[str, dict[str, Any]]) -> None:
+    """Whether something was given up since it was compiled too often."""
+    hit = [f"{mode}: {Finding(**it)}" for mode, f in good.items() for it in f["limits_hit"]]
+    stage.check(
+        "recompile_limit",
+        not hit,
+        measured="; ".join(hit) or "not hit",
+        wanted="not hit: what reaches it runs eagerly from then on",
+        advice="keep what the guards name from changing, or try --compile.dynamic True",
     )
 
 
@@ -214,15 +216,11 @@ def judge_numerics(stage: Stage, good: dict[str, dict[str, Any]]) -> None:
     of = " (with eager's random numbers: inductor's fallback_random)" if random else ""
     stage.check(
         "numerics",
-        passed if good else None,
-        measured=f"after {STEPS} steps, relative to eager: {'; '.join(parts)}{of}"
-        if good
-        else "nothing was compiled",
+        passed,
+        measured=f"after {STEPS} steps, relative to eager: {'; '.join(parts)}{of}",
         wanted=f"at most {wanted['loss']:.0e} and {wanted['gradients']:.0e}",
         advice="--compile.backend aot_eager tells whether inductor's kernels are at fault; do not "
-        "train with a mode that differs"
-        if good
-        else "",
+        "train with a mode that differs",
     )
 
 

@@ -72,7 +72,8 @@ def measured_now(config: Config, name: str, words: list[str]) -> str:
             raise
     if code in (0, 1) and path.exists() and path.stat().st_mtime_ns != before:
         return read_stage(config.directory, name)["status"]
-    print(f"{name} broke down (exit code {code}); by itself: {command(name, config.directory)}")
+    what = "was refused, as said above" if code == 2 else f"broke down (exit code {code})"
+    print(f"{name} {what}; by itself: {command(name, config.directory)}")
     return "broken"
 
 
