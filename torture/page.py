@@ -36,7 +36,8 @@ def section(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in packages.items())
     lines += [
         "",
-        f"`{result['command']}`, {result['seconds']} s. {machine['cpu']}, {machine['cores']} cores, "
+        f"`{result['command']}`, {result['seconds']} s. {machine['cpu']}, "
+        f"{machine['cores']} cores, "
         f"{machine['system']}, {machine['file_system']}. {versions}.",
     ]
     return "\n".join(lines)
