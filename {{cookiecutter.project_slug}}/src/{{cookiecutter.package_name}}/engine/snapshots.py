@@ -75,6 +75,7 @@ class Snapshots:
 
     def __init__(self, directory: Path, retention: RetentionConfig, group: HostGroup) -> None:
         self.directory, self.retention, self.group = directory, retention, group
+        self.placed = False  # whether the names that lead to the directory are safe
 
     def publish(self, step: int, write: Writer, facts: dict[str, Any]) -> Path:
         """Save one checkpoint; `write(directory)` writes this rank's files and names them.
@@ -150,20 +151,27 @@ class Snapshots:
             # Renamed first: a crash half way through removing must not leave half a checkpoint.
             discarded = self.directory / f"{DISCARDED}{path.name}-{uuid.uuid4().hex[:8]}"
             os.rename(path, discarded)
-        sync_directory(self.directory)
         self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
         # Nobody else writes here: the run directory has one writer, and it saves one at a time.
-        for name in os.listdir(self.directory) if self.directory.exists() else ():
-            if name.startswith((RESERVED, DISCARDED)):
+        names = os.listdir(self.directory) if self.directory.exists() else []
+        if leftovers := [name for name in names if name.startswith((RESERVED, DISCARDED))]:
+            # Also of a process killed before it could: else a crash of the machine might bring
+            # back the name of a checkpoint that was half removed.
+            sync_directory(self.directory)
+            for name in leftovers:
                 shutil.rmtree(self.directory / name, ignore_errors=True)
 
     def _reserve(self, step: int) -> Path:
-        if not self.directory.exists():
-            self.directory.mkdir(parents=True)
-            for parent in list(self.directory.parents)[:2]:  # the run directory may be new as well
+        if not self.placed:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            # This run may have made all of the path, or a process killed before it could sync it.
+            for parent in self.directory.parents:
+                if not os.access(parent, os.R_OK | os.W_OK):
+                    break  # and nobody like us has made a name in it
                 sync_directory(parent)
+            self.placed = True
         reservation = self.directory / f"{RESERVED}{step_name(step)}-{uuid.uuid4().hex[:8]}"
         reservation.mkdir()
         return reservation
