@@ -1,0 +1,143 @@
+"""Whether what a crash has left restores as it should, tried with the code of a render."""
+
+import importlib
+import logging
+import os
+import re
+import shutil
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .replay import Tree
+from .saving import RUN
+
+RESTORED = (
+    "the newest whole checkpoint comes back, each tensor to the bit, and never one older than the "
+    "last whose save was over"
+)
+NAMED = "what bears the name of a checkpoint is whole"
+LEFT = "after the next save nothing half-done is left"
+PROMISES = (RESTORED, NAMED, LEFT)
+CHECKPOINTS = f"{RUN}/checkpoints"
+NAME = re.compile(rf"{CHECKPOINTS}/(step_\d+)(?=/|$)")
+EVERY = 10  # of equal bytes, the tensors are read each so many times
+Contents = dict[str, bytes | None]
+
+
+class Restorer:
+    """Restores from what crashes leave, with the code of a render."""
+
+    def __init__(self, package: str, folder: Path, expected: Path) -> None:
+        self.package, self.folder, self.expected = package, folder, expected
+        self.restored: Counter[tuple[str, int]] = Counter()
+        logging.getLogger(package).setLevel(logging.CRITICAL)
+        warnings.filterwarnings("ignore")
+
+    def module(self, name: str) -> Any:
+        """A module of the render."""
+        return importlib.import_module(f"{self.package}.engine.{name}")
+
+    def problems(
+        self, package: str, tree: Tree, contents: Mapping[str, Contents], saved: int
+    ) -> dict[str, str]:
+        """What is wrong after a crash of a run of `package` that leaves `tree`, by promise.
+
+        `contents` are of the checkpoints as they were published; `saved` is the last step whose
+        save was over.
+        """
+        there = checkpoints(tree)
+        whole = [name for name, content in there.items() if contents.get(name) == content]
+        wanted = max((int(name[5:]) for name in whole), default=0)
+        halves = ", ".join(sorted(there.keys() - whole))
+        write_tree(self.folder, tree)
+        try:
+            manifests, snapshots = self.module("manifest"), self.module("snapshots")
+            retention = snapshots.RetentionConfig(keep=1)
+            group = self.module("control").HostGroup()
+            directory = self.folder / CHECKPOINTS
+            run = snapshots.Snapshots(directory, retention, group)
+            restored = left = None
+            found = run.newest_good()
+            step = found[1]["step"] if found else 0
+            if step != wanted:
+                restored = f"step {step} was restored, not {wanted}"
+            elif step < saved:
+                restored = f"the save of step {saved} was over, and step {step} came back"
+            elif found:
+                restored = self._differences(package, contents[found[0].name], *found)
+
+            def write(reservation: Path) -> list[str]:
+                (reservation / "next").write_bytes(b"something")
+                return ["next"]
+
+            run.publish(step + 1, write, {})
+            names = sorted(os.listdir(directory))
+            if half_done := [n for n in names if not manifests.PUBLISHED.fullmatch(n)]:
+                left = f"left after the next save: {', '.join(half_done)}"
+            if run.newest_good()[1]["step"] != step + 1:
+                left = f"of {', '.join(names)} the newest is not the last that was saved"
+        except Exception as error:  # whatever it is, nobody wants it on the morning after
+            restored = f"{type(error).__name__}: {error}"
+        finally:
+            shutil.rmtree(self.folder)
+        half = f"{halves} is not what was saved" if halves else None
+        return {
+            promise: problem
+            for promise, problem in zip(PROMISES, (restored, half, left), strict=True)
+            if problem
+        }
+
+    def _differences(
+        self, package: str, contents: Contents, path: Path, manifest: dict[str, Any]
+    ) -> str | None:
+        if {f"/{name}": (path / name).read_bytes() for name in os.listdir(path)} != contents:
+            return f"{path.name} is not what was saved"
+        step = manifest["step"]
+        self.restored[package, step] += 1
+        if self.restored[package, step] % EVERY != 1:
+            return None  # the same bytes have been read before
+        reading, group = self.module("reading"), self.module("control").HostGroup()
+        source = reading.open_tensors(path, manifest)
+        found = {name: torch.empty(f.shape, dtype=f.dtype) for name, f in source.forms.items()}
+        source.read(found, group)
+        wanted = torch.load(self.expected / package / f"{step}.pt")
+        names = found.keys() ^ wanted.keys()
+        names |= {n for n in found.keys() & wanted.keys() if not torch.equal(found[n], wanted[n])}
+        return (
+            f"step {step} has other tensors than were saved: {sorted(names)[:3]}" if names else None
+        )
+
+
+def checkpoints(tree: Tree) -> dict[str, Contents]:
+    """What bears the name of a checkpoint in a tree, and what is in it."""
+    found: dict[str, Contents] = {}
+    for path, content in tree:
+        if match := NAME.match(path):
+            if path == match[0]:
+                found[match[1]] = {}
+            elif path[match.end()] == "/":
+                found[match[1]][path[match.end() :]] = content
+    return found
+
+
+def write_tree(root: Path, tree: Tree) -> None:
+    """Make a directory."""
+    root.mkdir(parents=True)
+    for path, content in tree:
+        if content is None:
+            os.mkdir(root / path)
+        else:
+            (root / path).write_bytes(content)
+
+
+def read_tree(root: Path) -> Tree:
+    """A directory as it is, as far as it is recorded."""
+    paths = [Path(RUN).parent, Path(RUN)]
+    paths += [path.relative_to(root) for path in (root / CHECKPOINTS).rglob("*")]
+    contents = {path: (root / path).read_bytes() for path in paths if (root / path).is_file()}
+    return tuple(sorted((str(path), contents.get(path)) for path in [*paths, Path(CHECKPOINTS)]))
