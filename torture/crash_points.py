@@ -101,13 +101,19 @@ class Saves:
                     seen.add(state)
                     yield State(tree, self.saved, call.name)
 
+    @property
+    def run(self) -> str:
+        """Its name, also of its directory."""
+        return self.disk.root.name
+
     def killed(self) -> Iterator["Saves"]:
         """As many runs, each killed after another call that changed a name, to be restarted."""
         for i, call in enumerate(self.points()):
             if not made_by(call) and not call.name.startswith(("rename", "unlink", "rmdir")):
                 continue
             killed = copy.copy(self)
-            root = self.disk.root.with_name(f"{self.disk.root.name}-{i}")
+            killed.passed = 0
+            root = self.disk.root.with_name(f"{self.run}-{i}")
             killed.disk, killed.contents = self.disk.inherited(root), dict(self.contents)
             yield killed
 
@@ -167,15 +173,16 @@ def wanted(folder: Path) -> re.Pattern[str]:
 
 def restart(folder: Path, killed: list[Saves]) -> None:
     """Let killed runs go on from where they stand, and record what they do."""
-    jobs = []
+    jobs, expected = [], folder / "expected"
     for saves in killed:
         tree = saves.disk.tree()
         write_tree(saves.disk.root, tree)
         newest = max((int(name[5:]) for name in checkpoints(tree)), default=0)
-        jobs.append((saves.package, saves.disk.root.name, newest + 2))
+        jobs.append((saves.package, saves.run, newest + 2))
+        shutil.copytree(expected / saves.run.rpartition("-")[0], expected / saves.run)
     recorded = record(folder, jobs, ranks=1)
     for saves in killed:
-        saves.calls = recorded[saves.disk.root.name]
+        saves.calls = recorded[saves.run]
 
 
 def prepare(folder: Path, answer: str, breakage: str = "") -> str:
@@ -203,9 +210,9 @@ def attempt(findings: Findings) -> None:
     """Record, build and restore; then the same with code that is known to be wrong."""
     if reason := cannot():
         sys.exit(f"CRASH POINTS NOT TRIED: {reason}")
-    folder, bounded = findings.folder, findings.bounded
+    folder = findings.folder
     (folder / "text.txt").write_text("Was ever woman in this humour wooed? " * 100)
-    answers = ANSWERS[-1:] if bounded else ANSWERS
+    answers = ANSWERS[-1:] if findings.bounded else ANSWERS
     right = [prepare(folder, answer) for answer in answers]
     wrong = [prepare(folder, answers[-1], breakage) for breakage in BREAKAGES]
     sys.path[:0] = map(str, folder.glob(f"renders/{right[0]}/*/src"))
@@ -213,56 +220,61 @@ def attempt(findings: Findings) -> None:
     scratch = memory if os.access(memory, os.W_OK) else folder
     with tempfile.TemporaryDirectory(prefix="torture-", dir=scratch) as place:
         restorer = Restorer(right[0], Path(place) / "left", folder / "expected")
-        for ranks in (1,) if bounded else (1, 2):
-            packages = right if ranks > 1 else right + wrong
-            runs = {f"{package}-{ranks}": package for package in packages}
-            recorded = record(folder, [(p, run, STEPS) for run, p in runs.items()], ranks)
-            killed = []
-            for run, package in runs.items():
-                saves = Saves(package, recorded[run], Disk(folder / "disk" / run))
-                if package in wrong:
-                    look_for_trouble(findings, restorer, saves)
-                    continue
-                if ranks == 1 and not bounded:
-                    killed += copy.deepcopy(saves).killed()
-                label = (
-                    f"{package.removeprefix('crash_')}, {ranks} {'ranks' * (ranks > 1) or 'rank'}"
-                )
-                states = list(saves.states())
-                assert saves.disk.tree() == read_tree(saves.disk.root), "the replay went wrong"
-                tried = some_of(states) if bounded else states
-                findings.figures[label] = (
-                    f"{len(tried):,} states after {saves.passed:,} calls in {STEPS} saves"
-                )
-                for state in tried:
-                    judge(findings, restorer, saves, state)
-        if killed:
-            restart(folder, killed)
-            number = 0
-            for saves in killed:
-                for state in without_writes(saves.states()):
-                    number += 1
-                    judge(findings, restorer, saves, state)
-            findings.figures["killed, restarted, then crashed"] = (
-                f"{number:,} states after {len(killed)} restarts"
-            )
+        first = train(folder, [*right, *wrong], ranks=1)
+        for saves in first[len(right) :]:
+            look_for_trouble(findings, restorer, saves)
+        try_all(findings, restorer, first[: len(right)], ranks=1)
+        if not findings.bounded:
+            try_all(findings, restorer, train(folder, right, ranks=2), ranks=2)
+
+
+def train(folder: Path, packages: list[str], ranks: int) -> list[Saves]:
+    """Record a run of each package."""
+    runs = [(package, f"{package}-{ranks}", STEPS) for package in packages]
+    recorded = record(folder, runs, ranks)
+    return [Saves(package, recorded[run], Disk(folder / "disk" / run)) for package, run, _ in runs]
+
+
+def try_all(findings: Findings, restorer: Restorer, runs: list[Saves], ranks: int) -> None:
+    """Restore from what crashes leave of these runs, and of runs killed and restarted."""
+    on = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    killed = (
+        [] if findings.bounded else [k for saves in runs for k in copy.deepcopy(saves).killed()]
+    )
+    for saves in runs:
+        states = list(saves.states())
+        assert saves.disk.tree() == read_tree(saves.disk.root), "the replay went wrong"
+        tried = some_of(states) if findings.bounded else states
+        findings.figures[f"{saves.package.removeprefix('crash_')}, {on}"] = (
+            f"{len(tried):,} states after {saves.passed:,} calls in {STEPS} saves"
+        )
+        for state in tried:
+            judge(findings, restorer, saves, state)
+    if killed:
+        restart(findings.folder, killed)
+        tried = [(saves, state) for saves in killed for state in without_writes(saves.states())]
+        findings.figures[f"killed on {on}, restarted on one, then crashed"] = (
+            f"{len(tried):,} states after {len(killed)} kills"
+        )
+        for saves, state in tried:
+            judge(findings, restorer, saves, state)
 
 
 def judge(findings: Findings, restorer: Restorer, saves: Saves, state: State) -> None:
     """Count one state under each promise."""
-    problems = restorer.problems(saves.package, state.tree, saves.contents, state.saved)
+    problems = restorer.problems(saves.run, state.tree, saves.contents, state.saved)
     for promise in PROMISES:
         problem = problems.get(promise)
         if problem:
             there = ", ".join(path.removeprefix(CHECKPOINTS) for path, _ in state.tree)
-            problem += f" ({saves.disk.root.name}, after {state.after}: {there})"
+            problem += f" ({saves.run}, after {state.after}: {there})"
         findings.tally(promise, "states").count(problem)
 
 
 def look_for_trouble(findings: Findings, restorer: Restorer, saves: Saves) -> None:
     """Something must be wrong with what this code leaves."""
     states = without_writes(saves.states())
-    found = (restorer.problems(saves.package, s.tree, saves.contents, s.saved) for s in states)
+    found = (restorer.problems(saves.run, s.tree, saves.contents, s.saved) for s in states)
     breakage = list(BREAKAGES)[int(saves.package[-1])]
     missed = None if any(found) else f"{breakage}: nothing is wrong after a crash"
     findings.tally(NOTICED, "breakages").count(missed)

@@ -43,9 +43,9 @@ class Restorer:
         return importlib.import_module(f"{self.package}.engine.{name}")
 
     def problems(
-        self, package: str, tree: Tree, contents: Mapping[str, Contents], saved: int
+        self, run: str, tree: Tree, contents: Mapping[str, Contents], saved: int
     ) -> dict[str, str]:
-        """What is wrong after a crash of a run of `package` that leaves `tree`, by promise.
+        """What is wrong after a crash of a run that leaves `tree`, by promise.
 
         `contents` are of the checkpoints as they were published; `saved` is the last step whose
         save was over.
@@ -54,32 +54,31 @@ class Restorer:
         whole = [name for name, content in there.items() if contents.get(name) == content]
         wanted = max((int(name[5:]) for name in whole), default=0)
         halves = ", ".join(sorted(there.keys() - whole))
+        manifests, snapshots = self.module("manifest"), self.module("snapshots")
+        directory = self.folder / CHECKPOINTS
+        group, retention = self.module("control").HostGroup(), snapshots.RetentionConfig(keep=1)
+        ours = snapshots.Snapshots(directory, retention, group)
+        restored = left = None
         write_tree(self.folder, tree)
         try:
-            manifests, snapshots = self.module("manifest"), self.module("snapshots")
-            retention = snapshots.RetentionConfig(keep=1)
-            group = self.module("control").HostGroup()
-            directory = self.folder / CHECKPOINTS
-            run = snapshots.Snapshots(directory, retention, group)
-            restored = left = None
-            found = run.newest_good()
+            found = ours.newest_good()
             step = found[1]["step"] if found else 0
             if step != wanted:
                 restored = f"step {step} was restored, not {wanted}"
             elif step < saved:
                 restored = f"the save of step {saved} was over, and step {step} came back"
             elif found:
-                restored = self._differences(package, contents[found[0].name], *found)
+                restored = self._differences(run, contents[found[0].name], *found)
 
             def write(reservation: Path) -> list[str]:
                 (reservation / "next").write_bytes(b"something")
                 return ["next"]
 
-            run.publish(step + 1, write, {})
+            ours.publish(step + 1, write, {})
             names = sorted(os.listdir(directory))
             if half_done := [n for n in names if not manifests.PUBLISHED.fullmatch(n)]:
                 left = f"left after the next save: {', '.join(half_done)}"
-            if run.newest_good()[1]["step"] != step + 1:
+            if ours.newest_good()[1]["step"] != step + 1:
                 left = f"of {', '.join(names)} the newest is not the last that was saved"
         except Exception as error:  # whatever it is, nobody wants it on the morning after
             restored = f"{type(error).__name__}: {error}"
@@ -93,19 +92,19 @@ class Restorer:
         }
 
     def _differences(
-        self, package: str, contents: Contents, path: Path, manifest: dict[str, Any]
+        self, run: str, contents: Contents, path: Path, manifest: dict[str, Any]
     ) -> str | None:
         if {f"/{name}": (path / name).read_bytes() for name in os.listdir(path)} != contents:
             return f"{path.name} is not what was saved"
         step = manifest["step"]
-        self.restored[package, step] += 1
-        if self.restored[package, step] % EVERY != 1:
+        self.restored[run, step] += 1
+        if self.restored[run, step] % EVERY != 1:
             return None  # the same bytes have been read before
         reading, group = self.module("reading"), self.module("control").HostGroup()
         source = reading.open_tensors(path, manifest)
         found = {name: torch.empty(f.shape, dtype=f.dtype) for name, f in source.forms.items()}
         source.read(found, group)
-        wanted = torch.load(self.expected / package / f"{step}.pt")
+        wanted = torch.load(self.expected / run / f"{step}.pt")
         names = found.keys() ^ wanted.keys()
         names |= {n for n in found.keys() & wanted.keys() if not torch.equal(found[n], wanted[n])}
         return (

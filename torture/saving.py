@@ -41,7 +41,7 @@ def main(folder: Path, jobs: list[tuple[str, str, int]]) -> None:
         note_saves(importlib.import_module(f"{package}.engine.snapshots"), folder / "marks" / run)
 
         walk = importlib.import_module(f"{package}.engine.reading").walk
-        note = functools.partial(note_state, folder / "expected" / package, walk)
+        note = functools.partial(note_state, folder / "expected" / run, walk)
         train._run(settings, world, note)
     train.parallel.teardown(world)
 

@@ -47,7 +47,8 @@ def calls(trace: Path, wanted: re.Pattern[str]) -> dict[str, list[Call]]:
                     continue
             else:
                 continue  # a signal, an exit
-            if place := wanted.search(rest):
+            # What is written, to a socket for example, can be a path as well.
+            if place := wanted.search(rest.partition('"')[0] if "write" in name else rest):
                 ending = ENDING.fullmatch(rest)
                 assert ending and '"...' not in rest, f"not understood: {line[:300]}"
                 words, result, opened = ending.groups()
