@@ -178,7 +178,7 @@ def restart(folder: Path, killed: list[Saves]) -> None:
         tree = saves.disk.tree()
         write_tree(saves.disk.root, tree)
         newest = max((int(name[5:]) for name in checkpoints(tree)), default=0)
-        jobs.append((saves.package, saves.run, newest + 1))
+        jobs.append((saves.package, saves.run, newest + 2))
         shutil.copytree(expected / saves.run.rpartition("-")[0], expected / saves.run)
     recorded = record(folder, jobs, ranks=1)
     for saves in killed:
