@@ -12,14 +12,18 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .control import HostGroup, RankError
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-MANIFEST_LIMIT = 64 << 20  # bytes; keeps a hostile manifest from filling the memory
-PUBLISHED = re.compile(r"step_(\d{8,})")
+MANIFEST_LIMIT = 16 << 20  # bytes; keeps a hostile manifest from filling the memory
+PUBLISHED = re.compile(r"step_[0-9]{8,}")
+FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
+SEAL = b'%s"\n}'
+SEALED = 64 + 3  # bytes at the end of the file
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class UnreadableError(RankError):
@@ -44,27 +48,51 @@ def published(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(names, key=lambda name: int(name[5:]))]
 
 
+def open_plain(path: Path) -> BinaryIO:
+    """Open a file for reading; SnapshotError when it is missing, a link, or no regular file.
+
+    Nothing else is opened at all: opening a pipe waits for a writer, a device may do anything.
+    """
+    try:
+        if stat.S_ISREG(os.lstat(path).st_mode):
+            return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+    except OSError as error:
+        # No permission or a failing disk is no damage: it must not cost a good checkpoint its name.
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise UnreadableError(f"{path} cannot be read: {error.strerror}") from error
+        raise SnapshotError(f"{path.name} is missing or is a link") from error
+    raise SnapshotError(f"{path.name} is not a regular file")
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read and check the manifest of the checkpoint at `path`; SnapshotError says what is wrong."""
+    if PUBLISHED.fullmatch(path.name) and path.is_symlink():
+        raise SnapshotError("it is a link to somewhere else")
     try:
-        with open(os.open(path / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        with open_plain(path / MANIFEST) as file:
             content = file.read(MANIFEST_LIMIT + 1)
         if len(content) > MANIFEST_LIMIT:
             raise SnapshotError(f"{MANIFEST} is larger than {MANIFEST_LIMIT} bytes")
-        manifest = json.loads(content)
-        digest = manifest.pop("digest")
-        if digest != digest_of(manifest):
+        text, digest = content[:-SEALED], content[-SEALED:]
+        if digest != SEAL % hashlib.sha256(text).hexdigest().encode():
             raise SnapshotError(f"{MANIFEST} does not match its own digest")
+        manifest = json.loads(content)
         version, step, files = (manifest[key] for key in ("format_version", "step", "files"))
-        names_are_plain = all(_is_plain(name) for name in files)
-        sizes_and_hashes = [(int(entry["size"]), str(entry["sha256"])) for entry in files.values()]
+        names_are_plain = all(map(_is_plain, files))
+        facts_are_sound = type(version) is type(step) is int and 0 <= step < 1 << 62
+        facts_are_sound &= isinstance(manifest.get("validation_loss"), float | None)
+        for entry in files.values():
+            size, sha256 = entry["size"], entry["sha256"]
+            facts_are_sound &= type(size) is int and SHA256.fullmatch(sha256) is not None
     except OSError as error:
-        raise SnapshotError(_absent(path / MANIFEST, error)) from error
+        raise UnreadableError(f"{path / MANIFEST} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise SnapshotError(f"{MANIFEST} is not a manifest ({type(error).__name__})") from error
+    if not facts_are_sound:
+        raise SnapshotError(f"{MANIFEST} is not a manifest (something in it is of another type)")
     if version != FORMAT_VERSION:
         raise SnapshotError(f"{MANIFEST} has format {version}; this code reads {FORMAT_VERSION}")
-    if not names_are_plain or not sizes_and_hashes:
+    if not names_are_plain or not files:
         raise SnapshotError(f"{MANIFEST} names a file outside its own directory, or none at all")
     if PUBLISHED.fullmatch(path.name) and path.name != step_name(step):
         raise SnapshotError(f"{MANIFEST} belongs to {step_name(step)}")
@@ -74,23 +102,17 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def check_file(path: Path, entry: dict[str, Any]) -> str | None:
     """Compare one file with its manifest entry; return what is wrong with it, or None."""
     try:
-        found = os.lstat(path)
-        if not stat.S_ISREG(found.st_mode):
-            return f"{path.name} is not a regular file"
-        if found.st_size != entry["size"]:
-            return f"{path.name} has {found.st_size:,} bytes, not {entry['size']:,}"
-        if sha256_of(path) != entry["sha256"]:
-            return f"{path.name} has other content than was saved (sha256 differs)"
+        with open_plain(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != entry["size"]:
+                return f"{path.name} has {size:,} bytes, not {entry['size']:,}"
+            if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                return f"{path.name} has other content than was saved (sha256 differs)"
+    except SnapshotError as error:
+        return str(error)
     except OSError as error:
-        return _absent(path, error)
+        raise UnreadableError(f"{path} cannot be read: {error.strerror}") from error
     return None
-
-
-def _absent(path: Path, error: OSError) -> str:
-    # No permission or a failing disk is no damage: it must not cost a good checkpoint its name.
-    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-        return f"{path.name} is missing or is a link"
-    raise UnreadableError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def verify(path: Path, group: HostGroup | None = None) -> tuple[dict[str, Any], list[str]]:
@@ -131,6 +153,16 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sealed(manifest: dict[str, Any]) -> bytes:
+    """A manifest as it is written: JSON whose last entry is the sha256 of all text before it.
+
+    So any change is found, of a space or a double entry too, before the text is made sense of. It
+    is no signature: who can change a checkpoint on purpose can seal it again.
+    """
+    text = f'{json.dumps(manifest, indent=1)[:-2]},\n "digest": "'.encode()
+    return text + SEAL % hashlib.sha256(text).hexdigest().encode()
+
+
 def digest_of(manifest: dict[str, Any]) -> str:
     """The sha256 of a manifest without its digest, written in one canonical way."""
     canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
@@ -138,4 +170,5 @@ def digest_of(manifest: dict[str, Any]) -> str:
 
 
 def _is_plain(name: str) -> bool:
-    return name not in ("", ".", "..", MANIFEST) and not re.search(r"[/\\\0]", name)
+    # Nothing that leads elsewhere, and nothing that does harm when it is printed.
+    return name not in (".", "..", MANIFEST) and FILE_NAME.fullmatch(name) is not None

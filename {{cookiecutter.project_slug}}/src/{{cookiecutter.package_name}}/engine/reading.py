@@ -1,15 +1,13 @@
 """Reading tensors back without trusting where they lie, into whatever holds them now.
 
-No byte is unpickled outside an allow-list, and of a checkpoint only files that the verified
-manifest names are opened. Tensors are copied into the live ones, whole or sharded, so that any
+No byte is unpickled as Python would, and of a checkpoint only files that the verified manifest
+names are opened. Tensors are copied into the live ones, whole or sharded, so that any
 world size and any parallelism can read what another has written.
 """
 
 import contextlib
-import io
 import logging
 import os
-import pathlib
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,17 +16,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from . import UserError
+from .archives import load_tensors
 from .control import HostGroup, RankError
 from .manifest import MANIFEST, SnapshotError, published, step_name, verify
+from .shards import DCP_INDEX, PlainReader, read_index
 
 log = logging.getLogger(__name__)
 WHOLE_FILE = "state.pt"
-DCP_INDEX = ".metadata"
 SAFETENSORS = ".safetensors"
 NOTE = "note"
 Tensors = dict[str, Any]  # nested: {"model": {name: tensor}, "optimizer": {name: {key: tensor}}}
@@ -45,22 +43,21 @@ class Parts:
     """Tensors in a directory of DCP, by names as in "model.norm.weight"; opens `files` only."""
 
     def __init__(self, path: Path, files: Iterable[str]) -> None:
-        self.path, self.files = path, frozenset(files)
-        with as_snapshot_errors("reading"):
-            entries = SafeReader(path, self.files).read_metadata().state_dict_metadata
-        self.forms = {
-            name: Form(tuple(entry.size), entry.properties.dtype)
-            for name, entry in entries.items()
-            if isinstance(entry, metadata.TensorStorageMetadata)
-        }
+        self.path = path
+        with as_snapshot_errors(f"reading {path}"):
+            self.index = read_index(path, files)
+            entries = self.index.state_dict_metadata.items()
+            self.forms = {
+                printable(name): Form(tuple(entry.size), entry.properties.dtype)
+                for name, entry in entries
+            }
 
     def read(self, targets: Mapping[str, torch.Tensor], group: HostGroup) -> None:
         """Copy into live tensors, each rank the parts that it holds; a collective call."""
-        with as_snapshot_errors("reading"):
+        with as_snapshot_errors(f"reading {self.path}"):
             dcp.load(
                 dict(targets),
-                storage_reader=SafeReader(self.path, self.files),
-                planner=TensorsOnly(),
+                storage_reader=PlainReader(self.path, self.index),
                 process_group=group.group,
                 no_dist=not group.group,
             )
@@ -74,28 +71,30 @@ class OneFile:
             if path.suffix == SAFETENSORS:
                 self.tensors = dict(load_safetensors(path))
             else:
-                self.tensors = dict(flat(load_whole(path)))
-        self.forms = {name: Form(tuple(t.shape), t.dtype) for name, t in self.tensors.items()}
+                self.tensors = load_tensors(path)
+            self.forms = {
+                printable(name): Form(tuple(tensor.shape), tensor.dtype)
+                for name, tensor in self.tensors.items()
+            }
 
     def read(self, targets: Mapping[str, torch.Tensor], group: HostGroup) -> None:
         """Copy into live tensors, of sharded ones the parts that are here."""
         for name, target in targets.items():
             source = self.tensors[name]
+            if source.shape != target.shape:  # copying would repeat a smaller one
+                shapes = f"is {list(source.shape)}, wanted {list(target.shape)}"
+                raise SnapshotError(f"{name} {shapes}")
             if isinstance(target, DTensor):
                 mesh, placements = target.device_mesh, target.placements
                 source = distribute_tensor(source, mesh, placements, src_data_rank=None)
             target.copy_(source)
 
 
-def load_whole(path: Path) -> Any:
-    """What a file of `torch.save` holds, as far as that needs no code to be run."""
-    try:
-        try:
-            return torch.load(path, mmap=True, weights_only=True, map_location="cpu")
-        except RuntimeError:  # not of the zip format, which alone can be mapped
-            return torch.load(path, weights_only=True, map_location="cpu")
-    except pickle.UnpicklingError as error:  # torch's own words advise to load it all the same
-        raise pickle.UnpicklingError("it holds more than tensors, or is something else") from error
+def printable(name: str) -> str:
+    """A name as it is, unless printing it could do harm."""
+    if not name.isprintable() or len(name) > 1000:
+        raise pickle.UnpicklingError(f"{name!a:.200} is no name for a tensor")
+    return name
 
 
 def load_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -144,58 +143,6 @@ def walk(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...
 def flat(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a nested dictionary by the names that DCP gives them."""
     return ((".".join(path), tensor) for path, tensor in walk(tree))
-
-
-class SafeReader(dcp.FileSystemReader):
-    """DCP's reader, less its trust: it would run any code that a crafted `.metadata` asks for."""
-
-    def __init__(self, path: Path, names: Iterable[str]) -> None:
-        super().__init__(path)
-        self.names = frozenset(names)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """Read the index through the allow-list; it may point only to files of the manifest."""
-        index = MetadataUnpickler(io.BytesIO((Path(self.path) / DCP_INDEX).read_bytes())).load()
-        for info in index.storage_data.values():
-            if info.relative_path not in self.names or info.transform_descriptors:
-                raise pickle.UnpicklingError(f"{DCP_INDEX} points to {info.relative_path!r}")
-        index.storage_meta = index.storage_meta or metadata.StorageMeta()
-        index.storage_meta.load_id = self.load_id
-        return index
-
-
-class TensorsOnly(dcp.DefaultLoadPlanner):
-    """Refuses byte entries: DCP would unpickle them freely, and our checkpoints have none."""
-
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Refuse."""
-        raise pickle.UnpicklingError(f"{read_item.dest_index.fqn} is not a tensor")
-
-
-class MetadataUnpickler(pickle.Unpickler):
-    """Unpickles the index of a DCP checkpoint and nothing else."""
-
-    allowed = frozenset(
-        {
-            *((metadata.__name__, name) for name in vars(metadata) if "Meta" in name),
-            (metadata.__name__, "_MEM_FORMAT_ENCODING"),
-            (metadata.__name__, "TensorProperties"),
-            (filesystem.__name__, "_StorageInfo"),
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            ("collections", "OrderedDict"),
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Resolve an allowed global; UnpicklingError for any other."""
-        if name == "PosixPath" and module in ("pathlib", "pathlib._local"):
-            return pathlib.PosixPath  # Python 3.13 has it elsewhere
-        if (module, name) in self.allowed:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
-        raise pickle.UnpicklingError(f"{DCP_INDEX} asks for {module}.{name}: refused")
 
 
 def find_tensors(where: Path, step: int | None = None) -> tuple[Path, dict[str, Any]]:

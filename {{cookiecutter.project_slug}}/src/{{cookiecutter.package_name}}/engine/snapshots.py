@@ -18,7 +18,6 @@ on which rename is atomic and fsync is honest.
 """
 
 import contextlib
-import json
 import logging
 import os
 import re
@@ -36,9 +35,9 @@ from .manifest import (
     MANIFEST,
     SnapshotError,
     best_by_validation,
-    digest_of,
     published,
     read_manifest,
+    sealed,
     sha256_of,
     step_name,
     verify,
@@ -188,12 +187,11 @@ class Snapshots:
         if len(files) != sum(map(len, written)) or not files:
             raise SnapshotError("two ranks wrote the same file, or none wrote any")
         manifest = {"format_version": FORMAT_VERSION, "step": step, "files": files, **facts}
-        manifest["digest"] = digest_of(manifest)
-        with open(reservation / MANIFEST, "w", encoding="utf-8") as file:
-            json.dump(manifest, file, indent=1)
+        (reservation / MANIFEST).write_bytes(sealed(manifest))
+        read_manifest(reservation)  # what would be refused later must not be published now
         _sync(reservation / MANIFEST)
         sync_directory(reservation)
-        if target.exists():
+        if os.path.lexists(target):
             self._set_aside(target)
         os.rename(reservation, target)
         sync_directory(self.directory)
@@ -201,7 +199,7 @@ class Snapshots:
     def _set_aside(self, path: Path) -> Path:
         for n in range(1, 1000):
             aside = path.with_name(f"{path.name}.damaged-{n}")
-            if not aside.exists():
+            if not os.path.lexists(aside):
                 os.rename(path, aside)
                 sync_directory(self.directory)
                 return aside

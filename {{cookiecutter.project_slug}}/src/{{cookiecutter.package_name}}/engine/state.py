@@ -21,9 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from . import UserError
 from .control import HostGroup, RankError, World
+from .fingerprint import identity_differences
 from .manifest import digest_of
 from .optimizers import GROUPS, create_optimizer_state, optimizer_parts, optimizer_tensors
-from .reading import DCP_INDEX, Tensors, as_snapshot_errors, flat, open_tensors, walk
+from .reading import Tensors, as_snapshot_errors, flat, open_tensors, walk
+from .shards import DCP_INDEX
 from .snapshots import RetentionConfig, Snapshots, Writer
 
 log = logging.getLogger(__name__)
@@ -50,22 +52,6 @@ def forms_of(tensors: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
         name: [*tensor.shape, str(tensor.dtype).removeprefix("torch.")]
         for name, tensor in tensors.items()
     }
-
-
-def identity_differences(saved: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """Name each field that differs, with both values."""
-    differences = []
-    for field in sorted(saved.keys() | ours.keys()):
-        theirs, mine = saved.get(field), ours.get(field)
-        if isinstance(theirs, dict) and isinstance(mine, dict):
-            differing = [k for k in {**theirs, **mine} if theirs.get(k) != mine.get(k)]
-            for key in differing[:3]:
-                differences.append(f"{field} {key}: {theirs.get(key)} saved, {mine.get(key)} now")
-            if len(differing) > 3:
-                differences.append(f"{field}: {len(differing) - 3} more")
-        elif theirs != mine:
-            differences.append(f"{field}: {theirs} saved, {mine} now")
-    return differences
 
 
 def agree_on_identity(identity: dict[str, Any], group: HostGroup) -> None:
@@ -209,7 +195,7 @@ class Recovery:
         if found is None:
             return 0
         path, manifest = found
-        if problems := identity_differences(manifest["identity"], self.facts["identity"]):
+        if problems := identity_differences(manifest.get("identity"), self.facts["identity"]):
             raise UserError(
                 f"this run cannot go on from {path}:\n  "
                 + "\n  ".join(problems)
@@ -228,7 +214,7 @@ class Recovery:
                 if isinstance(value := holder[key], int | float):
                     holder[key] = type(value)(tensors["optimizer"][name][key].item())
         log.info("resuming from %s", path)
-        for change in identity_differences(manifest["schedule"], self.facts["schedule"]):
+        for change in identity_differences(manifest.get("schedule"), self.facts["schedule"]):
             log.info("the schedule is another: %s", change)
         self.last_saved = manifest["step"]
         return manifest["step"]

@@ -21,7 +21,7 @@ from torch import nn
 from . import UserError
 from .control import HostGroup
 from .fingerprint import of_files
-from .manifest import SnapshotError
+from .manifest import MANIFEST, MANIFEST_LIMIT, SnapshotError
 from .reading import NOTE, SAFETENSORS, OneFile, Parts, Tensors, find_tensors, open_tensors
 from .rundir import RunDirectory, write_json
 from .snapshots import RetentionConfig, Snapshots, sync_directory
@@ -105,8 +105,8 @@ def load_weights(
 
     def look() -> str:
         opened.append(open_source(path, manifest))
-        files = sorted(file for file in path.rglob("*") if file.is_file()) or [path]
-        return of_files(path, files)
+        plain = (f for f in path.glob("*") if f.is_file() and not f.is_symlink())
+        return of_files(path, sorted(plain) or [path])
 
     found = group.agree(look)
     group.from_first(lambda: all_alike(found, path))
@@ -183,25 +183,38 @@ def note_of(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     config = checkpoints.parent / "config.json"
     of_a_run = checkpoints.name == "checkpoints" and config.exists()
     settings = json.loads(config.read_text("utf-8")) if of_a_run else {}
-    return {"manifest": {k: v for k, v in manifest.items() if k != "files"}, "config": settings}
+    note = {"manifest": {k: v for k, v in manifest.items() if k != "files"}, "config": settings}
+    if not is_note(note):
+        raise UserError(f"{path} lacks what a run has to say in its {MANIFEST}")
+    return note
 
 
 def read_note(source: Parts | OneFile) -> dict[str, Any]:
     """The note in a file made here, {} if it has none or one that is not a note."""
     if NOTE not in source.forms:
         return {}
-    content = torch.empty(source.forms[NOTE].shape, dtype=torch.uint8)
+    form = source.forms[NOTE]
+    if form.dtype != torch.uint8 or len(form.shape) != 1 or form.shape[0] > MANIFEST_LIMIT:
+        return {}
+    content = torch.empty(form.shape, dtype=torch.uint8)
     source.read({NOTE: content}, HostGroup())
     try:
         note = json.loads(bytes(content.tolist()))
+    except (ValueError, RecursionError):
+        return {}
+    return note if is_note(note) else {}
+
+
+def is_note(note: Any) -> bool:
+    """Whether a note holds all that its readers rely on."""
+    try:
         facts = note["manifest"]
         dictionaries = (note["config"], facts["schedule"], facts["identity"]["parameters"])
         known = all(isinstance(part, dict) for part in dictionaries)
-        known &= isinstance(facts["step"], int) and facts["step"] >= 0
-        known &= isinstance(facts.get("validation_loss"), float | None)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return {}
-    return note if known else {}
+        known &= isinstance(facts["step"], int) and 0 <= facts["step"] < 1 << 62
+        return known and isinstance(facts.get("validation_loss"), float | None)
+    except (KeyError, TypeError, AttributeError):
+        return False
 
 
 def read_state(source: Parts | OneFile, note: dict[str, Any], optimizer: bool) -> Tensors:
