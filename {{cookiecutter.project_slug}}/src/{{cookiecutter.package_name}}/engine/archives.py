@@ -10,6 +10,7 @@ import math
 import mmap
 import pickle
 import struct
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +51,10 @@ ALLOWED = {*STORAGES, *DTYPES, TENSOR, TENSOR_WITH_DTYPE, *PARAMETERS, *OTHERS.s
 MAGIC = 0x1950A86A20F9469CFC6C
 GROWTH = 64  # what is made of a file may be this many times larger: tensors of several names
 TOO_LARGE = "what it describes is far larger than the file itself"
+Content = bytes | mmap.mmap
 Storages = Callable[[Made], torch.Tensor]
+# It would have us copy what is read: nobody writes there.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -79,24 +83,23 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def load_tensor(file: BinaryIO, offset: int, length: int) -> torch.Tensor:
     """The one tensor in what was saved to a part of a file."""
-    content = mmap.mmap(-1, length)
     file.seek(offset)
-    file.readinto(content)
+    content = file.read(length)
     tree, storages = decode(content)
     if type(tree) is not Made:
         raise pickle.UnpicklingError("it is no tensor")
     return build(tree, storages)
 
 
-def decode(content: mmap.mmap) -> tuple[Any, Storages]:
+def decode(content: Content) -> tuple[Any, Storages]:
     """What was pickled, and what finds the memory that it refers to."""
     return (decode_zip if content[:4] == b"PK\3\4" else decode_legacy)(content)
 
 
-def decode_zip(content: mmap.mmap) -> tuple[Any, Storages]:
+def decode_zip(content: Content) -> tuple[Any, Storages]:
     """The format since torch 1.6: a zip archive, nothing compressed, of data.pkl and data/*."""
     records = {}
-    with zipfile.ZipFile(content) as archive:
+    with zipfile.ZipFile(io.BytesIO(content) if type(content) is bytes else content) as archive:
         for entry in archive.infolist():
             at = entry.header_offset
             lengths = struct.unpack("<HH", content[at + 26 : at + 30])
@@ -109,7 +112,7 @@ def decode_zip(content: mmap.mmap) -> tuple[Any, Storages]:
     if sum(size for _, size in records.values()) > len(content):
         raise pickle.UnpicklingError("its records lie over each other")
     start, size = records.get("byteorder", (0, 0))
-    if size and content[start : start + size] != b"little":
+    if size and content[start : start + min(size, 9)] != b"little":
         raise pickle.UnpicklingError("its numbers are not little-endian")
     start, size = records["data.pkl"]
     if size > LIMIT:
@@ -118,27 +121,29 @@ def decode_zip(content: mmap.mmap) -> tuple[Any, Storages]:
     return tree, memory_in(content, {n[5:]: at for n, at in records.items() if n[:5] == "data/"})
 
 
-def decode_legacy(content: mmap.mmap) -> tuple[Any, Storages]:
+def decode_legacy(content: Content) -> tuple[Any, Storages]:
     """The format before: pickles of a header, of the content, of keys, then each key's memory."""
-    if Decoder(content, ALLOWED).load() != MAGIC:
+    file = io.BytesIO(content[:LIMIT])
+    if Decoder(file, ALLOWED).load() != MAGIC:
         raise pickle.UnpicklingError("it is not a file of torch.save")
     for _ in ("protocol", "system"):
-        Decoder(content, ALLOWED).load()
-    decoder = Decoder(content, ALLOWED)
-    tree, keys, records = decoder.load(), Decoder(content, ALLOWED).load(), {}
+        Decoder(file, ALLOWED).load()
+    decoder = Decoder(file, ALLOWED)
+    tree, keys, records = decoder.load(), Decoder(file, ALLOWED).load(), {}
+    start = file.tell()
     for key in keys:
         if type(key) is not str:
             raise pickle.UnpicklingError("a key is no text")
-        (count,) = struct.unpack("<q", content.read(8))
-        start, size = content.tell(), count * STORAGES[decoder.storages[key].of].itemsize
+        (count,) = struct.unpack("<q", content[start : start + 8])
+        start, size = start + 8, count * STORAGES[decoder.storages[key].of].itemsize
         if not 0 <= size <= len(content) - start:
             raise pickle.UnpicklingError("it ends before its last tensor")
         records[key] = (start, size)
-        content.seek(start + size)
+        start += size
     return tree, memory_in(content, records)
 
 
-def memory_in(content: mmap.mmap, records: dict[str, tuple[int, int]]) -> Storages:
+def memory_in(content: Content, records: dict[str, tuple[int, int]]) -> Storages:
     """What gives the part of a file that is one storage, as bytes: the same for the same key."""
     made: dict[str, torch.Tensor] = {}
 

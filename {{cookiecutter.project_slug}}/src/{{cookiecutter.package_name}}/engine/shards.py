@@ -6,6 +6,7 @@ point only to files that it may read, inside of them, and its parts make up whol
 memory that it can ask for is bounded by the files.
 """
 
+import io
 import itertools
 import math
 import pickle
@@ -42,10 +43,10 @@ def read_index(path: Path, names: Collection[str]) -> metadata.Metadata:
     if DCP_INDEX not in names:
         raise pickle.UnpicklingError(f"{DCP_INDEX} is not among the files")
     with open_plain(path / DCP_INDEX) as file:
-        if file.seek(0, 2) > LIMIT:
-            raise pickle.UnpicklingError(f"{DCP_INDEX} is larger than {LIMIT} bytes")
-        file.seek(0)
-        top = fields(Decoder(file, ALLOWED).load(), "Metadata")
+        content = io.BytesIO(file.read(LIMIT + 1))
+    if content.getbuffer().nbytes > LIMIT:
+        raise pickle.UnpicklingError(f"{DCP_INDEX} is larger than {LIMIT} bytes")
+    top = fields(Decoder(content, ALLOWED).load(), "Metadata")
     stored = dict(places(path, frozenset(names), top["storage_data"]))
     tensors, parts = {}, 0
     for name, entry in top["state_dict_metadata"].items():
