@@ -229,7 +229,8 @@ def resume(findings: Findings, target: Target, rng: random.Random) -> None:
         findings.tally(RESUMED, "resumes").count(None if well else problem)
 
         for path in target.manifest.published(copy / "checkpoints"):
-            (path / target.manifest.MANIFEST).unlink()
+            shutil.rmtree(path)
+            path.mkdir()
         problem = f"{target}: all damaged: a run began"
         with contextlib.suppress(errors):
             training.run(config)

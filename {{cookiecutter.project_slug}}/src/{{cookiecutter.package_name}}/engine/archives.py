@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from .decoding import DTYPES, LIMIT, Decoder, Global, Made
+from .decoding import DTYPES, Decoder, Global, Made
 
 KINDS = {
     "Double": torch.float64,
@@ -60,7 +60,7 @@ warnings.filterwarnings("ignore", message="The given buffer is not writable")
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The tensors in a file, by names as in "model.norm.weight", mapped into memory, not read."""
     with open(path, "rb") as file:
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     tree, storages = decode(content)
     found, budget = {}, GROWTH * len(content) + (1 << 20)
     todo = [("", tree)]
@@ -99,7 +99,8 @@ def decode(content: Content) -> tuple[Any, Storages]:
 def decode_zip(content: Content) -> tuple[Any, Storages]:
     """The format since torch 1.6: a zip archive, nothing compressed, of data.pkl and data/*."""
     records = {}
-    with zipfile.ZipFile(io.BytesIO(content) if type(content) is bytes else content) as archive:
+    file = io.BytesIO(content) if type(content) is bytes else content
+    with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
             at = entry.header_offset
             lengths = struct.unpack("<HH", content[at + 26 : at + 30])
@@ -114,16 +115,14 @@ def decode_zip(content: Content) -> tuple[Any, Storages]:
     start, size = records.get("byteorder", (0, 0))
     if size and content[start : start + min(size, 9)] != b"little":
         raise pickle.UnpicklingError("its numbers are not little-endian")
-    start, size = records["data.pkl"]
-    if size > LIMIT:
-        raise pickle.UnpicklingError(f"what is pickled is larger than {LIMIT} bytes")
-    tree = Decoder(io.BytesIO(content[start : start + size]), ALLOWED).load()
+    file.seek(records["data.pkl"][0])
+    tree = Decoder(file, ALLOWED).load()
     return tree, memory_in(content, {n[5:]: at for n, at in records.items() if n[:5] == "data/"})
 
 
 def decode_legacy(content: Content) -> tuple[Any, Storages]:
     """The format before: pickles of a header, of the content, of keys, then each key's memory."""
-    file = io.BytesIO(content[:LIMIT])
+    file = io.BytesIO(content) if type(content) is bytes else content
     if Decoder(file, ALLOWED).load() != MAGIC:
         raise pickle.UnpicklingError("it is not a file of torch.save")
     for _ in ("protocol", "system"):

@@ -8,16 +8,18 @@ touched, and time and memory stay in proportion to its length (some 150 bytes fo
 
 import pickle
 from collections.abc import Callable, Set
+from mmap import mmap
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import torch
 
-LIMIT = 1 << 30  # bytes of a pickle; an index of five million parts is smaller
+LONGEST = 1 << 18  # bytes of a text: what a short file with a hole says is long is not read
 DTYPES = {f"torch.{n}": value for n, value in vars(torch).items() if type(value) is torch.dtype}
 PLAIN = (
-    "PROTO FRAME STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG "
+    "PROTO STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG "
     "LONG1 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES UNICODE "
-    "BINUNICODE SHORT_BINUNICODE BINUNICODE8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST "
+    "BINUNICODE SHORT_BINUNICODE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST "
     "LIST APPEND APPENDS EMPTY_DICT GET BINGET LONG_BINGET PUT BINPUT LONG_BINPUT MEMOIZE "
     "GLOBAL STACK_GLOBAL BINPERSID"
 )
@@ -53,10 +55,25 @@ class Decoder(pickle._Unpickler):  # the one in Python: that in C cannot be told
         for code in (getattr(pickle, name)[0] for name in PLAIN.split())
     )
 
-    def __init__(self, file: BinaryIO, allowed: Set[str]) -> None:
-        super().__init__(file, encoding="utf-8")
-        self.allowed = allowed
+    def __init__(self, file: BinaryIO | mmap, allowed: Set[str]) -> None:
+        self.file, self.allowed = file, allowed
+        super().__init__(SimpleNamespace(read=self.take, readline=self.line), encoding="utf-8")
         self.storages: dict[str, Made] = {}
+
+    def take(self, count: int) -> bytes:
+        """The next bytes."""
+        if count > LONGEST:
+            raise pickle.UnpicklingError(f"it has a text of {count:,} bytes")
+        return self.file.read(count)
+
+    def line(self) -> bytes:
+        """The next bytes up to the end of the line."""
+        start = self.file.tell()
+        line, end, _ = self.file.read(4096).partition(b"\n")
+        self.file.seek(start + len(line + end))
+        if not end:
+            raise pickle.UnpicklingError("it has a line without an end")
+        return line + end
 
     def find_class(self, module: str, name: str) -> Global:
         """The name itself, if it is allowed."""
@@ -107,6 +124,7 @@ class Decoder(pickle._Unpickler):  # the one in Python: that in C cannot be told
         put(self.stack[-1], items)
 
     dispatch |= {
+        pickle.FRAME[0]: lambda self: self.read(8),  # how much to read ahead: never mind
         pickle.REDUCE[0]: make,
         pickle.NEWOBJ[0]: make,
         pickle.BUILD[0]: build,

@@ -43,7 +43,7 @@ def published(directory: Path) -> list[Path]:
     """Published checkpoints, oldest first, good or not."""
     try:
         names = [name for name in os.listdir(directory) if PUBLISHED.fullmatch(name)]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     return [directory / name for name in sorted(names, key=lambda name: int(name[5:]))]
 

@@ -80,6 +80,8 @@ class OneFile:
     def read(self, targets: Mapping[str, torch.Tensor], group: HostGroup) -> None:
         """Copy into live tensors, of sharded ones the parts that are here."""
         for name, target in targets.items():
+            if name not in self.tensors:
+                raise SnapshotError(f"there is no {name} in what was saved")
             source = self.tensors[name]
             if source.shape != target.shape:  # copying would repeat a smaller one
                 shapes = f"is {list(source.shape)}, wanted {list(target.shape)}"
@@ -120,8 +122,10 @@ def as_snapshot_errors(doing: str) -> Iterator[None]:
     """Give what the readers raise, some of it no `Exception`, one name and one line."""
     try:
         yield
-    except (OSError, UserError, RankError):
+    except (UserError, RankError):
         raise
+    except OSError as error:
+        raise SnapshotError(f"{doing} failed: {error}") from error
     except Exception as error:  # a file that is something else can fail in any way
         text = f"{doing} was refused: {type(error).__name__}: {f'{error}'.partition(chr(10))[0]}"
         raise SnapshotError(text) from error

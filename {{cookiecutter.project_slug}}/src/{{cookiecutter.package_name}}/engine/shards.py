@@ -6,9 +6,9 @@ point only to files that it may read, inside of them, and its parts make up whol
 memory that it can ask for is bounded by the files.
 """
 
-import io
 import itertools
 import math
+import mmap
 import pickle
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.futures import Future
 
 from .archives import load_tensor
-from .decoding import DTYPES, LIMIT, Decoder, Global, Made
+from .decoding import DTYPES, Decoder, Global, Made
 from .manifest import open_plain
 
 DCP_INDEX = ".metadata"
@@ -43,9 +43,7 @@ def read_index(path: Path, names: Collection[str]) -> metadata.Metadata:
     if DCP_INDEX not in names:
         raise pickle.UnpicklingError(f"{DCP_INDEX} is not among the files")
     with open_plain(path / DCP_INDEX) as file:
-        content = io.BytesIO(file.read(LIMIT + 1))
-    if content.getbuffer().nbytes > LIMIT:
-        raise pickle.UnpicklingError(f"{DCP_INDEX} is larger than {LIMIT} bytes")
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     top = fields(Decoder(content, ALLOWED).load(), "Metadata")
     stored = dict(places(path, frozenset(names), top["storage_data"]))
     tensors, parts = {}, 0
