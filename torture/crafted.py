@@ -42,11 +42,12 @@ class Case:
 
 def cases(tell_tale: str, bounded: bool) -> Iterator[Case]:
     """All of them."""
-    crafted = list(payloads(tell_tale, bounded))
-    for number, (name, content) in enumerate(crafted):
+    for number, (name, content) in enumerate(payloads(tell_tale, bounded)):
         places = list(hosts(name, content))
-        yield from [places[number % len(places)]] if bounded else places
-    for name, change in manifests(bounded):
+        # Each call by each way in one place; one call, and what is no call, in all places.
+        everywhere = not bounded and (name.startswith("os.system") or " by " not in name)
+        yield from places if everywhere else [places[number % len(places)]]
+    for name, change in list(manifests(bounded))[:: 2 if bounded else 1]:
         yield Case(f"manifest: {name}", "dcp", change, "manifest", not name.startswith(HARMLESS))
     for name, change in indices():
         yield Case(f"index: {name}", "dcp", change, refused=name != "a hole")
@@ -330,7 +331,7 @@ def archives(bounded: bool) -> Iterator[tuple[str, Change]]:
     whole = zipped(tensor(0, 4, 1), **numbers)
     far = whole[:-6] + struct.pack("<I", 1 << 31) + whole[-2:]
     yield "its list is far away", put(far)
-    yield "a hole", lambda f: os.truncate(f / WHOLE, 4 << 30)
+    yield "a hole", lambda f: os.truncate(f / WHOLE, (256 if bounded else 4096) << 20)
 
 
 def files() -> Iterator[Case]:

@@ -30,7 +30,7 @@ PROMISES = {"executed": EXECUTED, "clear": CLEAR}
 def attempt(findings: Findings) -> None:
     """Render, save, and let a process read; start another one where it ended early."""
     paths = saved(findings.folder)
-    probe(findings, paths, 60 if findings.bounded else 6000)
+    probe(findings, paths, 40 if findings.bounded else 2000)
 
 
 def saved(folder: Path) -> list[Path]:
@@ -52,18 +52,19 @@ def environment(paths: list[Path]) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
 
 
-def probe(findings: Findings, paths: list[Path], mutants: int, start: int = 0) -> None:
+def probe(findings: Findings, paths: list[Path], mutants: int, stop: int = 1 << 30) -> None:
     """Count what the watched process tells."""
     tallies = {key: findings.tally(text, "cases") for key, text in PROMISES.items()}
     memory, time = findings.tally(MEMORY, "cases"), findings.tally(TIME, "cases")
     fuzz = findings.tally(FUZZ, "mutants")
-    slowest, largest, total = (0.0, ""), (0, ""), 1
+    slowest, largest, start, total = (0.0, ""), (0, ""), 0, 1
     script = str(Path(__file__).with_name("victim.py"))
     while start < total:
-        arguments = (findings.folder, start, mutants, int(findings.bounded), 5)
+        arguments = (findings.folder, start, stop, mutants, int(findings.bounded), 5)
         with subprocess.Popen(
             [sys.executable, script, *map(str, arguments)],
             env=environment(paths),
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
         ) as process:

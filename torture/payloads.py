@@ -1,7 +1,7 @@
 """Pickles that would do something if they were followed, by every way of calling there is.
 
-Each gets the path of a file to create, which is the tell-tale. They are assembled from opcodes: no
-pickler would write most of them.
+Each gets the path of a file to create, which is the tell-tale; none would do real harm. They are
+assembled from opcodes: no pickler would write most of them.
 """
 
 import pickle
@@ -60,7 +60,6 @@ CALLS = (
     ("torch", "save", "x", "FILE"),
     ("torch", "_dynamo", "x"),
     ("torch", "empty", "9"),
-    ("torch.hub", "load", "x/y", "z"),
     ("torch.hub", "load_state_dict_from_url", "http://127.0.0.1:9/"),
     ("torch.ops", "load_library", "FILE"),
     ("torch.classes", "load_library", "FILE"),
@@ -104,12 +103,12 @@ def payloads(file: str, bounded: bool) -> Iterator[tuple[str, bytes]]:
         ways = list(calls(module, attribute, given, file))
         if bounded and number >= len(ways):
             ways = ways[number % len(ways) :][:1]
-        elif bounded and number:
-            ways = ways[:1]
+        elif number:
+            ways = ways[:1] if bounded else ways[number % 3 :: 3]
         for way, content in ways:
             yield f"{module}.{attribute} by {way}", content
     yield from changes(file)
-    yield from floods(250_000 if bounded else 2_000_000)
+    yield from floods(100_000 if bounded else 400_000)
 
 
 def calls(module: str, attribute: str, given: bytes, file: str) -> Iterator[tuple[str, bytes]]:

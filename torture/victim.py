@@ -1,10 +1,11 @@
 """Reads crafted checkpoints and files, by every way that a project has, and watches what happens.
 
-Usage: victim.py FOLDER START COUNT BOUNDED SEED; writes a line of JSON before and after each case,
-so that whoever started it knows which one ended it.
+Usage: victim.py FOLDER START STOP MUTANTS BOUNDED SEED; writes a line of JSON before and after each
+case, so that whoever started it knows which one ended it.
 """
 
 import contextlib
+import ctypes
 import importlib
 import json
 import logging
@@ -12,6 +13,7 @@ import os
 import random
 import resource
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -158,11 +160,12 @@ class Victim:
         yield "resume", restore
 
 
-def main(folder: Path, start: int, count: int, bounded: bool, seed: int) -> None:
-    """Read `count` cases, or until they are over, from the one with number `start`."""
+def main(folder: Path, start: int, stop: int, mutants: int, bounded: bool, seed: int) -> None:
+    """Read the cases with numbers from `start` to `stop`, the last of them `mutants` by chance."""
     from torture import crafted
 
     logging.disable(logging.CRITICAL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # not to outlive whoever watches
     tell_tale = folder / "executed"
     victims = {answer: Victim(name, folder) for answer, name in PACKAGES.items()}
     rng = random.Random(seed)
@@ -176,7 +179,7 @@ def main(folder: Path, start: int, count: int, bounded: bool, seed: int) -> None
         shutil.rmtree(warm)
     chosen = list(crafted.cases(str(tell_tale), bounded))
     fixed = len(chosen)
-    for number in range(count):
+    for number in range(mutants):
         kind = number % 3
         answer = "torch_save" if kind == 1 else "dcp"
         mutant = crafted.mutated_manifest(rng) if kind == 2 else crafted.mutated(rng, answer)
@@ -184,11 +187,14 @@ def main(folder: Path, start: int, count: int, bounded: bool, seed: int) -> None
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + SPARE, size + SPARE))
     watch = Watch()
-    for number, case in list(enumerate(chosen))[start:]:
+    for number, case in list(enumerate(chosen))[start:stop]:
         place = folder / "case"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
-        print(json.dumps({"number": number, "of": len(chosen), "name": case.name}), flush=True)
+        print(
+            json.dumps({"number": number, "of": min(stop, len(chosen)), "name": case.name}),
+            flush=True,
+        )
         victim = victims[case.answer]
         where = victim.place(case, place)
         bytes_there = sum(p.lstat().st_blocks * 512 for p in place.rglob("*"))
@@ -206,7 +212,7 @@ def main(folder: Path, start: int, count: int, bounded: bool, seed: int) -> None
             problems += [["executed", f"{road}: {what}"] for what in watch.seen]
         if tell_tale.exists():
             problems.append(["executed", "the tell-tale file is there"])
-            tell_tale.unlink()
+            shutil.rmtree(tell_tale) if tell_tale.is_dir() else tell_tale.unlink()
         if harmed(victim):
             problems.append(["executed", "something in this process is no longer as it was"])
         result = {
@@ -270,4 +276,5 @@ def peak() -> int:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:4]), sys.argv[4] == "1", int(sys.argv[5]))
+    start, stop, mutants, bounded, seed = map(int, sys.argv[2:])
+    main(Path(sys.argv[1]), start, stop, mutants, bool(bounded), seed)

@@ -1,0 +1,24 @@
+"""Hostile files do nothing, and the program that says so would notice if they did."""
+
+from pathlib import Path
+
+from torture import hostile
+from torture.common import Findings
+
+
+def test_hostile_files_do_nothing_and_would_be_noticed(tmp_path: Path) -> None:
+    paths = hostile.saved(tmp_path)
+    findings = Findings(True, tmp_path)
+    hostile.probe(findings, paths, mutants=40)
+    for tally in findings.tallies:
+        assert tally.tried and not tally.violations, tally.promise
+
+    for path in paths:  # as DCP itself reads its index, but for what is then made of it
+        module = next(path.glob("*/engine/shards.py"))
+        safe = 'top = fields(Decoder(content, ALLOWED).load(), "Metadata")'
+        text = module.read_text()
+        assert safe in text
+        module.write_text(text.replace(safe, f"pickle.loads(content[:]); {safe}"))
+    broken = Findings(True, tmp_path)
+    hostile.probe(broken, paths, mutants=0, stop=15)
+    assert hostile.EXECUTED in {tally.promise for tally in broken.tallies if tally.violations}
