@@ -41,7 +41,7 @@ def saved(folder: Path) -> list[Path]:
         place.mkdir(parents=True)
         paths.append(render(place, package_name=name, checkpoint=answer, parallelism="single"))
     (folder / "text.txt").write_text("Was ever woman in this humour wooed? " * 300)
-    script = Path(__file__).with_name("saving.py")
+    script = Path(__file__).with_name("prepare.py")
     command = [sys.executable, str(script), str(folder), *PACKAGES.values()]
     subprocess.run(command, env=environment(paths), check=True, timeout=300)
     return paths

@@ -71,14 +71,14 @@ class Victim:
     """A project with a run of three checkpoints, the newest of which is crafted."""
 
     def __init__(self, package: str, folder: Path) -> None:
-        from torture import saving
+        from torture import prepare
 
         self.package, self.run = package, folder / package
         self.training = self.module("train")
         self.manifest, self.travel = self.module("engine.manifest"), self.module("engine.travel")
         self.control = self.module("engine.control")
         self.clear = (self.module("engine").UserError, self.control.RankError)
-        config = saving.settings(package, self.run, folder / "text.txt")
+        config = prepare.settings(package, self.run, folder / "text.txt")
         self.state = self.training.setup(config)
         group = self.control.HostGroup(self.state.world)
         with self.training.RunDirectory(self.run, group) as run_dir:
