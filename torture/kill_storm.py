@@ -69,11 +69,15 @@ def renders(folder: Path) -> dict[str, Path]:
     return sources
 
 
-def plan_of(name: str, **more: Any) -> Plan:
+def plan_of(name: str, source: Path, **more: Any) -> Plan:
     """The run of a variant: two ranks, or one plain process."""
     settings = SETTINGS | ({"train.precision": "bf16"} if name.startswith("fsdp") else {})
     if name.split("_")[0] != "single":
         settings |= {"parallel.timeout_minutes": 1.0}
+    if "vocabulary" in (source / name / "data.py").read_text("utf-8"):
+        text = source / "text.txt"
+        text.write_text("Was ever woman in this humour wooed? " * 100, "utf-8")
+        settings |= {"data.path": text}
     return Plan(name, settings | more, 0 if name.startswith("single") else 2)
 
 
@@ -178,6 +182,7 @@ class Storm:
         deadline = time.monotonic() + 1
         while not job.board.of(rank)[PID] and time.monotonic() < deadline:
             time.sleep(0.001)
+        at = job.board.most(DONE)
         for pid in job.victims(whom, rank) if call != b"" else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -189,7 +194,10 @@ class Storm:
             self._tally(ENDS, "runs").count(f"{place}: it failed unkilled, {_end_of(log)}")
             return False
         self.hits.update(job.phases(whom, rank) | {whom, "kills"})
-        self._tally(ORPHANS).count(None if left is not None else f"{place}: still there after 20 s")
+        problem = f"{place}: still there after 20 s" if left is None else None
+        if done > at + 2:  # one in the making, and one that the others had not told of yet
+            problem = f"{place}: went on for {done - at} steps"
+        self._tally(ORPHANS).count(problem)
         there = contents(run_dir)
         wrong = [step for step, files in there.items() if files != self.undisturbed[step]]
         self._tally(WHOLE, "checkpoints").tried += max(0, len(there) - 1)
@@ -254,11 +262,11 @@ def attempt(findings: Findings) -> None:
     for number, name in enumerate(sources):
         rng = random.Random(number)
         more = {"train.loader_workers": 1} if number % 4 == 0 and not findings.bounded else {}
-        plan = plan_of(name, **more)
+        plan = plan_of(name, sources[name], **more)
         storms[name] = Storm(plan, findings.folder / name, findings, rng, hits)
         storms[name].kill(kills)
     for name in () if findings.bounded else COMPILED:
-        plan = plan_of(name, **{"compile.mode": "blocks"})
+        plan = plan_of(name, sources[name], **{"compile.mode": "blocks"})
         Storm(plan, findings.folder / f"{name}_c", findings, random.Random(name), hits).kill(4)
     for name in ("single_dcp",) if findings.bounded else ("single_dcp", "ddp_dcp", "fsdp_dcp_async"):
         storm = storms[name]

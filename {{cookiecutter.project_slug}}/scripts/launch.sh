@@ -31,6 +31,8 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 cores=$(nproc 2>/dev/null || sysctl -n hw.ncpu)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${GRACE_SECONDS:-120} # torch before 2.13 has a fixed 30
+# Told to the processes, so that none lives on if torchrun is killed while they start.
+export LAUNCHER_PID=$$
 
 rendezvous=(--standalone)
 if [ "${NNODES:-1}" != 1 ]; then

@@ -117,8 +117,20 @@ def die_with_the_launcher() -> None:
     if sys.platform == "linux":
         PR_SET_PDEATHSIG, launcher = 1, os.getppid()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # it was killed while we asked
+        # Killed while we asked, or even before, while torch was imported, which takes seconds.
+        if os.getppid() != launcher or _has_ended(os.environ.get("LAUNCHER_PID")):
             sys.exit("the launcher is gone")
+
+
+def _has_ended(pid: str | None) -> bool:
+    """Whether a process is gone, or dead and its parent has not asked after it yet (Linux)."""
+    if pid is None:
+        return False
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 @contextlib.contextmanager
