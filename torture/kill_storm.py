@@ -26,8 +26,8 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 from benchmarks.common import render
 
-from . import launched
 from .common import Findings, Tally, torture
+from .launched import Launch
 from .zygote import DONE, PATIENCE, PHASES, PID, RESTORED, SAVING, Job, Plan
 
 TASKS = ("language_model", "image_classifier")
@@ -47,8 +47,14 @@ COMMON_PHASES = (
     *("uploading", "hashing", "renaming", "pruning"),
 )
 COMPILED = ("single_dcp_async", "ddp_torch_save", "fsdp_dcp")
+REAL = ("single_dcp", "ddp_dcp_async", "fsdp_torch_save")
+LONGER = {"train.steps": 500, "train.validate_every": 100, "checkpoint.every": 20}
+KILLS_LAUNCHED = (
+    *("one rank", "all ranks", "one rank", "one rank"),
+    *("launcher", "launcher at the start", "all ranks"),
+)
 ENDS = "A run that was killed and restarted ends with the bits of an undisturbed one"
-WHOLE = "Each checkpoint there is after a kill holds the bits of the undisturbed run's"
+WHOLE = "After a kill each checkpoint there is holds the bits of the undisturbed run's"
 ORPHANS = "Nothing of a killed job lives on, DataLoader workers included"
 LOST = "A kill costs no more than a save interval and the upload under way"
 NEWEST = "A restart goes on from the newest checkpoint that was published"
@@ -116,6 +122,9 @@ class Storm:
 
     def __post_init__(self) -> None:
         """Run it undisturbed."""
+        self.steps, self.every = (
+            self.plan.settings[name] for name in ("train.steps", "checkpoint.every")
+        )
         self.folder.mkdir(parents=True)
         started = time.monotonic()
         run_dir = self.folder / "undisturbed"
@@ -127,8 +136,8 @@ class Storm:
             raise RuntimeError(f"{plan.package}: {job.log.read_text('utf-8')[-3000:]}")
         self.seconds = time.monotonic() - started
         self.undisturbed, self.expected = contents(run_dir), losses(run_dir)
-        assert len(self.expected) == self.plan.settings["train.steps"]
-        assert sorted(self.undisturbed) == list(range(EVERY, STEPS + 1, EVERY))
+        assert len(self.expected) == self.steps
+        assert sorted(self.undisturbed) == list(range(self.every, self.steps + 1, self.every))
 
     def kill(self, times: int) -> None:
         """Chains of kills, until there were so many."""
@@ -143,7 +152,8 @@ class Storm:
                     break
             self._end(run_dir)
 
-    def _tally(self, promise: str, unit: str = "kills") -> Tally:
+    def tally(self, promise: str, unit: str = "kills") -> Tally:
+        """Of all storms together."""
         return self.findings.tally(promise, unit)
 
     def _draw(self) -> tuple[str, int, str | None]:
@@ -175,7 +185,7 @@ class Storm:
         moment = PATIENCE if phase else self.rng.uniform(0, self.seconds)
         if (call := job.wait(moment)) is None and phase:
             job.gone(0)
-            self._tally(ENDS, "runs").count(f"{place}: it hung, {_end_of(log)}")
+            self.tally(ENDS, "runs").count(f"{place}: it hung, {_end_of(log)}")
             return False
         if call == b"!":
             time.sleep(10 ** self.rng.uniform(-5, -2.3))
@@ -191,27 +201,26 @@ class Storm:
         if job.code == 0:
             return False  # it was over
         if call == b"":
-            self._tally(ENDS, "runs").count(f"{place}: it failed unkilled, {_end_of(log)}")
+            self.tally(ENDS, "runs").count(f"{place}: it failed unkilled, {_end_of(log)}")
             return False
         self.hits.update(job.phases(whom, rank) | {whom, "kills"})
         problem = f"{place}: still there after 20 s" if left is None else None
         if done > at + 2:  # one in the making, and one that the others had not told of yet
             problem = f"{place}: went on for {done - at} steps"
-        self._tally(ORPHANS).count(problem)
+        self.tally(ORPHANS).count(problem)
         there = contents(run_dir)
-        wrong = [step for step, files in there.items() if files != self.undisturbed[step]]
-        self._tally(WHOLE, "checkpoints").tried += max(0, len(there) - 1)
-        self._tally(WHOLE, "checkpoints").count(f"{place}: steps {wrong}" if wrong else None)
+        wrong = self.wrong(run_dir)
+        self.tally(WHOLE).count(f"{place}: steps {wrong}" if wrong else None)
         restored, newest = job.board.most(RESTORED) - 1, max(there, default=0)
         if restored >= 0:
             problem = None if restored == before else f"{place}: {restored}, newest {before}"
-            self._tally(NEWEST, "restarts").count(problem)
-        allowed = EVERY + (done - saving if saving else 0)
+            self.tally(NEWEST, "restarts").count(problem)
+        allowed = self.every + (done - saving if saving else 0)
         lost = done - max(newest, 0) if done else 0
         self.hits["lost"] += max(0, lost)
         self.hits["most lost"] = max(self.hits["most lost"], lost)
         problem = f"{place}: {lost} steps, {allowed} allowed" if lost > allowed else None
-        self._tally(LOST).count(problem)
+        self.tally(LOST).count(problem)
         return True
 
     def _end(self, run_dir: Path) -> None:
@@ -223,18 +232,49 @@ class Storm:
         else:
             problem = self.differences(run_dir)
         place = f"{self.plan.package}, chain {self.chains}"
-        self._tally(ENDS, "runs").count(f"{place}: {problem}" if problem else None)
+        self.tally(ENDS, "runs").count(f"{place}: {problem}" if problem else None)
+
+    def wrong(self, run_dir: Path) -> list[int]:
+        """Steps whose published checkpoints are not those of the undisturbed run."""
+        there = contents(run_dir)
+        return [step for step, files in there.items() if files != self.undisturbed.get(step)]
 
     def differences(self, run_dir: Path) -> str | None:
         """What is not as in the undisturbed run, if anything."""
         there = contents(run_dir)
-        if max(there, default=0) != STEPS or there[STEPS] != self.undisturbed[STEPS]:
+        if there.get(self.steps) != self.undisturbed[self.steps]:
             return "other bits in the last checkpoint"
         if losses(run_dir) != self.expected:
             return "another log of losses"
         left = [p.name for p in run_dir.glob("checkpoints/*") if not p.name.startswith("step_")]
         left += [p.name for p in run_dir.glob("checkpoints/*damaged*")]
         return f"left over: {left}" if left else None
+
+
+def launched_storm(storm: Storm, sources: dict[str, Path]) -> None:
+    """Kills of a run that was started as users start it: torchrun restarts it, or we do."""
+    run_dir, log = storm.folder / "launched", storm.folder / "launched.log"
+    name, launch, seen = storm.plan.package, None, 0
+    for whom in KILLS_LAUNCHED if storm.plan.ranks else KILLS_LAUNCHED[:1] * 3:
+        launch = launch or Launch(sources[name], storm.plan, run_dir, log)
+        if not launch.kill(whom, seen, storm.rng):
+            break
+        (seen, done), newest = launch.progress(), max(contents(run_dir), default=0)
+        saving = bool(list(run_dir.glob("checkpoints/.saving-*")))
+        phase = "starting" if "start" in whom else "uploading" if saving else "training"
+        storm.hits.update((whom.split(" at ")[0], "kills", "launched kills", phase))
+        lost, allowed = done - newest, storm.every * (2 if name.endswith("async") else 1)
+        problem = f"{name}, {whom} killed: {lost} steps, {allowed} allowed"
+        storm.tally(LOST).count(problem if lost > allowed else None)
+        wrong = storm.wrong(run_dir)
+        storm.tally(WHOLE).count(f"{name}, {whom}: {wrong}" if wrong else None)
+        if "launcher" in whom or not storm.plan.ranks:
+            problem = None if launch.gone() else f"{name}, {whom} killed: processes live on"
+            storm.tally(ORPHANS).count(problem)
+            launch = None
+    (launch or Launch(sources[name], storm.plan, run_dir, log)).finish()
+    problem = storm.differences(run_dir)
+    storm.tally(ENDS, "runs").count(f"{name}, launched: {problem}" if problem else None)
 
 
 def _end_of(log: Path) -> str:
@@ -268,15 +308,19 @@ def attempt(findings: Findings) -> None:
     for name in () if findings.bounded else COMPILED:
         plan = plan_of(name, sources[name], **{"compile.mode": "blocks"})
         Storm(plan, findings.folder / f"{name}_c", findings, random.Random(name), hits).kill(4)
-    for name in ("single_dcp",) if findings.bounded else ("single_dcp", "ddp_dcp", "fsdp_dcp_async"):
+    for name in ("single_dcp",) if findings.bounded else REAL:
         storm = storms[name]
         run_dir = storm.folder / "started"
-        launched.finish(launched.start(sources[name], storm.plan, run_dir))
+        Launch(sources[name], storm.plan, run_dir, storm.folder / "started.log").finish()
         findings.tally(FORKED, "runs").count(storm.differences(run_dir))
-    if not findings.bounded:
-        launched.attempt(findings, sources, storms, hits)
+    for name in () if findings.bounded else REAL:
+        plan = plan_of(name, sources[name], **LONGER)
+        rng = random.Random(name)
+        launched_storm(Storm(plan, findings.folder / f"{name}_l", findings, rng, hits), sources)
     findings.figures["kills"] = hits.pop("kills")
-    findings.figures["steps done again, mean"] = round(hits.pop("lost") / findings.figures["kills"], 2)
+    findings.figures["steps done again, mean"] = round(
+        hits.pop("lost") / findings.figures["kills"], 2
+    )
     findings.figures["steps done again, most"] = hits.pop("most lost")
     findings.figures["save interval, steps"] = EVERY
     for name in (*WHOM, *PHASES[1:]):

@@ -275,9 +275,5 @@ class _Watch:
         self.mark(snapshots, "sha256_of", "hashing")
         self.mark(snapshots.Snapshots, "_commit", "renaming")
         self.mark(snapshots.Snapshots, "prune", "pruning")
-        self.mark(
-            state.Recovery, "restore", "restoring", lambda at, _: self.note(RESTORED, at + 1)
-        )
-        self.mark(
-            state.Recovery, "publish", "uploading", lambda *_: self.note(SAVING, 0)
-        )
+        self.mark(state.Recovery, "restore", "restoring", lambda at, _: self.note(RESTORED, at + 1))
+        self.mark(state.Recovery, "publish", "uploading", lambda *_: self.note(SAVING, 0))
