@@ -1,51 +1,37 @@
 """Kill training at any moment, start it again, and see that it ends as if nothing had been.
 
 Every parallelism with every kind of checkpoint. `kill -9` goes to one rank, to all of them or to
-what launched them; half of the kills come at a moment drawn at random from the length of a run,
-half within a phase that is waited for, so that short ones are met too. Most jobs are forked
-(zygote.py); some go through scripts/launch.sh and torchrun (launched.py).
+what launched them; some kills come at a moment drawn at random from the length of a run, more
+within a phase that is waited for, so that short ones are met too. Most jobs are forked
+(zygote.py, storm.py); some go through scripts/launch.sh and torchrun (launched.py).
 """
 
-import contextlib
-import gc
-import importlib
 import json
 import os
 import random
-import signal
-import sys
-import time
+import traceback
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"  # a process with threads cannot be forked; read by torch
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-
-from benchmarks.common import render
-
-from .common import Findings, Tally, torture
+from .common import Findings, torture
 from .launched import Launch
-from .zygote import DONE, PATIENCE, PHASES, PID, RESTORED, SAVING, Job, Plan
-
-TASKS = ("language_model", "image_classifier")
-PARALLELISMS = ("single", "ddp", "fsdp")
-CHECKPOINTS = ("torch_save", "dcp", "dcp_async")
-WHOM = ("one rank", "all ranks", "launcher")
-EVERY, STEPS = 4, 16
-SETTINGS = {
-    "train.steps": STEPS,
-    "train.log_every": 1,
-    "train.validate_every": 6,
-    "checkpoint.every": EVERY,
-    "checkpoint.keep": 2,
-}
-COMMON_PHASES = (
-    *("starting", "setting up", "restoring", "training", "validating"),
-    *("uploading", "hashing", "renaming", "pruning"),
+from .storm import (
+    ENDS,
+    EVERY,
+    LOST,
+    ORPHANS,
+    WHOLE,
+    WHOM,
+    Storm,
+    contents,
+    import_all,
+    plan_of,
+    renders,
 )
+from .zygote import PHASES
+
 COMPILED = ("single_dcp_async", "ddp_torch_save", "fsdp_dcp")
 REAL = ("single_dcp", "ddp_dcp_async", "fsdp_torch_save")
 LONGER = {"train.steps": 500, "train.validate_every": 100, "checkpoint.every": 20}
@@ -53,210 +39,16 @@ KILLS_LAUNCHED = (
     *("one rank", "all ranks", "one rank", "one rank"),
     *("launcher", "launcher at the start", "all ranks"),
 )
-ENDS = "A run that was killed and restarted ends with the bits of an undisturbed one"
-WHOLE = "After a kill each checkpoint there is holds the bits of the undisturbed run's"
-ORPHANS = "Nothing of a killed job lives on, DataLoader workers included"
-LOST = "A kill costs no more than a save interval and the upload under way"
-NEWEST = "A restart goes on from the newest checkpoint that was published"
 FORKED = "A forked run computes the bits of a started one"
+Part = Callable[[Findings, Counter[str]], None]
 
 
-def renders(folder: Path) -> dict[str, Path]:
-    """All nine variants by name, rendered and on the path; tasks alternate."""
-    sources = {}
-    for i, (parallelism, checkpoint) in enumerate(
-        (p, c) for p in PARALLELISMS for c in CHECKPOINTS
-    ):
-        name = f"{parallelism}_{checkpoint}"
-        (folder / name).mkdir(parents=True)
-        answers = {"parallelism": parallelism, "checkpoint": checkpoint, "task": TASKS[i % 2]}
-        sources[name] = render(folder / name, package_name=name, tracker="none", **answers)
-        sys.path.insert(0, str(sources[name]))
-    return sources
-
-
-def plan_of(name: str, source: Path, **more: Any) -> Plan:
-    """The run of a variant: two ranks, or one plain process."""
-    settings = SETTINGS | ({"train.precision": "bf16"} if name.startswith("fsdp") else {})
-    if name.split("_")[0] != "single":
-        settings |= {"parallel.timeout_minutes": 1.0}
-    if "vocabulary" in (source / name / "data.py").read_text("utf-8"):
-        text = source / "text.txt"
-        text.write_text("Was ever woman in this humour wooed? " * 100, "utf-8")
-        settings |= {"data.path": text}
-    return Plan(name, settings | more, 0 if name.startswith("single") else 2)
-
-
-def contents(run_dir: Path) -> dict[int, dict[str, str]]:
-    """Digests of the files of each published checkpoint, by step."""
-    found = {}
-    for path in run_dir.glob("checkpoints/step_????????"):
-        files = json.loads((path / "manifest.json").read_text("utf-8"))["files"]
-        # DCP's index has a random name of the save in it; all tensors are in the other files.
-        digests = {name: entry["sha256"] for name, entry in files.items() if name != ".metadata"}
-        found[int(path.name[5:])] = digests
-    return found
-
-
-def losses(run_dir: Path) -> dict[int, tuple[float, float]]:
-    """Loss and gradient norm by step, from the whole lines of the log."""
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text("utf-8").split("\n")[:-1] if path.exists() else []
-    return {line["step"]: (line["loss"], line["grad_norm"]) for line in map(json.loads, lines)}
-
-
-@dataclass
-class Storm:
-    """Kills the runs of one plan, chain after chain, and compares them with an undisturbed one."""
-
-    plan: Plan
-    folder: Path
-    findings: Findings
-    rng: random.Random
-    hits: Counter[str]
-    """Kills by phase and by whom they went to, over all storms."""
-    undisturbed: dict[int, dict[str, str]] = field(default_factory=dict)
-    expected: dict[int, tuple[float, float]] = field(default_factory=dict)
-    seconds: float = 0.0
-    chains: int = 0
-
-    def __post_init__(self) -> None:
-        """Run it undisturbed."""
-        self.steps, self.every = (
-            self.plan.settings[name] for name in ("train.steps", "checkpoint.every")
-        )
-        self.folder.mkdir(parents=True)
-        started = time.monotonic()
-        run_dir = self.folder / "undisturbed"
-        plan = Plan(
-            self.plan.package, self.plan.settings | {"checkpoint.keep_every": 1}, self.plan.ranks
-        )
-        job = Job(plan, run_dir, self.folder / "undisturbed.log")
-        if job.gone() is None or job.code:
-            raise RuntimeError(f"{plan.package}: {job.log.read_text('utf-8')[-3000:]}")
-        self.seconds = time.monotonic() - started
-        self.undisturbed, self.expected = contents(run_dir), losses(run_dir)
-        assert len(self.expected) == self.steps
-        assert sorted(self.undisturbed) == list(range(self.every, self.steps + 1, self.every))
-
-    def kill(self, times: int) -> None:
-        """Chains of kills, until there were so many."""
-        done = 0
-        while done < times:
-            self.chains += 1
-            run_dir = self.folder / f"chain-{self.chains}"
-            for _ in range(min(6, times - done)):
-                if self._kill_once(run_dir):
-                    done += 1
-                else:
-                    break
-            self._end(run_dir)
-
-    def tally(self, promise: str, unit: str = "kills") -> Tally:
-        """Of all storms together."""
-        return self.findings.tally(promise, unit)
-
-    def _draw(self) -> tuple[str, int, str | None]:
-        """Whom to kill, of which rank it depends, and in which phase (None: whenever)."""
-        rank = self.rng.randrange(max(1, self.plan.ranks))
-        kinds = WHOM if self.plan.ranks else WHOM[:1]
-        whom = min(kinds, key=lambda it: (self.hits[it], self.rng.random()))
-        phases = list(COMMON_PHASES)
-        phases += ["staging"] * self.plan.package.endswith("async")
-        phases += ["compiling"] * ("compile.mode" in self.plan.settings)
-        if rank:  # what only rank 0 does, or others have nothing to do with
-            only_first = {"renaming", "pruning"}
-            only_first |= {"hashing"} if self.plan.package.endswith("torch_save") else set()
-            phases = [phase for phase in phases if phase not in only_first]
-        rare = sorted(phases, key=lambda it: (self.hits[it], self.rng.random()))
-        return whom, rank, self.rng.choice(rare[:3]) if self.rng.random() < 0.6 else None
-
-    def _kill_once(self, run_dir: Path) -> bool:
-        """One run up to a kill; False if it ended before."""
-        whom, rank, phase = self._draw()
-        before = max(contents(run_dir), default=0)
-        armed = (-1, 0, 0)
-        if phase:
-            skip = 0 if phase in ("starting", "setting up", "restoring") else self.rng.randrange(3)
-            armed = (PHASES.index(phase), skip, rank)
-        log = self.folder / f"chain-{self.chains}.log"
-        job = Job(self.plan, run_dir, log, armed)
-        place = f"{self.plan.package}, {whom} killed, rank {rank}, phase {phase}"
-        moment = PATIENCE if phase else self.rng.uniform(0, self.seconds)
-        if (call := job.wait(moment)) is None and phase:
-            job.gone(0)
-            self.tally(ENDS, "runs").count(f"{place}: it hung, {_end_of(log)}")
-            return False
-        if call == b"!":
-            time.sleep(10 ** self.rng.uniform(-5, -2.3))
-        deadline = time.monotonic() + 1
-        while not job.board.of(rank)[PID] and time.monotonic() < deadline:
-            time.sleep(0.001)
-        at = job.board.most(DONE)
-        for pid in job.victims(whom, rank) if call != b"" else ():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        left = job.gone(20.0)
-        done, saving = job.board.most(DONE), job.board.of(0)[SAVING]
-        if job.code == 0:
-            return False  # it was over
-        if call == b"":
-            self.tally(ENDS, "runs").count(f"{place}: it failed unkilled, {_end_of(log)}")
-            return False
-        self.hits.update(job.phases(whom, rank) | {whom, "kills"})
-        problem = f"{place}: still there after 20 s" if left is None else None
-        if done > at + 2:  # one in the making, and one that the others had not told of yet
-            problem = f"{place}: went on for {done - at} steps"
-        self.tally(ORPHANS).count(problem)
-        there = contents(run_dir)
-        wrong = self.wrong(run_dir)
-        self.tally(WHOLE).count(f"{place}: steps {wrong}" if wrong else None)
-        restored, newest = job.board.most(RESTORED) - 1, max(there, default=0)
-        if restored >= 0:
-            problem = None if restored == before else f"{place}: {restored}, newest {before}"
-            self.tally(NEWEST, "restarts").count(problem)
-        allowed = self.every + (done - saving if saving else 0)
-        lost = done - max(newest, 0) if done else 0
-        self.hits["lost"] += max(0, lost)
-        self.hits["most lost"] = max(self.hits["most lost"], lost)
-        problem = f"{place}: {lost} steps, {allowed} allowed" if lost > allowed else None
-        self.tally(LOST).count(problem)
-        return True
-
-    def _end(self, run_dir: Path) -> None:
-        log = self.folder / f"chain-{self.chains}-end.log"
-        job = Job(self.plan, run_dir, log)
-        problem = None
-        if job.gone() is None or job.code:
-            problem = f"the restart did not end well, {_end_of(log)}"
-        else:
-            problem = self.differences(run_dir)
-        place = f"{self.plan.package}, chain {self.chains}"
-        self.tally(ENDS, "runs").count(f"{place}: {problem}" if problem else None)
-
-    def wrong(self, run_dir: Path) -> list[int]:
-        """Steps whose published checkpoints are not those of the undisturbed run."""
-        there = contents(run_dir)
-        return [step for step, files in there.items() if files != self.undisturbed.get(step)]
-
-    def differences(self, run_dir: Path) -> str | None:
-        """What is not as in the undisturbed run, if anything."""
-        there = contents(run_dir)
-        if there.get(self.steps) != self.undisturbed[self.steps]:
-            return "other bits in the last checkpoint"
-        if losses(run_dir) != self.expected:
-            return "another log of losses"
-        left = [p.name for p in run_dir.glob("checkpoints/*") if not p.name.startswith("step_")]
-        left += [p.name for p in run_dir.glob("checkpoints/*damaged*")]
-        return f"left over: {left}" if left else None
-
-
-def launched_storm(storm: Storm, sources: dict[str, Path]) -> None:
+def launched_storm(storm: Storm, source: Path) -> None:
     """Kills of a run that was started as users start it: torchrun restarts it, or we do."""
     run_dir, log = storm.folder / "launched", storm.folder / "launched.log"
     name, launch, seen = storm.plan.package, None, 0
     for whom in KILLS_LAUNCHED if storm.plan.ranks else KILLS_LAUNCHED[:1] * 3:
-        launch = launch or Launch(sources[name], storm.plan, run_dir, log)
+        launch = launch or Launch(source, storm.plan, run_dir, log)
         if not launch.kill(whom, seen, storm.rng):
             break
         (seen, done), newest = launch.progress(), max(contents(run_dir), default=0)
@@ -272,60 +64,86 @@ def launched_storm(storm: Storm, sources: dict[str, Path]) -> None:
             problem = None if launch.gone() else f"{name}, {whom} killed: processes live on"
             storm.tally(ORPHANS).count(problem)
             launch = None
-    (launch or Launch(sources[name], storm.plan, run_dir, log)).finish()
+    (launch or Launch(source, storm.plan, run_dir, log)).finish()
     problem = storm.differences(run_dir)
     storm.tally(ENDS, "runs").count(f"{name}, launched: {problem}" if problem else None)
 
 
-def _end_of(log: Path) -> str:
-    return " | ".join(log.read_text("utf-8", "replace").splitlines()[-4:])
+def side_by_side(findings: Findings, parts: list[Part]) -> Counter[str]:
+    """Do all parts at the same time, each in a fork; what they found comes together."""
+    forks = {}
+    for number, part in enumerate(parts):
+        folder = findings.folder / f"part-{number}"
+        folder.mkdir()
+        if (pid := os.fork()) == 0:
+            _do(part, Findings(findings.bounded, folder))
+        forks[pid] = folder / "found.json"
+    hits: Counter[str] = Counter()
+    for pid, path in forks.items():
+        if os.waitpid(pid, 0)[1]:
+            raise RuntimeError("a part of the storm broke down: see above")
+        found = json.loads(path.read_text("utf-8"))
+        most = max(hits["most lost"], found["hits"].pop("most lost", 0))
+        hits.update(found["hits"])
+        hits["most lost"] = most
+        for tally in found["tallies"]:
+            ours = findings.tally(tally["promise"], tally["unit"])
+            ours.tried += tally["tried"]
+            ours.violations += tally["violations"]
+    return hits
 
 
-def import_all(names: Iterable[str]) -> None:
-    """Import what a rank needs, so that a fork has it; nothing here may compute."""
-    for name in names:
-        for part in ("__main__", "train"):
-            importlib.import_module(f"{name}.{part}")
-    for part in ("torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.tensor"):
-        importlib.import_module(part)
-    gc.collect()
-    gc.freeze()
+def _do(part: Part, own: Findings) -> None:
+    try:
+        hits: Counter[str] = Counter()
+        part(own, hits)
+        found: dict[str, Any] = {"hits": hits, "tallies": [vars(it) for it in own.tallies]}
+        (own.folder / "found.json").write_text(json.dumps(found), "utf-8")
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(70)
 
 
 def attempt(findings: Findings) -> None:
     """All nine variants."""
     sources = renders(findings.folder / "renders")
     import_all(sources)
-    hits: Counter[str] = Counter()
-    kills = 2 if findings.bounded else 20
-    storms = {}
-    for number, name in enumerate(sources):
-        rng = random.Random(number)
-        more = {"train.loader_workers": 1} if number % 4 == 0 and not findings.bounded else {}
-        plan = plan_of(name, sources[name], **more)
-        storms[name] = Storm(plan, findings.folder / name, findings, rng, hits)
-        storms[name].kill(kills)
-    for name in () if findings.bounded else COMPILED:
-        plan = plan_of(name, sources[name], **{"compile.mode": "blocks"})
-        Storm(plan, findings.folder / f"{name}_c", findings, random.Random(name), hits).kill(4)
-    for name in ("single_dcp",) if findings.bounded else REAL:
-        storm = storms[name]
-        run_dir = storm.folder / "started"
-        Launch(sources[name], storm.plan, run_dir, storm.folder / "started.log").finish()
-        findings.tally(FORKED, "runs").count(storm.differences(run_dir))
-    for name in () if findings.bounded else REAL:
-        plan = plan_of(name, sources[name], **LONGER)
-        rng = random.Random(name)
-        launched_storm(Storm(plan, findings.folder / f"{name}_l", findings, rng, hits), sources)
-    findings.figures["kills"] = hits.pop("kills")
-    findings.figures["steps done again, mean"] = round(
-        hits.pop("lost") / findings.figures["kills"], 2
+
+    def forked(names: list[str]) -> Part:
+        def part(found: Findings, hits: Counter[str]) -> None:
+            for number, name in enumerate(names):
+                workers = {} if number % 3 or found.bounded else {"train.loader_workers": 1}
+                plan = plan_of(name, sources[name], **workers)
+                storm = Storm(plan, found.folder / name, found, random.Random(name), hits)
+                storm.kill(1 if found.bounded else 20)
+            for name in () if found.bounded else set(names) & set(COMPILED):
+                plan = plan_of(name, sources[name], **{"compile.mode": "blocks"})
+                Storm(plan, found.folder / f"{name}_c", found, random.Random(name), hits).kill(4)
+
+        return part
+
+    def started(found: Findings, hits: Counter[str]) -> None:
+        for name in REAL[: 1 if found.bounded else None]:
+            plan = plan_of(name, sources[name], **({} if found.bounded else LONGER))
+            storm = Storm(plan, found.folder / name, found, random.Random(name), hits)
+            run_dir = storm.folder / "started"
+            Launch(sources[name], plan, run_dir, storm.folder / "started.log").finish()
+            found.tally(FORKED, "runs").count(storm.differences(run_dir))
+            if not found.bounded:
+                launched_storm(storm, sources[name])
+
+    names = list(sources)
+    hits = side_by_side(findings, [forked(names[::2]), forked(names[1::2]), started])
+    figures, kills = findings.figures, hits["kills"]
+    figures["kills"], figures["kills through real starts"] = kills, hits["launched kills"]
+    figures["steps done again, mean of forked"] = round(
+        hits["lost"] / (kills - hits["launched kills"]), 2
     )
-    findings.figures["steps done again, most"] = hits.pop("most lost")
-    findings.figures["save interval, steps"] = EVERY
+    figures["steps done again, most of forked"] = hits["most lost"]
+    figures["save interval, steps"] = EVERY
     for name in (*WHOM, *PHASES[1:]):
-        kind = "kills of" if name in WHOM else "kills while"
-        findings.figures[f"{kind} {name}"] = hits[name]
+        figures[f"kills {'of' if name in WHOM else 'while'} {name}"] = hits[name]
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ PHASES = (
 )
 ARMED, SKIP, ARMED_RANK, HEAD = range(4)
 PID, MAIN, BEHIND, DONE, SAVING, RESTORED, WIDTH = range(7)
-PATIENCE = 60.0  # seconds, for what should take a few
+PATIENCE = 180.0  # seconds, for what should take a few
 
 
 class Board:
@@ -178,6 +178,7 @@ def _lead(plan: Plan, config: Any, board: Board, line: int) -> None:
 def _train(plan: Plan, config: Any, board: Board, rank: int, line: int) -> None:
     watch = _Watch(plan.package, board, rank, line)
     watch.enter("starting", MAIN)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{config.run_dir}-inductor"  # each run starts cold
     if plan.sabotage:
         plan.sabotage(plan.package)
     if board.cells[ARMED_RANK] == rank and watch.called:
