@@ -172,12 +172,14 @@ def final_states(project: Path, *runs: str) -> list[str]:
         return finish(process).splitlines()[-len(runs) :]
 
 
+@pytest.mark.parametrize("project", [GROUPED[0], GROUPED[7]], indirect=True)
 def test_a_killed_worker_changes_nothing(project: Path) -> None:
-    """`kill -9` in mid-run; restarted (by torchrun, by hand for one process), bit-identical."""
+    """`kill -9` in mid-run; restarted (by torchrun, by hand for one process), bit-identical.
+
+    All variants are killed in torture/kill_storm.py.
+    """
     ranks = 0 if is_single(project) else 2
     options = ("--train.steps", "80", "--train.log-every", "1")
-    if "fully_shard" in (project / "src" / PACKAGE / "parallel.py").read_text("utf-8"):
-        options += ("--train.precision", "bf16")  # by FSDP's own policy
     train(project, ranks, "undisturbed", *options)
 
     with launch(project, ranks, "killed", *options) as process:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from . import storm_breaks
 from .common import Findings, torture
 from .launched import Launch
 from .storm import (
@@ -133,8 +134,12 @@ def attempt(findings: Findings) -> None:
             if not found.bounded:
                 launched_storm(storm, sources[name])
 
+    def broken(found: Findings, hits: Counter[str]) -> None:
+        storm_breaks.attempt(found, sources)
+
     names = list(sources)
-    hits = side_by_side(findings, [forked(names[::2]), forked(names[1::2]), started])
+    parts = [forked(names[::2]), forked(names[1::2]), started, broken]
+    hits = side_by_side(findings, parts)
     figures, kills = findings.figures, hits["kills"]
     figures["kills"], figures["kills through real starts"] = kills, hits["launched kills"]
     figures["steps done again, mean of forked"] = round(

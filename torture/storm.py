@@ -15,9 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"  # a process with threads cannot be forked; read by torch
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-
 from benchmarks.common import render
 
 from .common import Findings, Tally
@@ -104,6 +101,8 @@ class Storm:
     expected: dict[int, tuple[float, float]] = field(default_factory=dict)
     seconds: float = 0.0
     chains: int = 0
+    target: tuple[str, int, str | None] | None = None
+    """Whom to kill, in which rank's which phase, if that shall not be drawn."""
 
     def __post_init__(self) -> None:
         """Run it undisturbed."""
@@ -143,6 +142,8 @@ class Storm:
 
     def _draw(self) -> tuple[str, int, str | None]:
         """Whom to kill, of which rank it depends, and in which phase (None: whenever)."""
+        if self.target:
+            return self.target
         rank = self.rng.randrange(max(1, self.plan.ranks))
         kinds = WHOM if self.plan.ranks else WHOM[:1]
         whom = min(kinds, key=lambda it: (self.hits[it], self.rng.random()))
@@ -244,6 +245,8 @@ class Storm:
 
 def import_all(names: Iterable[str]) -> None:
     """Import what a rank needs, so that a fork has it; nothing here may compute."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # a process with threads cannot be forked; read by torch
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     for name in names:
         for part in ("__main__", "train"):
             importlib.import_module(f"{name}.{part}")
