@@ -1,4 +1,5 @@
-# `make demo` shows what the template gives, `make test` proves it, `make benchmark` measures it.
+# `make demo` shows what the template gives, `make test` proves it, `make torture` tries to break it,
+# `make benchmark` measures it.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -10,14 +11,19 @@ TEST := $(DEMO) pillow scikit-learn pytest pytest-xdist pytest-timeout hypothesi
 # The peers have an environment of their own, so that tests and demo go without them.
 PEERS := build/benchmark
 TOPICS := loop save restore sampler startup workflow
+TORTURE := crash_points damage hostile kill_storm
 
-.PHONY: demo test lint docs benchmark clean
+.PHONY: demo test torture lint docs benchmark clean
 
 demo: $(VENV)/.demo
 	@./demo.sh $(abspath $(BIN))
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest
+
+torture: $(VENV)/.test
+	@for topic in $(TORTURE); do $(BIN)/python -m torture.$$topic || exit 1; done
+	@$(BIN)/python -m torture.page
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check --config pyproject.toml .
