@@ -191,8 +191,6 @@ class Storm:
             return False
         self.hits.update(job.phases(whom, rank) | {whom, "kills"})
         problem = f"{place}: still there after 20 s" if left is None else None
-        if done > at + 2:  # one in the making, and one that the others had not told of yet
-            problem = f"{place}: went on for {done - at} steps"
         self.tally(ORPHANS).count(problem)
         there = contents(run_dir)
         wrong = self.wrong(run_dir)
