@@ -178,7 +178,6 @@ class Storm:
         deadline = time.monotonic() + 1
         while not job.board.of(rank)[PID] and time.monotonic() < deadline:
             time.sleep(0.001)
-        at = job.board.most(DONE)
         for pid in job.victims(whom, rank) if call != b"" else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
