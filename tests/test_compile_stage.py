@@ -298,6 +298,8 @@ def test_verdicts_need_more_than_noise(project: Project) -> None:
     noise = [1 + 0.05 * (-1) ** k for k in range(12)]
     assert stage.verdict([2 * x for x in noise], [1.0] * 12)[1] == "faster"
     assert stage.verdict(noise, [1.0] * 12)[1] == "within noise"
+    wild = [1 + 0.6 * (-1) ** k for k in range(12)]
+    assert stage.verdict(wild, [1.0] * 12)[1] == "too noisy to tell"
     assert stage.verdict([0.8 * x for x in noise], [1.0] * 12)[1] == "slower"
     speedup, _ = stage.verdict([2.0] * 12, [1.0] * 12)
     assert (speedup.low, speedup.value, speedup.high) == (2.0, 2.0, 2.0)

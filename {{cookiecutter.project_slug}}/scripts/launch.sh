@@ -12,17 +12,20 @@
 set -euo pipefail
 
 python=${PYTHON:-python}
+processes=
 if [ "${1:-}" = "-n" ]; then
     processes=${2:-}
     [[ $processes =~ ^[1-9][0-9]*$ ]] || { echo "-n wants a number of processes" >&2; exit 2; }
     shift 2
-else
-    processes=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')
 fi
-if [ $# -eq 0 ]; then
+# Asked here, not in each process: torchrun would start a mistake again, and again.
+if [[ ! ${1:-} =~ ^(train|profile)$ ]]; then
     echo "usage: scripts/launch.sh [-n PROCESSES] train|profile [options]" >&2
+    echo "(the other commands start what they need: $python -m {{ cookiecutter.package_name }} --help)" >&2
+    [[ ${1:-} =~ ^(-h|--help)$ ]] && exit 0
     exit 2
 fi
+[ "$processes" ] || processes=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')
 
 # Without this the workers' store outlives a restart, and the new attempt reads the addresses of the
 # dead one: restarts then fail or hang more often than not.

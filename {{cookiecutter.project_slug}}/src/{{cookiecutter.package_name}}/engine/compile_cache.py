@@ -65,6 +65,7 @@ class CompileCache:
         if self.enabled:
             try:
                 self.loaded = load(self.directory, self.name, machine_of(self.world.device))
+                log.info("compile cache of this run taken over: the first step will be quicker")
             except FileNotFoundError:
                 pass  # the first start of this run
             except Exception as error:

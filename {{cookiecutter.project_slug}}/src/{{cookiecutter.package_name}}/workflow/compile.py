@@ -10,8 +10,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..config import Config
 from ..engine import UserError
 from ..engine.compilation import Finding
@@ -21,7 +19,7 @@ from ..engine.rundir import write_json
 from ..engine.settings import override, to_json
 from .compile_trial import STEPS
 from .gates import PACKAGE, Stage
-from .measuring import Interval, describe, median_interval
+from .measuring import TOO_NOISY, Interval, describe, verdict
 from .processes import finish, started
 
 MODES = ("blocks", "full")
@@ -114,7 +112,13 @@ def judge(stage: Stage, modes: dict[str, dict[str, Any]], dynamic: dict[str, Any
         judge_limit(stage, good)
         judge_numerics(stage, good)
         told = "; ".join(f"{m}: {in_words(*verdicts[m], good[m])}" for m in good)
-        stage.check("speedup", True, measured=told, wanted="measured, whatever it is")
+        stage.check(
+            "speedup",
+            None if is_noise(verdicts) else True,
+            measured=told,
+            wanted="measured, whatever it is",
+            advice="measure again when nothing else runs on this machine",
+        )
     else:
         for name in ("graph_breaks", "recompiles", "recompile_limit", "numerics", "speedup"):
             stage.check(name, None, measured="nothing was compiled", wanted="measured")
@@ -224,12 +228,9 @@ def judge_numerics(stage: Stage, good: dict[str, dict[str, Any]]) -> None:
     )
 
 
-def verdict(eager: list[float], compiled: list[float]) -> tuple[Interval, str]:
-    """How many times as fast compiled steps are, from windows in pairs, and what to call it."""
-    speedup = median_interval(np.array(eager) / np.array(compiled))
-    if speedup.low > 1:
-        return speedup, "faster"
-    return speedup, "slower" if speedup.high < 1 else "within noise"
+def is_noise(verdicts: dict[str, tuple[Interval, str]]) -> bool:
+    """Whether nothing can be said of some mode."""
+    return TOO_NOISY in (word for _, word in verdicts.values())
 
 
 def in_words(speedup: Interval, word: str, figures: dict[str, Any]) -> str:
@@ -265,14 +266,14 @@ def advise(
             f"train with --compile.mode {best}: {verdicts[best][0]} times as fast; the "
             f"{cold:.0f} s of a first compile are earned back{steps}"
         )
-    elif good:
+    elif good and not is_noise(verdicts):
         stage.advise("train with --compile.mode none: no mode is faster here")
     for mode, figures in good.items():
         if figures["graph_breaks"]:
             first = Finding(**figures["graph_breaks"][0])
             stage.advise(f"{mode}: fewer graph breaks make it faster; begin with {first}")
     hints = sorted({hint for figures in good.values() for hint in figures.get("hints", ())})
-    if hints and best == "none":
+    if hints and best == "none" and not is_noise(verdicts):
         stage.advise(f"inductor's hints on why it is not faster: {'; '.join(hints[:5])}")
 
 
@@ -291,7 +292,6 @@ def advise_on_shapes(stage: Stage, dynamic: dict[str, Any]) -> None:
     least = min(flags, key=lambda name: (dynamic[name]["graphs"], dynamic[name]["seconds"]))
     if dynamic["none"]["graphs"] <= dynamic[least]["graphs"]:
         least = "none"
-    text = f"if shapes vary: --compile.dynamic {flags[least]}"
-    if least == "none":
-        text = "if shapes vary: leave --compile.dynamic at None"
-    stage.advise(f"{text}, {dynamic[least]['graphs']} graphs for {shapes} shapes; else leave it")
+    what = "leave --compile.dynamic at" if least == "none" else "--compile.dynamic"
+    count = f"{dynamic[least]['graphs']} graphs for {shapes} shapes"
+    stage.advise(f"if shapes vary: {what} {flags[least]}, {count}; else leave it")

@@ -89,7 +89,7 @@ class Stage:
             "figures": finite(self.figures),
             "settings": to_json(self.config),
             "code": code_digest(),
-            "machine": machine(self.config.device),
+            "machine": machine(self.config.device) | {"load": round(os.getloadavg()[0], 1)},
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
             "seconds": round(time.perf_counter() - self.started, 2),
             "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -14,6 +14,9 @@ from ..engine.metrics import means
 from ..engine.sampling import seed_step
 from ..train import State, train_step
 
+NOISE = 1.2  # ends of an interval this far apart leave open what is faster
+TOO_NOISY = "too noisy to tell"
+
 
 class Steps(NamedTuple):
     """Some steps, one after the other: an array with an entry per step each."""
@@ -99,6 +102,15 @@ def differences(first: Iterable[float], second: Iterable[float]) -> np.ndarray:
     """Those of pairs; none where both are no number."""
     pairs = zip(first, second, strict=True)
     return np.array([0.0 if isnan(a) and isnan(b) else difference(a, b) for a, b in pairs])
+
+
+def verdict(eager: list[float], compiled: list[float]) -> tuple[Interval, str]:
+    """How many times as fast compiled steps are, from windows in pairs, and what to call it."""
+    speedup = median_interval(np.array(eager) / np.array(compiled))
+    if speedup.low > 1 or speedup.high < 1:
+        return speedup, "faster" if speedup.low > 1 else "slower"
+    told = speedup.high < NOISE * speedup.low  # a wide interval is no sign of being alike
+    return speedup, "within noise" if told else TOO_NOISY
 
 
 def synchronize(device: torch.device) -> None:

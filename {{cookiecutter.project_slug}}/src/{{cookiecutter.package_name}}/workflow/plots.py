@@ -201,7 +201,11 @@ def bars(parts: Iterable[tuple[str, float]], unit: str) -> str | None:
         axes.set_yticks(range(len(names)), names)
         for place, value in enumerate(values):
             axes.annotate(
-                f"{value:.3g}", (value, place), (5, 0), textcoords="offset points", va="center"
+                in_time(value) if unit == "seconds" else f"{value:.3g}",
+                (value, place),
+                (5, 0),
+                textcoords="offset points",
+                va="center",
             )
         axes.margins(x=0.16)
         axes.set_xlabel(unit)
@@ -212,7 +216,7 @@ def bars(parts: Iterable[tuple[str, float]], unit: str) -> str | None:
 
 def in_time(seconds: float) -> str:
     """A duration to be read by people."""
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")):
-        if seconds >= size:
+    for least, size, unit in ((172800, 86400, "d"), (7200, 3600, "h"), (600, 60, "min")):
+        if seconds >= least:
             return f"{seconds / size:.3g} {unit}"
-    return f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -215,7 +215,7 @@ def origin(stages: dict[str, Figures | None]) -> list[tuple[str, str]]:
         return []
     newest = max(found, key=lambda content: content["measured_at"])
     machine, versions = newest["machine"], newest["versions"]
-    rows = [(name.replace("_", " "), str(value)) for name, value in machine.items()]
+    rows = [(name.replace("_gib", " (GiB)"), str(value)) for name, value in machine.items()]
     rows += [(name, str(value)) for name, value in versions.items()]
     peak = figures_of(stages, "baseline").get("peak_memory_bytes")
     return rows + ([("peak memory, baseline", in_units(peak))] if peak else [])

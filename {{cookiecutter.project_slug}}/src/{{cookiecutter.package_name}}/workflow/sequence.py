@@ -47,12 +47,12 @@ def measured_before(config: Config, name: str) -> str | None:
     try:
         content = read_stage(config.directory, name)
     except UserError as error:
-        print(error)
+        print(f"{str(error).partition(': measure again')[0]}: measured anew")
         return None
     if not content or config.workflow.again or content["status"] == "fail":
         return None
     if not is_current(content, config):
-        print("measured before, with other settings, code or torch: once more")
+        print("measured before, with other settings, code or torch, or elsewhere: once more")
         return None
     status = content["status"]
     words = status.replace("_", " ")
@@ -69,6 +69,7 @@ def measured_now(config: Config, name: str, words: list[str]) -> str:
             code = process.wait()
         except BaseException:
             process.terminate()
+            print(f"\nstopped in {name}: nothing of it was kept; the same command goes on there")
             raise
     if code in (0, 1) and path.exists() and path.stat().st_mtime_ns != before:
         return read_stage(config.directory, name)["status"]
