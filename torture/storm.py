@@ -178,6 +178,7 @@ class Storm:
         deadline = time.monotonic() + 1
         while not job.board.of(rank)[PID] and time.monotonic() < deadline:
             time.sleep(0.001)
+        at = job.board.most(DONE)
         for pid in job.victims(whom, rank) if call != b"" else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -190,6 +191,10 @@ class Storm:
             return False
         self.hits.update(job.phases(whom, rank) | {whom, "kills"})
         problem = f"{place}: still there after 20 s" if left is None else None
+        # The kernel ends a rank when its launcher has ended: some short steps later. One that is
+        # not ended at all trains on to the last step.
+        if at <= self.steps // 2 and done == self.steps:
+            problem = f"{place}: trained on from step {at} to the end"
         self.tally(ORPHANS).count(problem)
         there = contents(run_dir)
         wrong = self.wrong(run_dir)
