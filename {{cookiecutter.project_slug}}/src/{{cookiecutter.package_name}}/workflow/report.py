@@ -164,8 +164,13 @@ def of_profile(figures: Figures) -> Iterator[tuple[str, str | None]]:
     """Where a step's time goes, and in which operators."""
     yield "Where a step's time goes", plots.step_shares(figures.get("shares", {}))
     operators = figures.get("operators", [])[:8]
-    rows = [(op["name"][:28], 100 * op["share"]) for op in operators]
+    rows = [(_in_short(op["name"]), 100 * op["share"]) for op in operators]
     yield "Operators by self time", plots.bars(rows, "% of a step, self time")
+
+
+def _in_short(name: str) -> str:
+    """Both ends of a long name: operators and their backward differ in the last letters."""
+    return name if len(name) <= 28 else f"{name[:17]}…{name[-10:]}"
 
 
 def of_scale(figures: Figures) -> Iterator[tuple[str, str | None]]:
