@@ -64,9 +64,10 @@ MODULES = {
         __init__ __main__ config train optim model data infer parallel checkpoint
     """,
     "engine/": """
-        __init__ archives commands companions compilation compile_cache control decoding
-        fingerprint flops formats manifest memory metrics optimizers profiling reading rundir
-        sampling settings shards snapshots staging state traces tracker tracking travel
+        __init__ archives buffers commands companions compilation compile_cache control
+        decoding fingerprint flops formats launch manifest memory metrics numbers optimizers
+        profiling reading rundir sampling settings shards snapshots staging state traces tracker
+        tracking travel watch
     """,
     "workflow/": """
         __init__ allocations baseline checkpoint compile compile_trial diagnosis drill gates

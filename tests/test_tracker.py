@@ -357,7 +357,7 @@ def test_only_the_first_rank_of_a_tracked_run_has_one(project: Project) -> None:
     def trackers(rank: int, **changes: Any) -> int:
         world = control.World(rank, 2, torch.device("cpu"))
         state = SimpleNamespace(config=project.config(**changes), world=world, step=0)
-        found = list(companions(state, project.folder / "runs/nothing"))
+        found = list(companions(state, project.folder / "runs/nothing", lambda *step: None))
         return sum(isinstance(companion, tracking.Tracking) for companion in found)
 
     assert (trackers(0), trackers(1), trackers(0, track=False)) == (1, 0, 0)

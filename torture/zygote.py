@@ -183,9 +183,9 @@ def _train(plan: Plan, config: Any, board: Board, rank: int, line: int) -> None:
         plan.sabotage(plan.package)
     if board.cells[ARMED_RANK] == rank and watch.called:
         time.sleep(0.1)  # a start that is no fork takes seconds
-    metrics, control, training = (
+    metrics, commands, training = (
         importlib.import_module(f"{plan.package}.{name}")
-        for name in ("engine.metrics", "engine.control", "train")
+        for name in ("engine.metrics", "engine.commands", "train")
     )
     metrics.log_to_console(plan.package)
     watch.everything(training)
@@ -195,7 +195,7 @@ def _train(plan: Plan, config: Any, board: Board, rank: int, line: int) -> None:
         watch.enter("ending", MAIN)
         return 0
 
-    code = control.exit_code(run)
+    code = commands.exit_code(run)
     sys.stderr.flush()
     os._exit(code)
 

@@ -6,8 +6,9 @@ how it is read in engine/reading.py.
 
 from dataclasses import dataclass
 
+from .engine.buffers import agree_on_buffers
 from .engine.snapshots import RetentionConfig
-from .engine.state import Recovery, agree_on_buffers, share_of, write_shards
+from .engine.state import Recovery, share_of, write_shards
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class Checkpointer(Recovery):
         part = share_of(self.tensors(), self.world.rank, self.world.size)
         threads = self.snapshots.retention.threads
         self.publish(
-            step, lambda folder: write_shards(folder, part, self.group, threads), validation_loss
+            step,
+            lambda folder: write_shards(folder, part, self.group, threads),
+            part,
+            validation_loss,
         )
         self.last_saved = step

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from .engine.buffers import agree_on_buffers
 from .engine.reading import Tensors
 from .engine.snapshots import RetentionConfig
 from .engine.staging import Stager
-from .engine.state import Recovery, agree_on_buffers, share_of, write_shards
+from .engine.state import Recovery, share_of, write_shards
 
 
 @dataclass(frozen=True)
@@ -109,4 +110,4 @@ class Checkpointer(Recovery):
             return write_shards(directory, copies, self.group, threads)
 
         self.group.agree(stage)  # before DCP's own collectives, where a missing rank would hang
-        self.publish(step, write, validation_loss)
+        self.publish(step, write, copies, validation_loss)

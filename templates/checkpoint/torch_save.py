@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+from .engine.buffers import agree_on_buffers
 from .engine.reading import WHOLE_FILE, Tensors
 from .engine.snapshots import RetentionConfig
-from .engine.state import Recovery, agree_on_buffers
+from .engine.state import Recovery
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Checkpointer(Recovery):
             torch.save(gathered, directory / WHOLE_FILE)
             return [WHOLE_FILE]
 
-        self.publish(step, write, validation_loss)
+        self.publish(step, write, self.tensors(), validation_loss)
         self.last_saved = step
 
     def _gather(self, tree: Tensors) -> Iterator[tuple[str, object]]:

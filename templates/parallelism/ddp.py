@@ -21,7 +21,7 @@ class ParallelConfig:
     """How the work is spread: data parallel, the model whole on every rank."""
 
     timeout_minutes: float = 10.0
-    """A collective that takes longer ends the run."""
+    """A step that takes longer is a hang, and ends the run: on any rank, for whatever reason."""
     bucket_mb: int = 25
     """Gradients are reduced in buckets of this size, while backward goes on."""
     find_unused_parameters: bool = False

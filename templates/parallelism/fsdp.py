@@ -27,7 +27,7 @@ class ParallelConfig:
     """How the work is spread: data parallel, the model sharded over the ranks."""
 
     timeout_minutes: float = 10.0
-    """A collective that takes longer ends the run."""
+    """A step that takes longer is a hang, and ends the run: on any rank, for whatever reason."""
     reshard_after_forward: bool = True
     """Let a block's weights go after forward and gather them again for backward: less memory."""
     replicate: int = 1

@@ -37,8 +37,22 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${GRACE_SECONDS:-120} # torch before 2.13 
 # Told to the processes, so that none lives on if torchrun is killed while they start.
 export LAUNCHER_PID=$$
 
-rendezvous=(--standalone)
-if [ "${NNODES:-1}" != 1 ]; then
+if [ "${NNODES:-1}" = 1 ]; then
+    # Nobody else has to reach us, so nothing listens to the network: the processes meet at the
+    # loopback address, and torchrun at a file (readable by its user alone) instead of a store, which
+    # would listen to everybody and unpickle what it is sent. Heartbeats are for other machines to
+    # see, and the file would grow with each.
+    loopback=lo
+    [ "$(uname)" = Linux ] || loopback=lo0
+    export GLOO_SOCKET_IFNAME=$loopback NCCL_SOCKET_IFNAME=$loopback
+    rendezvous=(
+        --nnodes 1
+        --local-addr 127.0.0.1
+        --rdzv-backend c10d
+        --rdzv-id "$$"
+        --rdzv-conf store_type=file,keep_alive_interval=86400
+    )
+else
     rendezvous=(
         --nnodes "$NNODES"
         --rdzv-backend c10d
@@ -46,7 +60,7 @@ if [ "${NNODES:-1}" != 1 ]; then
         --rdzv-endpoint "${RDZV_ENDPOINT:?set it to host:port of one of the $NNODES machines}"
     )
 fi
-exec "$python" -m torch.distributed.run "${rendezvous[@]}" \
+exec "$python" -m {{ cookiecutter.package_name }}.engine.launch "${rendezvous[@]}" \
     --nproc-per-node "$processes" \
     --max-restarts "${MAX_RESTARTS:-3}" \
     --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \

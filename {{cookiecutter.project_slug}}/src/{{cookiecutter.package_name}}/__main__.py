@@ -12,8 +12,8 @@ from pathlib import Path
 from . import config as configuration
 from .config import Config, Place
 from .engine import UserError, commands
-from .engine.commands import PROGRAM, ask
-from .engine.control import HostGroup, exit_code
+from .engine.commands import PROGRAM, ask, exit_code
+from .engine.control import HostGroup
 from .engine.metrics import log_to_console
 from .engine.rundir import list_checkpoints, summary
 from .engine.travel import ExportConfig

@@ -43,8 +43,11 @@ class TrainConfig:
     """Keep only each block's input for backward: less memory, a third more compute."""
     loader_workers: int = 0
     """Processes that read data ahead (0: read in the loop, best for data in memory)."""
+    on_bad_step: Literal["skip", "stop"] = "skip"
+    """A step with a non-finite loss or gradient is skipped, or else ends the run with the ids of
+    its samples that are to blame; to "stop", the host waits for the device at each step."""
     max_bad_steps: int = 20
-    """Steps with a non-finite loss or gradient are skipped; this many in a row end the run."""
+    """So many steps skipped in a row end the run (0: never)."""
 
     def __post_init__(self) -> None:
         """Check the values (UserError)."""

@@ -15,19 +15,20 @@ from .checkpoint import Checkpointer
 from .config import Config
 from .data import build_datasets
 from .engine import UserError
-from .engine.companions import companions
+from .engine.buffers import RunningBuffers, agree_on_buffers
+from .engine.companions import companions, garbage_collected_by_hand
 from .engine.compilation import checkpoint_activations, compile_model
-from .engine.control import Control, HostGroup, World, garbage_collected_by_hand, set_up_torch
+from .engine.control import Control, HostGroup, World, set_up_torch
 from .engine.flops import forward_flops, peak_flops
-from .engine.manifest import SnapshotError
 from .engine.memory import check_memory, expected_memory
 from .engine.metrics import Journal, judge_step, loss_vector, means, move
 from .engine.optimizers import step_unless
 from .engine.rundir import RunDirectory
 from .engine.sampling import GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
 from .engine.settings import to_json
-from .engine.state import agree_on_buffers, agree_on_identity, identity_of
+from .engine.state import agree_on_identity, identity_of
 from .engine.travel import load_weights
+from .engine.watch import Watch
 from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer, set_learning_rate
 
@@ -50,6 +51,7 @@ class State:
     compute_dtype: torch.dtype
     peak_flops: float | None  # of the device, where it is known: then MFU can be told
     forward_flops: int | None  # of one sample
+    buffers: RunningBuffers
     step: int = 0  # completed optimizer steps
     checkpointer: Checkpointer | None = None
     sums: Tensor | float = 0.0
@@ -76,11 +78,7 @@ def setup(config: Config, world: World | None = None) -> State:
     """Build everything a step needs; `world` only if the caller has set it up already."""
     world = world or parallel.setup(config.parallel, config.device)
     settings, batch_size = config.train, config.train.global_batch_size
-    if batch_size < world.size:
-        raise UserError(
-            f"--train.global-batch-size {batch_size} is below the {world.size} ranks of this run: "
-            "raise it or start fewer processes"
-        )
+    world.check_batch(batch_size)
     set_up_torch(settings.seed, settings.deterministic)
     train, validation, spec = build_datasets(config)
     if not len(train) or not len(validation):
@@ -98,9 +96,8 @@ def setup(config: Config, world: World | None = None) -> State:
     dtype = settings.compute_dtype(world.device)
     module = parallel.place(model, blocks(model), config.parallel, world, dtype).train()
     optimizer = build_optimizer(config.optim, model)
-    return State(
-        config, world, spec, model, module, optimizer, plan, loader, validation, dtype, peak, flops
-    )
+    parts = config, world, spec, model, module, optimizer, plan, loader, validation, dtype
+    return State(*parts, peak, flops, RunningBuffers(model))
 
 
 def train_step(state: State, batches: list[Any]) -> None:
@@ -111,6 +108,7 @@ def train_step(state: State, batches: list[Any]) -> None:
     """
     config, world = state.config, state.world
     seed_step(config.train.seed, state.step, world.rank, world.device)
+    state.buffers.keep()
     sums = None
     for i, (share, batch) in enumerate(zip(state.plan, batches, strict=True)):
         with parallel.accumulate(state.module, last=i == len(batches) - 1):
@@ -130,6 +128,7 @@ def train_step(state: State, batches: list[Any]) -> None:
     if state.checkpointer:
         state.checkpointer.before_optimizer_step()
     step_unless(bad, state.optimizer)
+    state.buffers.put_back(bad)
     state.optimizer.zero_grad(set_to_none=True)
 
     state.metrics = tuple(loss.metrics)
@@ -140,14 +139,19 @@ def train_step(state: State, batches: list[Any]) -> None:
 
 
 @torch.no_grad()
-def validate(state: State) -> dict[str, float]:
-    """Mean loss and metrics over the validation data, shared out among the ranks."""
+def validate(state: State, stopped: Callable[[], object] = bool) -> dict[str, float]:
+    """Mean loss and metrics over the validation data, shared out among the ranks.
+
+    Left half way with none, as the training is, once `stopped()` says so, to all ranks alike.
+    """
     config, world = state.config.train, state.world
     chosen = fixed_subset(len(state.validation), config.validate_samples)
     agree_on_buffers(state.model, world)
     state.module.eval()
     sums, loss = 0.0, None
     for start in range(0, len(chosen), config.global_batch_size):
+        if stopped():
+            return {}
         ids = chosen[start : start + config.global_batch_size]
         for share in shares(len(ids), config.micro_batch_size, world.rank, world.size):
             batch = move(fetch(state.validation, ids[share.places]), world.device)
@@ -171,10 +175,12 @@ def run(config: Config, observer: Observer | None = None) -> Result:
 
 
 def _run(config: Config, world: World, observer: Observer) -> Result:
-    state, settings = setup(config, world), config.train
     group = HostGroup(world)
     with contextlib.ExitStack() as stack:
+        control = stack.enter_context(Control(group))  # the first: a stop may come early
+        state, settings = setup(config, world), config.train
         run_dir = stack.enter_context(RunDirectory(config.directory, group, config.fresh))
+        watch = stack.enter_context(Watch(run_dir.path, state, group))
         checkpointer = stack.enter_context(start(state, run_dir, group))
         if state.step >= settings.steps:
             checkpointer.close()
@@ -182,9 +188,8 @@ def _run(config: Config, world: World, observer: Observer) -> Result:
         run_dir.begin(to_json(config), state.step)
         stack.callback(state.loader.close)
         journal = stack.enter_context(Journal(run_dir.path, state))
-        control = stack.enter_context(Control(group))
         stack.enter_context(garbage_collected_by_hand())
-        watchers = [stack.enter_context(it) for it in companions(state, run_dir.path)]
+        watchers = [stack.enter_context(it) for it in companions(state, run_dir.path, train_step)]
         validation, stop = {}, 0
         while state.step < settings.steps:
             stop, save_failed = control.exchange(checkpointer.failed)
@@ -201,21 +206,17 @@ def _run(config: Config, world: World, observer: Observer) -> Result:
             record = journal.line(state) if log_now or validate_now else None
             if validate_now:
                 with journal.pause():
-                    validation = validate(state)
+                    validation = validate(state, lambda: control.exchange(checkpointer.failed)[0])
                 record.update(validation)
             journal.step(record)
             if save_now:
                 loss = validation.get("validation_loss") if validate_now else None
                 checkpointer.save(state.step, loss)
-            for watch in (*watchers, observer):
-                watch(state, record)
+            for watcher in (watch, *watchers, observer):
+                watcher(state, record)
         if stop:
             log.info("%s: saving step %d, then stopping", signal.Signals(stop).name, state.step)
-        if state.step:
-            checkpointer.save(state.step)
-        checkpointer.close()
-        if state.step and checkpointer.last_saved != state.step:
-            raise SnapshotError(f"step {state.step} was not saved; earlier ones are")
+        checkpointer.finish(state.step)
         status = "preempted" if stop else "finished"
         blocked = checkpointer.blocked_seconds
         run_dir.record_status(status, step=state.step, checkpoint_blocked_seconds=blocked)

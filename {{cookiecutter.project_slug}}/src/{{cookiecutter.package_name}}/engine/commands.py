@@ -1,12 +1,16 @@
-"""A command line with commands: which one is meant, and its options as typed settings."""
+"""A command line with commands: which one is meant, its options as settings, its exit code."""
 
+import os
+import sys
+import traceback
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import torch.distributed as dist
 import tyro
 
 from . import UserError
-from .control import launched_ranks
+from .control import RankError, launched_ranks
 
 T = TypeVar("T")
 Command = Callable[[list[str]], int]
@@ -33,3 +37,32 @@ def dispatch(commands: Iterable[Command], words: list[str], many_ranks: Iterable
     if launched_ranks() > 1 and name not in many_ranks:
         raise UserError(f"{name} starts what it needs itself: run it without torchrun")
     return known[name](rest)
+
+
+def exit_code(command: Callable[[], int]) -> int:
+    """Run a command: 0 when all is well, 1 when something went wrong, 2 for bad input."""
+    try:
+        return command()
+    except UserError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        elif dist.is_initialized() and not error.agreed:  # else the others would only repeat it
+            print(f"[rank {os.environ['RANK']}] error: {error}", file=sys.stderr)
+        code = 2
+    except RankError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    except Exception:
+        if "RANK" not in os.environ:
+            raise
+        traceback.print_exc()
+        code = 1
+    if "RANK" in os.environ:
+        # The process group cannot be left in order: its finalisers may wait for ranks that are
+        # gone. The checkpoints are safe at every instant, so leave at once.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code

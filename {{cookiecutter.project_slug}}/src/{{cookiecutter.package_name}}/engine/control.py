@@ -4,16 +4,15 @@ Every process drives one device. Host-side agreement (short objects, the control
 gloo groups of its own, so that it never waits in line behind the device's collectives.
 """
 
-import contextlib
 import ctypes
 import gc
 import logging
 import os
 import signal
+import socket
 import sys
-import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -27,6 +26,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PATIENCE = timedelta(minutes=30)  # host-side waits: a slow disk is no reason to kill a run
+LOOPBACK = "127.0.0.1"  # what scripts/launch.sh has the ranks of one machine meet at
 
 
 class RankError(RuntimeError):
@@ -41,6 +41,16 @@ class World:
     size: int
     device: torch.device
     distributed: bool = False
+    step_limit: timedelta = PATIENCE
+    """A step that takes longer is a hang (engine/watch.py)."""
+
+    def check_batch(self, samples: int) -> None:
+        """UserError when a global batch has no sample for some rank."""
+        if samples < self.size:
+            raise UserError(
+                f"--train.global-batch-size {samples} is below the {self.size} ranks of this run: "
+                "raise it or start fewer processes"
+            )
 
 
 def launched_ranks() -> int:
@@ -78,17 +88,37 @@ def usable_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def join(device_name: str, timeout: timedelta) -> World:
+def join(device_name: str, step_limit: timedelta) -> World:
     """Join the process group that torchrun announces; a plain process stays on its own."""
     device = pick_device(device_name)
     if "RANK" not in os.environ:
         return World(0, 1, device)
     die_with_the_launcher()
+    # A save may hold up a collective longer than a step may take, and on NCCL one that is too late
+    # takes the process with it, unexplained: engine/watch.py is quicker, and says who is to blame.
+    how: dict[str, Any] = {"timeout": max(PATIENCE, 2 * step_limit)}
+    theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun shares its own
+    if os.environ["MASTER_ADDR"] == LOOPBACK and not theirs:
+        how |= {"rank": int(os.environ["RANK"]), "world_size": launched_ranks()}
+        how["store"] = _store_on_loopback(how["rank"])
     if device.type == "cuda":
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+        # NCCL's flight recorder keeps the last collectives, each with the line that began it. So
+        # does torch from 2.9 on unless told otherwise; engine/watch.py counts on it.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        dist.init_process_group("nccl", device_id=device, **how)
     else:
-        dist.init_process_group("gloo", timeout=timeout)
-    return World(dist.get_rank(), dist.get_world_size(), device, distributed=True)
+        dist.init_process_group("gloo", **how)
+    return World(dist.get_rank(), dist.get_world_size(), device, True, step_limit)
+
+
+def _store_on_loopback(rank: int) -> dist.Store:
+    """The ranks' store of a job on one machine; left to itself torch's listens to everybody."""
+    port, more = int(os.environ["MASTER_PORT"]), {}
+    if rank == 0:
+        listener = socket.create_server((LOOPBACK, port), backlog=4096)
+        more = {"is_master": True, "master_listen_fd": listener.detach()}
+    return dist.TCPStore(LOOPBACK, port, timeout=PATIENCE, wait_for_workers=False, **more)
 
 
 def set_up_torch(seed: int, deterministic: bool) -> None:
@@ -131,23 +161,6 @@ def _has_ended(pid: str | None) -> bool:
             return file.read().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return True
-
-
-@contextlib.contextmanager
-def garbage_collected_by_hand() -> Iterator[None]:
-    """Keep Python's cycle collector from stopping one rank, and with it all, at a random moment.
-
-    Almost all that a step drops is freed by counting references; the journal collects the few
-    cycles (of activation checkpointing, of saves) at log steps, where the host waits anyway.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
 
 
 class HostGroup:
@@ -219,15 +232,16 @@ class Control:
     """The control word: what any rank wants all ranks to do, read one step after it was sent.
 
     Signal handlers only set a flag. Each step every rank starts an all-reduce of its flags and
-    reads the one of the step before, so nobody waits and all act at the same step.
+    reads the one of the step before, so nobody waits and all act at the same step. Only the first
+    one is waited for: a stop that came during start-up is heeded before the first step.
     """
 
     def __init__(self, group: HostGroup) -> None:
         self.group = group
         self.signal: int | None = None
         self.previous: dict[int, Any] = {}
-        self.word = torch.zeros(2, dtype=torch.int32)
         self.pending: dist.Work | None = None
+        self.heeded = False
 
     def __enter__(self) -> "Control":
         """Take over the stop signals (in the main thread; elsewhere they are left alone)."""
@@ -246,45 +260,21 @@ class Control:
 
     def exchange(self, failed: bool = False) -> tuple[int, bool]:
         """Send this rank's flags; return (stop signal or 0, a save failed) as of the last call."""
+        self.heeded = True
         if self.group.group is None:
             return self.signal or 0, failed
-        if self.pending is not None:
-            self.pending.wait()
+        if self.pending is None:
+            self._send(failed)
+        self.pending.wait()
         stop, any_failed = self.word.tolist()
-        self.word = torch.tensor([self.signal or 0, failed], dtype=torch.int32)
-        self.pending = self.group.all_max(self.word)
+        self._send(failed)
         return stop, bool(any_failed)
 
+    def _send(self, failed: bool) -> None:
+        self.word = torch.tensor([self.signal or 0, failed], dtype=torch.int32)
+        self.pending = self.group.all_max(self.word)
+
     def _handle(self, number: int, frame: types.FrameType | None) -> None:
-        if number == signal.SIGINT and self.signal == signal.SIGINT:
-            raise KeyboardInterrupt  # a second Ctrl-C means now
+        if number == signal.SIGINT and (self.signal == signal.SIGINT or not self.heeded):
+            raise KeyboardInterrupt  # a second Ctrl-C means now, as does one during start-up
         self.signal = number
-
-
-def exit_code(command: Callable[[], int]) -> int:
-    """Run a command: 0 when all is well, 1 when something went wrong, 2 for bad input."""
-    try:
-        return command()
-    except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
-        elif dist.is_initialized() and not error.agreed:  # else the others would only repeat it
-            print(f"[rank {os.environ['RANK']}] error: {error}", file=sys.stderr)
-        code = 2
-    except RankError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = 1
-    except KeyboardInterrupt:
-        code = 130
-    except Exception:
-        if "RANK" not in os.environ:
-            raise
-        traceback.print_exc()
-        code = 1
-    if "RANK" in os.environ:
-        # The process group cannot be left in order: its finalisers may wait for ranks that are
-        # gone. The checkpoints are safe at every instant, so leave at once.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code

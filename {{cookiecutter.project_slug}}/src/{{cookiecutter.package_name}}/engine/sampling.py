@@ -220,13 +220,15 @@ class Loader:
         started = time.perf_counter()
         if self.workers and self.iterator is None:
             self.iterator = iter(self._worker_loader())
-        if self.iterator is not None:
-            batches = self._of_workers()
-        else:
-            batches = [self.source[self.step, index] for index in range(len(self.plan))]
+        batches = self.of(self.step, self.plan) if self.iterator is None else self._of_workers()
         self.step += 1
         self.seconds += time.perf_counter() - started
         return batches
+
+    def of(self, step: int, plan: list[Share]) -> list[Any]:
+        """The micro-batches of some step by some plan, read at once."""
+        source = _MicroBatches(self.source.dataset, self.source.order, plan)
+        return [source[step, index] for index in range(len(plan))]
 
     def _of_workers(self) -> list[Any]:
         try:

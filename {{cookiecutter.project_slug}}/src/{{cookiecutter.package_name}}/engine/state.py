@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -22,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from . import UserError
 from .control import HostGroup, RankError, World
 from .fingerprint import identity_differences
-from .manifest import digest_of
+from .manifest import SnapshotError, digest_of
+from .numbers import refuse_odd_numbers
 from .optimizers import GROUPS, create_optimizer_state, optimizer_parts, optimizer_tensors
 from .reading import Tensors, as_snapshot_errors, flat, open_tensors, walk
 from .shards import DCP_INDEX
@@ -69,24 +69,6 @@ def agree_on_identity(identity: dict[str, Any], group: HostGroup) -> None:
                 )
 
     group.from_first(compare)
-
-
-def agree_on_buffers(model: nn.Module, world: World) -> None:
-    """Give all ranks the same persistent buffers: the mean of those that differ (batch statistics).
-
-    Equal buffers keep their bits. Integers (batches counted) are the same on all ranks anyway.
-    """
-    saved = model.state_dict(keep_vars=True)
-    buffers = [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
-    if world.size == 1 or not buffers:
-        return
-    flat = torch.cat([buffer.detach().flatten().double() for buffer in buffers])
-    extremes, total = torch.stack([flat, -flat]), flat.clone()
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    dist.all_reduce(total)
-    agreed = torch.where(extremes[0] == -extremes[1], flat, total / world.size)  # equal: kept
-    for buffer, values in zip(buffers, agreed.split([b.numel() for b in buffers]), strict=True):
-        buffer.copy_(values.view_as(buffer))  # back to its own dtype
 
 
 def replicas_of(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
@@ -151,6 +133,7 @@ class Recovery:
         self.group = HostGroup(world)
         self.snapshots = Snapshots(run_dir / "checkpoints", retention, self.group)
         self.blocked_seconds = 0.0
+        self.busy = False  # while training waits for a save
         self.last_saved: int | None = None
 
     def save(self, step: int, validation_loss: float | None = None) -> None:
@@ -173,6 +156,14 @@ class Recovery:
     def close(self) -> None:
         """Settle, and stop what runs behind."""
         self.settle()
+
+    def finish(self, step: int) -> None:
+        """Save the last step, if there was one, and close; SnapshotError when it was not saved."""
+        if step:
+            self.save(step)
+        self.close()
+        if step and self.last_saved != step:
+            raise SnapshotError(f"step {step} was not saved; earlier ones are")
 
     def __enter__(self) -> "Recovery":
         """Nothing to do: the group is joined when it is made."""
@@ -225,8 +216,15 @@ class Recovery:
         model = model_tensors(self.model)
         return {"model": model, "optimizer": optimizer_tensors(self.model, self.optimizer)}
 
-    def publish(self, step: int, write: Writer, validation_loss: float | None) -> None:
-        """Publish what `write(directory)` writes as the checkpoint of `step`."""
+    def publish(
+        self, step: int, write: Writer, part: Tensors, validation_loss: float | None
+    ) -> None:
+        """Publish what `write(directory)` writes as the checkpoint of `step`.
+
+        `part` is this rank's part of it, which has to be made of numbers.
+        """
+        weights = {name for name, _ in self.model.named_parameters()}
+        self.group.agree(lambda: refuse_odd_numbers(walk(part), weights))
         facts = {
             **self.facts,
             "samples": step * self.facts["identity"]["global_batch_size"],
@@ -256,7 +254,7 @@ class Recovery:
         """Nothing is in flight after a save that waits."""
 
     def _attempt(self, action: Callable[..., None], *arguments: Any) -> None:
-        started = time.perf_counter()
+        started, self.busy = time.perf_counter(), True
         try:
             action(*arguments)
         except RankError as error:
@@ -264,6 +262,7 @@ class Recovery:
                 raise
             log.warning("%s; going on, the checkpoints before are untouched", error)
         finally:
+            self.busy = False
             self.blocked_seconds += time.perf_counter() - started
 
 

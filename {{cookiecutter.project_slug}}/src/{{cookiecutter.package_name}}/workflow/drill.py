@@ -19,14 +19,16 @@ from torch.distributed.tensor import DTensor
 from .. import parallel
 from ..config import Config, load
 from ..engine import UserError
-from ..engine.control import HostGroup, RankError, exit_code
+from ..engine.buffers import agree_on_buffers
+from ..engine.commands import exit_code
+from ..engine.control import HostGroup, RankError
 from ..engine.manifest import MANIFEST, published, read_manifest
 from ..engine.memory import check_memory, expected_memory
 from ..engine.metrics import log_to_console
 from ..engine.reading import DCP_INDEX, flat
 from ..engine.rundir import RunDirectory, write_json
 from ..engine.settings import override
-from ..engine.state import agree_on_buffers, model_tensors
+from ..engine.state import model_tensors
 from ..train import State, run, setup, start, train_step
 from .gates import PACKAGE
 from .measuring import record_steps, spread, synchronize

@@ -16,7 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import parallel
 from ..config import Config
-from ..engine.control import HostGroup, RankError, World, exit_code
+from ..engine.commands import exit_code
+from ..engine.control import HostGroup, RankError, World
 from ..engine.rundir import write_json
 from ..engine.settings import from_json, override
 from ..train import State, setup, train_step
