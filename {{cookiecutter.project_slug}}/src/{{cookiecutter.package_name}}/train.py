@@ -60,6 +60,7 @@ class State:
     bad_steps: Tensor | int = 0
     """Since the last log line: steps skipped for a loss or gradient that was not finite."""
     grad_norm: Tensor | float = 0.0
+    patient: bool = False  # while what is going on may take longer than a step (engine/watch.py)
 
 
 Observer = Callable[[State, dict[str, Any] | None], None]

@@ -156,8 +156,9 @@ class Journal:
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Do not count what happens meanwhile (validation) as training."""
-        started = time.perf_counter()
+        started, self.state.patient = time.perf_counter(), True
         yield
+        self.state.patient = False
         self.mark = (self.mark[0], self.mark[1] + time.perf_counter() - started, *self.mark[2:])
 
     def _judge(self, state: Any, steps: int, bad: int) -> None:

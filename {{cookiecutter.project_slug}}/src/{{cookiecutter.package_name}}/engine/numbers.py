@@ -38,7 +38,7 @@ class StopAtBadStep:
         """Look at the step just done (its count moves to the log line, where there is one)."""
         if not (record["skipped_steps"] if record else int(state.bad_steps)):
             return
-        step = state.step - 1
+        step, state.patient = state.step - 1, True
         log.info("step %d was not finite: looking for the samples that make it so", state.step)
         ids = state.loader.source.order.ids(step).tolist()
         found = self._search(state, step, 0, len(ids))

@@ -66,11 +66,9 @@ class Watch:
 
     def __call__(self, state: Any, record: dict[str, Any] | None) -> None:
         """A step is done; from now on the next one has its time."""
-        now, settings = time.monotonic(), state.config.train
+        now = time.monotonic()
         self.longest, self.began = max(self.longest, now - self.began), now
-        upcoming, every = state.step + 1, settings.validate_every
-        validates = upcoming >= settings.steps or (every > 0 and upcoming % every == 0)
-        self.limit = (PATIENCE if validates else state.world.step_limit).total_seconds()
+        self.limit = state.world.step_limit.total_seconds()
 
     def _watch(self) -> None:
         last = time.monotonic()
@@ -79,9 +77,9 @@ class Watch:
             if now - last > SUSPENDED_SECONDS:
                 self.began += now - last  # the whole job may have been: that is no hang
             last = now
-            checkpointer = self.state.checkpointer
-            saves = checkpointer is not None and checkpointer.busy
-            if now - self.began > (PATIENCE.total_seconds() if saves else self.limit):
+            saves = self.state.checkpointer and self.state.checkpointer.busy
+            slow = PATIENCE.total_seconds() if saves or self.state.patient else 0.0
+            if now - self.began > max(self.limit, slow):
                 self._end()
 
     def _end(self) -> None:

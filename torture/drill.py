@@ -1,0 +1,77 @@
+"""Copied into a render by torture.stops: makes moments last, so that they can be hit, or for ever.
+
+DRILL in the environment says what, as JSON: "at" a moment ("start-up", "validation", "save",
+"step"), touch the file "mark" and wait for "seconds" (0: loop for ever), though not before "step",
+and only on "rank". That rank may also take the folder "own_disk" for its working directory, as if
+it were on another machine. "patience": seconds in place of PATIENCE. "poison": a sample whose loss
+is not finite.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .engine import sampling, snapshots, watch
+
+
+def arm(training: Any) -> None:
+    """Do as DRILL says to the module of the loop."""
+    what = json.loads(os.environ.get("DRILL", "{}"))
+    if "patience" in what:
+        watch.PATIENCE = timedelta(seconds=what["patience"])
+    if "poison" in what:
+        sampling.fetch = poisoned(sampling.fetch, what["poison"])
+        training.compute_loss = spoiled(training.compute_loss)
+    if what.get("rank", 0) != int(os.environ.get("RANK", "0")):
+        return
+    if "own_disk" in what:
+        os.chdir(what["own_disk"])
+    places: dict[str, tuple[Any, str]] = {
+        "start-up": (training, "start"),
+        "validation": (training, "fetch"),
+        "save": (snapshots, "_write_and_hash"),
+        "step": (training, "train_step"),
+    }
+    if "at" in what:
+        module, name = places[what["at"]]
+        setattr(module, name, linger(getattr(module, name), what))
+
+
+def linger(function: Callable[..., Any], what: dict[str, Any]) -> Callable[..., Any]:
+    """The function, but it takes its time."""
+
+    def lingering(*arguments: Any, **named: Any) -> Any:
+        if getattr(arguments[0], "step", 0) >= what.get("step", 0):
+            Path(what["mark"]).touch()
+            time.sleep(what["seconds"])
+            while not what["seconds"]:
+                sum(range(1000))  # as a mistake in a model would
+        return function(*arguments, **named)
+
+    return lingering
+
+
+def poisoned(fetch: Callable[..., Any], bad: int) -> Callable[..., Any]:
+    """Batches say whether they have the sample."""
+
+    def marked(dataset: Any, ids: Any, *keys: Any) -> Any:
+        return fetch(dataset, ids, *keys) | {"bad": torch.tensor([bad in ids.tolist()])}
+
+    return marked
+
+
+def spoiled(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss of a batch that has it is not finite."""
+
+    def spoiling(model: Any, batch: Any) -> Any:
+        found = compute_loss(model, batch)
+        odd = torch.nan if model.training and batch.get("bad", torch.zeros(1)).any() else 1.0
+        return found._replace(total=found.total * odd)
+
+    return spoiling
