@@ -37,22 +37,8 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${GRACE_SECONDS:-120} # torch before 2.13 
 # Told to the processes, so that none lives on if torchrun is killed while they start.
 export LAUNCHER_PID=$$
 
-if [ "${NNODES:-1}" = 1 ]; then
-    # Nobody else has to reach us, so nothing listens to the network: the processes meet at the
-    # loopback address, and torchrun at a file (readable by its user alone) instead of a store, which
-    # would listen to everybody and unpickle what it is sent. Heartbeats are for other machines to
-    # see, and the file would grow with each.
-    loopback=lo
-    [ "$(uname)" = Linux ] || loopback=lo0
-    export GLOO_SOCKET_IFNAME=$loopback NCCL_SOCKET_IFNAME=$loopback
-    rendezvous=(
-        --nnodes 1
-        --local-addr 127.0.0.1
-        --rdzv-backend c10d
-        --rdzv-id "$$"
-        --rdzv-conf store_type=file,keep_alive_interval=86400
-    )
-else
+rendezvous=() # on one machine nothing listens to the network: engine/launch.py
+if [ "${NNODES:-1}" != 1 ]; then
     rendezvous=(
         --nnodes "$NNODES"
         --rdzv-backend c10d
@@ -60,7 +46,7 @@ else
         --rdzv-endpoint "${RDZV_ENDPOINT:?set it to host:port of one of the $NNODES machines}"
     )
 fi
-exec "$python" -m {{ cookiecutter.package_name }}.engine.launch "${rendezvous[@]}" \
+exec "$python" -m {{ cookiecutter.package_name }}.engine.launch ${rendezvous[@]+"${rendezvous[@]}"} \
     --nproc-per-node "$processes" \
     --max-restarts "${MAX_RESTARTS:-3}" \
     --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \

@@ -210,11 +210,12 @@ def _run(config: Config, world: World, observer: Observer) -> Result:
                     validation = validate(state, lambda: control.exchange(checkpointer.failed)[0])
                 record.update(validation)
             journal.step(record)
+            for watcher in (watch, *watchers):
+                watcher(state, record)
             if save_now:
                 loss = validation.get("validation_loss") if validate_now else None
                 checkpointer.save(state.step, loss)
-            for watcher in (watch, *watchers, observer):
-                watcher(state, record)
+            observer(state, record)
         if stop:
             log.info("%s: saving step %d, then stopping", signal.Signals(stop).name, state.step)
         checkpointer.finish(state.step)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from .compilation import ShelteredCompilers
 from .compile_cache import CompileCache
 from .numbers import StopAtBadStep
 from .profiling import Profiler
@@ -21,6 +22,7 @@ def companions(state: Any, directory: Path, train_step: Callable[..., None]) -> 
         yield Tracking(config, directory, state.step)
     if config.compile.mode != "none":
         yield CompileCache(directory / "compile_cache", config.compile, state.world)
+        yield ShelteredCompilers()
     if config.profile.every:
         yield Profiler(config.profile, directory / "traces", state)
 

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import os
 import re
+import signal
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +20,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C may end a compiler: it is typed by a person
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,37 @@ def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: Compile
             target.forward = torch.compile(_through(target.forward), **how)
         else:
             target.compile(**how)
+
+
+class ShelteredCompilers:
+    """Keeps a stop signal from the processes that compile; a companion of a run.
+
+    torchrun, and whoever signals the group, send it to them as well. They would die of it, and the
+    step with them. While the compiler works the signal is blocked here, which they inherit; nothing
+    is missed: another thread takes it, or else it waits.
+    """
+
+    def __enter__(self) -> "ShelteredCompilers":
+        """Have the compiler tell when it works."""
+        torch._dynamo.callback_handler.register_start_callback(self._block)
+        torch._dynamo.callback_handler.register_end_callback(self._unblock)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """No longer."""
+        torch._dynamo.callback_handler.remove_start_callback(self._block)
+        torch._dynamo.callback_handler.remove_end_callback(self._unblock)
+
+    def __call__(self, state: Any, record: dict[str, Any] | None) -> None:
+        """Steps are nothing to it."""
+
+    @staticmethod
+    def _block(compilation: object) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+
+    @staticmethod
+    def _unblock(compilation: object) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
 
 
 def _through(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -93,6 +93,8 @@ def join(device_name: str, step_limit: timedelta) -> World:
     device = pick_device(device_name)
     if "RANK" not in os.environ:
         return World(0, 1, device)
+    if step_limit <= timedelta():
+        raise UserError("--parallel.timeout-minutes must be positive")
     die_with_the_launcher()
     # A save may hold up a collective longer than a step may take, and on NCCL one that is too late
     # takes the process with it, unexplained: engine/watch.py is quicker, and says who is to blame.

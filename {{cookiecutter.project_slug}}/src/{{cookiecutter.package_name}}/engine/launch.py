@@ -1,14 +1,16 @@
-"""torchrun, as scripts/launch.sh starts it: of several stop signals it hears the first one.
+"""torchrun, as scripts/launch.sh starts it: on one machine out of reach, and hard of hearing.
 
-torchrun hands a signal on to its ranks and waits for them to save; the same signal once more would
-end it there and then, and with it the ranks. But signals come twice by themselves: `timeout` sends
-one to its child and one to the group. Only Ctrl-C typed again still means: now. Ended by a signal,
-it exits with 128 and the signal's number; whether the ranks have saved is in status.json.
+Of several stop signals it hears the first one. torchrun hands a signal on to its ranks and waits
+for them to save; the same signal once more would end it there and then, and with it the ranks. But
+signals come twice by themselves: `timeout` sends one to its child and one to the group. Only Ctrl-C
+typed again still means: now. Ended by a signal, it exits with 128 and the signal's number; whether
+the ranks have saved is in status.json.
 """
 
 import os
 import signal
 import sys
+import tempfile
 import types
 
 from torch.distributed import run
@@ -23,10 +25,30 @@ def hear_once(number: int, frame: types.FrameType | None) -> None:
     raise api.SignalException(f"got {signal.Signals(number).name}", sigval=signal.Signals(number))
 
 
+def on_one_machine(folder: str) -> list[str]:
+    """What to tell torchrun so that nothing listens to the network, since nobody has to reach us.
+
+    The processes meet at the loopback address, and torchrun at a file in `folder`, which is its
+    user's alone, instead of a store, which would listen to everybody and unpickle what it is sent.
+    """
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    words = ["--nnodes", "1", "--local-addr", "127.0.0.1"]
+    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{folder}/store"]
+    # Heartbeats are for other machines to see, and the file would grow with each.
+    return [*words, "--rdzv-conf", "store_type=file,keep_alive_interval=86400"]
+
+
+def launch(words: list[str]) -> None:
+    """Run torchrun with these words; on this machine alone unless they say --nnodes."""
+    with tempfile.TemporaryDirectory(prefix="rendezvous-") as folder:
+        run.main(words if "--nnodes" in words else [*on_one_machine(folder), *words])
+
+
 if __name__ == "__main__":
     api._terminate_process_handler = hear_once
     try:
-        run.main()
+        launch(sys.argv[1:])
     except api.SignalException as stop:
         print(f"torchrun: {stop}", file=sys.stderr)
         sys.exit(128 + stop.sigval)

@@ -90,7 +90,7 @@ class _Still:
 def refuse_odd_numbers(
     tensors: Iterable[tuple[tuple[str, ...], torch.Tensor]], weights: Set[str]
 ) -> None:
-    """SnapshotError for a NaN in any tensor, or an infinity in a weight.
+    """SnapshotError for a NaN in any tensor, or an infinity in one of `weights`, the trained ones.
 
     Steps that are not finite are skipped, so there should be none; but a checkpoint with them would
     verify, and push out the good ones. Buffers may be infinite, as masks are.
@@ -103,7 +103,8 @@ def refuse_odd_numbers(
             array = tensor.numpy()  # on one thread, as staging.copy_on_one_core does it
             extremes = [float(array.min()), float(array.max())]
         else:
-            extremes = torch.stack(torch.aminmax(tensor)).tolist()
+            wide = tensor.float() if tensor.itemsize == 1 else tensor  # float8 has no order
+            extremes = torch.stack(torch.aminmax(wide)).tolist()
         weight = kind == "model" and name in weights
         if any(math.isnan(x) or (weight and math.isinf(x)) for x in extremes):
             raise SnapshotError(f"{'.'.join((kind, name, *rest))} is not finite")

@@ -223,7 +223,7 @@ class Recovery:
 
         `part` is this rank's part of it, which has to be made of numbers.
         """
-        weights = {name for name, _ in self.model.named_parameters()}
+        weights = {name for name, it in self.model.named_parameters() if it.requires_grad}
         self.group.agree(lambda: refuse_odd_numbers(walk(part), weights))
         facts = {
             **self.facts,

@@ -11,6 +11,8 @@ How long is too long, in one place:
 - a step: `--parallel.timeout-minutes`;
 - start-up with the first step (which may compile), validation, a save: `PATIENCE`. So long, too, a
   collective or another host-side wait may take by itself, should there be no thread left to watch.
+
+The others then have REPORTING_SECONDS, and twice the longest step by which they may lag, to report.
 """
 
 import contextlib
@@ -31,7 +33,7 @@ from .control import PATIENCE, HostGroup
 from .rundir import write_json
 
 TRACE = "collectives_rank_"
-REPORTING_SECONDS = 10.0  # what the other ranks get to report, beyond by how much they may lag
+REPORTING_SECONDS = 10.0
 SUSPENDED_SECONDS = 5.0  # not to have been scheduled for so long is to have been stopped
 
 
@@ -66,9 +68,10 @@ class Watch:
 
     def __call__(self, state: Any, record: dict[str, Any] | None) -> None:
         """A step is done; from now on the next one has its time."""
-        now = time.monotonic()
-        self.longest, self.began = max(self.longest, now - self.began), now
-        self.limit = state.world.step_limit.total_seconds()
+        now, limit = time.monotonic(), state.world.step_limit.total_seconds()
+        if self.limit == limit:  # not the first step, which may compile
+            self.longest = max(self.longest, min(now - self.began, limit))
+        self.began, self.limit = now, limit
 
     def _watch(self) -> None:
         last = time.monotonic()
@@ -80,9 +83,14 @@ class Watch:
             saves = self.state.checkpointer and self.state.checkpointer.busy
             slow = PATIENCE.total_seconds() if saves or self.state.patient else 0.0
             if now - self.began > max(self.limit, slow):
-                self._end()
+                try:
+                    self._report()
+                except OSError as error:  # the disk may be what hangs
+                    print(f"error: no step was finished in time, and {error}", file=sys.stderr)
+                finally:
+                    os._exit(1)
 
-    def _end(self) -> None:
+    def _report(self) -> None:
         rank, size = self.group.rank, self.group.size
         self.folder.mkdir(exist_ok=True)
         with open(self.folder / f"stacks_rank_{rank}.txt", "w", encoding="utf-8") as file:
@@ -106,7 +114,6 @@ class Watch:
         deadline = time.monotonic() + 2 * REPORTING_SECONDS
         while not (self.folder / "verdict.txt").exists() and time.monotonic() < deadline:
             time.sleep(0.2)  # a rank that leaves brings down the others, and what they have to say
-        os._exit(1)
 
     def _tell(self, reports: dict[int, dict[str, Any]]) -> None:
         waited = time.monotonic() - self.began

@@ -31,7 +31,7 @@ def started(
     """
     command = [sys.executable, "-m"]
     if ranks:
-        command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += [f"{PACKAGE}.engine.launch", f"--nproc-per-node={ranks}"]
         command += ["--max-restarts=0", "-m"]
         threads = threads or max(1, usable_cores() // ranks)
     inherited = {name: it for name, it in os.environ.items() if not OF_TORCHRUN.match(name)}
