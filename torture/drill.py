@@ -1,10 +1,11 @@
-"""Copied into a render by torture.stops: makes moments last, so that they can be hit, or for ever.
+"""Copied into a render by torture.jobs: makes moments last, so that they can be hit, or for ever.
 
 DRILL in the environment says what, as JSON: "at" a moment ("start-up", "validation", "save",
 "step"), touch the file "mark" and wait for "seconds" (0: loop for ever), though not before "step",
-and only on "rank". That rank may also take the folder "own_disk" for its working directory, as if
-it were on another machine. "patience": seconds in place of PATIENCE. "poison": a sample whose loss
-is not finite.
+only on "rank", and each time or "once". That rank may also take the folder "own_disk" for its
+working directory, as if it were on another machine. "patience": seconds in place of PATIENCE.
+"poison": a sample whose loss is not finite. "deaf": stop signals are not heard, which is to be
+noticed.
 """
 
 import json
@@ -17,12 +18,14 @@ from typing import Any
 
 import torch
 
-from .engine import sampling, snapshots, watch
+from .engine import control, sampling, snapshots, watch
 
 
 def arm(training: Any) -> None:
     """Do as DRILL says to the module of the loop."""
     what = json.loads(os.environ.get("DRILL", "{}"))
+    if what.get("deaf"):
+        control.Control._handle = lambda *heard: None
     if "patience" in what:
         watch.PATIENCE = timedelta(seconds=what["patience"])
     if "poison" in what:
@@ -47,8 +50,10 @@ def linger(function: Callable[..., Any], what: dict[str, Any]) -> Callable[..., 
     """The function, but it takes its time."""
 
     def lingering(*arguments: Any, **named: Any) -> Any:
-        if getattr(arguments[0], "step", 0) >= what.get("step", 0):
-            Path(what["mark"]).touch()
+        mark = Path(what["mark"])
+        over = what.get("once") and mark.exists()
+        if getattr(arguments[0], "step", 0) >= what.get("step", 0) and not over:
+            mark.touch()
             time.sleep(what["seconds"])
             while not what["seconds"]:
                 sum(range(1000))  # as a mistake in a model would

@@ -15,6 +15,9 @@ from typing import Any
 
 from benchmarks.common import render
 
+from .common import Findings
+
+LOOPBACK = "on one machine, only loopback is listened on"
 TINY = ("--preset", "tiny", "--device", "cpu", "--data.path", "text.txt", "--train.steps", "60")
 TEXT = "Was ever woman in this humour wooed? Was ever woman in this humour won? "
 
@@ -62,7 +65,7 @@ class Job:
 
     def __init__(self, process: subprocess.Popen[str], ranks: int, log: Path) -> None:
         self.process, self.count, self.log = process, ranks, log
-        self.seen: set[int] = set()
+        self.seen: dict[int, str] = {}  # each with when it was started: numbers are given out again
 
     @property
     def output(self) -> str:
@@ -83,8 +86,12 @@ class Job:
     def everyone(self) -> list[int]:
         """The launcher, the ranks, their loaders."""
         found = [self.process.pid, *descendants(self.process.pid)]
-        self.seen.update(found)
+        self.seen |= {pid: since for pid in found if (since := alive_since(pid))}
         return found
+
+    def alive(self) -> list[int]:
+        """Those of all that were ever seen which are still there."""
+        return [pid for pid, since in self.seen.items() if alive_since(pid) == since]
 
     def wait_for(self, condition: Callable[[], object], seconds: float = 120) -> None:
         """Until it holds; RuntimeError when the job ends before or it takes too long."""
@@ -106,7 +113,7 @@ class Job:
     def survivors(self, seconds: float = 10) -> list[int]:
         """Which of its processes outlive it by so much."""
         deadline = time.monotonic() + seconds
-        while (left := [p for p in self.seen if is_alive(p)]) and time.monotonic() < deadline:
+        while (left := self.alive()) and time.monotonic() < deadline:
             time.sleep(0.05)
         return left
 
@@ -145,10 +152,10 @@ def started(
         try:
             yield job
         finally:
-            for pid in {*job.seen, *job.everyone()}:
-                if is_alive(pid):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+            job.everyone()
+            for pid in job.alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def children(pid: int) -> list[int]:
@@ -163,12 +170,13 @@ def descendants(pid: int) -> list[int]:
     return [p for child in children(pid) for p in (child, *descendants(child))]
 
 
-def is_alive(pid: int) -> bool:
-    """Whether there is such a process, which is not only waiting to be buried."""
+def alive_since(pid: int) -> str | None:
+    """When a process was started, in clock ticks; None if it is gone or waits to be buried."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        state, *more = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
+        return None
+    return None if state == "Z" else more[18]
 
 
 def listening(pids: list[int]) -> list[str]:
@@ -186,6 +194,13 @@ def listening(pids: list[int]) -> list[str]:
             if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
                 found.append(words[1].partition(":")[0])
     return found
+
+
+def who_listens(findings: Findings, processes: list[int], case: str) -> None:
+    """Look at every socket of a job that listens."""
+    tally = findings.tally(LOOPBACK, "sockets")
+    for address in listening(processes):
+        tally.count(None if is_loopback(address) else f"{address} in {case}")
 
 
 def is_loopback(address: str) -> bool:

@@ -13,6 +13,10 @@ import torch
 from .common import Findings
 from .jobs import Render, started
 
+NAMED = "a run that stops at a bad step names its samples, those alone"
+CLEAN = "nothing of a skipped step stays, in weights, moments or buffers"
+PUBLISHED = "no checkpoint of a state that is not finite is published"
+TOGETHER = "all ranks stop at the same bad step"
 SHORT = ("--train.steps", "20", "--train.log-every", "1")
 
 
@@ -20,7 +24,8 @@ def attempt(findings: Findings, render: Render) -> None:
     """Samples whose loss or gradient is not finite, and states that are not."""
     draw = random.Random(0)
     for case in range(2 if findings.bounded else 12):
-        step, count = draw.randrange(3, 18), draw.choice([1, 2, 3])
+        step = draw.randrange(3, 18) if case else 10  # at which there is a save, too
+        count = draw.choice([1, 2, 3])
         poisoned(findings, render, f"poison-{case}", step, count, case % 2 == 0, draw)
     for what in ("weight", "moment", "buffer"):
         published(findings, render, what, math.nan)
@@ -39,12 +44,7 @@ def poisoned(
     draw: random.Random,
 ) -> None:
     """Some samples of one batch are bad: skipped, nothing of them stays; or stopped, and named."""
-    named = findings.tally(
-        "a run that stops at a bad step names its samples, those alone", "samples"
-    )
-    clean = findings.tally(
-        "nothing of a skipped step stays, in weights, moments or buffers", "steps"
-    )
+    named, clean = findings.tally(NAMED, "samples"), findings.tally(CLEAN, "steps")
     ids = _batch(render, step)
     bad = sorted(draw.sample(ids, count))
     with poison(render, set(bad), in_loss):
@@ -72,7 +72,7 @@ def poisoned(
 
 def published(findings: Findings, render: Render, what: str, value: float) -> None:
     """A state that is not finite, however it came about, is not published; a mask may be -inf."""
-    tally = findings.tally("no checkpoint of a state that is not finite is published", "states")
+    tally = findings.tally(PUBLISHED, "states")
     run = f"published-{what}-{value}"
 
     def spoil(state: Any, record: Any) -> None:
@@ -94,7 +94,7 @@ def published(findings: Findings, render: Render, what: str, value: float) -> No
 
 def on_ranks(findings: Findings, renders: list[Render]) -> None:
     """Two ranks, of which one meets the bad sample, stop at the same step and tell the same."""
-    tally = findings.tally("all ranks stop at the same bad step", "jobs")
+    tally = findings.tally(TOGETHER, "jobs")
     for render in renders:
         for step, place in ((5, 0), (8, 7)):
             bad = _batch(render, step)[place]

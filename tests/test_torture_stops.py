@@ -1,0 +1,75 @@
+"""Stops, hangs and odd numbers: a bounded part, and breakages of each promise found out."""
+
+import os
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from torture import jobs, stops, stops_hangs, stops_numbers
+from torture.common import Findings
+
+
+def test_stops_lose_nothing_and_so_would_be_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    findings = Findings(True, tmp_path)
+    stops.attempt(findings)
+    for tally in findings.tallies:
+        assert tally.tried and not tally.violations, tally.promise
+
+    single = jobs.Render(tmp_path / "broken", "stops_broken", parallelism="single")
+    package = single.package
+
+    def broken() -> set[str]:
+        found = Findings(True, tmp_path)
+        stops_numbers.attempt(found, single)
+        return {tally.promise for tally in found.tallies if tally.violations}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{package}.engine.state.refuse_odd_numbers", lambda *tensors: None)
+        patch.setattr(f"{package}.engine.buffers.RunningBuffers.put_back", lambda *step: None)
+        patch.setattr(f"{package}.engine.numbers.StopAtBadStep._search", lambda *of: [0, 1])
+        odd = {stops_numbers.PUBLISHED, stops_numbers.CLEAN, stops_numbers.NAMED}
+        assert broken() == odd
+
+    found = Findings(True, tmp_path)
+    case = ("validation", "everyone", signal.SIGTERM, 1)
+    stops.preempt(found, single, 0, [case], deaf=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{package}.engine.rundir.fcntl.lockf", lambda *lock: None)
+        stops.two_runs(found, single)
+    with socket.create_server(("0.0.0.0", 0)):
+        jobs.who_listens(found, [os.getpid()], "a socket of ours")
+    noticed = {tally.promise for tally in found.tallies if tally.violations}
+    assert noticed == {stops.KEPT, stops.REFUSED, stops.FREE, jobs.LOOPBACK}
+
+    sheltered = single.module("engine.compilation").ShelteredCompilers
+    with sheltered():
+        assert _dies_of_a_signal()
+        handler = single.module("engine.compilation").torch._dynamo.callback_handler
+        with handler.install_callbacks(None, "0/0"):
+            assert not _dies_of_a_signal()
+        assert _dies_of_a_signal()
+
+
+def _dies_of_a_signal() -> bool:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        process.terminate()
+        try:
+            return process.wait(0.5) == -signal.SIGTERM
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            process.kill()
+
+
+def test_a_hang_that_is_not_named_is_noticed(tmp_path: Path) -> None:
+    reason = "no step was finished for 9 s: rank 1 gave no sign of life"
+    right = {"rank": 1, "seconds": 20.0, "code": 1, "reason": reason, "output": f"error: {reason}"}
+    assert stops_hangs.judge(**right) is None
+    other = {"rank": 0, "seconds": None, "code": 0, "reason": "InductorError", "output": ""}
+    for name, value in other.items():
+        assert stops_hangs.judge(**right | {name: value}), name
