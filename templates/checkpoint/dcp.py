@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from .engine.buffers import agree_on_buffers
 from .engine.snapshots import RetentionConfig
-from .engine.state import Recovery, share_of, write_shards
+from .engine.state import Recovery, share_of
+from .engine.writing import write_shards
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from .engine.buffers import agree_on_buffers
 from .engine.reading import Tensors
 from .engine.snapshots import RetentionConfig
 from .engine.staging import Stager
-from .engine.state import Recovery, share_of, write_shards
+from .engine.state import Recovery, share_of
+from .engine.writing import write_shards
 
 
 @dataclass(frozen=True)

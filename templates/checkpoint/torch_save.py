@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from .engine.buffers import agree_on_buffers
 from .engine.reading import WHOLE_FILE, Tensors
 from .engine.snapshots import RetentionConfig
 from .engine.state import Recovery
+from .engine.writing import write_whole
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Checkpointer(Recovery):
             gathered = dict(self._gather(self.tensors()))
             if self.world.rank != 0:
                 return []
-            torch.save(gathered, directory / WHOLE_FILE)
+            write_whole(directory / WHOLE_FILE, gathered)
             return [WHOLE_FILE]
 
         self.publish(step, write, self.tensors(), validation_loss)

@@ -4,6 +4,7 @@ manifest.json names each file with its size and sha256, and carries a digest of 
 read as untrusted: its size is bounded and it can name only plain files beside it.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -11,6 +12,7 @@ import math
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -147,9 +149,27 @@ def best_by_validation(manifests: dict[Path, dict[str, Any]]) -> Path | None:
     return min(reversed(judged), key=judged.__getitem__, default=None)
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Raise what the system said, with the file it said it of.
+
+    An OSError of a read, a write or a sync names no file; torch.save puts a message of its own in
+    place of the error that its file raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        if cause is None or not cause.errno or (cause is error and cause.filename):
+            raise
+        raise OSError(cause.errno, cause.strerror, str(cause.filename or path)) from error
+
+
 def sha256_of(path: Path) -> str:
     """The sha256 of a file, in hexadecimal."""
-    with open(path, "rb", buffering=0) as file:
+    with naming(path), open(path, "rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -35,6 +35,7 @@ from .manifest import (
     MANIFEST,
     SnapshotError,
     best_by_validation,
+    naming,
     published,
     read_manifest,
     sealed,
@@ -91,7 +92,9 @@ class Snapshots:
         except RankError as error:
             if group.rank == 0 and reservation:
                 shutil.rmtree(reservation, ignore_errors=True)
-            raise SnapshotError(f"the checkpoint of step {step} was not saved: {error}") from error
+            failed = SnapshotError(f"the checkpoint of step {step} was not saved: {error}")
+            failed.agreed = True
+            raise failed from error
         if group.rank == 0:
             # The checkpoint is safe by now, so trouble in tidying up is no failure of the save.
             try:
@@ -187,14 +190,19 @@ class Snapshots:
         if len(files) != sum(map(len, written)) or not files:
             raise SnapshotError("two ranks wrote the same file, or none wrote any")
         manifest = {"format_version": FORMAT_VERSION, "step": step, "files": files, **facts}
-        (reservation / MANIFEST).write_bytes(sealed(manifest))
+        with naming(reservation / MANIFEST):
+            (reservation / MANIFEST).write_bytes(sealed(manifest))
         read_manifest(reservation)  # what would be refused later must not be published now
         _sync(reservation / MANIFEST)
         sync_directory(reservation)
         if os.path.lexists(target):
             self._set_aside(target)
         os.rename(reservation, target)
-        sync_directory(self.directory)
+        try:
+            sync_directory(self.directory)
+        except OSError:
+            os.rename(target, reservation)  # it is not certain to be there after a power loss
+            raise
 
     def _set_aside(self, path: Path) -> Path:
         for n in range(1, 1000):
@@ -224,7 +232,8 @@ def _write_and_hash(directory: Path, write: Writer) -> dict[str, dict[str, Any]]
 def _sync(path: Path, flags: int = os.O_RDONLY) -> None:
     descriptor = os.open(path, flags)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -25,7 +25,8 @@ from .manifest import MANIFEST, MANIFEST_LIMIT, SnapshotError
 from .reading import NOTE, SAFETENSORS, OneFile, Parts, Tensors, find_tensors, open_tensors
 from .rundir import RunDirectory, write_json
 from .snapshots import RetentionConfig, Snapshots, sync_directory
-from .state import forms_of, nest, write_shards
+from .state import forms_of, nest
+from .writing import write_shards
 
 MODEL, OPTIMIZER = "model", "optimizer"
 FILES = (".pt", ".pth", SAFETENSORS)
