@@ -50,7 +50,8 @@ def exit_code(command: Callable[[], int]) -> int:
             print(f"[rank {os.environ['RANK']}] error: {error}", file=sys.stderr)
         code = 2
     except RankError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if not error.agreed or os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
         code = 1
     except KeyboardInterrupt:
         code = 130

@@ -32,6 +32,9 @@ LOOPBACK = "127.0.0.1"  # what scripts/launch.sh has the ranks of one machine me
 class RankError(RuntimeError):
     """Something failed on one rank or more; raised on all of them."""
 
+    agreed = False
+    """Whether every rank raised it, so that one of them need say it."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -215,6 +218,8 @@ class HostGroup:
             return None, False, action()
         except UserError as error:
             return str(error), True, None
+        except RankError as error:
+            return str(error), False, None
         except Exception as error:
             log.debug("failed on this rank", exc_info=True)
             return f"{type(error).__name__}: {error}", False, None
@@ -226,8 +231,12 @@ def _raise_if(failures: list[tuple[int, str, bool]]) -> None:
         error.agreed = True
         raise error
     if failures:
-        shown = "; ".join(f"rank {rank}: {problem}" for rank, problem, _ in failures[:4])
-        raise RankError(shown + (f"; and {len(failures) - 4} more" if len(failures) > 4 else ""))
+        first = {problem: rank for rank, problem, _ in reversed(failures)}  # each said once
+        texts = [f"rank {rank}: {problem}" for problem, rank in first.items()][::-1]
+        texts[4:] = [f"and {len(texts) - 4} more"] if len(texts) > 4 else []
+        error = RankError("; ".join(texts))
+        error.agreed = True
+        raise error
 
 
 class Control:

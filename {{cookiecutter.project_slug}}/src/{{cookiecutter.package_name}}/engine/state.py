@@ -8,13 +8,11 @@ that `model.state_dict()` gives. No Python object is pickled, so none has to be 
 import logging
 import platform
 import time
-import warnings
 from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -24,13 +22,10 @@ from .fingerprint import identity_differences
 from .manifest import SnapshotError, digest_of
 from .numbers import refuse_odd_numbers
 from .optimizers import GROUPS, create_optimizer_state, optimizer_parts, optimizer_tensors
-from .reading import Tensors, as_snapshot_errors, flat, open_tensors, walk
-from .shards import DCP_INDEX
+from .reading import Tensors, flat, open_tensors, walk
 from .snapshots import RetentionConfig, Snapshots, Writer
 
 log = logging.getLogger(__name__)
-# It says so to every plain process, though no_dist is given.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -100,16 +95,6 @@ def share_of(tensors: Tensors, rank: int, size: int) -> Tensors:
     return nest((path, tensor) for path, tensor in flat if path in mine)
 
 
-def write_shards(directory: Path, tensors: Tensors, group: HostGroup, threads: int) -> list[str]:
-    """Write this rank's part with DCP (a collective call); return the names of its files."""
-    # Files are synced once, together with their directory, by whoever publishes them.
-    writer = dcp.FileSystemWriter(directory, thread_count=threads, sync_files=False)
-    with as_snapshot_errors("writing"):
-        dcp.save(tensors, storage_writer=writer, process_group=group.group, no_dist=not group.group)
-    names = [path.name for path in directory.glob(f"__{group.rank}_*")]
-    return [*names, DCP_INDEX] if group.rank == 0 else names
-
-
 class Recovery:
     """A checkpointer but for how it saves: a subclass fills in `_save`, and what runs behind it."""
 
@@ -142,8 +127,8 @@ class Recovery:
         With `on_failure="continue"` a failure is a warning. The optimizer must not step before
         `before_optimizer_step()` has returned.
         """
+        self.settle()
         if step != self.last_saved:
-            self.settle()
             self._attempt(self._save, step, validation_loss)
 
     def settle(self) -> None:
@@ -194,7 +179,9 @@ class Recovery:
                 f"the weights alone (--name NAME --init-from {path})."
             )
         create_optimizer_state(self.optimizer)
-        source = open_tensors(path, manifest)
+        opened = []  # together: where a rank fails alone, the others wait for it
+        self.group.agree(lambda: opened.append(open_tensors(path, manifest)))
+        source = opened[0]
         self._forget_state_not_in(source.forms.keys())
         tensors = self.tensors()
         optional = f"optimizer.{GROUPS}"  # an optimizer of another release may write none
@@ -260,7 +247,8 @@ class Recovery:
         except RankError as error:
             if self.snapshots.retention.on_failure == "stop":
                 raise
-            log.warning("%s; going on, the checkpoints before are untouched", error)
+            if self.world.rank == 0:
+                log.warning("%s; going on, the checkpoints before are untouched", error)
         finally:
             self.busy = False
             self.blocked_seconds += time.perf_counter() - started
