@@ -188,7 +188,7 @@ def _run(config: Config, world: World, observer: Observer) -> Result:
             return Result("already finished", state.step)
         run_dir.begin(to_json(config), state.step)
         stack.callback(state.loader.close)
-        journal = stack.enter_context(Journal(run_dir.path, state))
+        journal = stack.enter_context(Journal(run_dir.path, state, group))
         stack.enter_context(garbage_collected_by_hand())
         watchers = [stack.enter_context(it) for it in companions(state, run_dir.path, train_step)]
         validation, stop = {}, 0

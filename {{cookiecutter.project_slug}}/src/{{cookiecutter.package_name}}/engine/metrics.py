@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from . import UserError
+from .control import HostGroup
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +57,8 @@ class Journal:
     On a terminal there is a bar; where output is recorded, a line per log step instead.
     """
 
-    def __init__(self, run_dir: Path, state: Any) -> None:
-        self.state, self.path = state, run_dir / "metrics.jsonl"
+    def __init__(self, run_dir: Path, state: Any, group: HostGroup) -> None:
+        self.state, self.path, self.group = state, run_dir / "metrics.jsonl", group
         self.total, self.samples = state.config.train.steps, state.config.train.global_batch_size
         self.tokens = getattr(state.spec, "tokens_per_sample", None)
         self.first = state.world.rank == 0
@@ -66,15 +67,8 @@ class Journal:
         self.mark = (state.step, time.perf_counter(), 0.0, 0.0)
 
     def __enter__(self) -> "Journal":
-        """Open the log, after cutting off what a restored run will write again."""
-        if self.first:
-            if self.path.exists():
-                lines = self.path.read_text("utf-8").splitlines()
-                kept = [line + "\n" for line in lines if _upto(line, self.state.step)]
-                temporary = self.path.with_name(f".{self.path.name}")
-                temporary.write_text("".join(kept), "utf-8")
-                os.replace(temporary, self.path)
-            self.file = open(self.path, "a", encoding="utf-8")
+        """Open the log, after cutting off what a restored run will write again; RankError."""
+        self.group.from_first(self._open)
         self.bar = tqdm(
             total=self.total,
             initial=self.state.step,
@@ -88,7 +82,12 @@ class Journal:
         """Close the log; the bar stays as it is."""
         self.bar.close()
         if self.first:
-            self.file.close()
+            try:
+                self.file.close()
+            except OSError as error:
+                log.warning("the last lines of metrics.jsonl are lost: %s", error)
+                with contextlib.suppress(OSError):
+                    os.truncate(self.path, self.written)  # no half a line
 
     def line(self, state: Any) -> dict[str, Any]:
         """Figures since the line before, collectively agreed ones; waits for the device.
@@ -135,8 +134,7 @@ class Journal:
         if record is None or not self.first:
             return
         finite = {key: None if _is_odd(value) else value for key, value in record.items()}
-        self.file.write(json.dumps(finite) + "\n")
-        self.file.flush()
+        self._write(json.dumps(finite) + "\n")
         shown = {
             "loss": f"{record['loss']:.3f}",
             "samples/s": f"{record['samples_per_second']:,.0f}",
@@ -152,6 +150,27 @@ class Journal:
             shown["left"] = f"{(self.total - record['step']) * record['step_seconds']:.0f} s"
             text = "  ".join(f"{name} {value}" for name, value in shown.items())
             print(f"step {record['step']}/{self.total}  {text}", file=sys.stderr, flush=True)
+
+    def _open(self) -> None:
+        if self.path.exists():
+            lines = self.path.read_text("utf-8").splitlines()
+            kept = [line + "\n" for line in lines if _upto(line, self.state.step)]
+            temporary = self.path.with_name(f".{self.path.name}")
+            temporary.write_text("".join(kept), "utf-8")
+            os.replace(temporary, self.path)
+        self.file = open(self.path, "a", encoding="utf-8", buffering=1 << 20)
+        self.written, self.behind = self.file.tell(), False
+
+    def _write(self, line: str) -> None:
+        """Append a line, now or, where the system refuses, with those after it."""
+        try:
+            self.file.write(line)
+            self.file.flush()  # what it cannot write it keeps, and begins there next time
+            self.written, self.behind = self.file.tell(), False
+        except OSError as error:
+            if not self.behind:
+                log.warning("metrics.jsonl cannot be written, its lines wait: %s", error)
+            self.behind = True
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import socket
 import statistics
@@ -14,7 +15,9 @@ from typing import Any
 
 from . import UserError
 from .control import HostGroup
-from .manifest import best_by_validation, published, verify
+from .manifest import best_by_validation, naming, published, verify
+
+log = logging.getLogger(__name__)
 
 
 class RunDirectory:
@@ -43,27 +46,38 @@ class RunDirectory:
         if self.lock:
             if kind and self.begun:
                 self.record_status("failed", reason=kind.__name__)
-            if set(os.listdir(self.path)) <= {".lock"}:
-                (self.path / ".lock").unlink(missing_ok=True)
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):
+                if set(os.listdir(self.path)) <= {".lock"}:
+                    (self.path / ".lock").unlink(missing_ok=True)
                     self.path.rmdir()
             self.lock.close()
 
     def begin(self, config: dict[str, Any], step: int) -> None:
-        """Note the settings, and that the run is under way from `step`."""
-        if self.group.rank == 0:
-            write_json(self.path / "config.json", config)
+        """Note the settings, and that the run is under way from `step`; RankError if it cannot."""
+        self.group.from_first(lambda: write_json(self.path / "config.json", config))
+        self.group.from_first(lambda: self._write_status("running", step=step))
         self.begun = True
-        self.record_status("running", step=step)
 
     def record_status(self, status: str, **details: Any) -> None:
-        """Note in status.json how the run stands: running, finished, preempted, failed."""
+        """Note in status.json how the run ended: finished, preempted, failed.
+
+        Where it cannot be written, that is a warning: the checkpoints are what counts.
+        """
         if self.group.rank == 0:
-            at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            write_json(self.path / "status.json", {"status": status, "at": at, **details})
+            try:
+                self._write_status(status, **details)
+            except OSError as error:
+                log.warning("status.json does not say that the run %s: %s", status, error)
+
+    def _write_status(self, status: str, **details: Any) -> None:
+        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        write_json(self.path / "status.json", {"status": status, "at": at, **details})
 
     def _take(self, fresh: bool) -> None:
         self.lock = self._lock()
+        for pattern in (".nonce-*", ".*.json-*"):  # of a start that failed or was killed
+            for path in self.path.glob(pattern):
+                path.unlink()
         if fresh and set(os.listdir(self.path)) > {".lock"}:
             aside = next(
                 name
@@ -100,8 +114,6 @@ class RunDirectory:
     def _prove_shared(self) -> None:
         """Each rank must find what rank 0 has just written."""
         nonce = self.path / f".nonce-{self.group.from_first(lambda: uuid.uuid4().hex)}"
-        self.group.from_first(lambda: nonce.write_text("shared\n"))
-
         def look() -> None:
             if self.path.is_dir():
                 os.listdir(self.path)  # a network file system refreshes what it remembers
@@ -112,23 +124,26 @@ class RunDirectory:
                 )
 
         try:
+            self.group.from_first(lambda: nonce.write_text("shared\n"))
             self.group.agree(look)
         finally:
             if self.group.rank == 0:
-                nonce.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # then the next start removes it
+                    nonce.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Any) -> None:
     """Replace a small JSON file in one step: a reader sees the old one or the new one."""
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with naming(path), open(temporary, "w", encoding="utf-8") as file:
             file.write(json.dumps(content, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it may say nothing but what is said already
+            temporary.unlink(missing_ok=True)
 
 
 def summary(run_dir: Path, step: int) -> list[str]:
