@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -43,16 +44,14 @@ def exit_code(command: Callable[[], int]) -> int:
     """Run a command: 0 when all is well, 1 when something went wrong, 2 for bad input."""
     try:
         return command()
-    except UserError as error:
+    except (UserError, RankError) as error:
+        code = 2 if isinstance(error, UserError) else 1
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
-        elif dist.is_initialized() and not error.agreed:  # else the others would only repeat it
+        elif dist.is_initialized() and not error.agreed:
             print(f"[rank {os.environ['RANK']}] error: {error}", file=sys.stderr)
-        code = 2
-    except RankError as error:
-        if not error.agreed or os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
-        code = 1
+        else:
+            time.sleep(1.0)  # the first rank says it; when one is gone, the launcher ends it, too
     except KeyboardInterrupt:
         code = 130
     except Exception:

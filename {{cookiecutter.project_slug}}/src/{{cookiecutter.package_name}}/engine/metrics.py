@@ -158,7 +158,7 @@ class Journal:
             temporary = self.path.with_name(f".{self.path.name}")
             temporary.write_text("".join(kept), "utf-8")
             os.replace(temporary, self.path)
-        self.file = open(self.path, "a", encoding="utf-8", buffering=1 << 20)
+        self.file = open(self.path, "a", 1 << 20, "utf-8")  # noqa: SIM115 - kept open
         self.written, self.behind = self.file.tell(), False
 
     def _write(self, line: str) -> None:

@@ -131,8 +131,9 @@ def as_snapshot_errors(doing: str) -> Iterator[None]:
         raise SnapshotError(text) from error
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        text = f"{doing} failed on rank {rank}: {type(cause).__name__}: {cause}"
-        raise SnapshotError(text) from error
+        failed = SnapshotError(f"{doing} failed on rank {rank}: {type(cause).__name__}: {cause}")
+        failed.agreed = True
+        raise failed from error
 
 
 def walk(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:

@@ -114,6 +114,7 @@ class RunDirectory:
     def _prove_shared(self) -> None:
         """Each rank must find what rank 0 has just written."""
         nonce = self.path / f".nonce-{self.group.from_first(lambda: uuid.uuid4().hex)}"
+
         def look() -> None:
             if self.path.is_dir():
                 os.listdir(self.path)  # a network file system refreshes what it remembers

@@ -1,0 +1,28 @@
+"""Saves go wrong in many ways and runs go on or stop as asked; what would break this is noticed."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+from test_benchmarks import run
+
+from torture import mishaps, refusing
+from torture.disturbed import GOES_ON, SAID, TIDY, WHOLE
+from torture.resource_breaks import BREAKS, NOTICED
+
+
+def test_troubles_of_saves_are_told_and_survived(tmp_path: Path) -> None:
+    if reason := refusing.cannot():
+        warnings.warn(f"SCARCE RESOURCES ARE NOT TRIED: {reason}", stacklevel=1)
+        pytest.skip(f"SCARCE RESOURCES ARE NOT TRIED: {reason}")
+    run("torture.resources", "--bounded", "--out", str(tmp_path))
+    found = json.loads((tmp_path / "resources.json").read_text("utf-8"))
+    tried = {tally["promise"]: tally["tried"] for tally in found["tallies"]}
+    assert not [problem for tally in found["tallies"] for problem in tally["violations"]]
+    more = {mishaps.STOPS, mishaps.STARTS, mishaps.LOGS, mishaps.SLOW, mishaps.SAID_SLOW}
+    assert tried.keys() == {WHOLE, SAID, TIDY, GOES_ON, NOTICED, mishaps.FLAT, *more}
+    assert all(tried.values())
+    assert tried[NOTICED] == len(BREAKS) // 2 + 1
+    for name in (figure for figure in found["figures"] if "not tried" in figure):
+        warnings.warn(name, stacklevel=1)

@@ -1,0 +1,160 @@
+"""Code that breaks a promise about scarce resources, one way each: it has to be noticed."""
+
+import contextlib
+import errno
+import importlib
+import io
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from . import mishaps
+from .common import Findings
+from .disturbed import GOES_ON, SAID, TIDY, WHOLE, Trouble, Variant
+
+NOTICED = "code that breaks one of these promises is found out"
+KEPT: list[Any] = []
+
+
+def module(package: str, name: str) -> Any:
+    """A module of the engine."""
+    return importlib.import_module(f"{package}.engine.{name}")
+
+
+def _hides_errors(package: str) -> None:
+    module(package, "writing").naming = lambda path: contextlib.nullcontext()
+
+
+def _loses_threads(package: str) -> None:
+    writing = module(package, "writing")
+    writing.ShardWriter.write_data = writing.dcp.FileSystemWriter.write_data
+    writing.threading.excepthook = lambda _: None
+
+
+def _leaves_rubbish(package: str) -> None:
+    module(package, "snapshots").shutil.rmtree = lambda *_, **__: None
+
+
+def _publishes_what_failed(package: str) -> None:
+    snapshots = module(package, "snapshots")
+    publish = snapshots.Snapshots.publish
+
+    def hasty(self: Any, step: int, *rest: Any) -> Any:
+        try:
+            return publish(self, step, *rest)
+        except snapshots.SnapshotError:
+            target = self.directory / snapshots.step_name(step)
+            target.mkdir(exist_ok=True)
+            (target / snapshots.MANIFEST).write_text('{"files": {}}')
+            raise
+
+    snapshots.Snapshots.publish = hasty
+
+
+def _leaks_descriptors(package: str) -> None:
+    snapshots = module(package, "snapshots")
+    sha256_of = snapshots.sha256_of
+    snapshots.sha256_of = lambda path: (KEPT.append(path.open()), sha256_of(path))[1]
+
+
+def _never_stops(package: str) -> None:
+    recovery = module(package, "state").Recovery
+    settle = recovery._attempt
+
+    def patient(self: Any, *rest: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            settle(self, *rest)
+
+    recovery._attempt = patient
+
+
+def _takes_errors_for_damage(package: str) -> None:
+    manifest = module(package, "manifest")
+    manifest.UnreadableError = manifest.SnapshotError
+
+
+def _stops_for_a_line(package: str) -> None:
+    metrics = module(package, "metrics")
+
+    def write(self: Any, line: str) -> None:
+        self.file.write(line)
+        self.file.flush()
+
+    metrics.Journal._write = write
+
+
+def _skips_saves(package: str) -> None:
+    checkpointer = importlib.import_module(f"{package}.checkpoint").Checkpointer
+    save = checkpointer.save
+
+    def skip(self: Any, *rest: Any) -> None:
+        if not self.upload or self.upload.done():
+            save(self, *rest)
+
+    checkpointer.save = skip
+
+
+def _says_nothing(package: str) -> None:
+    importlib.import_module(f"{package}.checkpoint").LONG = 1e9
+
+
+def _leaks_copies(package: str) -> None:
+    stager = module(package, "staging").Stager
+    begin = stager.begin
+
+    def leaky(self: Any, *rest: Any) -> Any:
+        KEPT.append(self.buffers)
+        self.buffers = {}
+        return begin(self, *rest)
+
+    stager.begin = leaky
+
+
+FULL, ONCE = Trouble(errno.ENOSPC), Trouble(errno.EIO, once=True)
+Try = Callable[[Variant], object]
+
+
+def saves(trouble: Trouble, *points: int, **settings: Any) -> Try:
+    """Disturb some saves."""
+    steps = dict(zip(range(2, 99, 2), points, strict=False))
+    named = {name.replace("__", "."): value for name, value in settings.items()}
+    return lambda variant: variant.run(steps, trouble, None, named)
+
+
+def starts(variant: Variant) -> None:
+    """Refuse a read after the other, until it is noticed."""
+    base = variant.new()
+    variant.job(base, lambda call: 0, set(), **{"train.steps": 3})
+    for point in range(6, 60, 6):
+        mishaps.start(variant, base, 0, point, True)
+        if any(tally.violations for tally in variant.findings.tallies):
+            return
+
+
+BREAKS: dict[Callable[[str], None], tuple[str, Try]] = {
+    _hides_errors: (SAID, saves(FULL, 20)),
+    _loses_threads: (WHOLE, saves(ONCE, *range(20, 90, 9), checkpoint__threads=3)),
+    _leaves_rubbish: (TIDY, saves(FULL, 20)),
+    _publishes_what_failed: (WHOLE, saves(ONCE, 20)),
+    _leaks_descriptors: (GOES_ON, saves(FULL, 20)),
+    _never_stops: (mishaps.STOPS, lambda it: mishaps.stop(it, FULL, 20)),
+    _takes_errors_for_damage: (mishaps.STARTS, starts),
+    _stops_for_a_line: (mishaps.LOGS, lambda it: mishaps.log_lines(it, 4, 12)),
+    _skips_saves: (mishaps.SLOW, lambda it: mishaps.slow(it, 1.5, Counter())),
+    _says_nothing: (mishaps.SAID_SLOW, lambda it: mishaps.slow(it, 1.5, Counter())),
+    _leaks_copies: (mishaps.FLAT, lambda it: mishaps.memory(it, 24, 128, Counter())),
+}
+"""What is broken; which promise that is of, and how to notice."""
+
+
+def attempt(variants: list[Variant], findings: Findings, hits: Counter[str]) -> None:
+    """Break each promise; `findings` counts those that were not noticed."""
+    variant = variants[0]
+    for sabotage, (promise, try_it) in list(BREAKS.items())[:: 2 if findings.bounded else 1]:
+        own = variant.findings = Findings(findings.bounded, findings.folder)
+        variant.sabotage = sabotage
+        with contextlib.redirect_stderr(io.StringIO()):
+            try_it(variant)
+        noticed = any(it.violations for it in own.tallies if it.promise == promise)
+        problem = None if noticed else f"nothing was noticed of {sabotage.__name__}"
+        findings.tally(NOTICED, "ways to break one").count(problem)
