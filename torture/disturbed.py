@@ -54,6 +54,8 @@ class Trouble:
     once: bool = False
     rank: int | None = None
     """Whose calls are counted and refused (None: all ranks')."""
+    threads: bool = False
+    """Only those of threads that the one which saves has started."""
 
     def __str__(self) -> str:
         when = "one call" if self.once else "all calls from one on"
@@ -80,7 +82,11 @@ class Trouble:
 
     def strikes(self, call: Call) -> bool:
         """Whether to refuse a call."""
+        if call.name in MAKES:
+            self.caller = call.pid
         if call.kind not in KINDS[self.error] or self.rank not in (None, call.rank):
+            return False
+        if self.threads and call.pid == self.caller:
             return False
         self.left -= 1
         if self.left == -1 or (self.left < -1 and not self.once):

@@ -37,11 +37,14 @@ def disturb(
         for start in range(0, len(chosen), len(variant.disturbed)):
             run = variant.run(dict(zip(variant.disturbed, chosen[start:], strict=False)), trouble)
             hits[f"saves disturbed: {os.strerror(trouble.error)}"] += len(run.struck)
-        many = {"checkpoint.threads": 3}
-        if "dcp" in variant.package and trouble.once and not variant.ranks:
-            run = variant.run(
-                dict(zip(variant.disturbed, range(4, 99, 8), strict=False)), trouble, None, many
-            )
+
+
+def disturb_threads(variant: Variant, hits: Counter[str]) -> None:
+    """Refuse what a checkpointer's own threads write."""
+    trouble = Trouble(errno.EIO, once=True, threads=True)
+    points = dict(zip(variant.disturbed, range(0, 99, 3), strict=False))
+    run = variant.run(points, trouble, None, {"checkpoint.threads": 3})
+    hits["saves disturbed in a thread"] += len(run.struck & run.failed)
 
 
 def stop(variant: Variant, trouble: Trouble, point: int) -> None:
@@ -147,7 +150,8 @@ def slow(variant: Variant, seconds: float, hits: Counter[str]) -> None:
         snapshots = importlib.import_module(f"{variant.package}.engine.snapshots")
         step, write = training.train_step, snapshots._write_and_hash
         if os.environ.get("RANK", "0") == str(slowest):
-            training.train_step = lambda *a: (time.sleep(0.02), step(*a))[1]
+            if seconds < 1:
+                training.train_step = lambda *a: (time.sleep(0.02), step(*a))[1]
             snapshots._write_and_hash = lambda *a: (time.sleep(seconds), write(*a))[1]
 
     every = variant.steps // 2

@@ -114,11 +114,9 @@ FULL, ONCE = Trouble(errno.ENOSPC), Trouble(errno.EIO, once=True)
 Try = Callable[[Variant], object]
 
 
-def saves(trouble: Trouble, *points: int, **settings: Any) -> Try:
-    """Disturb some saves."""
-    steps = dict(zip(range(2, 99, 2), points, strict=False))
-    named = {name.replace("__", "."): value for name, value in settings.items()}
-    return lambda variant: variant.run(steps, trouble, None, named)
+def saves(trouble: Trouble) -> Try:
+    """Disturb a save."""
+    return lambda variant: variant.run({2: 20}, trouble)
 
 
 def starts(variant: Variant) -> None:
@@ -132,16 +130,16 @@ def starts(variant: Variant) -> None:
 
 
 BREAKS: dict[Callable[[str], None], tuple[str, Try]] = {
-    _hides_errors: (SAID, saves(FULL, 20)),
-    _loses_threads: (WHOLE, saves(ONCE, *range(20, 90, 9), checkpoint__threads=3)),
-    _leaves_rubbish: (TIDY, saves(FULL, 20)),
-    _publishes_what_failed: (WHOLE, saves(ONCE, 20)),
-    _leaks_descriptors: (GOES_ON, saves(FULL, 20)),
+    _hides_errors: (SAID, saves(FULL)),
+    _loses_threads: (WHOLE, lambda it: mishaps.disturb_threads(it, Counter())),
+    _leaves_rubbish: (TIDY, saves(FULL)),
+    _publishes_what_failed: (WHOLE, saves(ONCE)),
+    _leaks_descriptors: (GOES_ON, saves(FULL)),
     _never_stops: (mishaps.STOPS, lambda it: mishaps.stop(it, FULL, 20)),
     _takes_errors_for_damage: (mishaps.STARTS, starts),
-    _stops_for_a_line: (mishaps.LOGS, lambda it: mishaps.log_lines(it, 4, 12)),
-    _skips_saves: (mishaps.SLOW, lambda it: mishaps.slow(it, 1.5, Counter())),
-    _says_nothing: (mishaps.SAID_SLOW, lambda it: mishaps.slow(it, 1.5, Counter())),
+    _stops_for_a_line: (mishaps.LOGS, lambda it: mishaps.log_lines(it, 3, 6)),
+    _skips_saves: (mishaps.SLOW, lambda it: mishaps.slow(it, 3.0, Counter())),
+    _says_nothing: (mishaps.SAID_SLOW, lambda it: mishaps.slow(it, 3.0, Counter())),
     _leaks_copies: (mishaps.FLAT, lambda it: mishaps.memory(it, 24, 128, Counter())),
 }
 """What is broken; which promise that is of, and how to notice."""

@@ -21,7 +21,7 @@ from . import refusing, resource_breaks, scarce
 from .common import Findings, torture
 from .disturbed import Trouble, Variant
 from .kill_storm import Part, side_by_side
-from .mishaps import disturb, log_lines, memory, slow, start, stop
+from .mishaps import disturb, disturb_threads, log_lines, memory, slow, start, stop
 from .prepare import ANSWERS
 from .storm import import_all
 
@@ -62,24 +62,20 @@ def whole(variants: list[Variant], found: Findings, hits: Counter[str]) -> None:
         base = variant.new()
         variant.job(base, lambda call: 0, set(), **{"train.steps": variant.steps - 2})
         for number in range(2 if bounded else 16):
-            start(
-                variant,
-                base,
-                rng.randrange(max(1, variant.ranks)),
-                rng.randrange(120),
-                number % 2 == 0,
-            )
+            rank = rng.randrange(max(1, variant.ranks))
+            start(variant, base, rank, rng.randrange(120), once=number % 2 == 0)
 
 
 def rest(variants: list[Variant], found: Findings, hits: Counter[str]) -> None:
     """What is not of refused saves."""
-    plain, ranks = variants[-2:]
-    for first, last in ((4, 12), (4, 1000)):
+    plain, ranks = variants
+    disturb_threads(plain, hits)
+    for first, last in ((3, 6), (3, 1000)):
         log_lines(plain, first, last)
     slow(ranks, 0.1, hits)
-    slow(plain, 1.5, hits)
+    slow(plain, 3.0, hits)
     if not found.bounded:
-        slow(ranks, 1.5, hits)
+        slow(ranks, 3.0, hits)
     memory(plain, 24 if found.bounded else 104, 128 if found.bounded else 512, hits)
 
 
@@ -96,7 +92,7 @@ def attempt(findings: Findings) -> None:
     def part(of: list[tuple[str, int]], *doing: Callable[..., None]) -> Part:
         def do(found: Findings, hits: Counter[str]) -> None:
             found.folder.chmod(0o755)
-            steps = 8 if found.bounded else 24
+            steps = 8 if found.bounded or of == last else 24
             variants = [Variant(*it, found.folder / f"{it[0]}-{it[1]}", found, steps) for it in of]
             for action in doing:
                 action(variants, found, hits)
