@@ -7,7 +7,6 @@ failure waits in `failed` until the loop's control word has carried it to every 
 published is told in engine/snapshots.py, how it is read in engine/reading.py.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -24,9 +23,6 @@ from .engine.snapshots import RetentionConfig
 from .engine.staging import Stager
 from .engine.state import Recovery, share_of
 from .engine.writing import write_shards
-
-log = logging.getLogger(__name__)
-LONG = 1.0  # seconds of waiting that are worth a word
 
 
 @dataclass(frozen=True)
@@ -53,22 +49,6 @@ class Checkpointer(Recovery):
         )
         self.upload: Future[None] | None = None
         self.staged: threading.Event | None = None
-        self.told = False
-
-    def save(self, step: int, validation_loss: float | None = None) -> None:
-        """As each checkpointer does; a save is never skipped, so this waits for the one before."""
-        if step != self.last_saved:
-            before = self.blocked_seconds
-            self.settle()
-            waited = self.blocked_seconds - before
-            if waited > LONG and self.world.rank == 0 and not self.told:
-                self.told = True  # from here on metrics.jsonl says how long
-                log.warning(
-                    "step %d: training waited %.1f s for the save before to end; saves take longer "
-                    "than %d steps: raise --checkpoint.every",
-                    *(step, waited, self.snapshots.retention.every),
-                )
-        super().save(step, validation_loss)
 
     @property
     def failed(self) -> bool:

@@ -26,6 +26,7 @@ from .reading import Tensors, flat, open_tensors, walk
 from .snapshots import RetentionConfig, Snapshots, Writer
 
 log = logging.getLogger(__name__)
+LONG = 1.0  # seconds of waiting that are worth a word
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -120,6 +121,7 @@ class Recovery:
         self.blocked_seconds = 0.0
         self.busy = False  # while training waits for a save
         self.last_saved: int | None = None
+        self.told = False
 
     def save(self, step: int, validation_loss: float | None = None) -> None:
         """Save a checkpoint of `step`, once; RankError, on every rank, when any rank failed.
@@ -127,8 +129,10 @@ class Recovery:
         With `on_failure="continue"` a failure is a warning. The optimizer must not step before
         `before_optimizer_step()` has returned.
         """
-        self.settle()
+        before = self.blocked_seconds
+        self.settle()  # a save is never skipped: this waits for the one before
         if step != self.last_saved:
+            self._say_waited(self.blocked_seconds - before, step)
             self._attempt(self._save, step, validation_loss)
 
     def settle(self) -> None:
@@ -239,6 +243,16 @@ class Recovery:
 
     def _settle(self) -> None:
         """Nothing is in flight after a save that waits."""
+
+    def _say_waited(self, seconds: float, step: int) -> None:
+        """Say, once, that training waits for saves; metrics.jsonl says it each time."""
+        if seconds > LONG and self.world.rank == 0 and not self.told:
+            self.told = True
+            log.warning(
+                "step %d: training waited %.1f s for the save before to end; saves take longer "
+                "than %d steps: raise --checkpoint.every",
+                *(step, seconds, self.snapshots.retention.every),
+            )
 
     def _attempt(self, action: Callable[..., None], *arguments: Any) -> None:
         started, self.busy = time.perf_counter(), True
