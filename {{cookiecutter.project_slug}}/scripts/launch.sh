@@ -7,6 +7,12 @@
 # each, with NNODES=2 RDZV_ENDPOINT=first-machine:29500 in the environment (and RDZV_ID=name where
 # several jobs share that endpoint).
 #
+# With NNODES=1:4 the job goes on with whatever machines there are, one to four of them, from the
+# newest checkpoint. A machine may fail; it may be told to stop (SIGTERM) or join at any time (by the
+# same line), for which the others save first. Only that of RDZV_ENDPOINT has to stay. A failed one
+# is given up after 15 s, and more are waited for 30 s at each start:
+# PET_RDZV_CONF=keep_alive_interval=5,keep_alive_max_attempt=3,last_call_timeout=30.
+#
 # A job whose process dies is started again from its last checkpoint, MAX_RESTARTS times (3). On
 # SIGTERM it saves and stops; GRACE_SECONDS (120) later torchrun kills what is left.
 set -euo pipefail
@@ -23,6 +29,10 @@ if [[ ! ${1:-} =~ ^(train|profile)$ ]]; then
     echo "usage: scripts/launch.sh [-n PROCESSES] train|profile [options]" >&2
     echo "(the other commands start what they need: $python -m {{ cookiecutter.package_name }} --help)" >&2
     [[ ${1:-} =~ ^(-h|--help)$ ]] && exit 0
+    exit 2
+fi
+if [[ ! ${NNODES:-1} =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]]; then
+    echo "NNODES wants a number of machines, or the fewest and the most (1:4)" >&2
     exit 2
 fi
 [ "$processes" ] || processes=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')

@@ -14,6 +14,7 @@ from .config import Config, Place
 from .engine import UserError, commands
 from .engine.commands import PROGRAM, ask, exit_code
 from .engine.control import HostGroup
+from .engine.elastic import TO_BE_RESTARTED
 from .engine.metrics import log_to_console
 from .engine.rundir import list_checkpoints, summary
 from .engine.travel import ExportConfig
@@ -39,7 +40,7 @@ def train(arguments: list[str]) -> int:
         log.info("  to go on: raise --train.steps; to start over: --fresh (keeps the old run)")
     elif result.status == "preempted":
         log.info("  to go on from here: the same command again")
-    return 0
+    return TO_BE_RESTARTED if result.status == "regrouping" else 0
 
 
 def stage(name: str) -> Callable[[list[str]], int]:

@@ -19,6 +19,7 @@ from .engine.buffers import RunningBuffers, agree_on_buffers
 from .engine.companions import companions, garbage_collected_by_hand
 from .engine.compilation import checkpoint_activations, compile_model
 from .engine.control import Control, HostGroup, World, set_up_torch
+from .engine.elastic import outcome
 from .engine.flops import forward_flops, peak_flops
 from .engine.memory import check_memory, expected_memory
 from .engine.metrics import Journal, judge_step, loss_vector, means, move
@@ -70,7 +71,7 @@ Observer = Callable[[State, dict[str, Any] | None], None]
 class Result:
     """How a run ended."""
 
-    status: Literal["finished", "preempted", "already finished"]
+    status: Literal["finished", "preempted", "regrouping", "already finished"]
     step: int
     validation: dict[str, float] = field(default_factory=dict)
 
@@ -219,7 +220,7 @@ def _run(config: Config, world: World, observer: Observer) -> Result:
         if stop:
             log.info("%s: saving step %d, then stopping", signal.Signals(stop).name, state.step)
         checkpointer.finish(state.step)
-        status = "preempted" if stop else "finished"
+        status = outcome(stop, control)
         blocked = checkpointer.blocked_seconds
         run_dir.record_status(status, step=state.step, checkpoint_blocked_seconds=blocked)
         return Result(status, state.step, validation)

@@ -15,6 +15,7 @@ from typing import Any
 
 from . import UserError
 from .control import HostGroup
+from .elastic import launcher
 from .manifest import best_by_validation, naming, published, verify
 
 log = logging.getLogger(__name__)
@@ -34,10 +35,8 @@ class RunDirectory:
 
     def __enter__(self) -> "RunDirectory":
         """Take the directory; UserError when another run has it or when ranks do not share it."""
-        # A job that torchrun restarts must go on, not set its own beginnings aside. Each agent
-        # counts its own restarts, hence the maximum over the ranks.
-        counts = self.group.agree(lambda: int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
-        self.group.from_first(lambda: self._take(self.fresh and max(counts) == 0))
+        launchers = [str(name) for name in self.group.agree(launcher) if name]
+        self.group.from_first(lambda: self._take(launchers))
         self._prove_shared()
         return self
 
@@ -73,12 +72,13 @@ class RunDirectory:
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         write_json(self.path / "status.json", {"status": status, "at": at, **details})
 
-    def _take(self, fresh: bool) -> None:
-        self.lock = self._lock()
+    def _take(self, launchers: list[str]) -> None:
+        # A job that torchrun restarts must go on, not set its own beginnings aside.
+        ours = not self._lock().isdisjoint(launchers)
         for pattern in (".nonce-*", ".*.json-*"):  # of a start that failed or was killed
             for path in self.path.glob(pattern):
                 path.unlink()
-        if fresh and set(os.listdir(self.path)) > {".lock"}:
+        if self.fresh and not ours and set(os.listdir(self.path)) > {".lock"}:
             aside = next(
                 name
                 for n in range(1, 10_000)
@@ -86,9 +86,12 @@ class RunDirectory:
             )
             os.rename(self.path, aside)
             self.lock.close()
-            self.lock = self._lock()
+            self._lock()
+        self.lock.writelines(f"{name}\n" for name in launchers)
+        self.lock.flush()
 
-    def _lock(self) -> Any:
+    def _lock(self) -> set[str]:
+        """Lock it and say in the lock who has; returns what had launched the last who did."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             file = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - kept open
@@ -100,16 +103,19 @@ class RunDirectory:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise UserError(f"{self.path} is on a file system without locks: {error}") from None
             file.seek(0)
-            owner = file.read().strip() or "another process"
+            owner = file.readline().strip() or "another process"
             file.close()
             raise UserError(
                 f"{self.path} is in use by {owner}: wait for it or stop it, or train under "
                 "another name (--name NAME)"
             ) from None
+        self.lock = file
+        file.seek(0)
+        before = set(file.read().splitlines()[1:])
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
-        return file
+        return before
 
     def _prove_shared(self) -> None:
         """Each rank must find what rank 0 has just written."""

@@ -1,0 +1,68 @@
+"""Jobs whose world changes: what a rank does when it is told to stop, and when it starts again."""
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+
+import pytest
+from conftest import Project
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    folder = tmp_path_factory.mktemp("elastic")
+    answers = {"parallelism": "single", "checkpoint": "torch_save"}
+    with Project.imported(folder, "elastic_single", **answers) as project:
+        yield project
+
+
+def test_what_torchrun_starts_again_is_not_set_aside(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when its count of restarts says 0, as it does when a machine has joined."""
+    runs, started_by = project.folder / "runs", ["one on a", "one on b"]
+    monkeypatch.setattr("elastic_single.engine.rundir.launcher", lambda: started_by[-1])
+    project("train", *project.settings, "--fresh", "--train.steps", "1")
+    project("train", *project.settings, "--fresh", "--train.steps", "2")
+    assert {path.name for path in runs.iterdir()} == {"default"}
+    started_by.append("another on a")
+    project("train", *project.settings, "--fresh", "--train.steps", "1")
+    assert {path.name for path in runs.iterdir()} == {"default", "default.old-1"}
+
+
+def test_a_launcher_keeps_its_name(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = project.module("engine.elastic").launcher
+    assert launcher() is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert launcher() == launcher() and str(os.getppid()) in launcher()
+
+
+def test_who_stops_waits_to_be_told_where_machines_come_and_go(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ending = project.module("engine.elastic")
+    with project.module("engine.control").Control(
+        project.module("engine.control").HostGroup()
+    ) as it:
+        monkeypatch.setattr(ending, "TOLD_WITHIN", 0.05)
+        monkeypatch.setenv("NNODES", "1:3")
+        assert ending.outcome(0, it) == "finished"
+        assert ending.outcome(signal.SIGTERM, it) == "regrouping"
+        monkeypatch.setenv("NNODES", "3")
+        assert ending.outcome(signal.SIGTERM, it) == "preempted"
+        monkeypatch.setattr(ending, "TOLD_WITHIN", 60)
+        monkeypatch.setenv("NNODES", "1:3")
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        assert ending.outcome(signal.SIGTERM, it) == "preempted"
+
+
+@pytest.mark.parametrize("machines", ["two", "0", "1:", "1:2:3", "1;2"])
+def test_a_wrong_number_of_machines_is_told_at_once(project: Project, machines: str) -> None:
+    command = ["bash", "scripts/launch.sh", "-n", "1", "train"]
+    environment = {**os.environ, "NNODES": machines}
+    done = subprocess.run(
+        command, cwd=project.folder, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and done.stderr.startswith("NNODES wants a number of machines")
