@@ -28,6 +28,8 @@ class Launch:
     log: Path
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     """In the environment of all its processes, by which they are found."""
+    more: dict[str, str] = field(default_factory=dict)
+    """What else is in it."""
 
     def __post_init__(self) -> None:
         """Start it."""
@@ -42,7 +44,7 @@ class Launch:
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 [*command, *words],
-                env={**os.environ, **own, "TORTURE": self.mark},
+                env={**os.environ, **own, **self.more, "TORTURE": self.mark},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
