@@ -214,8 +214,7 @@ def _run(config: Config, world: World, observer: Observer) -> Result:
             for watcher in (watch, *watchers):
                 watcher(state, record)
             if save_now:
-                loss = validation.get("validation_loss") if validate_now else None
-                checkpointer.save(state.step, loss)
+                checkpointer.save(state.step, (record or {}).get("validation_loss"))
             observer(state, record)
         if stop:
             log.info("%s: saving step %d, then stopping", signal.Signals(stop).name, state.step)
