@@ -90,7 +90,8 @@ def start(variant: Variant, base: Path, rank: int, point: int, once: bool) -> bo
 
     def judge(call: Call) -> int:
         nonlocal left, struck, started
-        started |= ".saving-" in call.path
+        # By its first log line it has started; what comes then is a save's trouble.
+        started |= call.name == "write" and call.path.endswith("/metrics.jsonl")
         if call.rank != rank or started:
             return 0
         left -= 1

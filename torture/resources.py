@@ -51,7 +51,7 @@ def whole(variants: list[Variant], found: Findings, hits: Counter[str]) -> None:
     for variant in variants:
         rank = max(0, variant.ranks - 1) if "dcp" in variant.package else 0
         some = [Trouble(errno.EDQUOT), Trouble(errno.EROFS), Trouble(errno.EACCES, once=True)]
-        most = 3 if bounded else 77 if variant.ranks else None
+        most = 3 if bounded else 55 if variant.ranks else None
         disturb(variant, [Trouble(errno.ENOSPC)], most, hits)
         disturb(variant, [Trouble(errno.EIO, once=True, rank=rank)], most, hits)
         disturb(variant, [] if bounded else [*some, Trouble(errno.EIO)], 11, hits)
@@ -61,7 +61,7 @@ def whole(variants: list[Variant], found: Findings, hits: Counter[str]) -> None:
                 stop(variant, trouble, rng.randrange(variant.points(trouble)))
         base = variant.new()
         variant.job(base, lambda call: 0, set(), **{"train.steps": variant.steps - 2})
-        for number in range(2 if bounded else 16):
+        for number in range(2 if bounded else 10):
             rank = rng.randrange(max(1, variant.ranks))
             start(variant, base, rank, rng.randrange(120), once=number % 2 == 0)
 
