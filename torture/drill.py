@@ -1,11 +1,11 @@
 """Copied into a render by torture.jobs: makes moments last, so that they can be hit, or for ever.
 
 DRILL in the environment says what, as JSON: "at" a moment ("start-up", "validation", "save",
-"step"), touch the file "mark" and wait for "seconds" (0: loop for ever), though not before "step",
-only on "rank", and each time or "once". That rank may also take the folder "own_disk" for its
-working directory, as if it were on another machine. "patience": seconds in place of PATIENCE.
-"poison": a sample whose loss is not finite. "deaf": stop signals are not heard, which is to be
-noticed.
+"step"), touch the file "mark" and wait for "seconds" (0: loop for ever; none: until a stop signal
+is heard, or the mark's namesake with .go is there), though not before "step", only on "rank", and
+each time or "once". That rank may also take the folder "own_disk" for its working directory, as if
+it were on another machine. "patience": seconds in place of PATIENCE. "poison": a sample whose loss
+is not finite. "deaf": stop signals are not heard, which is to be noticed.
 """
 
 import json
@@ -20,12 +20,13 @@ import torch
 
 from .engine import control, sampling, snapshots, watch
 
+HEARD: list[tuple[Any, ...]] = []
+
 
 def arm(training: Any) -> None:
     """Do as DRILL says to the module of the loop."""
     what = json.loads(os.environ.get("DRILL", "{}"))
-    if what.get("deaf"):
-        control.Control._handle = lambda *heard: None
+    control.Control._handle = hearing(control.Control._handle, what.get("deaf"))
     if "patience" in what:
         watch.PATIENCE = timedelta(seconds=what["patience"])
     if "poison" in what:
@@ -54,12 +55,33 @@ def linger(function: Callable[..., Any], what: dict[str, Any]) -> Callable[..., 
         over = what.get("once") and mark.exists()
         if getattr(arguments[0], "step", 0) >= what.get("step", 0) and not over:
             mark.touch()
+            if "seconds" not in what:
+                wait_for_a_signal(mark)
+                return function(*arguments, **named)
             time.sleep(what["seconds"])
             while not what["seconds"]:
                 sum(range(1000))  # as a mistake in a model would
         return function(*arguments, **named)
 
     return lingering
+
+
+def hearing(handle: Callable[..., None], deaf: bool) -> Callable[..., None]:
+    """The handler of stop signals, noting that there was one."""
+
+    def noting(*arguments: Any) -> None:
+        HEARD.append(arguments)
+        if not deaf:
+            handle(*arguments)
+
+    return noting
+
+
+def wait_for_a_signal(mark: Path) -> None:
+    """Until one has come, to this process or (says who sent it) to another."""
+    deadline = time.monotonic() + 60
+    while not HEARD and not mark.with_suffix(".go").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def poisoned(fetch: Callable[..., Any], bad: int) -> Callable[..., Any]:

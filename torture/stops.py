@@ -94,11 +94,11 @@ def preempt(
         mark = render.folder / f"mark-{at}"
         before, _, _ = render.checkpoint("stopped")
         first = before + 3 if moment == "step" else 0
-        drill = {"at": moment, "mark": str(mark), "seconds": 0.3, "step": first} | sabotage
+        drill = {"at": moment, "mark": str(mark), "step": first} | sabotage
         workers = ("--train.loader-workers", str(at % 2))
         with started(render, ranks, "stopped", *options, *workers, drill=drill) as job:
             job.wait_for(mark.exists)
-            _stop(findings, render, job, moment, *how)
+            _stop(findings, render, job, moment, *how, mark)
             case = f"{how} of {ranks} during {moment}, {render.package}"
             problem = _kept(render, "stopped", before, moment, job.output)
             findings.tally(KEPT, "stops").count(problem and f"{case}: {problem}")
@@ -116,10 +116,11 @@ def preempt(
 
 def compiling(findings: Findings, render: Render, ranks: int) -> None:
     """Stop a run while it compiles its first step, compilers included."""
-    cold = {"TORCHINDUCTOR_CACHE_DIR": str(render.folder / "inductor")}
-    with started(render, ranks, "compiled", "--compile.mode", "blocks", **cold) as job:
+    cold = render.folder / "inductor"
+    place = {"TORCHINDUCTOR_CACHE_DIR": str(cold)}
+    with started(render, ranks, "compiled", "--compile.mode", "blocks", **place) as job:
         job.wait_for(lambda: any(map(_compiles, descendants(job.process.pid))))
-        _stop(findings, render, job, "compile", "everyone", Number.SIGTERM, 2)
+        _stop(findings, render, job, "compile", "everyone", Number.SIGTERM, 2, cold)
         problem = _kept(render, "compiled", 0, "compile", job.output)
         findings.tally(KEPT, "stops").count(problem and f"compiling, {render.package}: {problem}")
 
@@ -131,19 +132,28 @@ def _compiles(pid: int) -> bool:
 
 
 def _stop(
-    findings: Findings, render: Render, job: Job, moment: str, target: str, number: Number, n: int
+    findings: Findings,
+    render: Render,
+    job: Job,
+    moment: str,
+    target: str,
+    number: Number,
+    times: int,
+    mark: Path,
 ) -> None:
-    """Signal those that are meant, `n` times, and count how it ends."""
-    case = f"{number.name} {n}x to {target} of {job.count} during {moment}, {render.package}"
+    """Signal those that are meant, so many times, and count how it ends."""
+    case = f"{number.name} {times}x to {target} of {job.count} during {moment}, {render.package}"
     everyone = job.everyone()
     if job.count:
         who_listens(findings, everyone, case)
     chosen = {"launcher": [job.process.pid], "one rank": job.ranks()[-1:]}
-    for again in range(n):
+    for again in range(times):
         for pid in chosen.get(target, everyone):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-        time.sleep(0.05 * (again < n - 1))
+        time.sleep(0.05 * (again < times - 1))
+    if target != "launcher":  # which takes its time to hand it on
+        mark.with_suffix(".go").touch()
     seconds = job.end(GRACE)
     problem = _ending(job, seconds, target, number)
     findings.tally(ENDED, "stops").count(problem and f"{case}: {problem}\n{job.output[-3000:]}")
@@ -184,8 +194,8 @@ def two_runs(findings: Findings, render: Render) -> None:
     refused, free = findings.tally(REFUSED, "runs"), findings.tally(FREE, "kills")
     mark = render.folder / "mark-two"
     drill = {"at": "step", "mark": str(mark), "step": 9, "seconds": 1000}
-    workers = ("--train.loader-workers", "1")
-    with started(render, 0, "two", *workers, drill=drill) as job:
+    options = ("--train.loader-workers", "1", "--no-track")  # whose thread writes when it likes
+    with started(render, 0, "two", *options, drill=drill) as job:
         job.wait_for(mark.exists)
         job.everyone()
         for fresh in (False, True):
