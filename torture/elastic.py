@@ -183,7 +183,7 @@ class Trial:
         (_, size), *later = changes
         try:
             self.launch(size)
-            if problem := self.until(max(1, size), 0) if later else None:
+            if later and (problem := self.until(size, 0)):
                 raise RuntimeError(f"{self.name}: {problem}")
             for what, wanted in later:
                 self.change(what, wanted)

@@ -69,7 +69,7 @@ class Witness:
         line = {"step": state.step, "size": state.world.size, "ids": ids, "at": time.time()}
         print(json.dumps(line), file=self.file, flush=True)
         if state.step > int(self.pace.read_text("utf-8")):
-            time.sleep(0.3)
+            time.sleep(0.8)
 
 
 def of_companions(companions: Callable[..., Any]) -> Callable[..., Any]:
