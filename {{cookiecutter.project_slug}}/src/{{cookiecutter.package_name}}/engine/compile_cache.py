@@ -23,7 +23,7 @@ import uuid
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -33,6 +33,7 @@ from .flops import cpu_name
 
 log = logging.getLogger(__name__)
 ARTIFACTS, LIBRARY = "artifacts-", re.compile(r"(?:\w+/)+[\w.-]+\.so")
+MOST_OF_A_NOTE = 1 << 20  # bytes
 
 
 class UntrustedError(Exception):
@@ -70,8 +71,8 @@ class CompileCache:
                 pass  # the first start of this run
             except Exception as error:
                 level = logging.WARNING if self.writes else logging.INFO
-                problem = str(error) or type(error).__name__
-                log.log(level, "compile cache %s left alone: %s", self.directory, problem)
+                problem = ascii(str(error) or type(error).__name__)[1:-1]  # parts are the note's
+                log.log(level, "compile cache %s left alone: %.300s", self.directory, problem)
         return self
 
     def __call__(self, state: Any = None, record: dict[str, Any] | None = None) -> None:
@@ -128,9 +129,9 @@ def load(directory: Path, name: str, machine: dict[str, str]) -> dict[str, Any]:
     if not stat.S_ISDIR(found.st_mode):
         raise UntrustedError("it is not a directory")
     _require_private(found, "it")
-    content, _ = _read(directory / f"{name}.json")
     try:
-        note = json.loads(content)
+        with _opened(directory / f"{name}.json") as (opened, _):
+            note = json.loads(opened.read(MOST_OF_A_NOTE))
         file, digest, inode = (note[key] for key in ("file", "sha256", "inode"))
         of = dict(note["machine"])
     except (ValueError, KeyError, TypeError):
@@ -141,13 +142,16 @@ def load(directory: Path, name: str, machine: dict[str, str]) -> dict[str, Any]:
     if file != Path(file).name:
         raise UntrustedError(f"{name}.json names a file elsewhere")
     try:
-        content, found = _read(directory / file)
+        with _opened(directory / file) as (opened, found):
+            if found.st_ino != inode:
+                raise UntrustedError("it was copied here, and a compile cache is code")
+            if found.st_size != note.get("bytes"):
+                raise UntrustedError(f"{file} is not what was written (size)")
+            content = opened.read()
     except FileNotFoundError:
         raise UntrustedError(f"{file} is missing") from None
     if hashlib.sha256(content).hexdigest() != digest:
         raise UntrustedError(f"{file} is not what was written (sha256)")
-    if found.st_ino != inode:
-        raise UntrustedError("it was copied here, and a compile cache is code")
     unpack(content)
     return note
 
@@ -236,14 +240,15 @@ def _require_private(found: os.stat_result, what: str) -> None:
         raise UntrustedError(f"others can write to {what}")
 
 
-def _read(path: Path) -> tuple[bytes, os.stat_result]:
-    """A private file's bytes, and what the system says of just these bytes."""
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, os.stat_result]]:
+    """A private file, and what the system says of just this one."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise UntrustedError(f"{path.name} is not a file")
         _require_private(found, path.name)
-        return file.read(), found
+        yield file, found
 
 
 def _write(path: Path, content: bytes, mode: int = 0o600) -> int:
