@@ -173,8 +173,7 @@ class Trial:
                 machine.stop()
             if not self.machines:  # then it is for us to start it again
                 self.launch(size)
-        problem = self.until(size, before)
-        self.changes.append((what, before, problem))
+        self.changes.append((what, before, problem := self.until(size, before)))
         if problem:
             raise RuntimeError(f"{self.name}: a machine {what}: {problem}")
 

@@ -23,14 +23,12 @@ MEMORY = "memory stays bounded: 256 MB and 160 bytes for each byte on disk"
 TIME = "no file takes more than 30 s of computing"
 FUZZ = "changed at random and sealed again, it is read as data or refused clearly, no more"
 PROMISES = {"executed": EXECUTED, "clear": CLEAR}
-# A compile cache is code by nature; what loads one has its own place here: cases as in crafted.py,
-# a road as in victim.py.
 
 
 def attempt(findings: Findings) -> None:
     """Render, save, and let a process read; start another one where it ended early."""
     paths = saved(findings.folder)
-    probe(findings, paths, 40 if findings.bounded else 2000)
+    probe(findings, paths, 40 if findings.bounded else 600)
 
 
 def saved(folder: Path) -> list[Path]:

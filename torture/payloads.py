@@ -108,7 +108,7 @@ def payloads(file: str, bounded: bool) -> Iterator[tuple[str, bytes]]:
         for way, content in ways:
             yield f"{module}.{attribute} by {way}", content
     yield from changes(file)
-    yield from floods(100_000 if bounded else 400_000)
+    yield from floods(100_000)
 
 
 def calls(module: str, attribute: str, given: bytes, file: str) -> Iterator[tuple[str, bytes]]:

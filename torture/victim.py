@@ -43,6 +43,8 @@ class Watch:
             return
         if event == "compile" and arguments[1] == "<unknown>":
             return  # traceback looks for the place to underline
+        if event == "os.putenv" and arguments[0] == b"TORCHINDUCTOR_CACHE_DIR":
+            return  # torch does whenever it looks for its cache
         if event.startswith(STARTS):
             self.seen.append(f"{event} {arguments!a:.100}")
         elif event in ON_PATHS:
@@ -94,6 +96,9 @@ class Victim:
         if case.kind == "file":
             case.change(folder)
             return next(folder.glob("x.*"))
+        if case.kind == "cache":
+            case.change(folder / "compile_cache")
+            return folder / "compile_cache"
         run = folder / "run"
         newest = run / "checkpoints/step_00000003"
         newest.parent.mkdir(parents=True)
@@ -121,10 +126,22 @@ class Victim:
             content["files"][name] = {"size": size, "sha256": sha256}
         path.write_bytes(self.manifest.sealed(content))
 
+    def take_over(self, where: Path) -> int:
+        """Start a run that has this compile cache: 3 if it is loaded."""
+        from torture import caches
+
+        loaded, warned = caches.read_by(self.package, where, self.state.world)
+        if loaded:
+            return 3
+        raise self.clear[0](warned)
+
     def roads(self, case: Any, where: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Each way of reading: a name, and a function that returns the step that was taken."""
         group = self.control.HostGroup()
         load, model = self.travel.load_weights, self.state.model
+        if case.kind == "cache":
+            yield "a start", lambda: self.take_over(where)
+            return
         if case.kind in ("file", "folder"):
             out = self.travel.ExportConfig(to=where.parent / "out.pt", source=where)
             yield "--init-from", lambda: load(where, model, None, group) and 3
@@ -165,6 +182,7 @@ def main(folder: Path, start: int, stop: int, mutants: int, bounded: bool, seed:
     from torture import crafted
 
     logging.disable(logging.CRITICAL)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "case/inductor")
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # not to outlive whoever watches
     tell_tale = folder / "executed"
     victims = {answer: Victim(name, folder) for answer, name in PACKAGES.items()}
@@ -178,6 +196,10 @@ def main(folder: Path, start: int, stop: int, mutants: int, bounded: bool, seed:
             read()
         shutil.rmtree(warm)
     chosen = list(crafted.cases(str(tell_tale), bounded))
+    (folder / "case").mkdir(exist_ok=True)
+    own = victims["dcp"].place(chosen.pop(0), folder / "case")
+    assert victims["dcp"].take_over(own) == 3
+    tell_tale.unlink()  # which was there: what such a cache has in it is executed
     fixed = len(chosen)
     for number in range(mutants):
         kind = number % 3
@@ -203,8 +225,7 @@ def main(folder: Path, start: int, stop: int, mutants: int, bounded: bool, seed:
         before, began = memory(), time.process_time()
         for road, read in victim.roads(case, where):
             with watched(watch, place):
-                outcome = attempt(read, victim.clear)
-            step, unclear = outcome
+                step, unclear = attempt(read, victim.clear)
             if unclear:
                 problems.append(["clear", f"{road}: {unclear}"])
             elif case.refused and step == 3:
