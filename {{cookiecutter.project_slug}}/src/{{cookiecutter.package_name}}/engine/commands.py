@@ -43,7 +43,7 @@ def dispatch(commands: Iterable[Command], words: list[str], many_ranks: Iterable
 def exit_code(command: Callable[[], int]) -> int:
     """Run a command: 0 when all is well, 1 when something went wrong, 2 for bad input."""
     try:
-        return command()
+        code = command()
     except (UserError, RankError) as error:
         code = 2 if isinstance(error, UserError) else 1
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -60,8 +60,10 @@ def exit_code(command: Callable[[], int]) -> int:
         traceback.print_exc()
         code = 1
     if "RANK" in os.environ:
-        # The process group cannot be left in order: its finalisers may wait for ranks that are
-        # gone. The checkpoints are safe at every instant, so leave at once.
+        # After a failure the process group cannot be left in order: its finalisers may wait for
+        # ranks that are gone. After success, threads of libraries may still abort the interpreter
+        # on its way out (seen, on a busy machine), and torchrun would start it all again. What is
+        # to be kept has been written by now, so leave at once.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
