@@ -153,6 +153,7 @@ def _stop(
                 os.kill(pid, number)
         time.sleep(0.05 * (again < times - 1))
     if target != "launcher":  # which takes its time to hand it on
+        time.sleep(0.3)
         mark.with_suffix(".go").touch()
     seconds = job.end(GRACE)
     problem = _ending(job, seconds, target, number)
