@@ -185,7 +185,9 @@ class Saves:
         for step in range(1, self.step + 1):
             told = [line for line in lines if f"checkpoint of step {step} was not saved" in line]
             problems = []
-            if len(told) != (step in self.failed):
+            # A disk that fails for good may not even let a name be taken back: it is there, whole.
+            stayed = told and step in self.struck - self.failed and not self.trouble.once
+            if len(told) != (step in self.failed) and not stayed:
                 problems.append(f"save {step} failed: {step in self.failed}, said: {told}")
             elif told and not any(os.strerror(n) in told[0] for n in self.trouble.errors):
                 problems.append(f"no reason: {told}")

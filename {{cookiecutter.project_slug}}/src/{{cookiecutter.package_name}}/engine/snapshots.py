@@ -200,8 +200,9 @@ class Snapshots:
         os.rename(reservation, target)
         try:
             sync_directory(self.directory)
-        except OSError:
-            os.rename(target, reservation)  # it is not certain to be there after a power loss
+        except OSError:  # it is not certain to be there after a power loss
+            with contextlib.suppress(OSError):
+                os.rename(target, reservation)
             raise
 
     def _set_aside(self, path: Path) -> Path:
