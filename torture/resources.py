@@ -51,7 +51,8 @@ def whole(variants: list[Variant], found: Findings, hits: Counter[str]) -> None:
     for variant in variants:
         rank = max(0, variant.ranks - 1) if "dcp" in variant.package else 0
         some = [Trouble(errno.EDQUOT), Trouble(errno.EROFS), Trouble(errno.EACCES, once=True)]
-        most = 3 if bounded else 55 if variant.ranks else None
+        full = not variant.ranks and not variant.package.endswith("async")
+        most = 3 if bounded else None if full else 55
         disturb(variant, [Trouble(errno.ENOSPC)], most, hits)
         disturb(variant, [Trouble(errno.EIO, once=True, rank=rank)], most, hits)
         disturb(variant, [] if bounded else [*some, Trouble(errno.EIO)], 11, hits)
@@ -61,7 +62,7 @@ def whole(variants: list[Variant], found: Findings, hits: Counter[str]) -> None:
                 stop(variant, trouble, rng.randrange(variant.points(trouble)))
         base = variant.new()
         variant.job(base, lambda call: 0, set(), **{"train.steps": variant.steps - 2})
-        for number in range(2 if bounded else 10):
+        for number in range(2 if bounded else 8):
             rank = rng.randrange(max(1, variant.ranks))
             start(variant, base, rank, rng.randrange(120), once=number % 2 == 0)
 
@@ -100,7 +101,7 @@ def attempt(findings: Findings) -> None:
         return do
 
     last = [(names[2], 0), (names[2], 2)]
-    parts = [part(plans[::2], whole), part(plans[1::2], whole), part(last, rest)]
+    parts = [*(part([plan], whole) for plan in plans), part(last, rest)]
     parts += [part(plans[:1] if findings.bounded else plans[::2], scarcity)]
     parts += [part(last, resource_breaks.attempt)]
     hits = side_by_side(findings, parts)
