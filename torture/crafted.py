@@ -4,6 +4,7 @@ A case is a function that changes the files of a whole checkpoint (or makes a fi
 from); whoever uses it seals the manifest afterwards, unless the manifest is what is crafted.
 """
 
+import copy
 import io
 import json
 import os
@@ -442,7 +443,7 @@ def mutated_manifest(rng: random.Random) -> Case:
                 if isinstance(node[key], dict | list) and node[key] and local.random() < 0.7:
                     node = node[key]
                     continue
-                node[key] = local.choice(values)
+                node[key] = copy.deepcopy(local.choice(values))
                 break
         sealed = import_module("hostile_dcp.engine.manifest").sealed
         (folder / MANIFEST).write_bytes(sealed(content))
