@@ -6,6 +6,7 @@ from a checkpoint that was saved.
 """
 
 import contextlib
+import os
 import threading
 import warnings
 from collections.abc import Iterator
@@ -51,6 +52,7 @@ class Streams(FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: Path, mode: str) -> Iterator[Any]:
         """Open a file; in a thread of DCP's an error ends there, and is kept."""
+        stream = None
         try:
             with naming(path), super().create_stream(path, mode) as stream:
                 yield stream
@@ -58,6 +60,9 @@ class Streams(FileSystem):
             if threading.current_thread() is self.caller:
                 raise
             self.lost.append(error)
+            if stream is None:  # DCP's thread goes on, and wants one
+                with open(os.devnull, "wb") as nowhere:
+                    yield nowhere
 
 
 class ShardWriter(dcp.FileSystemWriter):
