@@ -10,7 +10,7 @@ from .common import RESULTS, ROOT
 
 TEXT = Path(__file__).parent / "page.md"
 PAGE = ROOT / "docs" / "reliability.md"
-TOPICS = ("crash_points", "damage")
+TOPICS = ("crash_points", "kill_storm", "elastic", "damage", "hostile", "resources", "stops")
 
 
 def page(results: Path) -> str:
