@@ -29,7 +29,7 @@ class Render:
         folder.mkdir(parents=True)
         source = render(folder, package_name=package, **answers)
         self.package, self.source, self.folder = package, source, source.parent
-        (self.folder / "text.txt").write_text(TEXT * 200)
+        (self.folder / "text.txt").write_text(TEXT * 500)
         shutil.copy(Path(__file__).parent / "drill.py", source / package)
         with open(source / package / "train.py", "a", encoding="utf-8") as file:
             file.write("\n\nimport sys\nfrom . import drill\n\ndrill.arm(sys.modules[__name__])\n")
