@@ -28,7 +28,6 @@ APART = "ranks that do not share the run directory are told before a step"
 SLOWEST = "slowest stop, from the first signal to the last process, seconds"
 GRACE = 120.0  # seconds in which a stop has to be over: what scripts/launch.sh gives
 COMPILING = 400.0  # seconds for one that comes while a step is compiled, which is waited for
-STEPS = 90
 MOMENTS = ("start-up", "step", "save", "validation")
 Number = signal.Signals
 Case = tuple[str, str, signal.Signals, int]  # when, to whom, which signal, how often
@@ -89,8 +88,9 @@ def preempt(
     findings: Findings, render: Render, ranks: int, cases: list[Case], **sabotage: Any
 ) -> None:
     """Stop one run again and again, let it go on each time, and compare its end."""
+    steps = 20 + 6 * len(cases)
     options = ("--checkpoint.every", "7", "--train.validate-every", "5")
-    options += ("--train.validate-samples", "0", "--train.steps", str(STEPS))
+    options += ("--train.validate-samples", "0", "--train.steps", str(steps))
     for at, (moment, *how) in enumerate(cases):
         mark = render.folder / f"mark-{at}"
         before, _, _ = render.checkpoint("stopped")
@@ -110,7 +110,7 @@ def preempt(
         with started(render, ranks, run, *options) as job:
             job.end(200)
     ends = [render.checkpoint(run) for run in ("stopped", "undisturbed")]
-    right = ends[0] == ends[1] and ends[0][0] == STEPS and not ends[0][2]
+    right = ends[0] == ends[1] and ends[0][0] == steps and not ends[0][2]
     problem = None if right else f"{render.package} after {len(cases)} stops: {ends}"
     findings.tally(EXACT, "runs").count(problem)
 
