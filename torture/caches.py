@@ -62,7 +62,9 @@ def crafted(package: str, tell_tale: str) -> Iterator[tuple[str, Change]]:
     cache.machine_of = lambda device: machine  # it asks the system, which is no finding
     script = f"touch {tell_tale}".encode()
     command = b"cos\nsystem\n(X" + len(script).to_bytes(4, "little") + script + b"tR."
-    harmful, harmless = artifacts(command), artifacts(pickle.dumps(defaultdict(dict)))
+    pickles = command, pickle.dumps(defaultdict(dict))
+    # What is behind a pickle's end is not read: both are of one size.
+    harmful, harmless = (artifacts(it.ljust(max(map(len, pickles)))) for it in pickles)
 
     def save(directory: Path, content: bytes = harmful, **facts: Any) -> Path:
         facts = {"machine": machine, "cold_seconds": 9.0} | facts
@@ -88,9 +90,10 @@ def crafted(package: str, tell_tale: str) -> Iterator[tuple[str, Change]]:
         make(path)
 
     def tampered(directory: Path) -> None:
-        data = save(directory, harmless)
+        data, content = save(directory, harmless), cache.pack([harmful])
+        assert len(content) == data.stat().st_size
         with open(data, "r+b") as file:
-            file.write(cache.pack([harmful]))
+            file.write(content)
 
     def copied(directory: Path) -> None:
         save(directory.with_name("theirs"))
