@@ -1,6 +1,7 @@
 """What the documentation shows was cut from a render of today."""
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+
+from torture import page as reliability
 
 SCRIPT = ROOT / "docs/cut.py"
 PAGE = """# Page
@@ -65,3 +68,17 @@ def test_a_stale_block_is_named_and_mended(
     page.write_text(mended.replace("In between.", "<!-- cut: tree -->"), "utf-8")
     with pytest.raises(ValueError, match="has no end"):
         cut.main(["--check", str(page)])
+
+
+def test_the_page_of_reliability_is_what_the_results_say() -> None:
+    """When this fails: `make torture`, or `python -m torture.page` after a single topic."""
+    shown, results = reliability.PAGE.read_text("utf-8"), reliability.RESULTS
+    assert reliability.page(results) == shown
+    for topic in reliability.TOPICS:
+        result = json.loads((results / f"{topic}.json").read_text("utf-8"))
+        assert not result["bounded"]
+        assert all(it["tried"] and not it["violations"] for it in result["tallies"]), topic
+    readme = (ROOT / "README.md").read_text("utf-8")
+    told = re.search(r"Tried on them: (.*?)\n- ", readme, re.DOTALL)
+    figures = re.findall(r"\d[\d,]*\d", told[1])
+    assert len(figures) == 4 and all(figure in shown for figure in figures)

@@ -75,8 +75,8 @@ class Witness:
 def of_companions(companions: Callable[..., Any]) -> Callable[..., Any]:
     """Put a witness beside the others."""
 
-    def with_witness(state: Any, directory: Path) -> Iterator[Any]:
-        yield from companions(state, directory)
+    def with_witness(state: Any, *others: Any) -> Iterator[Any]:
+        yield from companions(state, *others)
         yield Witness(state)
 
     return with_witness
