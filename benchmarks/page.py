@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md from the results, so that no figure in it is typed by hand."""
+"""Writes docs/benchmarks.md and docs/scaling.md from results; no figure is typed by hand."""
 
 import argparse
 import json
@@ -11,6 +11,8 @@ from .common import RESULTS, ROOT
 
 TEXT = Path(__file__).parent / "page.md"
 PAGE = ROOT / "docs" / "benchmarks.md"
+SCALING_TEXT = TEXT.with_name("scaling.md")
+SCALING_PAGE = ROOT / "docs" / "scaling.md"
 Series = dict[str, dict[str, Any]]
 
 
@@ -177,6 +179,44 @@ def section(results: Path, judge: Callable[[Series], list[str]]) -> str:
     )
 
 
+def scaling(results: Path) -> str:
+    """The page about many GPUs, with what was simulated filled in."""
+    result = json.loads((results / "goodput.json").read_text("utf-8"))
+    settings, ways = result["settings"], result["ways"]
+    lines = [
+        "| GPUs | hours between failures | synchronous: best, formula | goodput "
+        "| asynchronous: best, formula | goodput |",
+        "|---|---|---|---|---|---|",
+    ]
+    for pair in zip(ways["synchronous"], ways["asynchronous"], strict=True):
+        cells = [f"{pair[0]['gpus']:,}", _number(pair[0]["hours_between_failures"])]
+        for row in pair:
+            seconds = (row["best_interval_seconds"], row["formula_interval_seconds"])
+            cells += [", ".join(f"{s:,.0f} s" for s in seconds), f"{row['best_goodput']:.2%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    rows = [row for way in ways.values() for row in way]
+    regret = max(row["best_goodput"] - row["formula_goodput"] for row in rows)
+    errors = max(
+        abs(row["formula_goodput"] - row["formula_goodput_expected"]) / row["formula_goodput_error"]
+        for row in rows
+    )
+    bursts = result["bursts"]
+    even = next(row for row in ways["asynchronous"] if row["gpus"] == bursts["gpus"])
+    return Template(SCALING_TEXT.read_text("utf-8")).substitute(
+        goodput="\n".join(lines),
+        command=result["command"],
+        failures=f"{settings['failures']:,}",
+        save=_number(settings["save"]),
+        blocked=_number(settings["blocked"]),
+        restart=_number(settings["restart"]),
+        regret=f"{regret:.2%}",
+        errors=f"{errors:.1f}",
+        shape=bursts["shape"],
+        even=f"{even['best_goodput']:.2%}",
+        bursts=f"{bursts['best_goodput']:.2%}",
+    )
+
+
 def _number(value: float) -> str:
     """Three digits, no exponents."""
     if value == 0 or abs(value) >= 100:
@@ -189,8 +229,10 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.page", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--scaling", type=Path, default=SCALING_PAGE)
     given = parser.parse_args()
     given.page.write_text(page(given.results), "utf-8")
+    given.scaling.write_text(scaling(given.results), "utf-8")
 
 
 if __name__ == "__main__":

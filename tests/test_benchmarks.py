@@ -6,8 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.goodput import Costs, expected, lives_of, simulate, young_daly
 
 TOPICS = ("loop", "save", "restore", "sampler", "startup", "workflow")
 
@@ -35,9 +40,42 @@ def test_a_benchmark_measures_everything(topic: str, tmp_path: Path) -> None:
 
 
 def test_the_page_is_what_the_results_say(tmp_path: Path) -> None:
-    run("benchmarks.page", "--page", str(tmp_path / "page.md"))
-    page = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
-    assert (tmp_path / "page.md").read_text("utf-8") == page, "not written by `make benchmark`"
+    pages = {"--page": "benchmarks.md", "--scaling": "scaling.md"}
+    words = [word for option, name in pages.items() for word in (option, str(tmp_path / name))]
+    run("benchmarks.page", *words)
+    for name in pages.values():
+        page = (ROOT / "docs" / name).read_text("utf-8")
+        assert (tmp_path / name).read_text("utf-8") == page, "not written by `make benchmark`"
+
+
+def test_goodput_is_computed_anew(tmp_path: Path) -> None:
+    run("benchmarks.goodput", "--out", str(tmp_path))
+    committed = (ROOT / "benchmarks" / "results" / "goodput.json").read_text("utf-8")
+    assert json.loads((tmp_path / "goodput.json").read_text("utf-8")) == json.loads(committed)
+
+
+seconds = st.floats(0.01, 1000)
+
+
+@given(seconds, st.floats(0, 1000), seconds, st.floats(0.05, 20), st.integers(0, 1000))
+def test_simulated_failures_agree_with_theory(
+    blocked: float, upload: float, restart: float, factor: float, seed: int
+) -> None:
+    """Daly's closed form for any costs; and no interval is much better than the formula's."""
+    costs, mean_life = Costs(blocked, upload, restart), 20_000.0
+    interval = factor * young_daly(costs, mean_life)
+    lives = lives_of(20_000, 1.0, np.random.default_rng(seed)) * mean_life
+    goodput, error = simulate(costs, interval, lives)
+    assert abs(goodput - expected(costs, interval, mean_life)) < 6 * error + 1e-9
+    by_formula = expected(costs, young_daly(costs, mean_life), mean_life)
+    assert expected(costs, interval, mean_life) < by_formula + 0.02
+
+
+def test_lives_that_never_last_keep_nothing_and_endless_ones_all() -> None:
+    costs = Costs(blocked=1.0, upload=10.0, restart=100.0)
+    assert simulate(costs, 99.0, np.full(10, 209.0)) == (0.0, 0.0)  # durable at 210 s
+    assert simulate(costs, 99.0, np.full(10, 210.0))[0] == pytest.approx(99 / 210)
+    assert simulate(costs, 99.0, np.full(1, 1e9))[0] == pytest.approx(0.99, abs=1e-6)
 
 
 def test_make_benchmark_runs_all_of_them() -> None:
