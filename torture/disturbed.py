@@ -42,8 +42,6 @@ WHOLE = "what bears the name of a checkpoint is whole, and the last good one is 
 SAID = "a save that failed is told in one line, with the reason; one that did not is not"
 TIDY = "after the next save that succeeds nothing half-done is left"
 GOES_ON = "asked to go on, the run ends with the bits of an undisturbed one"
-STOPS = "asked to stop, the run says why, and its restart ends with the bits of an undisturbed one"
-STARTS = "a start that cannot read or write says why in one line and changes no checkpoint"
 
 
 @dataclass
