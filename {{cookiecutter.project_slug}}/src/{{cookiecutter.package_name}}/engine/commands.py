@@ -1,6 +1,7 @@
 """A command line with commands: which one is meant, its options as settings, its exit code."""
 
 import os
+import signal
 import sys
 import time
 import traceback
@@ -67,4 +68,7 @@ def exit_code(command: Callable[[], int]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        # Stop signals often come twice, and on its way out Python takes its own handlers back.
+        signal.signal(number, signal.SIG_IGN)
     return code

@@ -265,7 +265,9 @@ class Control:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Give the signals back; no collective is left unfinished after a regular end."""
         for number, handler in self.previous.items():
-            signal.signal(number, handler)
+            # Told to stop, it does; told once more on its way out, it must not die of that.
+            deaf = self.signal is not None and handler == signal.SIG_DFL
+            signal.signal(number, _hear_no_more if deaf else handler)
         if kind is None and self.pending is not None:
             self.pending.wait()
 
@@ -289,3 +291,7 @@ class Control:
         if number == signal.SIGINT and (self.signal == signal.SIGINT or not self.heeded):
             raise KeyboardInterrupt  # a second Ctrl-C means now, as does one during start-up
         self.signal = number
+
+
+def _hear_no_more(number: int, frame: types.FrameType | None) -> None:
+    """Unlike SIG_IGN, nothing that a child process would inherit."""
