@@ -66,3 +66,19 @@ def test_a_wrong_number_of_machines_is_told_at_once(project: Project, machines: 
         command, cwd=project.folder, env=environment, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2 and done.stderr.startswith("NNODES wants a number of machines")
+
+
+def test_who_stops_hears_no_more_but_its_children_do(project: Project) -> None:
+    """A second signal on the way out does no harm; who was not told to stop gives all back."""
+    control = project.module("engine.control")
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with control.Control(control.HostGroup()):
+            pass
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        with control.Control(control.HostGroup()) as it:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert it.exchange() == (signal.SIGTERM, False)
+        assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
+    finally:
+        signal.signal(signal.SIGTERM, before)
