@@ -162,10 +162,20 @@ def gate(project: Project, tmp_path: Path) -> Any:
     return judge
 
 
+def assert_all_but_speed_pass(stage: Any) -> None:
+    """Of a real trial; whether its speed can be told depends on what else this machine does."""
+    statuses = {check["name"]: check["status"] for check in stage.checks}
+    assert statuses.pop("speedup") in ("pass", "not_measured")
+    passed = dict.fromkeys(
+        ("compiles", "graph_breaks", "recompiles", "recompile_limit", "numerics"), "pass"
+    )
+    assert statuses == passed, stage.checks
+
+
 def test_a_mode_is_tried_and_judged(project: Project, tmp_path: Path, quick: None, gate) -> None:
     figures = cold(project, tmp_path)
     judged = gate({"full": figures, "blocks": {"skipped": "blocks(model) names no block"}})
-    assert judged.stage.status == "pass", judged.stage.checks
+    assert_all_but_speed_pass(judged.stage)
     assert "not tried, blocks(model) names no block" in judged.compiles["measured"]
     full = judged.stage.figures["modes"]["full"]
     assert full["graphs"] >= 1 and full["graph_breaks"] == full["recompiles"] == []
@@ -317,6 +327,10 @@ def test_advice_names_the_mode_and_what_it_earns(gate) -> None:
     none = gate({"full": slow})
     assert none.stage.figures["best"] == "none" and "--compile.mode none" in none.stage.advice[0]
     assert "try x" in none.stage.advice[1]
+    wild = [1 + 0.6 * (-1) ** k for k in range(12)]
+    noisy = gate({"full": FIGURES | {"windows": {"eager": wild, "compiled": [1.0] * 12}}})
+    assert noisy.speedup["status"] == noisy.stage.status == "not_measured"
+    assert noisy.stage.figures["best"] == "none" and not noisy.stage.advice
     much = FIGURES | {"windows": {"eager": [1.0] * 8, "compiled": [0.1] * 8}}
     assert gate({"blocks": FIGURES, "full": much}).stage.figures["best"] == "full"
     assert gate({"blocks": FIGURES, "full": FIGURES}).stage.figures["best"] == "blocks"
@@ -503,5 +517,5 @@ def test_a_restart_is_warm_though_the_local_cache_is_gone(
     assert figures["restart"]["hits"] > 0 and figures["restart"]["misses"] == 0
     assert figures["restart"]["saved"] is not None
     judged = gate({"blocks": figures})
-    assert judged.stage.status == "pass", judged.stage.checks
+    assert_all_but_speed_pass(judged.stage)
     assert "with the carried cache" in judged.compiles["measured"]
