@@ -113,7 +113,8 @@ def _launch_all(topic: str, folder: Path, smoke: bool) -> dict[str, Any]:
         where = folder / "renders" / answer
         where.mkdir(parents=True)
         render(where, own_model=True, package_name=f"saving_by_{answer}", checkpoint=answer)
-    results = [_launch(topic, ranks, folder, smoke) for ranks in RANKS]
+    sizes = RANKS[-1:] if smoke else RANKS
+    results = [_launch(topic, ranks, folder, smoke) for ranks in sizes]
     return {
         "settings": results[0]["settings"],
         "series": {name: found for result in results for name, found in result["series"].items()},
