@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from cookiecutter.main import cookiecutter
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).parents[1]
 PROJECT = "{{cookiecutter.project_slug}}"
@@ -25,6 +26,54 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 settings.register_profile("template", deadline=None, database=None)  # machines differ in speed
 settings.load_profile("template")
+
+
+# What takes long, the longest first, so that no worker is left with it at the end.
+LONG = (
+    "test_whole_workflow",
+    "test_torture_kill_storm",
+    "test_life.py::test_the_commands_of_its_readme",
+    "test_torture_resources",
+    "test_compile_stage",
+    "test_travel",
+    "test_own_models",
+    "test_life",
+    "test_torture",
+    "test_scale_stage",
+    "test_hybrid",
+    "test_checkpoint_stage",
+    "test_tracker",
+    "test_profile_stage",
+    "test_render",
+    "test_demo",
+    "test_benchmarks",
+    "test_answers.py::test_all_answers_together",
+)
+# Files whose tests share nothing.
+APART = {"test_answers", "test_benchmarks", "test_life"}
+
+
+class Scheduling(LoadScopeScheduling):
+    """The tests of a file go to one worker, since they share what was rendered.
+
+    (Marks that group tests are silently ignored under pytest 9.2: pytest-xdist#1386.)
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return nodeid if Path(file).stem in APART else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
+    return Scheduling(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def rank(item: pytest.Item) -> int:
+        name = item.nodeid.rpartition("/")[2]
+        return next((at for at, long in enumerate(LONG) if name.startswith(long)), len(LONG))
+
+    items.sort(key=rank)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -88,22 +137,16 @@ def bake_cli(
 
 
 def drill(
-    script: str, *arguments: str, ranks: int = 0, paths: list[Path], timeout: float = 240
+    script: str, *jobs: tuple[int | str, ...], sources: dict[str, Path], timeout: float = 500
 ) -> str:
-    """The output of a script of tests/drills, by one process or by torchrun, with some packages.
+    """The output of a script of tests/drills, job after job: its ranks (0: none), its arguments.
 
-    Several renders go into one process, whose start costs more than what it tests.
+    The packages of several renders go into one process, whose start costs more than what it tests.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*(launcher if ranks else []), str(ROOT / "tests/drills" / script), *arguments]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
+    command = [sys.executable, str(ROOT / "tests/drills/forks.py"), script, json.dumps(jobs)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sources.values()))}
     with subprocess.Popen(
-        [sys.executable, *command],
+        [*command, *sources],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

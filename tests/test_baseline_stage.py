@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from conftest import Project
 
-pytestmark = pytest.mark.xdist_group("workflow")
-
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:

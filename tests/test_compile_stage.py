@@ -16,8 +16,6 @@ import torch
 from conftest import Project
 from torch import nn
 
-pytestmark = pytest.mark.xdist_group("compile")  # one worker: they share the render
-
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:

@@ -13,5 +13,5 @@ def test_copies_of_a_sharded_model_are_ddp_and_fsdp(tmp_path: Path) -> None:
         answers = {"parallelism": parallelism, "checkpoint": checkpoint, "package_name": name}
         names[name] = bake(tmp_path / name, **answers) / "src"
     (tmp_path / "text.txt").write_text("A horse! a horse! my kingdom for a horse! " * 100)
-    output = drill("hybrid.py", str(tmp_path), *names, ranks=4, paths=list(names.values()))
+    output = drill("hybrid.py", (4, str(tmp_path), *names), sources=names)
     assert "5 ways agree" in output

@@ -5,10 +5,10 @@ All share the environment that runs these tests: a render is used through PYTHON
 """
 
 import contextlib
+import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import bake, drill
+from conftest import Project, bake, drill
 
 PACKAGE = "my_training_run"
 VARIANTS = [
@@ -34,17 +34,16 @@ VARIANTS = [
 ]
 # Among them every parallelism, every kind of checkpoint and both tasks.
 TESTED_WHOLE = (VARIANTS[0], VARIANTS[5], VARIANTS[7])
+DEPENDENT = (
+    "test_an_interrupted_run_goes_on_exactly[15]",
+    "test_a_damaged_checkpoint_costs_one_interval",
+    "test_a_failed_save_costs_only_itself",
+    "test_a_checkpoint_holds_its_own_step",
+)
 TINY = ["--preset", "tiny", "--device", "cpu"]
 
 
-# A variant's tests share its render, so they run in one worker.
-GROUPED = [
-    pytest.param(variant, id="-".join(variant), marks=pytest.mark.xdist_group("-".join(variant)))
-    for variant in VARIANTS
-]
-
-
-@pytest.fixture(scope="module", params=GROUPED)
+@pytest.fixture(scope="module", params=VARIANTS, ids="-".join)
 def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = ("task", "parallelism", "checkpoint", "license", "tracker")
     return bake(tmp_path_factory.mktemp("life"), **dict(zip(names, request.param, strict=True)))
@@ -114,16 +113,10 @@ def trainers(pid: int) -> list[int]:
     return found
 
 
-def train(project: Path, ranks: int, run: str, *options: str, **more: str) -> str:
-    with launch(project, ranks, run, *options, **more) as process:
-        return finish(process)
-
-
-def launch(project: Path, ranks: int, run: str, *options: str, **more: str) -> Any:
-    command = ["bash", "scripts/launch.sh", "-n", str(ranks)]
-    if ranks == 0:  # one plain process
-        command = [sys.executable, "-m", PACKAGE]
-    return start(project, *command, "train", *TINY, "--name", run, *options, **more)
+def launch(project: Path, run: str, *options: str) -> Any:
+    """Training on two ranks."""
+    command = ["bash", "scripts/launch.sh", "-n", "2", "train", *TINY]
+    return start(project, *command, "--name", run, *options)
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
@@ -134,73 +127,35 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
-def manifest(run_dir: Path) -> dict[str, Any]:
-    """The manifest of the newest checkpoint."""
-    newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
-    return json.loads((newest / "manifest.json").read_text())
+def manifest(run_dir: Path, step: int) -> dict[str, Any]:
+    """What is told of a checkpoint."""
+    return json.loads((run_dir / f"checkpoints/step_{step:08}/manifest.json").read_text())
 
 
-DIGEST = """
-import hashlib, pathlib, sys
-from my_training_run import config, data, model
-from my_training_run.engine.control import HostGroup
-from my_training_run.engine.reading import find_checkpoint, flat, open_tensors
-from my_training_run.engine.optimizers import create_optimizer_state, optimizer_tensors
-from my_training_run.engine.state import model_tensors
-from my_training_run.optim import build_optimizer
-settings = config.load(pathlib.Path(sys.argv[1]) / "config.json")
-net = model.build_model(settings, data.build_datasets(settings)[2])
-optimizer = build_optimizer(settings.optim, net)
-create_optimizer_state(optimizer)
-tensors = {"model": model_tensors(net), "optimizer": optimizer_tensors(net, optimizer)}
-for run in sys.argv[1:]:
-    path, manifest = find_checkpoint(pathlib.Path(run))
-    named, source = dict(flat(tensors)), open_tensors(path, manifest)
-    assert source.forms.keys() == named.keys()
-    for tensor in named.values():
-        tensor.fill_(7)
-    source.read(named, HostGroup())
-    digest = hashlib.sha256(b"".join(named[name].numpy().tobytes() for name in sorted(named)))
-    print(manifest["step"], digest.hexdigest())
-"""
+def hashes(run_dir: Path, step: int) -> dict[str, str]:
+    """Of all weights and moments in a checkpoint (DCP's index has a random name in it)."""
+    files = manifest(run_dir, step)["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name != ".metadata"}
 
 
-def final_states(project: Path, *runs: str) -> list[str]:
-    """Step and digest of all weights and moments in the newest checkpoints, whoever saved them."""
-    paths = [str(project / "runs" / run) for run in runs]
-    with start(project, sys.executable, "-c", DIGEST, *paths) as process:
-        return finish(process).splitlines()[-len(runs) :]
-
-
-@pytest.mark.parametrize("project", [GROUPED[0], GROUPED[7]], indirect=True)
+@pytest.mark.parametrize("project", VARIANTS[:1], indirect=True, ids="-".join)
 def test_a_killed_worker_changes_nothing(project: Path) -> None:
-    """`kill -9` in mid-run; restarted (by torchrun, by hand for one process), bit-identical.
+    """`kill -9` in mid-run; restarted by torchrun, bit-identical.
 
-    All variants are killed in torture/kill_storm.py.
+    All variants are killed in torture/kill_storm.py, those on one process too.
     """
-    ranks = 0 if is_single(project) else 2
     options = ("--train.steps", "80", "--train.log-every", "1")
-    train(project, ranks, "undisturbed", *options)
-
-    with launch(project, ranks, "killed", *options) as process:
+    with launch(project, "undisturbed", *options) as process:
+        finish(process)
+    with launch(project, "killed", *options) as process:
         deadline = time.monotonic() + 100
         while len(records(project / "runs" / "killed")) < 12:
             assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
             time.sleep(0.01)
-        victim = trainers(process.pid)[-1] if ranks else process.pid
-        os.kill(victim, signal.SIGKILL)
-        if ranks:
-            output = finish(process)
-            assert "resuming from" in output
-        else:
-            process.wait(20)
-            killed_at = records(project / "runs" / "killed")[-1]["step"]
-            assert killed_at < 80, "it was over before it was killed"
-    if not ranks:
-        assert "resuming from" in train(project, ranks, "killed", *options)
-    undisturbed, killed = final_states(project, "undisturbed", "killed")
-    assert undisturbed.startswith("80 ")
-    assert killed == undisturbed
+        os.kill(trainers(process.pid)[-1], signal.SIGKILL)
+        assert "resuming from" in finish(process)
+    undisturbed, killed = (hashes(project / "runs" / run, 80) for run in ("undisturbed", "killed"))
+    assert undisturbed and killed == undisturbed
     expected, found = (
         {record["step"]: record["loss"] for record in records(project / "runs" / run)}
         for run in ("undisturbed", "killed")
@@ -209,11 +164,6 @@ def test_a_killed_worker_changes_nothing(project: Path) -> None:
     assert list(found) == list(range(1, 81))
 
 
-def is_single(project: Path) -> bool:
-    return not (project / "tests/test_ranks.py").exists()
-
-
-@pytest.mark.xdist_group("ranks")
 def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
     """2 -> 1 -> 2 -> 3 ranks, with a batch that three do not divide, against one process."""
     names = {}
@@ -222,18 +172,13 @@ def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
             name = f"ranks_{parallelism}_{checkpoint}"
             answers = {"task": task, "parallelism": parallelism, "checkpoint": checkpoint}
             names[name] = bake(tmp_path / name, package_name=name, **answers)
-    sources = [project / "src" for project in names.values()]
-    for run, ranks, steps in (
-        ("many", 2, 3),
-        ("many", 0, 6),
-        ("many", 2, 9),
-        ("many", 3, 12),
-        ("one", 0, 12),
-    ):
-        drill("elastic.py", str(tmp_path), run, str(steps), *names, ranks=ranks, paths=sources)
-        for name in names:
-            saved = manifest(tmp_path / name / run)
-            assert (saved["world_size"], saved["samples"]) == (max(1, ranks), 8 * steps)
+    sources = {name: project / "src" for name, project in names.items()}
+    jobs = (("many", 2, 3), ("many", 0, 6), ("many", 2, 9), ("many", 3, 12), ("one", 0, 12))
+    told = [(ranks, str(tmp_path), run, str(steps), *names) for run, ranks, steps in jobs]
+    drill("elastic.py", *told, sources=sources)
+    for name, (run, ranks, steps) in itertools.product(names, jobs):
+        saved = manifest(tmp_path / name / run, steps)
+        assert (saved["world_size"], saved["samples"]) == (max(1, ranks), 8 * steps)
     assert len(names) == 6
     for name in names:
         many, one = ([r["loss"] for r in records(tmp_path / name / run)] for run in ("many", "one"))
@@ -241,71 +186,79 @@ def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
         assert len(many) == 12
 
 
-def test_its_own_tests_and_hooks_pass(project: Path, request: pytest.FixtureRequest) -> None:
-    """All of them in three variants, elsewhere those that depend on more than one answer."""
+def test_its_own_tests_pass(project: Path, request: pytest.FixtureRequest) -> None:
+    """All of them in three variants, elsewhere those that depend on more than one answer.
+
+    On several ranks all variants are in test_any_number_of_ranks_goes_on.
+    """
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    if request.node.callspec.params["project"] not in TESTED_WHOLE:
-        tests += ["-k", "two_ranks or interrupted or damaged or failed_save or its_own_step"]
+    whole = request.node.callspec.params["project"] in TESTED_WHOLE
+    if not whole:
+        tests += [f"tests/test_training.py::{name}" for name in DEPENDENT]
     with start(project, sys.executable, *tests) as process:
         output = finish(process, timeout=240)
     assert " passed" in output and "failed" not in output
-    for command in (["git", "init", "-q"], ["git", "add", "."], ["pre-commit", "run", "-a"]):
-        with start(project, *command, PRE_COMMIT_HOME=str(project / ".pre-commit")) as process:
-            finish(process)
-    shutil.rmtree(project / ".git")
-    shutil.rmtree(project / ".pre-commit", ignore_errors=True)
+    if whole:  # the hooks are the same in all variants: test_another_answer_changes_its_own_...
+        for command in (["git", "init", "-q"], ["git", "add", "."], ["pre-commit", "run", "-a"]):
+            with start(project, *command, PRE_COMMIT_HOME=str(project / ".pre-commit")) as process:
+                finish(process)
 
 
-@pytest.mark.timeout(1500)  # a busy machine takes its time over all stages of the workflow
-@pytest.mark.parametrize(
-    "answers",
-    [
-        pytest.param(("language_model", "ddp"), marks=pytest.mark.xdist_group("readme-1")),
-        pytest.param(("image_classifier", "fsdp"), marks=pytest.mark.xdist_group("readme-2")),
-        pytest.param(("language_model", "single"), marks=pytest.mark.xdist_group("readme-3")),
-    ],
-    ids="-".join,
-)
-def test_the_commands_of_its_readme_work(tmp_path: Path, answers: tuple[str, str]) -> None:
-    """Every command of the rendered README is typed, at the size of the tiny preset."""
-    project = bake(tmp_path, task=answers[0], parallelism=answers[1])
+def commands_of(project: Path) -> list[str]:
+    """All that the README tells to type, but what installs."""
     readme = (project / "README.md").read_text("utf-8")
     blocks = re.findall(r"```bash\n(.*?)```", readme, flags=re.DOTALL)
     lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
     table = re.findall(r"^\| `([^`]+)` \|", readme, flags=re.MULTILINE)
     lines += [f"python -m {PACKAGE} {command}" for command in table[1:]]
-    typed = []
-    for line in lines:
-        if "venv" in line or "pip install" in line or "NNODES" in line:
-            continue  # installing is a test of its own; several machines need several machines
-        gated = " workflow" in line
-        if gated and (answers[1] != "ddp" or line in typed):
-            continue  # the most of a minute each time
-        typed.append(line)
-        if " train" in line or gated:
-            line += " " + " ".join(TINY) + (" --workflow.go-on" if gated else "")
-        with start(project, "bash", "-c", line, MAX_RESTARTS="0") as process:
-            # A gate may fail where the machine is busy; that it says so is the command working.
-            output = finish(process, timeout=900, codes=(0, 1) if gated else (0,))
-        assert "broke down" not in output, output
-    commands = {"train", "report", "verify", "export", "infer"}
-    commands |= {"workflow"} if answers[1] == "ddp" else set()
+    return list(dict.fromkeys(line for line in lines if not re.search("venv|pip install", line)))
+
+
+def test_the_commands_of_its_readme_work(tmp_path: Path) -> None:
+    """Every command of every rendered README is typed, at the size of the tiny preset.
+
+    On several machines they are tried in torture/elastic.py, the workflow in
+    test_whole_workflow.py.
+    """
+    typed: list[str] = []
+    for task, parallelism in (
+        ("language_model", "ddp"),
+        ("image_classifier", "fsdp"),
+        ("language_model", "single"),
+    ):
+        project = bake(tmp_path / task / parallelism, task=task, parallelism=parallelism)
+        lines = commands_of(project)
+        new = [line for line in lines if line not in typed and "NNODES" not in line]
+        typed += new
+        if new and new[0] != lines[0]:  # they need a run
+            new.insert(0, "scripts/launch.sh -n 2 train")
+        for line in new:
+            if line == f"python -m {PACKAGE} workflow":
+                continue
+            line += " " + " ".join(TINY) if " train" in line else ""
+            with start(project, "bash", "-c", line, MAX_RESTARTS="0") as process:
+                finish(process)
+    commands = {"train", "workflow", "report", "verify", "export", "infer"}
     assert commands == {word for line in typed for word in line.split() if word in commands}
 
 
 @pytest.mark.parametrize("task", ["language_model", "image_classifier"])
-def test_unusable_data_is_told_in_one_line(tmp_path: Path, task: str) -> None:
-    project = bake(tmp_path, task=task, parallelism="single")
+def test_unusable_data_is_told_in_one_line(
+    tmp_path: Path, task: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "short").write_text("too short")
-    for name in ("missing", "empty", "short"):
-        path = str(tmp_path / name)
-        command = [sys.executable, "-m", PACKAGE, "train", "--data.path", path]
-        with start(project, *command) as process:
-            output = finish(process, codes=(2,))
-        assert output.startswith("error: ") and output.count("\n") == 1, output
-        assert path in output
-    assert not (project / "runs").exists()
+    with Project.imported(tmp_path, f"unusable_{task}", task=task, parallelism="single") as it:
+        monkeypatch.chdir(it.folder)
+        for name in ("missing", "empty", "short"):
+            path = str(tmp_path / name)
+            words = ("train", "--device", "cpu", "--data.path", path)
+            monkeypatch.setattr(sys, "argv", ["program", *words])
+            assert it.module("__main__").main() == 2
+            output = "".join(capsys.readouterr())
+            assert output.startswith("error: ") and output.count("\n") == 1, output
+            assert path in output
+        assert not (it.folder / "runs").exists()
 
 
 def test_it_installs_with_its_console_script(tmp_path: Path) -> None:

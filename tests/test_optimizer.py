@@ -12,8 +12,6 @@ import pytest
 import torch
 from conftest import Project
 
-pytestmark = pytest.mark.xdist_group("optimizer")
-
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:

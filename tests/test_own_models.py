@@ -13,7 +13,6 @@ MODELS = {
     "hugging_face": "language_model",
     "nanogpt": "language_model",
 }
-pytestmark = pytest.mark.xdist_group("own")
 
 
 def test_they_train_compile_and_resume_in_every_parallelism(tmp_path: Path) -> None:
@@ -29,10 +28,10 @@ def test_they_train_compile_and_resume_in_every_parallelism(tmp_path: Path) -> N
             sources[name] = project / "src"
     alone = [name for name in sources if name.endswith("_single")]
     many = [name for name in sources if not name.endswith("_single")]
-    for ranks, packages in ((0, alone), (2, many)):
-        arguments = (str(tmp_path), *packages)
-        output = drill("own_models.py", *arguments, ranks=ranks, paths=list(sources.values()))
-        assert f"{len(packages)} models trained on {max(1, ranks)} ranks" in output
+    jobs = ((0, str(tmp_path), *alone), (2, str(tmp_path), *many))
+    output = drill("own_models.py", *jobs, sources=sources)
+    for ranks, packages in ((1, alone), (2, many)):
+        assert f"{len(packages)} models trained on {ranks} ranks" in output
     one, two = (json.loads((tmp_path / f"{ranks}.json").read_text()) for ranks in (1, 2))
     for name, losses in two.items():
         if name.startswith("hugging_face"):  # no batch statistics and no dropout: they are equal

@@ -2,6 +2,7 @@
 
 import ast
 import filecmp
+import functools
 import itertools
 import json
 import re
@@ -14,7 +15,6 @@ import pytest
 import yaml
 from conftest import PROJECT, ROOT, bake, bake_cli, copy_template
 
-pytestmark = pytest.mark.xdist_group("render")  # one worker: they share the renders
 QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
 CHOICES = {
     name: QUESTIONS[name] for name in ("license", "task", "parallelism", "checkpoint", "tracker")
@@ -121,8 +121,12 @@ def test_every_render_has_exactly_its_files(renders: dict[Answers, Path]) -> Non
 
 
 def test_every_file_is_valid(renders: dict[Answers, Path]) -> None:
+    seen: set[tuple[str, bytes]] = set()  # most files are the same in all renders
     for project in renders.values():
         for name, content in tree(project).items():
+            if (name, content) in seen:
+                continue
+            seen.add((name, content))
             text = content.decode("utf-8")
             assert text.endswith("\n") and not text.endswith("\n\n"), f"{project}/{name}"
             assert "\r" not in text
@@ -204,11 +208,8 @@ def test_all_answers_export_the_same_names(renders: dict[Answers, Path]) -> None
         for path in project.rglob("*.py"):
             if path.relative_to(project).as_posix() in task:
                 continue
-            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-                if isinstance(node, ast.ImportFrom) and node.module:
-                    imported.setdefault(node.module.split(".")[-1], set()).update(
-                        alias.name for alias in node.names
-                    )
+            for module, names in imports_of(path.read_text("utf-8")):
+                imported.setdefault(module, set()).update(names)
         for name in ("train", "workflow/scale"):
             module = ast.parse((project / f"{PACKAGE}/{name}.py").read_text("utf-8"))
             imported.setdefault("parallel", set()).update(
@@ -230,6 +231,17 @@ def test_all_answers_export_the_same_names(renders: dict[Answers, Path]) -> None
             assert len(found) <= 1, (name, found)
             inner = module.startswith("test_") or module == "formats"
             assert inner or (found and next(iter(found))), name
+
+
+@functools.cache  # most files are the same in all renders
+def imports_of(text: str) -> list[tuple[str, set[str]]]:
+    """Modules that names are imported from, and the names."""
+    nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom))
+    return [
+        (node.module.split(".")[-1], {alias.name for alias in node.names})
+        for node in nodes
+        if node.module
+    ]
 
 
 def signatures(body: list[ast.stmt], names: set[str]) -> list[str]:

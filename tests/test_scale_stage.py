@@ -1,7 +1,7 @@
 """The scale stage: every check passes where it should, fails where it should, and says why not.
 
-Two real runs of two gloo ranks (DDP that is right, FSDP whose model looks at its rank); the rest
-judges made-up records or measures in this process.
+A real run of two gloo ranks (FSDP whose model looks at its rank; DDP that is right runs in
+test_whole_workflow.py); the rest judges made-up records or measures in this process.
 """
 
 import copy
@@ -14,8 +14,6 @@ import pytest
 import torch
 from conftest import Project
 from torch import nn
-
-pytestmark = pytest.mark.xdist_group("scale")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,42 +59,6 @@ def stage_of(project: Project, run: str) -> dict[str, Any]:
 
 def statuses(content: dict[str, Any]) -> dict[str, str]:
     return {check["name"]: check["status"] for check in content["checks"]}
-
-
-def test_two_ranks_do_what_one_does(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    project("scale", *project.settings, "--workflow.ranks", "2", "--name", "right")
-    content = stage_of(project, "right")
-    shown = capsys.readouterr().out
-    assert "1 process, 1 thread each" in shown and "2 processes, 1 thread each" in shown
-    assert "this cannot tell" in shown
-    found = statuses(content)
-    cores = content["machine"]["cores"]
-    recorded = "pass" if cores > 1 else "not_measured"
-    assert found == {
-        "same_losses": "pass",
-        "strong_efficiency": recorded,
-        "weak_efficiency": recorded,
-        "memory": "pass",
-    }
-    figures = content["figures"]
-    assert figures["ranks"] == [1, 2]
-    assert figures["losses"]["1"] == pytest.approx(figures["losses"]["2"], rel=1e-5)
-    assert len(set(figures["losses"]["1"])) == len(figures["losses"]["1"]) >= 10
-    for kind in ("strong", "weak"):
-        assert set(figures[kind]) == {"1", "2"}
-        for record in figures[kind].values():
-            assert 0 <= record["communication"] < 1
-            seconds = record["step_seconds"]
-            assert 0 < seconds["p10"] <= seconds["median"] <= seconds["p90"]
-        assert set(figures[f"{kind}_efficiency"]) == {"2"}
-    one, two = figures["memory"]["1"], figures["memory"]["2"]
-    assert one["parameters"] == two["parameters"]
-    assert one["optimizer"] == pytest.approx(2 * one["gradients"])
-    assert one["gathered"] == two["gathered"] == 0
-    assert one["predicted"] == sum(v for k, v in one.items() if k not in ("predicted", "measured"))
-    assert figures["choice"]["name"] == figures["choice"]["rendered"] == "DDP"
-    assert any("as rendered" in text for text in content["advice"])
-    assert any("learning rate: leave it" in text for text in content["advice"])
 
 
 def test_what_depends_on_the_rank_is_found(

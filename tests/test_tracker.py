@@ -16,7 +16,6 @@ import pytest
 import torch
 from conftest import Project
 
-pytestmark = pytest.mark.xdist_group("tracker")
 Lines = dict[int, dict[str, float]]
 LOGGED = {"loss", "lr", "grad_norm", "samples_per_second", "data_seconds", "validation_loss"}
 

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 SIX_STEPS = ("--train.steps", "6", "--checkpoint.every", "3")
 PARALLELISM, CHECKPOINT = ("single", "ddp", "fsdp"), ("torch_save", "dcp", "dcp_async")
-pytestmark = pytest.mark.xdist_group("travel")
 
 
 def test_every_pair_of_variants_reads_each_other(tmp_path: Path) -> None:
@@ -33,15 +32,12 @@ def test_every_pair_of_variants_reads_each_other(tmp_path: Path) -> None:
     (runs / "text.txt").write_text("To be, or not to be, that is the question. " * 100)
     alone = [name for name in names if name.startswith("single")]
     many = [name for name in names if not name.startswith("single")]
-    for ranks, task, packages, found in (
-        (0, "write", alone, 0),
-        (2, "write", many, 0),
-        (2, "read", many, 54),
-        (0, "read", list(names), 81),
-    ):
-        arguments = (task, str(runs), *packages)
-        output = drill("cross_load.py", *arguments, ranks=ranks, paths=list(names.values()))
-        assert f"{found} checkpoints read by {len(packages)}" in output
+    jobs = ((0, "write", alone), (2, "write", many), (2, "read", many), (0, "read", list(names)))
+    arguments = [(ranks, task, str(runs), *packages) for ranks, task, packages in jobs]
+    output = drill("cross_load.py", *arguments, sources=names)
+    for found, (ranks, _, packages) in zip((0, 0, 54, 81), jobs, strict=True):
+        done = f"{found} checkpoints read by {len(packages)} projects on {max(1, ranks)} ranks"
+        assert done in output, output
 
 
 @pytest.fixture(scope="module", params=[pytest.param(c, id=c) for c in CHECKPOINT[:2]])
@@ -254,9 +250,10 @@ def test_settings_of_another_answer_are_left_out(project: Project, tmp_path: Pat
 
 def test_ranks_that_see_other_data_or_weights_stop(tmp_path: Path) -> None:
     """Each machine could have a copy of its own: every rank says so, and the run is not begun."""
-    source = bake(tmp_path / "project", package_name="seeing", checkpoint="dcp") / "src"
+    project = bake(tmp_path / "project", package_name="seeing", checkpoint="dcp")
     (tmp_path / "text.txt").write_text("Now is the winter of our discontent. " * 100)
-    output = drill("disagree.py", str(tmp_path), "seeing", ranks=2, paths=[source])
+    sources = {"seeing": project / "src"}
+    output = drill("disagree.py", (2, str(tmp_path), "seeing"), sources=sources)
     assert "2 disagreements were told on 2 ranks" in output
 
 

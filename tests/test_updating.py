@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, bake, copy_template
-from test_life import train
+from test_life import TINY, finish, start
 from test_render import EVERYWHERE, OWN, PACKAGE, tree
 
 VERSION = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["_template_version"]
@@ -89,6 +89,12 @@ def rendered(project: Path) -> dict[str, bytes]:
     return {name: (project / name).read_bytes() for name in ours if name != CRUFT_STATE}
 
 
+def train(project: Path, steps: int) -> str:
+    command = [sys.executable, "-m", "my_training_run", "train", *TINY, "--name", "run"]
+    with start(project, *command, "--train.steps", str(steps)) as process:
+        return finish(process)
+
+
 def test_a_newer_version_comes_and_edits_stay(template: Path, tmp_path: Path) -> None:
     project = create(template, tmp_path / "out")
     bash(project, "cruft check")
@@ -131,7 +137,7 @@ def test_another_answer_changes_its_files_and_the_run_goes_on(
 ) -> None:
     answers = {"parallelism": "ddp", "checkpoint": "dcp", "tracker": "none"}
     project = create(template, tmp_path / "out", **answers)
-    assert "finished at step 2" in train(project, 0, "run", "--train.steps", "2")
+    assert "finished at step 2" in train(project, 2)
     steps = 2
     updates = {"parallelism": "fsdp"}, {"checkpoint": "dcp_async", "tracker": "tensorboard"}
     for update in updates:
@@ -144,7 +150,7 @@ def test_another_answer_changes_its_files_and_the_run_goes_on(
         bash(project, COMMIT)
         assert rendered(project) == tree(bake(tmp_path / str(steps), **answers))
         steps += 2
-        output = train(project, 0, "run", "--train.steps", str(steps))
+        output = train(project, steps)
         assert "resuming from" in output and f"finished at step {steps}" in output
     assert (project / "runs/run/tensorboard").exists()
 

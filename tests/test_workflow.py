@@ -18,7 +18,6 @@ from conftest import Project
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytestmark = pytest.mark.xdist_group("workflow")
 STAGES = ("baseline", "compile", "profile", "scale", "checkpoint")
 
 

@@ -1,6 +1,6 @@
 """Ranks that see other data, or other weights to start from, must all be told, and none hang.
 
-Usage: torchrun --nproc-per-node 2 disagree.py FOLDER PACKAGE
+Usage: disagree.py FOLDER PACKAGE (by forks.py, on two ranks)
 """
 
 import importlib

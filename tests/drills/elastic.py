@@ -1,6 +1,6 @@
 """Train several renders in one process to a step, from wherever they stand.
 
-Usage: elastic.py FOLDER RUN STEPS PACKAGE... (plain or under torchrun)
+Usage: elastic.py FOLDER RUN STEPS PACKAGE... (by forks.py)
 """
 
 import importlib
@@ -23,6 +23,7 @@ def main(folder: Path, run: str, steps: int, packages: list[str]) -> None:
                 "run_dir": folder / name / run,
                 "train.steps": steps,
                 "train.log_every": 1,
+                "checkpoint.keep": 99,
                 "optim.final_fraction": 1.0,  # a longer run has a longer schedule: hold it flat
             },
         )

@@ -1,6 +1,6 @@
 """DDP, FSDP and copies of sharded models (HSDP) do the same, and read each other's checkpoints.
 
-Usage: torchrun --nproc-per-node 4 hybrid.py FOLDER DDP_PACKAGE FSDP_PACKAGE
+Usage: hybrid.py FOLDER DDP_PACKAGE FSDP_PACKAGE (by forks.py, on four ranks)
 """
 
 import importlib
