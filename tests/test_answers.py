@@ -434,7 +434,7 @@ def parse(name: str, content: str) -> None:
         ".toml": tomllib.loads,
         ".json": json.loads,
         ".yml": yaml.safe_load,
-        ".yaml": yaml.safe_load,
+        ".yaml": lambda text: list(yaml.safe_load_all(text)),
     }.get(Path(name).suffix)
     if parser:
         parser(content)
