@@ -52,11 +52,13 @@ def choose_renders() -> list[Answers]:
 
 RENDERS = choose_renders()
 PACKAGE = "src/my_training_run"
-K8S = {f"k8s/{name}" for name in ("entrypoint.sh", "pytorchjob.yaml", "runs.yaml", "trainjob.yaml")}
 CLUSTER = {
     "none": set(),
     "slurm": {"scripts/train.sbatch"},
-    "kubernetes": {"Dockerfile", ".dockerignore"} | K8S,
+    "kubernetes": {
+        *("Dockerfile", ".dockerignore", "scripts/entrypoint.sh", "scripts/volume.yaml"),
+        *("scripts/trainjob.yaml", "scripts/pytorchjob.yaml"),
+    },
 }
 # The files of a question: what may differ when only its answer does.
 OWN = {
