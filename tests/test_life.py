@@ -140,6 +140,28 @@ def manifest(run_dir: Path) -> dict[str, Any]:
     return json.loads((newest / "manifest.json").read_text())
 
 
+SLOWLY = """
+
+_next = Loader.next
+
+
+def _slowly(self):
+    if os.path.exists("slow"):
+        time.sleep(0.2)
+    return _next(self)
+
+
+Loader.next = _slowly
+"""
+
+
+def make_slow(project: Path) -> None:
+    """Steps take 0.2 s and more, as long as there is a file "slow" in the working directory."""
+    with (project / "src" / PACKAGE / "engine/sampling.py").open("a") as file:
+        file.write("\n\nimport os" + SLOWLY)
+    (project / "slow").touch()
+
+
 DIGEST = """
 import hashlib, pathlib, sys
 from my_training_run import config, data, model

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import bake
-from test_life import TINY, environment, final_states, manifest, records, train
+from test_life import TINY, environment, final_states, make_slow, manifest, records, train
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue")
 MISSING = [name for name in NEEDED if not shutil.which(name)]
@@ -47,19 +47,6 @@ GresTypes=gpu
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} Gres=gpu:1
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} Gres=gpu:1
 PartitionName=all Nodes=n1,n2 Default=YES
-"""
-SLOWLY = """
-
-_next = Loader.next
-
-
-def _slowly(self):
-    if Path("slow").exists():
-        time.sleep(0.2)
-    return _next(self)
-
-
-Loader.next = _slowly
 """
 
 
@@ -147,8 +134,7 @@ class Slurm:
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[Slurm]:
     project = bake(tmp_path, cluster="slurm", tracker="none")
-    with (project / "src/my_training_run/engine/sampling.py").open("a") as file:
-        file.write("\n\nfrom pathlib import Path" + SLOWLY)
+    make_slow(project)
     (tmp_path / "slurm").mkdir()
     cluster = Slurm(tmp_path / "slurm", project)
     try:
@@ -161,6 +147,7 @@ def test_a_job_goes_on_whatever_ends_it(slurm: Slurm) -> None:
     """Time limit, `scancel --signal`, a lost node: requeued, resumed, bit-identical."""
     project, run = slurm.project, slurm.project / "runs/job"
     steps = ("--train.steps", str(STEPS), "--train.log-every", "1", "--checkpoint.every", "50")
+    (project / "slow").unlink()
     train(project, 2, "undisturbed", *steps)
     (project / "slow").touch()
     resources = ("--gpus-per-node=1", "--time=10", "--signal=B:USR1@60", "--parsable")
