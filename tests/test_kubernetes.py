@@ -230,7 +230,7 @@ def test_what_a_pod_runs_saves_when_it_is_evicted_and_goes_on(
             assert alive and time.monotonic() < deadline, first.communicate()[0]
             time.sleep(0.02)
         subprocess.run(["pkill", "-TERM", "-P", str(second.pid)], check=True)  # to its process 1
-        finish(second, codes=(1,))
+        finish(second, codes=(1, 143))
         # With it the Job fails. The other pod has saved as well; its torchrun is deaf to signals
         # while it waits for the first one's: it is killed here, as at the end of its grace.
     saved = manifest(run)["step"]
