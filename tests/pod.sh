@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Run a command as in a pod of scripts/trainjob.yaml: process 1 of its own namespace, user 1000 without
-# any right but to read, and nothing to write to but /tmp, /dev/shm and runs.
+# Run a command as in a pod of scripts/trainjob.yaml: process 1 of its own namespace, user 1000
+# without any right but to read, and nothing to write to but /tmp, /dev/shm and runs.
 #
-#   unshare --uts --mount --pid --fork --kill-child bash tests/pod.sh NAME ROOT PROJECT RUNS PYTHON ...
+#   unshare --uts --mount --pid --fork --kill-child bash tests/pod.sh NAME ROOT PROJECT RUNS PYTHON \
+#       COMMAND ...
 #
-# ROOT is an empty folder; in the pod, the project is in /srv/app. PYTHON, a folder, is seen there too;
-# then comes the command. The network is that of the machine, with an address for each NAME: node-0, node-1.
+# ROOT is an empty folder; in the pod, the project is in /srv/app, and PYTHON, a folder, is where it
+# was. The network is that of the machine, with an address for each NAME: node-0, node-1.
 set -euo pipefail
 name=$1 root=$2 project=$3 runs=$4 python=$5
 shift 5
