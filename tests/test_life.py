@@ -142,12 +142,14 @@ def manifest(run_dir: Path) -> dict[str, Any]:
 
 SLOWLY = """
 
+import os
+
 _next = Loader.next
 
 
 def _slowly(self):
-    if os.path.exists("slow"):
-        time.sleep(0.2)
+    if os.path.exists(os.environ.get("SLOW", "")):
+        time.sleep(float(os.environ["SLOW_SECONDS"]))
     return _next(self)
 
 
@@ -156,10 +158,9 @@ Loader.next = _slowly
 
 
 def make_slow(project: Path) -> None:
-    """Steps take 0.2 s and more, as long as there is a file "slow" in the working directory."""
+    """Steps take SLOW_SECONDS longer as long as there is the file SLOW, if the environment says."""
     with (project / "src" / PACKAGE / "engine/sampling.py").open("a") as file:
-        file.write("\n\nimport os" + SLOWLY)
-    (project / "slow").touch()
+        file.write(SLOWLY)
 
 
 DIGEST = """
