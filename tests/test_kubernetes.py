@@ -21,16 +21,23 @@ import jsonschema
 import pytest
 import yaml
 from conftest import ROOT, bake
-from test_life import TINY, finish, manifest, records, start
+from test_life import PACKAGE, TINY, finish, make_slow, manifest, records, start
 
 pytestmark = pytest.mark.xdist_group("kubernetes")
 Manifest = dict[str, Any]
-STEPS = 400
+STEPS = 60
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bake(tmp_path_factory.mktemp("kubernetes"), cluster="kubernetes", tracker="none")
+    project = bake(tmp_path_factory.mktemp("kubernetes"), cluster="kubernetes", tracker="none")
+    make_slow(project)
+    launch = project / "src" / PACKAGE / "engine/launch.py"
+    patient, hasty = (f"EXIT_SECONDS = {seconds}\n" for seconds in (30, 10))
+    assert patient in launch.read_text("utf-8")
+    launch.write_text(launch.read_text("utf-8").replace(patient, hasty), "utf-8")
+    (project / "text").write_text("Was ever woman in this humour wooed? " * 100)
+    return project
 
 
 @pytest.fixture(scope="module")
@@ -181,20 +188,11 @@ class Pods:
 
 def own_namespaces() -> bool:
     """Whether this machine lets us have them."""
-    command = [
-        "unshare",
-        "--uts",
-        "--mount",
-        "--pid",
-        "--fork",
-        "mount",
-        "-t",
-        "proc",
-        "proc",
-        "/proc",
-    ]
-    tools = shutil.which("unshare") and shutil.which("setpriv")
-    return bool(tools) and not subprocess.run(command, capture_output=True).returncode
+    if not (shutil.which("unshare") and shutil.which("setpriv")):
+        return False
+    become = "mount --make-rprivate /; echo probe >/proc/sys/kernel/hostname; mount -t proc p /proc"
+    own = ["unshare", "--uts", "--mount", "--pid", "--fork", "bash", "-ec", become]
+    return not subprocess.run(own, capture_output=True, timeout=30).returncode
 
 
 @pytest.mark.skipif(not own_namespaces(), reason="NOT RUN: pods need root and namespaces (Linux)")
@@ -207,38 +205,39 @@ def test_what_a_pod_runs_saves_when_it_is_evicted_and_goes_on(
     with pods.start("node-0", "sh", "-c", writes) as process:
         assert finish(process).splitlines()[-1] == "1000", "it can write where it should, only"
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
     common = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
-    common |= {"PET_MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    common["OMP_NUM_THREADS"] = "1"
     (entrypoint,) = json.loads(dockerfile(project)["ENTRYPOINT"])
-    options = ["--train.steps", str(STEPS), "--train.log-every", "1"]
-    command = [entrypoint, "train", *TINY, *options]
+    command = [entrypoint, "train", *TINY, "--train.log-every", "1", "--data.path", "/srv/app/text"]
+    command += ["--train.steps", str(STEPS), "--train.validate-every", "0"]
+    command += ["--checkpoint.every", "10000"]
 
-    def both(stack: contextlib.ExitStack) -> list[subprocess.Popen[str]]:
+    def both(stack: contextlib.ExitStack, **more: str) -> list[subprocess.Popen[str]]:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            variables = common | more | {"PET_MASTER_PORT": str(free.getsockname()[1])}
+        pairs = [variables | {"PET_NODE_RANK": rank} for rank in ("1", "0")]  # the second one waits
         return [
-            stack.enter_context(pods.start(f"node-{rank}", *command, **common, PET_NODE_RANK=rank))
-            for rank in ("1", "0")  # the second one first: it has to wait
+            stack.enter_context(pods.start(f"node-{it['PET_NODE_RANK']}", *command, **it))
+            for it in pairs
         ]
 
     run = pods.runs / "default"
     with contextlib.ExitStack() as stack:
-        second, first = both(stack)
-        deadline = time.monotonic() + 100
-        while len(records(run)) < 10:
+        second, first = both(stack, SLOW=entrypoint, SLOW_SECONDS="0.5")
+        deadline = time.monotonic() + 240
+        while len(records(run)) < 3:
             alive = second.poll() is None and first.poll() is None
             assert alive and time.monotonic() < deadline, first.communicate()[0]
-            time.sleep(0.02)
+            time.sleep(0.1)
         subprocess.run(["pkill", "-TERM", "-P", str(second.pid)], check=True)  # to its process 1
         finish(second, codes=(1, 143))
-        # With it the Job fails. The other pod has saved as well; its torchrun is deaf to signals
-        # while it waits for the first one's: it is killed here, as at the end of its grace.
-    saved = manifest(run)["step"]
-    assert json.loads((run / "status.json").read_text())["status"] == "preempted"
-    assert records(run)[-1]["step"] == saved < STEPS
+        saved = manifest(run)["step"]
+        while json.loads((run / "status.json").read_text())["status"] != "preempted":
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert records(run)[-1]["step"] == saved < STEPS
 
-    with contextlib.ExitStack() as stack:
-        second, first = both(stack)
-        assert "resuming from" in finish(first) + finish(second)
+        assert "resuming from" in "".join(finish(process) for process in both(stack))
+        finish(first)  # its torchrun has waited for that of the second, but not for long
     assert [record["step"] for record in records(run)] == list(range(1, STEPS + 1))
     assert json.loads((run / "status.json").read_text())["status"] == "finished"
