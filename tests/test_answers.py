@@ -317,7 +317,7 @@ def test_free_text_arrives_unchanged(mini: Path, name: str, author: str) -> None
 
 
 def mostly(good: st.SearchStrategy[Any], bad: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Draw a bad answer now and then: of nine answers, one is enough to refuse the render."""
+    """Draw a bad answer now and then: of ten answers, one is enough to refuse the render."""
     return st.integers(0, 11).flatmap(lambda die: bad if die == 0 else good)
 
 

@@ -45,9 +45,9 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SchedulerType=sched/builtin
 SchedulerParameters=sched_interval=1
-SlurmdTimeout=5
+SlurmdTimeout=10
 ReturnToService=2
-OverTimeLimit=1
+OverTimeLimit=10
 GresTypes=gpu
 {nodes}
 PartitionName=all Nodes=n[1-5] Default=YES
