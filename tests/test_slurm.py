@@ -138,7 +138,7 @@ class Slurm:
                 logs = [*self.folder.glob("*.log"), *self.project.glob("slurm-*.log")]
                 logs += self.project.glob("runs/slurm-*/*.log")
                 pytest.fail("\n".join(f"{log}:\n{log.read_text()[-3000:]}" for log in logs))
-            time.sleep(0.3)
+            time.sleep(0.5)
 
 
 @pytest.fixture
