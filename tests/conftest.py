@@ -30,17 +30,21 @@ settings.load_profile("template")
 
 # What takes long, the longest first, so that no worker is left with it at the end.
 LONG = (
+    "test_slurm",
     "test_whole_workflow",
+    "test_hosts",
     "test_torture_kill_storm",
     "test_life.py::test_the_commands_of_its_readme",
     "test_torture_resources",
     "test_compile_stage",
+    "test_store",
     "test_travel",
     "test_own_models",
     "test_life",
     "test_torture",
     "test_scale_stage",
     "test_hybrid",
+    "test_kubernetes",
     "test_checkpoint_stage",
     "test_tracker",
     "test_profile_stage",

@@ -113,10 +113,12 @@ def trainers(pid: int) -> list[int]:
     return found
 
 
-def launch(project: Path, run: str, *options: str) -> Any:
-    """Training on two ranks."""
-    command = ["bash", "scripts/launch.sh", "-n", "2", "train", *TINY]
-    return start(project, *command, "--name", run, *options)
+def launch(project: Path, run: str, *options: str, ranks: int = 2) -> Any:
+    """Training on ranks, or on none of them in a plain process."""
+    command = ["bash", "scripts/launch.sh", "-n", str(ranks)]
+    if not ranks:
+        command = [sys.executable, "-m", PACKAGE]
+    return start(project, *command, "train", *TINY, "--name", run, *options)
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
@@ -127,15 +129,40 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
-def manifest(run_dir: Path, step: int) -> dict[str, Any]:
-    """What is told of a checkpoint."""
-    return json.loads((run_dir / f"checkpoints/step_{step:08}/manifest.json").read_text())
+def manifest(run_dir: Path, step: int | None = None) -> dict[str, Any]:
+    """What is told of a checkpoint, by default the newest."""
+    name = "step_*" if step is None else f"step_{step:08}"
+    path = max((run_dir / "checkpoints").glob(name))
+    return json.loads((path / "manifest.json").read_text())
 
 
 def hashes(run_dir: Path, step: int) -> dict[str, str]:
     """Of all weights and moments in a checkpoint (DCP's index has a random name in it)."""
     files = manifest(run_dir, step)["files"]
     return {name: entry["sha256"] for name, entry in files.items() if name != ".metadata"}
+
+
+SLOWLY = """
+
+import os
+
+_next = Loader.next
+
+
+def _slowly(self):
+    if os.path.exists(os.environ.get("SLOW", "")):
+        time.sleep(float(os.environ["SLOW_SECONDS"]))
+    return _next(self)
+
+
+Loader.next = _slowly
+"""
+
+
+def make_slow(project: Path) -> None:
+    """Steps take SLOW_SECONDS longer as long as there is the file SLOW, if the environment says."""
+    with (project / "src" / PACKAGE / "engine/sampling.py").open("a") as file:
+        file.write(SLOWLY)
 
 
 @pytest.mark.parametrize("project", VARIANTS[:1], indirect=True, ids="-".join)

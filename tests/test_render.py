@@ -17,7 +17,8 @@ from conftest import PROJECT, ROOT, bake, bake_cli, copy_template
 
 QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
 CHOICES = {
-    name: QUESTIONS[name] for name in ("license", "task", "parallelism", "checkpoint", "tracker")
+    name: QUESTIONS[name]
+    for name in ("license", "task", "parallelism", "checkpoint", "tracker", "cluster")
 }
 Answers = tuple[str, ...]
 
@@ -31,7 +32,7 @@ def choose_renders() -> list[Answers]:
     """Answers to render: not the whole product, but whatever two answers may do to each other.
 
     All neighbours of the defaults (one answer changed); every task with every parallelism and
-    every checkpoint, whose licence and tracker are those that bring the most new pairs.
+    every checkpoint, whose other answers are those that bring the most new pairs.
     """
     default = tuple(answers[0] for answers in CHOICES.values())
     chosen = dict.fromkeys(
@@ -41,7 +42,8 @@ def choose_renders() -> list[Answers]:
     )
     found = set().union(*map(pairs, chosen))
     for core in itertools.product(*(CHOICES[n] for n in ("task", "parallelism", "checkpoint"))):
-        varied = [(a, *core, b) for a in CHOICES["license"] for b in CHOICES["tracker"]]
+        others = itertools.product(*(CHOICES[n] for n in ("license", "tracker", "cluster")))
+        varied = [(a, *core, b, c) for a, b, c in others]
         best = max(varied, key=lambda answers: len(pairs(answers) - found))
         chosen[best] = None
         found |= pairs(best)
@@ -50,6 +52,14 @@ def choose_renders() -> list[Answers]:
 
 RENDERS = choose_renders()
 PACKAGE = "src/my_training_run"
+CLUSTER = {
+    "none": set(),
+    "slurm": {"scripts/train.sbatch"},
+    "kubernetes": {
+        *("Dockerfile", ".dockerignore", "scripts/entrypoint.sh", "scripts/volume.yaml"),
+        *("scripts/trainjob.yaml", "scripts/pytorchjob.yaml"),
+    },
+}
 # The files of a question: what may differ when only its answer does.
 OWN = {
     "license": {"LICENSE"},
@@ -57,6 +67,7 @@ OWN = {
     "parallelism": {f"{PACKAGE}/parallel.py", "tests/test_ranks.py"},
     "checkpoint": {f"{PACKAGE}/checkpoint.py"},
     "tracker": {f"{PACKAGE}/engine/tracker.py"},
+    "cluster": set().union(*CLUSTER.values()),
 }
 EVERYWHERE = {"pyproject.toml", "README.md", ".cookiecutter.json"}
 MODULES = {
@@ -81,6 +92,7 @@ FILES = {
     *(".cookiecutter.json", f"{PACKAGE}/workflow/report.html", "tests/test_ranks.py"),
     *(f"tests/{n}.py" for n in ("conftest", "test_sampling", "test_snapshots", "test_training")),
     *(f"{PACKAGE}/{at}{name}.py" for at, names in MODULES.items() for name in names.split()),
+    *OWN["cluster"],
 }
 
 
@@ -111,8 +123,8 @@ def test_any_two_answers_are_rendered_together() -> None:
 
 
 def test_every_render_has_exactly_its_files(renders: dict[Answers, Path]) -> None:
-    for (license, _, parallelism, *_), project in renders.items():
-        wanted = set(FILES)
+    for (license, _, parallelism, *_, cluster), project in renders.items():
+        wanted = FILES - OWN["cluster"] | CLUSTER[cluster]
         if license == "none":
             wanted.remove("LICENSE")
         if parallelism == "single":
@@ -137,10 +149,10 @@ def test_every_file_is_valid(renders: dict[Answers, Path]) -> None:
             elif name.endswith(".toml"):
                 tomllib.loads(text)
             elif name.endswith((".yml", ".yaml")):
-                yaml.safe_load(text)
-            elif name.endswith(".sh"):
+                list(yaml.safe_load_all(text))
+            elif name.endswith((".sh", ".sbatch")):
                 subprocess.run(["bash", "-n"], input=content, check=True, timeout=10)
-        assert (project / "scripts/launch.sh").stat().st_mode & 0o100
+                assert (project / name).stat().st_mode & 0o100, name
 
 
 def test_the_stamp_is_the_version_and_the_answers_only(
@@ -304,6 +316,7 @@ def test_every_branch_of_the_template_is_rendered_and_left_out(tmp_path: Path) -
     assert {n for n, count in conditional_names.items() if count < len(RENDERS)} == {
         "LICENSE",
         "tests/test_ranks.py",
+        *OWN["cluster"],
     }
 
 

@@ -5,8 +5,11 @@ for them to save; the same signal once more would end it there and then, and wit
 signals come twice by themselves: `timeout` sends one to its child and one to the group. Only Ctrl-C
 typed again still means: now. Ended by a signal, it exits with 128 and the signal's number; whether
 the ranks have saved is in status.json.
+
+And where one machine is told to stop, the torchruns of the others do not wait long for its own.
 """
 
+import functools
 import os
 import signal
 import sys
@@ -14,7 +17,13 @@ import tempfile
 import types
 
 from torch.distributed import run
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.launcher import api as launcher
+
+# The ranks leave together, so their torchruns see it at the same time; one that does not was told
+# to stop, and has gone. torchrun would wait 300 s for it, and hear no signal meanwhile.
+EXIT_SECONDS = 30
 
 
 def hear_once(number: int, frame: types.FrameType | None) -> None:
@@ -47,6 +56,9 @@ def launch(words: list[str]) -> None:
 
 if __name__ == "__main__":
     api._terminate_process_handler = hear_once
+    launcher.LocalElasticAgent = functools.partial(
+        LocalElasticAgent, exit_barrier_timeout=EXIT_SECONDS
+    )
     try:
         launch(sys.argv[1:])
     except api.SignalException as stop:
