@@ -2,6 +2,7 @@
 
 import copy
 import os
+import resource
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +20,9 @@ VALIDATION_SHARE = 20  # one in so many: of the text files, or of the samples
 class Chunks:
     """Sample i is the i-th stretch of `context` tokens and the token after it.
 
-    No stretch crosses the end of a source, which is an array of bytes or a .bin file. Files are
-    mapped into memory where they are read, so a dataset is cheap to hand to a loader worker.
+    No stretch crosses the end of a source, which is an array of bytes or a .bin file. Nothing is
+    shared but the files: their sizes say where each sample lies, and each is mapped into memory
+    where it is first read, so there may be more of them than a process may have open.
     """
 
     def __init__(
@@ -29,7 +31,8 @@ class Chunks:
         self.sources, self.context, self.vocabulary = sources, context, vocabulary
         self.kind = np.dtype(kind).newbyteorder("<")
         self.maps: dict[int, np.ndarray] = {}
-        lengths = [len(self.tokens(source)) for source in range(len(sources))]
+        width = self.kind.itemsize
+        lengths = [s.stat().st_size // width if isinstance(s, Path) else len(s) for s in sources]
         self.counts = np.array([max(0, length - 1) // context for length in lengths], int)
         self.ends = np.cumsum(self.counts)
         self.first, self.last = 0, int(self.counts.sum())
@@ -63,6 +66,8 @@ class Chunks:
         """The tokens of a source by its number, one axis."""
         if isinstance(path := self.sources[source], Path):
             if source not in self.maps:
+                while len(self.maps) >= most_maps():
+                    del self.maps[next(iter(self.maps))]
                 self.maps[source] = np.asarray(np.memmap(path, self.kind, mode="r"))
             return self.maps[source]
         return path
@@ -76,6 +81,13 @@ class Chunks:
         rest = copy.copy(self)
         self.last = rest.first = self.last - -(-self.last // VALIDATION_SHARE)
         return rest
+
+
+def most_maps() -> int:
+    """Files that a dataset keeps mapped, each of which counts as open: a quarter of the limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Without a limit, what Linux has for mappings.
+    return max(1, (limit if 0 < limit < 2**16 else 2**16) // 4)
 
 
 def token_files(path: Path) -> list[Path]:
