@@ -129,10 +129,10 @@ def test_there_may_be_more_shards_than_files_a_process_may_open(
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit[0], 1024), limit[1]))
         before = len(os.listdir("/proc/self/fd"))
         training, _, _ = datasets(text, **of_tokens(tmp_path, data__vocabulary=2000))
-        assert not training.maps, "files are opened where they are read"
+        assert not training.files, "files are opened where they are read"
         each = ((1 << 29) - 1) // 8
         assert len(training) == 2000 * each
-        monkeypatch.setattr(text.module("engine.formats"), "most_maps", lambda: 16)
+        monkeypatch.setattr(text.module("engine.formats"), "most_open", lambda: 16)
         for ids in np.random.default_rng(0).permutation(2000).reshape(-1, 100):
             rows = training.__getitems__((ids * each).tolist())["tokens"]
             assert rows[:, 0].tolist() == ids.tolist() and not rows[:, 1:].any()
@@ -147,7 +147,7 @@ def test_a_part_of_the_limit_on_open_files_is_left(
 ) -> None:
     formats = text.module("engine.formats")
     monkeypatch.setattr(formats.resource, "getrlimit", lambda kind: (soft, soft))
-    assert formats.most_maps() == {-1: 2**14, 2: 1, 1024: 256, 2**20: 2**14}[soft]
+    assert formats.most_open() == {-1: 2**14, 2: 1, 1024: 256, 2**20: 2**18}[soft]
 
 
 def test_a_fingerprint_is_of_names_sizes_and_content(text: Project, tmp_path: Path) -> None:
