@@ -74,9 +74,9 @@ def _console() -> Console | None:
 
 def say(text: str) -> None:
     """Print to the console and, where stderr leads elsewhere, there, without a lock to wait for."""
-    console = _console()
-    for stream in {sys.stderr, (console and console.stream) or sys.stderr}:
-        print(text, file=stream, flush=True)
+    if (console := _console()) and console.stream:
+        print(text, file=console.stream, flush=True)  # first, since the other is on a disk
+    print(text, file=sys.stderr, flush=True)
 
 
 def open_log(folder: Path, rank: int) -> LogFile:
