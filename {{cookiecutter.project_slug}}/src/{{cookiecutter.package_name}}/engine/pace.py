@@ -7,8 +7,8 @@ between two events: a batch that was late counts, one that was read while the de
 not. Under FSDP ranks wait for each other in every block, so that a device that computes slowly is
 not told from one that waits; late batches are.
 
-Megatron-LM's straggler detector and MegaScale (Jiang et al., NSDI 2024) time forward likewise.
-Means over a log window are gathered at its end without waiting, and told with the line after it.
+Megatron-LM's StragglerDetector times batches and computing by events, too; here nothing waits for
+them: means over a log window are sent around at its end, and told with the line after it.
 """
 
 import logging
