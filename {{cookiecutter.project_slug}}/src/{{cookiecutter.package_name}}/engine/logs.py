@@ -76,7 +76,8 @@ def say(text: str) -> None:
     """Print to the console and, where stderr leads elsewhere, there, without a lock to wait for."""
     if (console := _console()) and console.stream:
         print(text, file=console.stream, flush=True)  # first, since the other is on a disk
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def open_log(folder: Path, rank: int) -> LogFile:
@@ -131,8 +132,9 @@ def _printing_to(file: TextIO, console: Console) -> Iterator[None]:
         try:
             yield
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for printed in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError):
+                    printed.flush()
             for number, old in zip((1, 2), kept, strict=True):
                 os.dup2(old, number)
                 os.close(old)
