@@ -7,6 +7,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from . import shards
 from .common import RESULTS, ROOT
 
 TEXT = Path(__file__).parent / "page.md"
@@ -214,6 +215,7 @@ def scaling(results: Path) -> str:
         shape=bursts["shape"],
         even=f"{even['best_goodput']:.2%}",
         bursts=f"{bursts['best_goodput']:.2%}",
+        **shards.table(results),
     )
 
 

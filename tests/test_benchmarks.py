@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks.goodput import Costs, expected, lives_of, simulate, young_daly
 
-TOPICS = ("loop", "save", "restore", "sampler", "startup", "workflow")
+TOPICS = ("loop", "save", "restore", "sampler", "shards", "startup", "workflow")
 
 
 def run(*arguments: str) -> None:

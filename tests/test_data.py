@@ -3,6 +3,7 @@
 import itertools
 import os
 import pickle
+import resource
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -110,6 +111,41 @@ def test_terabytes_are_neither_read_nor_held(text: Project, tmp_path: Path) -> N
         file.seek(-2, os.SEEK_END)
         file.write(b"\1\0")
     assert datasets(text, **of_tokens(tmp_path))[2].fingerprint != spec.fingerprint
+
+
+def test_there_may_be_more_shards_than_files_a_process_may_open(
+    text: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two thousand, of which sixteen are kept open: every sample is where it should be."""
+    for shard in range(2000):
+        with open(tmp_path / f"train_{shard:04}.bin", "wb") as file:
+            file.write(shard.to_bytes(2, "little"))
+            file.truncate(1 << 30)  # sparse
+    token_file(tmp_path / "val.bin", 100)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit[0], 1024), limit[1]))
+        before = len(os.listdir("/proc/self/fd"))
+        training, _, _ = datasets(text, **of_tokens(tmp_path, data__vocabulary=2000))
+        assert not training.files, "files are opened where they are read"
+        each = ((1 << 29) - 1) // 8
+        assert len(training) == 2000 * each
+        monkeypatch.setattr(text.module("engine.formats"), "most_open", lambda: 16)
+        for ids in np.random.default_rng(0).permutation(2000).reshape(-1, 100):
+            rows = training.__getitems__((ids * each).tolist())["tokens"]
+            assert rows[:, 0].tolist() == ids.tolist() and not rows[:, 1:].any()
+        assert len(os.listdir("/proc/self/fd")) <= before + 16
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
+@pytest.mark.parametrize("soft", [-1, 2, 1024, 2**20])
+def test_a_part_of_the_limit_on_open_files_is_left(
+    text: Project, soft: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formats = text.module("engine.formats")
+    monkeypatch.setattr(formats.resource, "getrlimit", lambda kind: (soft, soft))
+    assert formats.most_open() == {-1: 2**14, 2: 1, 1024: 256, 2**20: 2**18}[soft]
 
 
 def test_a_fingerprint_is_of_names_sizes_and_content(text: Project, tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_a_job_survives_its_hosts_and_their_cables(hosts: Hosts) -> None:
     settings = ["--train.steps", str(STEPS), "--train.log-every", "1", "--data.path", "text.txt"]
     settings += ["--train.validate-every", "0"]
 
-    def launch(*names: str) -> None:
+    def start(*names: str) -> None:
         for name in names:
             patience = ("--checkpoint.every", "2", "--parallel.timeout-minutes", "0.2")
             hosts.launch(name, *settings, *patience, "--name", "job", NNODES="2:3")
@@ -189,7 +189,7 @@ def test_a_job_survives_its_hosts_and_their_cables(hosts: Hosts) -> None:
         lines = records(run)
         return lines[-1]["step"] if lines else 0
 
-    launch(*hosts.names)
+    start(*hosts.names)
     with launch(project, "undisturbed", *settings, "--checkpoint.every", "0", ranks=0) as process:
         finish(process)
     hosts.wait_until(lambda: step() > 2)
@@ -211,7 +211,7 @@ def test_a_job_survives_its_hosts_and_their_cables(hosts: Hosts) -> None:
     time.sleep(3)
     assert not hosts.trainers(), "one is too few: it waits"
     hosts.mend("h2")
-    launch("h2")
+    start("h2")
     hosts.slow.unlink()
     for name in ("h1", "h2"):
         assert hosts.processes[name].wait(240) == 0, hosts.logs()

@@ -76,9 +76,9 @@ MODULES = {
     """,
     "engine/": """
         __init__ archives buffers commands companions compilation compile_cache control
-        decoding elastic fingerprint flops formats launch manifest memory metrics numbers
-        optimizers profiling reading rundir sampling settings shards snapshots staging state
-        traces tracker tracking travel watch writing
+        decoding elastic fingerprint flops formats launch logs manifest memory metrics
+        network numbers optimizers pace profiling reading rundir sampling settings shards
+        snapshots staging state traces tracker tracking travel watch writing
     """,
     "workflow/": """
         __init__ allocations baseline checkpoint compile compile_trial diagnosis drill gates

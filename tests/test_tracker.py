@@ -231,7 +231,14 @@ def test_with_none_there_is_none(home: Path) -> None:
     with project_with(home, "none") as project:
         train(project, "life", 3)
         left = {path.name for path in (project.folder / "runs/life").iterdir()}
-        assert left == {".lock", "config.json", "status.json", "metrics.jsonl", "checkpoints"}
+        assert left == {
+            ".lock",
+            "checkpoints",
+            "config.json",
+            "logs",
+            "metrics.jsonl",
+            "status.json",
+        }
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,7 @@ def ended(variant: Variant, run_dir: Path, settings: dict[str, str] | None = Non
     if contents(run_dir)[variant.steps] != variant.reference[variant.steps]:
         problems.append("other bits at the end")
     left = {path.name for path in run_dir.iterdir()}
-    left -= {".lock", "checkpoints", "config.json", "metrics.jsonl", "status.json"}
+    left -= {".lock", "checkpoints", "config.json", "logs", "metrics.jsonl", "status.json"}
     left |= {p.name for p in run_dir.glob("checkpoints/*") if not p.name[5:].isdigit()}
     return problems + ([f"left over: {sorted(left)}"] if left else [])
 

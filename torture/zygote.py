@@ -183,11 +183,11 @@ def _train(plan: Plan, config: Any, board: Board, rank: int, line: int) -> None:
         plan.sabotage(plan.package)
     if board.cells[ARMED_RANK] == rank and watch.called:
         time.sleep(0.1)  # a start that is no fork takes seconds
-    metrics, commands, training = (
+    logs, commands, training = (
         importlib.import_module(f"{plan.package}.{name}")
-        for name in ("engine.metrics", "engine.commands", "train")
+        for name in ("engine.logs", "engine.commands", "train")
     )
-    metrics.log_to_console(plan.package)
+    logs.log_to_console()
     watch.everything(training)
 
     def run() -> int:

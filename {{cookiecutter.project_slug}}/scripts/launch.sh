@@ -13,6 +13,8 @@
 # is given up after 15 s, and more are waited for 30 s at each start:
 # PET_RDZV_CONF=keep_alive_interval=5,keep_alive_max_attempt=3,last_call_timeout=30.
 #
+# The console shows rank 0 and errors; each rank's own log is in logs/ of the run directory.
+#
 # A job whose process dies is started again from its last checkpoint, MAX_RESTARTS times (3). On
 # SIGTERM it saves and stops; GRACE_SECONDS (120) later torchrun kills what is left.
 set -euo pipefail

@@ -2,10 +2,11 @@
 
 import copy
 import os
+import resource
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -19,8 +20,9 @@ VALIDATION_SHARE = 20  # one in so many: of the text files, or of the samples
 class Chunks:
     """Sample i is the i-th stretch of `context` tokens and the token after it.
 
-    No stretch crosses the end of a source, which is an array of bytes or a .bin file. Files are
-    mapped into memory where they are read, so a dataset is cheap to hand to a loader worker.
+    No stretch crosses the end of a source, which is an array of bytes or a .bin file. Nothing is
+    shared but the files: their sizes say where each sample lies, and each is opened where it is
+    first read, so there may be more of them than a process may have open.
     """
 
     def __init__(
@@ -28,8 +30,9 @@ class Chunks:
     ) -> None:
         self.sources, self.context, self.vocabulary = sources, context, vocabulary
         self.kind = np.dtype(kind).newbyteorder("<")
-        self.maps: dict[int, np.ndarray] = {}
-        lengths = [len(self.tokens(source)) for source in range(len(sources))]
+        self.files: dict[int, BinaryIO] = {}
+        width = self.kind.itemsize
+        lengths = [s.stat().st_size // width if isinstance(s, Path) else len(s) for s in sources]
         self.counts = np.array([max(0, length - 1) // context for length in lengths], int)
         self.ends = np.cumsum(self.counts)
         self.first, self.last = 0, int(self.counts.sum())
@@ -45,7 +48,7 @@ class Chunks:
         starts = (places - (self.ends - self.counts)[which]) * self.context
         rows = np.stack(
             [
-                self.tokens(source)[start : start + self.context + 1]
+                self.stretch(source, start)
                 for source, start in zip(which.tolist(), starts.tolist(), strict=True)
             ]
         )
@@ -59,23 +62,34 @@ class Chunks:
             rows = rows.astype(np.int32)
         return {"tokens": torch.from_numpy(rows)}
 
-    def tokens(self, source: int) -> np.ndarray:
-        """The tokens of a source by its number, one axis."""
-        if isinstance(path := self.sources[source], Path):
-            if source not in self.maps:
-                self.maps[source] = np.asarray(np.memmap(path, self.kind, mode="r"))
-            return self.maps[source]
-        return path
+    def stretch(self, source: int, start: int) -> np.ndarray:
+        """`context` tokens of a source, by its number, and the token after them, one axis."""
+        length, width = self.context + 1, self.kind.itemsize
+        if not isinstance(path := self.sources[source], Path):
+            return path[start : start + length]
+        if source not in self.files:
+            while len(self.files) >= most_open():
+                self.files.pop(next(iter(self.files))).close()
+            self.files[source] = open(path, "rb", buffering=0)  # noqa: SIM115 - kept open
+        # Not mapped: for a stretch anywhere the system would read far around it.
+        content = os.pread(self.files[source].fileno(), length * width, start * width)
+        return np.frombuffer(content, self.kind)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a loader worker is sent: not the maps, which would be sent as what is in them."""
-        return {**vars(self), "maps": {}}
+        """What a loader worker is sent: not the open files."""
+        return {**vars(self), "files": {}}
 
     def split(self) -> "Chunks":
         """Cut off the last twentieth of the samples, and return it."""
         rest = copy.copy(self)
         self.last = rest.first = self.last - -(-self.last // VALIDATION_SHARE)
         return rest
+
+
+def most_open() -> int:
+    """Files that a dataset keeps open: a quarter of what the process may (`ulimit -n`)."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, (limit if limit > 0 else 2**16) // 4)
 
 
 def token_files(path: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from .engine import UserError, commands
 from .engine.commands import PROGRAM, ask, exit_code
 from .engine.control import HostGroup
 from .engine.elastic import TO_BE_RESTARTED
-from .engine.metrics import log_to_console
+from .engine.logs import log_to_console
 from .engine.rundir import list_checkpoints, summary
 from .engine.travel import ExportConfig
 from .engine.travel import export as write_export
@@ -147,7 +147,7 @@ def dispatch(arguments: list[str]) -> int:
 
 def main() -> int:
     """Run a command; its exit code: 0, 1 when something is wrong, 2 for bad input."""
-    log_to_console(__package__)
+    log_to_console()
     return exit_code(lambda: dispatch(sys.argv[1:]))
 
 

@@ -21,12 +21,11 @@ import torch
 import torch.distributed as dist
 
 from . import UserError
+from .network import LOOPBACK, NCCL, PATIENCE, prefer
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-PATIENCE = timedelta(minutes=30)  # host-side waits: a slow disk is no reason to kill a run
-LOOPBACK = "127.0.0.1"  # what scripts/launch.sh has the ranks of one machine meet at
 
 
 class RankError(RuntimeError):
@@ -85,12 +84,6 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def usable_cores() -> int:
-    """Cores that this process may run on, which in a container can be fewer than there are."""
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
 def join(device_name: str, step_limit: timedelta) -> World:
     """Join the process group that torchrun announces; a plain process stays on its own."""
     device = pick_device(device_name)
@@ -107,10 +100,7 @@ def join(device_name: str, step_limit: timedelta) -> World:
         how |= {"rank": int(os.environ["RANK"]), "world_size": launched_ranks()}
         how["store"] = _store_on_loopback(how["rank"])
     if device.type == "cuda":
-        # NCCL's flight recorder keeps the last collectives, each with the line that began it. So
-        # does torch from 2.9 on unless told otherwise; engine/watch.py counts on it.
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        prefer(NCCL)
         dist.init_process_group("nccl", device_id=device, **how)
     else:
         dist.init_process_group("gloo", **how)
@@ -171,6 +161,9 @@ def _has_ended(pid: str | None) -> bool:
 class HostGroup:
     """Agreement between the ranks' host sides; on one plain process everything is immediate."""
 
+    limit = PATIENCE
+    """How long `wait` waits: the loop shortens it while it steps (engine/watch.py)."""
+
     def __init__(self, world: World | None = None) -> None:
         self.rank, self.size = (world.rank, world.size) if world else (0, 1)
         self.group = None
@@ -204,6 +197,13 @@ class HostGroup:
         if self.group is None:
             return None
         return dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for what was started; RankError when some rank has not come within `limit`."""
+        try:
+            work.wait(self.limit)
+        except RuntimeError as error:  # also that a rank is gone
+            raise RankError(f"a rank did not answer the others: {error}") from error
 
     def _broadcast(self, value: Any) -> Any:
         if self.group is None:
@@ -269,7 +269,7 @@ class Control:
             deaf = self.signal is not None and handler == signal.SIG_DFL
             signal.signal(number, _hear_no_more if deaf else handler)
         if kind is None and self.pending is not None:
-            self.pending.wait()
+            self.group.wait(self.pending)
 
     def exchange(self, failed: bool = False) -> tuple[int, bool]:
         """Send this rank's flags; return (stop signal or 0, a save failed) as of the last call."""
@@ -278,7 +278,7 @@ class Control:
             return self.signal or 0, failed
         if self.pending is None:
             self._send(failed)
-        self.pending.wait()
+        self.group.wait(self.pending)
         stop, any_failed = self.word.tolist()
         self._send(failed)
         return stop, bool(any_failed)

@@ -1,6 +1,7 @@
 """Floating-point operations: what a model takes, and what a device could do at most."""
 
 import copy
+import os
 import platform
 import re
 import time
@@ -86,3 +87,9 @@ def cpu_name() -> str:
         return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration, IndexError):
         return platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on, which in a container can be fewer than there are."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return len(affinity(0)) if affinity else os.cpu_count() or 1

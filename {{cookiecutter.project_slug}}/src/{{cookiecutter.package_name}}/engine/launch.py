@@ -25,6 +25,8 @@ from torch.distributed.launcher import api as launcher
 # to stop, and has gone. torchrun would wait 300 s for it, and hear no signal meanwhile.
 EXIT_SECONDS = 30
 
+from .network import LOOPBACK, on_loopback, prefer
+
 
 def hear_once(number: int, frame: types.FrameType | None) -> None:
     """Handle a signal as torchrun does, and no later one but Ctrl-C."""
@@ -40,9 +42,8 @@ def on_one_machine(folder: str) -> list[str]:
     The processes meet at the loopback address, and torchrun at a file in `folder`, which is its
     user's alone, instead of a store, which would listen to everybody and unpickle what it is sent.
     """
-    loopback = "lo" if sys.platform == "linux" else "lo0"
-    os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-    words = ["--nnodes", "1", "--local-addr", "127.0.0.1"]
+    prefer(on_loopback())
+    words = ["--nnodes", "1", "--local-addr", LOOPBACK]
     words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{folder}/store"]
     # Heartbeats are for other machines to see, and the file would grow with each.
     return [*words, "--rdzv-conf", "store_type=file,keep_alive_interval=86400"]

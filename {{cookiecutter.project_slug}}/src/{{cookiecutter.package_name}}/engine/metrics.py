@@ -1,4 +1,4 @@
-"""What a run says about itself: metrics.jsonl, the progress bar, the console."""
+"""What a run says of its steps: metrics.jsonl and the progress bar."""
 
 import contextlib
 import gc
@@ -17,6 +17,9 @@ from tqdm import tqdm
 
 from . import UserError
 from .control import HostGroup
+from .logs import ONLY_IN_FILES
+from .network import PATIENCE
+from .pace import Pace
 
 log = logging.getLogger(__name__)
 
@@ -30,25 +33,6 @@ class LossSum(NamedTuple):
     """What `total` is divided by in the end: the tokens, or the images, that were counted."""
     metrics: dict[str, torch.Tensor]
     """Further sums, reported divided by `count`."""
-
-
-class ConsoleHandler(logging.Handler):
-    """Prints log records without tearing the progress bar."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print one record to stderr."""
-        label = "" if record.levelno < logging.WARNING else f"{record.levelname}: "
-        tqdm.write(label + self.format(record), file=sys.stderr)
-
-
-def log_to_console(package: str) -> None:
-    """Show this package's log: all of it on rank 0, warnings with their rank on the others."""
-    rank = int(os.environ.get("RANK", "0"))
-    handler = ConsoleHandler()
-    handler.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s" if rank else "%(message)s"))
-    logger = logging.getLogger(package)
-    logger.handlers[:] = [handler]
-    logger.setLevel(logging.WARNING if rank else logging.INFO)
 
 
 class Journal:
@@ -65,10 +49,14 @@ class Journal:
         self.lines = self.first and not sys.stderr.isatty()
         self.bad_in_a_row = 0
         self.mark = (state.step, time.perf_counter(), 0.0, 0.0)
+        self.pace = Pace(group, state.world.device, state.module) if group.size > 1 else None
 
     def __enter__(self) -> "Journal":
         """Open the log, after cutting off what a restored run will write again; RankError."""
         self.group.from_first(self._open)
+        if self.pace:
+            self.pace.open(wrapped=self.state.module is not self.state.model)
+            self.state.loader.pace = self.pace
         self.bar = tqdm(
             total=self.total,
             initial=self.state.step,
@@ -78,9 +66,11 @@ class Journal:
         )
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Close the log; the bar stays as it is."""
         self.bar.close()
+        if self.pace:
+            self.pace.close(kind)
         if self.first:
             try:
                 self.file.close()
@@ -126,7 +116,7 @@ class Journal:
         if state.peak_flops and state.forward_flops:
             flops = 3 * rate * state.forward_flops  # backward takes twice what forward does
             record["mfu"] = flops / (state.peak_flops * state.world.size)
-        return record
+        return record | (self.pace.window(record["step_seconds"]) if self.pace else {})
 
     def step(self, record: dict[str, Any] | None) -> None:
         """Count one step; write and show its record if it has one."""
@@ -146,10 +136,12 @@ class Journal:
         if judged:
             text = ", ".join(f"{k[11:].replace('_', ' ')} {v:.4f}" for k, v in judged.items())
             log.info("validation at step %d: %s", record["step"], text)
+        shown["left"] = f"{(self.total - record['step']) * record['step_seconds']:.0f} s"
+        text = "  ".join(f"{name} {value}" for name, value in shown.items())
+        text = f"step {record['step']}/{self.total}  {text}"
+        log.info("%s", text, extra=ONLY_IN_FILES)
         if self.lines:
-            shown["left"] = f"{(self.total - record['step']) * record['step_seconds']:.0f} s"
-            text = "  ".join(f"{name} {value}" for name, value in shown.items())
-            print(f"step {record['step']}/{self.total}  {text}", file=sys.stderr, flush=True)
+            print(text, file=sys.stderr, flush=True)
 
     def _open(self) -> None:
         if self.path.exists():
@@ -176,13 +168,14 @@ class Journal:
     def pause(self) -> Iterator[None]:
         """Do not count what happens meanwhile (validation) as training."""
         started, self.state.patient = time.perf_counter(), True
+        before, self.group.limit = self.group.limit, PATIENCE
         yield
-        self.state.patient = False
+        self.state.patient, self.group.limit = False, before
         self.mark = (self.mark[0], self.mark[1] + time.perf_counter() - started, *self.mark[2:])
 
     def _judge(self, state: Any, steps: int, bad: int) -> None:
         self.bad_in_a_row = self.bad_in_a_row + bad if bad == steps else 0
-        if bad:
+        if bad and self.first:
             log.warning("%d steps up to %d were not finite: skipped", bad, state.step)
         if 0 < state.config.train.max_bad_steps <= self.bad_in_a_row:
             raise UserError(

@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import socket
 import statistics
 import time
@@ -16,37 +17,46 @@ from typing import Any
 from . import UserError
 from .control import HostGroup
 from .elastic import launcher
+from .logs import ONLY_IN_FILES, logging_to, open_log
 from .manifest import best_by_validation, naming, published, verify
 
 log = logging.getLogger(__name__)
+LOGS = "logs"
 
 
 class RunDirectory:
-    """Holds a run directory while training; `fresh` first sets an old run of that name aside.
+    """Holds a run directory and keeps its logs; `fresh` first sets an old run of the name aside.
 
     The lock is a POSIX record lock: unlike flock it is not inherited by forked loader workers,
     which would hold it after the trainer was killed.
     """
 
-    def __init__(self, path: Path, group: HostGroup, fresh: bool = False) -> None:
-        self.path, self.group, self.fresh = path, group, fresh
+    def __init__(
+        self, path: Path, group: HostGroup, fresh: bool = False, keep_logs: bool = True
+    ) -> None:
+        self.path, self.group, self.fresh, self.keep_logs = path, group, fresh, keep_logs
         self.lock: Any = None
         self.begun = False
+        self.logs = contextlib.ExitStack()
 
     def __enter__(self) -> "RunDirectory":
         """Take the directory; UserError when another run has it or when ranks do not share it."""
         launchers = [str(name) for name in self.group.agree(launcher) if name]
         self.group.from_first(lambda: self._take(launchers))
         self._prove_shared()
+        if self.keep_logs:
+            self._open_logs()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
         """Let the next run have the directory; leave none behind if nothing came of it."""
+        self.logs.__exit__(kind, *rest)
         if self.lock:
             if kind and self.begun:
                 self.record_status("failed", reason=kind.__name__)
             with contextlib.suppress(OSError):
-                if set(os.listdir(self.path)) <= {".lock"}:
+                if set(os.listdir(self.path)) <= {".lock", LOGS}:
+                    shutil.rmtree(self.path / LOGS, ignore_errors=True)
                     (self.path / ".lock").unlink(missing_ok=True)
                     self.path.rmdir()
             self.lock.close()
@@ -65,6 +75,7 @@ class RunDirectory:
         if self.group.rank == 0:
             try:
                 self._write_status(status, **details)
+                log.info("%s: %s", status, details, extra=ONLY_IN_FILES)
             except OSError as error:
                 log.warning("status.json does not say that the run %s: %s", status, error)
 
@@ -116,6 +127,12 @@ class RunDirectory:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         return before
+
+    def _open_logs(self) -> None:
+        rank, files = self.group.rank, []
+        self.group.from_first(lambda: (self.path / LOGS).mkdir(exist_ok=True))
+        self.group.agree(lambda: files.append(open_log(self.path / LOGS, rank)))
+        self.logs.enter_context(logging_to(files[0], rank, self.group.size))
 
     def _prove_shared(self) -> None:
         """Each rank must find what rank 0 has just written."""

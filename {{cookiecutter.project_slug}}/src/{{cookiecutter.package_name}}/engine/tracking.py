@@ -117,7 +117,7 @@ def log_report(run_dir: Path, config: Any, path: Path) -> None:
     if not config.track:
         return
     try:
-        with RunDirectory(run_dir, HostGroup()):
+        with RunDirectory(run_dir, HostGroup(), keep_logs=False):
             settings, found = (
                 json.loads((run_dir / name).read_text("utf-8"))
                 for name in ("config.json", "status.json")

@@ -8,9 +8,10 @@ can tells who is to blame: who wrote nothing, or else who has begun the fewest c
 
 How long is too long, in one place:
 
-- a step: `--parallel.timeout-minutes`;
+- a step: `--parallel.timeout-minutes`. Where hosts wait for each other in one they do so for longer
+  (`network.after`), should there be no thread left to watch;
 - start-up with the first step (which may compile), validation, a save: `PATIENCE`. So long, too, a
-  collective or another host-side wait may take by itself, should there be no thread left to watch.
+  collective or an agreement may take by itself.
 
 The others then have REPORTING_SECONDS, and twice the longest step by which they may lag, to report.
 """
@@ -29,10 +30,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .control import PATIENCE, HostGroup
+from . import logs
+from .control import HostGroup
+from .network import PATIENCE, TRACE, after, prefer, traces_in
 from .rundir import write_json
 
-TRACE = "collectives_rank_"
 REPORTING_SECONDS = 10.0
 SUSPENDED_SECONDS = 5.0  # not to have been scheduled for so long is to have been stopped
 
@@ -56,8 +58,7 @@ class Watch:
         if self.group.group is not None:
             stamp = self.group.from_first(lambda: time.strftime("%Y%m%d-%H%M%S", time.gmtime()))
             self.folder = self.run_dir / f"hang-{stamp}"
-            # Read when NCCL's own watchdog gives up on a collective, which is after PATIENCE.
-            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(self.run_dir.resolve() / TRACE))
+            prefer(traces_in(self.run_dir))
             self.began = time.monotonic()
             self.thread.start()
         return self
@@ -72,6 +73,7 @@ class Watch:
         if self.limit == limit:  # not the first step, which may compile
             self.longest = max(self.longest, min(now - self.began, limit))
         self.began, self.limit = now, limit
+        self.group.limit = after(state.world.step_limit)
 
     def _watch(self) -> None:
         last = time.monotonic()
@@ -86,7 +88,7 @@ class Watch:
                 try:
                     self._report()
                 except OSError as error:  # the disk may be what hangs
-                    print(f"error: no step was finished in time, and {error}", file=sys.stderr)
+                    logs.say(f"error: no step was finished in time, and {error}")
                 finally:
                     os._exit(1)
 
@@ -122,7 +124,7 @@ class Watch:
         if torch.cuda.is_available():
             lines.append(f"the latter are for `torchfrtrace --prefix {TRACE} {self.folder}`")
         text = "\n  ".join(lines)
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        logs.say(f"error: {text}")
         write_json(self.run_dir / "status.json", {"status": "failed", "reason": reason})
         (self.folder / "verdict.txt").write_text(text + "\n", "utf-8")
 

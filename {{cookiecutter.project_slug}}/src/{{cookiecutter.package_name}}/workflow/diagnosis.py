@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ..config import Config
-from ..engine.control import usable_cores
+from ..engine.flops import usable_cores
 from ..engine.traces import Breakdown
 from .gates import PACKAGE, read_stage
 

@@ -22,9 +22,9 @@ from ..engine import UserError
 from ..engine.buffers import agree_on_buffers
 from ..engine.commands import exit_code
 from ..engine.control import HostGroup, RankError
+from ..engine.logs import log_to_console
 from ..engine.manifest import MANIFEST, published, read_manifest
 from ..engine.memory import check_memory, expected_memory
-from ..engine.metrics import log_to_console
 from ..engine.reading import DCP_INDEX, flat
 from ..engine.rundir import RunDirectory, write_json
 from ..engine.settings import override
@@ -282,5 +282,5 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    log_to_console(PACKAGE)
+    log_to_console()
     sys.exit(exit_code(lambda: main(sys.argv[1:])))

@@ -21,8 +21,7 @@ import torch
 from ..config import Config
 from ..engine import UserError
 from ..engine.commands import PROGRAM
-from ..engine.control import usable_cores
-from ..engine.flops import cpu_name, device_name
+from ..engine.flops import cpu_name, device_name, usable_cores
 from ..engine.rundir import write_json
 from ..engine.settings import to_json
 

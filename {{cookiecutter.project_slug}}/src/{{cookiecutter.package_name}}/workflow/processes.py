@@ -9,7 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..engine.control import RankError, usable_cores
+from ..engine.control import RankError
+from ..engine.flops import usable_cores
 from .gates import PACKAGE
 
 # What torchrun, even with one process, tells those it starts: these are not among them.

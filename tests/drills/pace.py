@@ -1,0 +1,102 @@
+"""Ranks of unequal speed: who is said to hold up the others; and what stands in which log.
+
+Usage: torchrun --nproc-per-node 3 pace.py FOLDER DDP_PACKAGE FSDP_PACKAGE
+"""
+
+import importlib
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RANK = int(os.environ["RANK"])
+EVEN, SLOW = 0.1, 0.25  # seconds that a rank takes for something
+CASES = {"even": (0, "step", None), "slow step": (0, "step", 2), "slow data": (1, "data", 1)}
+
+
+def slowed(function: Callable[..., Any], slow: bool) -> Callable[..., Any]:
+    """The function, after a while."""
+
+    def waiting(*arguments: Any) -> Any:
+        time.sleep(SLOW if slow else EVEN)
+        return function(*arguments)
+
+    return waiting
+
+
+def noisy(state: Any, record: Any) -> None:
+    """What a rank may say in a step, by each road."""
+    if state.step == 1:
+        print(f"printed by rank {RANK}")
+        warnings.warn(f"Python's warning of rank {RANK}", stacklevel=1)
+        os.write(2, f"library's line of rank {RANK}\n".encode())
+        log = logging.getLogger(type(state).__module__)
+        log.warning("warning of rank %d", RANK)
+        log.error("error of rank %d", RANK)
+
+
+def fail(state: Any, record: Any) -> None:
+    """As a mistake would."""
+    raise ValueError(f"broken on rank {RANK}")
+
+
+def main(folder: Path, packages: list[str]) -> None:
+    """Train in each case; rank 0 prints what the log says of each as one line of JSON."""
+    found, world = {}, None
+    for name, (which, where, slow) in CASES.items():
+        training, configuration, sampling, logs = (
+            importlib.import_module(f"{packages[which]}.{module}")
+            for module in ("train", "config", "engine.sampling", "engine.logs")
+        )
+        logs.log_to_console()
+        changes = {"device": "cpu", "run_dir": folder / name, "train.steps": 10}
+        changes |= {"train.log_every": 2, "train.validate_every": 0, "checkpoint.every": 4}
+        changes |= {"data.path": folder / "text.txt"}
+        config = configuration.override(configuration.preset("tiny"), changes)
+        world = world or training.parallel.setup(config.parallel, "cpu")
+        module, function = (training, "compute_loss") if where == "step" else (sampling, "fetch")
+        before = getattr(module, function)
+        setattr(module, function, slowed(before, slow == RANK))
+        training._run(config, world, noisy)
+        setattr(module, function, before)
+        if RANK == 0:
+            lines = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
+            found[name] = [line.get("slowest_rank") for line in lines]
+    try:
+        config = configuration.override(config, {"run_dir": folder / "broken"})
+        training._run(config, world, fail)
+    except ValueError:
+        pass
+    control = importlib.import_module(f"{packages[1]}.engine.control")
+    cut_off(control, world)
+    if RANK == 0:
+        print(json.dumps(found))
+
+
+def cut_off(control: Any, world: Any) -> None:
+    """The last rank is not there any more; the others do not wait for it as at the start."""
+    group = control.HostGroup(world)
+    word = control.Control(group)
+    word.exchange()
+    group.limit = control.timedelta(seconds=0.5)
+    if world.size - 1 != RANK:
+        word.exchange()  # of before: all had sent it
+        try:
+            word.exchange()
+        except control.RankError as error:
+            assert "did not answer" in str(error)
+        else:
+            raise AssertionError("there was an answer")
+    control.dist.barrier()
+    control.leave(world)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
+    sys.stdout.flush()
+    os._exit(0)
