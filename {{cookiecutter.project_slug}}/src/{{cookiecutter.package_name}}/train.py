@@ -177,11 +177,11 @@ def run(config: Config, observer: Observer | None = None) -> Result:
 
 
 def _run(config: Config, world: World, observer: Observer) -> Result:
-    group = HostGroup(world)
+    group, kept = HostGroup(world), config.checkpoint
     with contextlib.ExitStack() as stack:
         control = stack.enter_context(Control(group))  # the first: a stop may come early
         state, settings = setup(config, world), config.train
-        run_dir = stack.enter_context(RunDirectory(config.directory, group, config.fresh))
+        run_dir = stack.enter_context(RunDirectory(config.directory, group, config.fresh, kept.far))
         watch = stack.enter_context(Watch(run_dir.path, state, group))
         checkpointer = stack.enter_context(start(state, run_dir, group))
         if state.step >= settings.steps:
@@ -203,7 +203,7 @@ def _run(config: Config, world: World, observer: Observer) -> Result:
 
             log_now, validate_now, save_now = (
                 state.step == settings.steps or (every > 0 and state.step % every == 0)
-                for every in (settings.log_every, settings.validate_every, config.checkpoint.every)
+                for every in (settings.log_every, settings.validate_every, kept.every)
             )
             record = journal.line(state) if log_now or validate_now else None
             if validate_now:

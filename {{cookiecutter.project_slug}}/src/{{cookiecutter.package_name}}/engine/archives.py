@@ -5,20 +5,23 @@ size, and makes arrays as large as a file of a hundred bytes asks for. Here a fi
 memory and time in proportion to its size.
 """
 
+import contextlib
 import io
 import math
 import mmap
 import pickle
+import shutil
 import struct
+import tempfile
 import warnings
 import zipfile
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 import torch
 
 from .decoding import DTYPES, Decoder, Global, Made
+from .remote import PART, Place, RemotePath
 
 KINDS = {
     "Double": torch.float64,
@@ -57,9 +60,12 @@ Storages = Callable[[Made], torch.Tensor]
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 
-def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors in a file, by names as in "model.norm.weight", mapped into memory, not read."""
-    with open(path, "rb") as file:
+def load_tensors(path: Place) -> dict[str, torch.Tensor]:
+    """The tensors in a file, by names as in "model.norm.weight", mapped into memory, not read.
+
+    What lies in a store is fetched first, into a temporary file.
+    """
+    with fetched(path) as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     tree, storages = decode(content)
     found, budget = {}, GROWTH * len(content) + (1 << 20)
@@ -79,6 +85,19 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
         if budget < 0:
             raise pickle.UnpicklingError(TOO_LARGE)
     return found
+
+
+@contextlib.contextmanager
+def fetched(path: Place) -> Iterator[BinaryIO]:
+    """A file on disk: the same, or a copy that is gone afterwards."""
+    if not isinstance(path, RemotePath):
+        with open(path, "rb") as file:
+            yield file
+        return
+    with tempfile.NamedTemporaryFile() as copy, path.open() as file:
+        shutil.copyfileobj(file, copy, PART)
+        copy.flush()
+        yield copy
 
 
 def load_tensor(file: BinaryIO, offset: int, length: int) -> torch.Tensor:

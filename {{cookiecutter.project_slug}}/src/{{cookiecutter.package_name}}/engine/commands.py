@@ -13,6 +13,7 @@ import tyro
 
 from . import UserError
 from .control import RankError, launched_ranks
+from .retrying import StoreError
 
 T = TypeVar("T")
 Command = Callable[[list[str]], int]
@@ -45,11 +46,11 @@ def exit_code(command: Callable[[], int]) -> int:
     """Run a command: 0 when all is well, 1 when something went wrong, 2 for bad input."""
     try:
         code = command()
-    except (UserError, RankError) as error:
+    except (UserError, RankError, StoreError) as error:
         code = 2 if isinstance(error, UserError) else 1
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
-        elif dist.is_initialized() and not error.agreed:
+        elif dist.is_initialized() and not getattr(error, "agreed", False):
             print(f"[rank {os.environ['RANK']}] error: {error}", file=sys.stderr)
         else:
             time.sleep(1.0)  # the first rank says it; when one is gone, the launcher ends it, too

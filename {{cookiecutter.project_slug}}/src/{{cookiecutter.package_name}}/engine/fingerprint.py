@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .remote import Place, RemotePath
+
 PROBES = 256
 PROBE_BYTES = 4096
 
@@ -61,3 +63,11 @@ def shown(value: Any) -> str:
     """A value that a stranger may have chosen, as it can be printed."""
     text = f"{value}"
     return f"{text if text.isprintable() else ascii(text):.100}"
+
+
+def of_place(path: Place) -> str:
+    """Of a file, of the plain files in a directory, or of the names and sizes in a store."""
+    if isinstance(path, RemotePath):
+        return repr(sorted(path.sizes().items()))
+    plain = (f for f in path.glob("*") if f.is_file() and not f.is_symlink())
+    return of_files(path, sorted(plain) or [path])

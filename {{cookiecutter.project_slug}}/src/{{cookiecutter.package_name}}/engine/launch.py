@@ -21,11 +21,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.launcher import api as launcher
 
+from .network import LOOPBACK, on_loopback, prefer
+
 # The ranks leave together, so their torchruns see it at the same time; one that does not was told
 # to stop, and has gone. torchrun would wait 300 s for it, and hear no signal meanwhile.
 EXIT_SECONDS = 30
-
-from .network import LOOPBACK, on_loopback, prefer
 
 
 def hear_once(number: int, frame: types.FrameType | None) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from .control import HostGroup, RankError
+from .remote import Place, RemotePath
+from .retrying import ChangedError
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -41,53 +43,76 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def published(directory: Path) -> list[Path]:
+def published(directory: Place) -> list[Place]:
     """Published checkpoints, oldest first, good or not."""
+    remote = isinstance(directory, RemotePath)
     try:
-        names = [name for name in os.listdir(directory) if PUBLISHED.fullmatch(name)]
+        names = filter(PUBLISHED.fullmatch, directory.sizes() if remote else os.listdir(directory))
+        paths = [directory / name for name in sorted(names, key=lambda name: int(name[5:]))]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [directory / name for name in sorted(names, key=lambda name: int(name[5:]))]
+    # On a disk one without a manifest is damaged; in a store it was never finished.
+    return [path for path in paths if not remote or (path / MANIFEST).exists()]
 
 
-def open_plain(path: Path) -> BinaryIO:
+def data_of(path: Place, manifest: dict[str, Any]) -> Place:
+    """Where the files of a checkpoint lie: beside its manifest, or in a folder, as in a store."""
+    if (name := manifest.get("folder")) is None:
+        return path
+    if isinstance(path, Path) and path.joinpath(name).is_symlink():
+        raise SnapshotError(f"{name} is a link")
+    return path / name
+
+
+def open_plain(path: Place) -> BinaryIO:
     """Open a file for reading; SnapshotError when it is missing, a link, or no regular file.
 
     Nothing else is opened at all: opening a pipe waits for a writer, a device may do anything.
     """
     try:
+        if isinstance(path, RemotePath):
+            return path.open()
         if stat.S_ISREG(os.lstat(path).st_mode):
             return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
     except OSError as error:
         # No permission or a failing disk is no damage: it must not cost a good checkpoint its name.
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             raise UnreadableError(f"{path} cannot be read: {error.strerror}") from error
-        raise SnapshotError(f"{path.name} is missing or is a link") from error
+        link = "" if isinstance(path, RemotePath) else " or is a link"
+        raise SnapshotError(f"{path.name} is missing{link}") from error
     raise SnapshotError(f"{path.name} is not a regular file")
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Place) -> dict[str, Any]:
     """Read and check the manifest of the checkpoint at `path`; SnapshotError says what is wrong."""
-    if PUBLISHED.fullmatch(path.name) and path.is_symlink():
+    if PUBLISHED.fullmatch(path.name) and isinstance(path, Path) and path.is_symlink():
         raise SnapshotError("it is a link to somewhere else")
     try:
         with open_plain(path / MANIFEST) as file:
             content = file.read(MANIFEST_LIMIT + 1)
-        if len(content) > MANIFEST_LIMIT:
-            raise SnapshotError(f"{MANIFEST} is larger than {MANIFEST_LIMIT} bytes")
-        text, digest = content[:-SEALED], content[-SEALED:]
-        if digest != SEAL % hashlib.sha256(text).hexdigest().encode():
-            raise SnapshotError(f"{MANIFEST} does not match its own digest")
+    except ChangedError as error:
+        raise SnapshotError(f"{MANIFEST} is not what was saved ({error.strerror})") from error
+    except OSError as error:
+        raise UnreadableError(f"{path / MANIFEST} cannot be read: {error.strerror}") from error
+    return parse_manifest(content, path.name)
+
+
+def parse_manifest(content: bytes, name: str) -> dict[str, Any]:
+    """Check the content of a manifest that lies in the directory `name`; SnapshotError."""
+    if len(content) > MANIFEST_LIMIT:
+        raise SnapshotError(f"{MANIFEST} is larger than {MANIFEST_LIMIT} bytes")
+    text, digest = content[:-SEALED], content[-SEALED:]
+    if digest != SEAL % hashlib.sha256(text).hexdigest().encode():
+        raise SnapshotError(f"{MANIFEST} does not match its own digest")
+    try:
         manifest = json.loads(content)
         version, step, files = (manifest[key] for key in ("format_version", "step", "files"))
-        names_are_plain = all(map(_is_plain, files))
+        names_are_plain = all(map(_is_plain, files)) and _is_plain(manifest.get("folder", "x"))
         facts_are_sound = type(version) is type(step) is int and 0 <= step < 1 << 62
         facts_are_sound &= isinstance(manifest.get("validation_loss"), float | None)
         for entry in files.values():
             size, sha256 = entry["size"], entry["sha256"]
             facts_are_sound &= type(size) is int and SHA256.fullmatch(sha256) is not None
-    except OSError as error:
-        raise UnreadableError(f"{path / MANIFEST} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise SnapshotError(f"{MANIFEST} is not a manifest ({type(error).__name__})") from error
     if not facts_are_sound:
@@ -96,28 +121,31 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise SnapshotError(f"{MANIFEST} has format {version}; this code reads {FORMAT_VERSION}")
     if not names_are_plain or not files:
         raise SnapshotError(f"{MANIFEST} names a file outside its own directory, or none at all")
-    if PUBLISHED.fullmatch(path.name) and path.name != step_name(step):
+    if PUBLISHED.fullmatch(name) and name != step_name(step):
         raise SnapshotError(f"{MANIFEST} belongs to {step_name(step)}")
     return manifest
 
 
-def check_file(path: Path, entry: dict[str, Any]) -> str | None:
+def check_file(path: Place, entry: dict[str, Any]) -> str | None:
     """Compare one file with its manifest entry; return what is wrong with it, or None."""
     try:
         with open_plain(path) as file:
-            size = os.fstat(file.fileno()).st_size
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
             if size != entry["size"]:
                 return f"{path.name} has {size:,} bytes, not {entry['size']:,}"
             if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
                 return f"{path.name} has other content than was saved (sha256 differs)"
     except SnapshotError as error:
         return str(error)
+    except ChangedError as error:
+        return f"{path.name} has other content than was saved ({error.strerror})"
     except OSError as error:
         raise UnreadableError(f"{path} cannot be read: {error.strerror}") from error
     return None
 
 
-def verify(path: Path, group: HostGroup | None = None) -> tuple[dict[str, Any], list[str]]:
+def verify(path: Place, group: HostGroup | None = None) -> tuple[dict[str, Any], list[str]]:
     """Verify a checkpoint, every byte, the work divided among the ranks.
 
     Returns the manifest ({} if it is bad) and the problems found; the same on every rank.
@@ -126,20 +154,31 @@ def verify(path: Path, group: HostGroup | None = None) -> tuple[dict[str, Any], 
 
     def manifest_or_problem() -> tuple[dict[str, Any], list[str]]:
         try:
-            return read_manifest(path), []
+            manifest = read_manifest(path)
+            data_of(path, manifest)
+            return manifest, []
         except SnapshotError as error:
             return {}, [str(error)]
 
     manifest, problems = group.from_first(manifest_or_problem)
     if problems:
         return manifest, problems
-    largest_first = sorted(manifest["files"].items(), key=lambda item: -item[1]["size"])
-    mine = largest_first[group.rank :: group.size]
-    gathered = group.agree(lambda: [check_file(path / name, entry) for name, entry in mine])
+
+    def check() -> list[str | None]:
+        folder, mine = data_of(path, manifest), shared_out(manifest, group)
+        return [check_file(folder / name, entry) for name, entry in mine]
+
+    gathered = group.agree(check)
     return manifest, group.from_first(lambda: [text for part in gathered for text in part if text])
 
 
-def best_by_validation(manifests: dict[Path, dict[str, Any]]) -> Path | None:
+def shared_out(manifest: dict[str, Any], group: HostGroup) -> list[tuple[str, dict[str, Any]]]:
+    """This rank's part of the files, with their entries: about as many bytes for each rank."""
+    largest_first = sorted(manifest["files"].items(), key=lambda item: -item[1]["size"])
+    return largest_first[group.rank :: group.size]
+
+
+def best_by_validation(manifests: dict[Place, dict[str, Any]]) -> Place | None:
     """The checkpoint with the lowest validation loss on record, the newest of equals."""
     judged = {
         path: manifest["validation_loss"]
@@ -150,7 +189,7 @@ def best_by_validation(manifests: dict[Path, dict[str, Any]]) -> Path | None:
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: Place) -> Iterator[None]:
     """Raise what the system said, with the file it said it of.
 
     An OSError of a read, a write or a sync names no file; torch.save puts a message of its own in

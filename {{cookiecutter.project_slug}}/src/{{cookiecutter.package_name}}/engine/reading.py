@@ -20,9 +20,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from . import UserError
-from .archives import load_tensors
+from .archives import fetched, load_tensors
 from .control import HostGroup, RankError
-from .manifest import MANIFEST, SnapshotError, published, step_name, verify
+from .manifest import MANIFEST, SnapshotError, data_of, published, step_name, verify
+from .remote import Place, RemotePath, located
+from .rundir import checkpoints_of
 from .shards import DCP_INDEX, PlainReader, read_index
 
 log = logging.getLogger(__name__)
@@ -42,7 +44,7 @@ class Form(NamedTuple):
 class Parts:
     """Tensors in a directory of DCP, by names as in "model.norm.weight"; opens `files` only."""
 
-    def __init__(self, path: Path, files: Iterable[str]) -> None:
+    def __init__(self, path: Place, files: Iterable[str]) -> None:
         self.path = path
         with as_snapshot_errors(f"reading {path}"):
             self.index = read_index(path, files)
@@ -66,7 +68,7 @@ class Parts:
 class OneFile:
     """Tensors in one file, of `torch.save` or of safetensors, mapped into memory, not read yet."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         with as_snapshot_errors(f"reading {path}"):
             if path.suffix == SAFETENSORS:
                 self.tensors = dict(load_safetensors(path))
@@ -99,22 +101,26 @@ def printable(name: str) -> str:
     return name
 
 
-def load_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def load_safetensors(path: Place) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a file of safetensors, and its own note as one more (see travel.py)."""
-    with safe_open(path, "pt") as file:
+    with fetched(path) as copy, safe_open(copy.name, "pt") as file:
         for name in file.keys():  # noqa: SIM118 - not a dictionary
             yield name, file.get_tensor(name)
         if note := (file.metadata() or {}).get(NOTE):
             yield NOTE, torch.frombuffer(bytearray(note.encode()), dtype=torch.uint8)
 
 
-def open_tensors(path: Path, manifest: dict[str, Any]) -> Parts | OneFile:
+def open_tensors(path: Place, manifest: dict[str, Any]) -> Parts | OneFile:
     """What `find_tensors` has found; without a manifest no file of a directory is ruled out."""
     if path.is_file():
         return OneFile(path)
+    folder = data_of(path, manifest)
     if WHOLE_FILE in manifest.get("files", ()):
-        return OneFile(path / WHOLE_FILE)
-    return Parts(path, manifest.get("files") or os.listdir(path))
+        return OneFile(folder / WHOLE_FILE)
+    there = manifest.get("files")
+    if there is None:
+        there = path.sizes() if isinstance(path, RemotePath) else os.listdir(path)
+    return Parts(folder, there)
 
 
 @contextlib.contextmanager
@@ -150,11 +156,12 @@ def flat(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
     return ((".".join(path), tensor) for path, tensor in walk(tree))
 
 
-def find_tensors(where: Path, step: int | None = None) -> tuple[Path, dict[str, Any]]:
+def find_tensors(where: Path, step: int | None = None) -> tuple[Place, dict[str, Any]]:
     """A checkpoint as by `find_checkpoint`, or something from elsewhere, with {} for a manifest.
 
     That is a file of torch.save or safetensors, or a bare directory of DCP: none can be verified.
     """
+    where = located(where)
     if not where.exists():
         raise UserError(f"there is nothing at {where}")
     bare = (where / DCP_INDEX).exists() and not (where / MANIFEST).exists()
@@ -164,24 +171,25 @@ def find_tensors(where: Path, step: int | None = None) -> tuple[Path, dict[str, 
     return find_checkpoint(where, step)
 
 
-def find_checkpoint(where: Path, step: int | None = None) -> tuple[Path, dict[str, Any]]:
-    """Verify and pick a checkpoint to read from: a run directory's newest good one, or one by step.
+def find_checkpoint(where: Place, step: int | None = None) -> tuple[Place, dict[str, Any]]:
+    """Verify and pick a checkpoint to read from: a run's newest good one, or one by step.
 
     `where` may also be a checkpoint itself. Nothing is changed: a run may be writing beside us.
     """
+    directory = checkpoints_of(where)
     if (where / MANIFEST).exists():
         candidates = [where]
     elif step is not None:
-        candidates = [where / "checkpoints" / step_name(step)]
+        candidates = [directory / step_name(step)]
     else:
-        candidates = published(where / "checkpoints")[::-1]
+        candidates = published(directory)[::-1]
     for path in candidates:
         manifest, problems = verify(path)
         if not problems:
             return path, manifest
         if path.exists():  # else it was pruned while we looked
             log.warning("DAMAGED CHECKPOINT %s: %s", path, "; ".join(problems))
-    there = ", ".join(str(int(path.name[5:])) for path in published(where / "checkpoints"))
+    there = ", ".join(str(int(path.name[5:])) for path in published(directory))
     hint = f"there are those of steps {there}" if there else "train first, or see what is there"
     wanted = f"good checkpoint of step {step}" if step is not None else "good checkpoint"
     raise UserError(f"there is no {wanted} in {where}: {hint}")

@@ -19,6 +19,8 @@ from .control import HostGroup
 from .elastic import launcher
 from .logs import ONLY_IN_FILES, logging_to, open_log
 from .manifest import best_by_validation, naming, published, verify
+from .remote import Place, RemotePath, located
+from .snapshots import storage_of
 
 log = logging.getLogger(__name__)
 LOGS = "logs"
@@ -28,13 +30,20 @@ class RunDirectory:
     """Holds a run directory and keeps its logs; `fresh` first sets an old run of the name aside.
 
     The lock is a POSIX record lock: unlike flock it is not inherited by forked loader workers,
-    which would hold it after the trainer was killed.
+    which would hold it after the trainer was killed. `apart`: the machines need not share it, since
+    the checkpoints are elsewhere.
     """
 
     def __init__(
-        self, path: Path, group: HostGroup, fresh: bool = False, keep_logs: bool = True
+        self,
+        path: Path,
+        group: HostGroup,
+        fresh: bool = False,
+        apart: bool = False,
+        keep_logs: bool = True,
     ) -> None:
-        self.path, self.group, self.fresh, self.keep_logs = path, group, fresh, keep_logs
+        self.path, self.group, self.fresh, self.apart = path, group, fresh, apart
+        self.keep_logs = keep_logs
         self.lock: Any = None
         self.begun = False
         self.logs = contextlib.ExitStack()
@@ -43,7 +52,10 @@ class RunDirectory:
         """Take the directory; UserError when another run has it or when ranks do not share it."""
         launchers = [str(name) for name in self.group.agree(launcher) if name]
         self.group.from_first(lambda: self._take(launchers))
-        self._prove_shared()
+        if self.apart:
+            self.group.agree(lambda: self.path.mkdir(parents=True, exist_ok=True))
+        else:
+            self._prove_shared()
         if self.keep_logs:
             self._open_logs()
         return self
@@ -170,6 +182,19 @@ def write_json(path: Path, content: Any) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def checkpoints_of(run: Place) -> Place:
+    """Where a run has its checkpoints: in the store that its settings name, else in itself.
+
+    A URL is the place itself.
+    """
+    if isinstance(run, RemotePath):
+        return run
+    url = None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        url = json.loads((run / "config.json").read_text("utf-8"))["checkpoint"]["url"]
+    return located(url) if url else run / "checkpoints"
+
+
 def summary(run_dir: Path, step: int) -> list[str]:
     """What a run measured up to `step` and where it lies, from its files."""
     log_file = run_dir / "metrics.jsonl"
@@ -186,19 +211,22 @@ def summary(run_dir: Path, step: int) -> list[str]:
             lines.append(f"{name.replace('_', ' ')}: {value:.4f}")
     status = json.loads((run_dir / "status.json").read_text())
     blocked = status.get("checkpoint_blocked_seconds", 0.0)
-    steps = [path.name for path in published(run_dir / "checkpoints")]
-    names = ", ".join(steps) or "none"
-    lines.append(f"checkpoints: {names} (saving held training up for {blocked:.2f} s in all)")
+    directory = checkpoints_of(run_dir)
+    names = ", ".join(path.name for path in published(directory)) or "none"
+    where = f" in {directory}" if isinstance(directory, RemotePath) else ""
+    lines.append(
+        f"checkpoints: {names}{where} (saving held training up for {blocked:.2f} s in all)"
+    )
     lines.append(f"everything is in {run_dir}")
     return lines
 
 
 def list_checkpoints(run_dir: Path) -> tuple[list[str], bool]:
     """Verify all checkpoints of a run: a line for each, and whether one is damaged."""
-    directory = run_dir / "checkpoints"
+    directory = checkpoints_of(located(run_dir))
     found = {path: verify(path) for path in published(directory)}
     if not found:
-        raise UserError(f"there are no checkpoints in {run_dir}: train first")
+        raise UserError(f"there are no checkpoints in {directory}: train first")
     best = best_by_validation({path: m for path, (m, problems) in found.items() if not problems})
     lines = []
     for path, (manifest, problems) in found.items():
@@ -212,5 +240,5 @@ def list_checkpoints(run_dir: Path) -> tuple[list[str], bool]:
         if (loss := manifest.get("validation_loss")) is not None:
             line += f"  validation loss {loss:.4f}"
         lines.append(line + ("  best" if path == best else ""))
-    lines += [f"{path.name}  set aside" for path in sorted(directory.glob("step_*.damaged-*"))]
+    lines += [f"{name}  set aside" for name in storage_of(directory).damaged()]
     return lines, any(problems and path.exists() for path, (_, problems) in found.items())

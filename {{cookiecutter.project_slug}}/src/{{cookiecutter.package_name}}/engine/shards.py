@@ -6,13 +6,13 @@ point only to files that it may read, inside of them, and its parts make up whol
 memory that it can ask for is bounded by the files.
 """
 
+import io
 import itertools
 import math
 import mmap
 import pickle
 from collections import Counter
 from collections.abc import Collection, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.futures import Future
 from .archives import load_tensor
 from .decoding import DTYPES, Decoder, Global, Made
 from .manifest import open_plain
+from .remote import Place, RemotePath
 
 DCP_INDEX = ".metadata"
 KINDS = ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties")
@@ -34,7 +35,7 @@ ALLOWED = {*(f"{metadata.__name__}.{kind}" for kind in KINDS), INFO, *PATHS, *OT
 Region = tuple[tuple[int, ...], tuple[int, ...]]  # of a tensor: offsets, sizes
 
 
-def read_index(path: Path, names: Collection[str]) -> metadata.Metadata:
+def read_index(path: Place, names: Collection[str]) -> metadata.Metadata:
     """The index of a directory of DCP, which may point to the files `names` only.
 
     Entries that are no tensors are left out: nothing here reads them. UnpicklingError when the
@@ -43,7 +44,10 @@ def read_index(path: Path, names: Collection[str]) -> metadata.Metadata:
     if DCP_INDEX not in names:
         raise pickle.UnpicklingError(f"{DCP_INDEX} is not among the files")
     with open_plain(path / DCP_INDEX) as file:
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if isinstance(path, RemotePath):
+            content = io.BytesIO(file.read())
+        else:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     top = fields(Decoder(content, ALLOWED).load(), "Metadata")
     stored = dict(places(path, frozenset(names), top["storage_data"]))
     tensors, parts = {}, 0
@@ -73,7 +77,7 @@ def read_index(path: Path, names: Collection[str]) -> metadata.Metadata:
 
 
 def places(
-    path: Path, names: frozenset[str], storage: dict[Made, Made]
+    path: Place, names: frozenset[str], storage: dict[Made, Made]
 ) -> Iterator[tuple[metadata.MetadataIndex, Any]]:
     """Where each part lies: in one of the files, not beyond its end, and not over each other."""
     sizes: dict[str, int] = {}
@@ -152,9 +156,9 @@ def numbers(value: Any) -> tuple[int, ...]:
 class PlainReader(dcp.FileSystemReader):
     """DCP's reader of an index that was checked; reads tensors and nothing else."""
 
-    def __init__(self, path: Path, index: metadata.Metadata) -> None:
-        super().__init__(path)
-        self.index = index
+    def __init__(self, path: Place, index: metadata.Metadata) -> None:
+        super().__init__("")
+        self.path, self.index = path, index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """The index, which was read before."""
@@ -170,7 +174,7 @@ class PlainReader(dcp.FileSystemReader):
         for (name, offset, length), items in itertools.groupby(
             sorted(plan.items, key=place), place
         ):
-            with open_plain(Path(self.path) / name) as file:
+            with open_plain(self.path / name) as file:
                 stored = load_tensor(file, offset, length)
             for item in items:
                 part = stored

@@ -20,9 +20,11 @@ from . import UserError
 from .control import HostGroup, RankError, World
 from .fingerprint import identity_differences
 from .manifest import SnapshotError, digest_of
+from .mirror import Mirror, find_newest
 from .numbers import refuse_odd_numbers
 from .optimizers import GROUPS, create_optimizer_state, optimizer_parts, optimizer_tensors
 from .reading import Tensors, flat, open_tensors, walk
+from .remote import located
 from .snapshots import RetentionConfig, Snapshots, Writer
 
 log = logging.getLogger(__name__)
@@ -117,7 +119,10 @@ class Recovery:
         self.world, self.model, self.optimizer, self.facts = world, model, optimizer, facts
         self.staged_by = 0  # ranks that share the copies of a state in host memory
         self.group = HostGroup(world)
-        self.snapshots = Snapshots(run_dir / "checkpoints", retention, self.group)
+        self.run_dir, store = run_dir, located(retention.url) if retention.url else None
+        place = store if retention.far else run_dir / "checkpoints"
+        self.snapshots = Snapshots(place, retention, self.group)
+        self.mirror = Mirror(store, retention, self.group) if retention.local_first else None
         self.blocked_seconds = 0.0
         self.busy = False  # while training waits for a save
         self.last_saved: int | None = None
@@ -145,6 +150,8 @@ class Recovery:
     def close(self) -> None:
         """Settle, and stop what runs behind."""
         self.settle()
+        if self.mirror:
+            self._attempt(self.mirror.finish)
 
     def finish(self, step: int) -> None:
         """Save the last step, if there was one, and close; SnapshotError when it was not saved."""
@@ -171,7 +178,7 @@ class Recovery:
 
     def restore(self) -> int:
         """Load the newest good checkpoint; its step, or 0 when there is none to load."""
-        found = self.snapshots.newest_good()
+        found = find_newest(self.snapshots, self.mirror, self.run_dir)
         if found is None:
             return 0
         path, manifest = found
@@ -224,7 +231,9 @@ class Recovery:
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
-        self.snapshots.publish(step, write, facts)
+        path = self.snapshots.publish(step, write, facts)
+        if self.mirror:
+            self.mirror.submit(path)
 
     def _forget_state_not_in(self, saved: Set[str]) -> None:
         """Drop optimizer state that was not saved: a parameter may never have had a gradient."""

@@ -20,12 +20,14 @@ from torch import nn
 
 from . import UserError
 from .control import HostGroup
-from .fingerprint import of_files
+from .fingerprint import of_place
 from .manifest import MANIFEST, MANIFEST_LIMIT, SnapshotError
 from .reading import NOTE, SAFETENSORS, OneFile, Parts, Tensors, find_tensors, open_tensors
-from .rundir import RunDirectory, write_json
-from .snapshots import RetentionConfig, Snapshots, sync_directory
+from .remote import Place, RemotePath
+from .rundir import RunDirectory, checkpoints_of, write_json
+from .snapshots import RetentionConfig, Snapshots
 from .state import forms_of, nest
+from .storage import sync_directory
 from .writing import write_shards
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -64,7 +66,7 @@ def export(run_dir: Path, options: ExportConfig) -> str:
         raise UserError(f"{target}: files are {', '.join(FILES)}; a run is a directory")
     path, manifest = find_tensors(options.source or run_dir, options.step)
     source = open_source(path, manifest)
-    note = note_of(path, manifest) or read_note(source)
+    note = note_of(path, manifest, options.source or run_dir) or read_note(source)
     if options.like and not note:
         note = note_of(*find_tensors(options.like, options.step))
     if not note:
@@ -106,8 +108,7 @@ def load_weights(
 
     def look() -> str:
         opened.append(open_source(path, manifest))
-        plain = (f for f in path.glob("*") if f.is_file() and not f.is_symlink())
-        return of_files(path, sorted(plain) or [path])
+        return of_place(path)
 
     found = group.agree(look)
     group.from_first(lambda: all_alike(found, path))
@@ -137,7 +138,7 @@ def load_weights(
     return "; ".join([f"{len(common)} tensors from {path}", *texts])
 
 
-def all_alike(found: list[str], path: Path) -> None:
+def all_alike(found: list[str], path: Place) -> None:
     """UserError unless all ranks have found the same."""
     if len(set(found)) > 1:
         rank = next(rank for rank, other in enumerate(found) if other != found[0])
@@ -146,7 +147,7 @@ def all_alike(found: list[str], path: Path) -> None:
         )
 
 
-def open_source(path: Path, manifest: dict[str, Any]) -> Parts | OneFile:
+def open_source(path: Place, manifest: dict[str, Any]) -> Parts | OneFile:
     """Open what somebody has named; UserError when it cannot be read."""
     try:
         return open_tensors(path, manifest)
@@ -176,14 +177,21 @@ def weight_names(stored: Iterable[str], wanted: Iterable[str]) -> dict[str, str]
     return max(map(without, prefixes), key=lambda names: len(names.keys() & wanted))
 
 
-def note_of(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """What a file made from the checkpoint at `path` has to say: {} without a manifest."""
+def note_of(path: Place, manifest: dict[str, Any], run: Path | None = None) -> dict[str, Any]:
+    """What a file made from the checkpoint at `path` has to say: {} without a manifest.
+
+    Of one in a store, `run` may be the directory of the run that keeps its checkpoints there.
+    """
     if not manifest:
         return {}
-    checkpoints = path.resolve().parent
-    config = checkpoints.parent / "config.json"
-    of_a_run = checkpoints.name == "checkpoints" and config.exists()
-    settings = json.loads(config.read_text("utf-8")) if of_a_run else {}
+    if isinstance(path, RemotePath):
+        ours = run is not None and checkpoints_of(run) == path.parent
+        config = run / "config.json" if ours else None
+    else:
+        checkpoints = path.resolve().parent
+        of_a_run = checkpoints.name == "checkpoints"
+        config = checkpoints.parent / "config.json" if of_a_run else None
+    settings = json.loads(config.read_text("utf-8")) if config and config.exists() else {}
     note = {"manifest": {k: v for k, v in manifest.items() if k != "files"}, "config": settings}
     if not is_note(note):
         raise UserError(f"{path} lacks what a run has to say in its {MANIFEST}")

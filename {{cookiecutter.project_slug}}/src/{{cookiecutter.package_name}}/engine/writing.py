@@ -10,7 +10,6 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,41 +19,63 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from .control import HostGroup
 from .manifest import naming
 from .reading import Tensors, as_snapshot_errors
+from .remote import Place, created
+from .retrying import persistently
 from .shards import DCP_INDEX
 
 # It says so to every plain process, though no_dist is given.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
 
 
-def write_whole(path: Path, tensors: Tensors) -> None:
+def write_whole(path: Place, tensors: Tensors) -> None:
     """Write all into one file of torch.save; OSError with the file's name."""
-    with naming(path), open(path, "wb") as file:
-        torch.save(tensors, file)
+
+    def write() -> None:
+        with naming(path), created(path) as file:
+            torch.save(tensors, file)
+
+    persistently(write, path)
 
 
-def write_shards(directory: Path, tensors: Tensors, group: HostGroup, threads: int) -> list[str]:
+def write_shards(folder: Place, tensors: Tensors, group: HostGroup, threads: int) -> list[str]:
     """Write this rank's part with DCP (a collective call); return the names of its files."""
     # Files are synced once, together with their directory, by whoever publishes them.
-    writer = ShardWriter(directory, thread_count=threads, sync_files=False)
+    writer = ShardWriter(folder, threads)
     with as_snapshot_errors("writing"):
         dcp.save(tensors, storage_writer=writer, process_group=group.group, no_dist=not group.group)
-    names = [path.name for path in directory.glob(f"__{group.rank}_*")]
-    return [*names, DCP_INDEX] if group.rank == 0 else names
+    return [*writer.names, DCP_INDEX] if group.rank == 0 else writer.names
 
 
 class Streams(FileSystem):
-    """Opens files for DCP and keeps what went wrong with them in its threads."""
+    """Opens files for DCP, on disk or in a store, and keeps what went wrong in its threads."""
 
     def __init__(self) -> None:
         self.caller = threading.current_thread()
         self.lost: list[Exception] = []
+        self.names: list[str] = []
+
+    def concat_path(self, path: Place, suffix: str) -> Place:
+        """A name in a folder."""
+        return path / suffix
+
+    def mkdir(self, path: Place) -> None:
+        """Nothing to do: whoever publishes has made the folder, and a store has none."""
+
+    def exists(self, path: Place) -> bool:
+        """The folder is fresh."""
+        return False
+
+    def rename(self, path: Place, new_path: Place) -> None:
+        """Give a file its name."""
+        path.rename(new_path)
 
     @contextlib.contextmanager
-    def create_stream(self, path: Path, mode: str) -> Iterator[Any]:
+    def create_stream(self, path: Place, mode: str) -> Iterator[Any]:
         """Open a file; in a thread of DCP's an error ends there, and is kept."""
         stream = None
+        self.names.append(path.name)
         try:
-            with naming(path), super().create_stream(path, mode) as stream:
+            with naming(path), created(path) as stream:
                 yield stream
         except Exception as error:
             if threading.current_thread() is self.caller:
@@ -66,12 +87,31 @@ class Streams(FileSystem):
 
 
 class ShardWriter(dcp.FileSystemWriter):
-    """DCP's writer, which fails when one of its threads does."""
+    """DCP's writer, to a disk or a store, which fails when one of its threads does."""
+
+    def __init__(self, folder: Place, threads: int) -> None:
+        super().__init__("", thread_count=threads, sync_files=False)
+        self.path, self.fs, self.names = folder, Streams(), []
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
-        """Write the planned parts; raises what a thread met with."""
-        self.fs = Streams()
-        written = super().write_data(plan, planner)
-        if self.fs.lost:
-            raise self.fs.lost[0]
+        """Write the planned parts, and note the names; raises what a thread met with."""
+
+        def write() -> Any:
+            self.fs = Streams()
+            written = super(ShardWriter, self).write_data(plan, planner)
+            if self.fs.lost:
+                raise self.fs.lost[0]
+            return written
+
+        written = persistently(write, self.path)
+        self.names = list(self.fs.names)
         return written
+
+    def finish(self, metadata: dcp.Metadata, results: Any) -> None:
+        """Write the index."""
+        persistently(lambda: super(ShardWriter, self).finish(metadata, results), self.path)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Where it lies, as DCP's index has it."""
+        return str(self.path)

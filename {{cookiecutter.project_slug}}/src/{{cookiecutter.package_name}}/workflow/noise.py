@@ -11,6 +11,7 @@ from ..engine.control import HostGroup, RankError
 from ..engine.manifest import published
 from ..engine.metrics import move
 from ..engine.reading import find_checkpoint
+from ..engine.rundir import checkpoints_of
 from ..engine.sampling import Loader, shares
 from ..engine.travel import load_weights
 from ..model import compute_loss
@@ -20,8 +21,8 @@ from ..train import State
 def go_to_the_run(state: State) -> None:
     """Take the weights of the run's newest checkpoint, if it has any that fit."""
     directory = state.config.directory
-    if published(directory / "checkpoints"):
-        with contextlib.suppress(UserError, RankError):
+    with contextlib.suppress(UserError, RankError):
+        if published(checkpoints_of(directory)):
             path, manifest = find_checkpoint(directory, None)
             load_weights(path, state.model, None, HostGroup(), strict=True)
             state.step = manifest["step"]

@@ -1,0 +1,312 @@
+"""Checkpoints in an object store: a real S3 API, whose requests fail as those of real stores do."""
+
+import itertools
+import json
+import logging
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Project
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from s3 import KEY, SECRET, Request, Store, s3
+
+pytestmark = pytest.mark.xdist_group("store")
+SMALL, LARGE = (100, 0), (100, 6 << 20)  # of LARGE one goes in two parts
+NAMES = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    with Project.imported(tmp_path_factory.mktemp("store"), "stored", parallelism="fsdp") as it:
+        it.module("engine.remote").PART = 5 << 20  # the least that S3 takes
+        it.module("engine.retrying").PAUSES = (0.01, 0.01, 0.01)
+        yield it
+
+
+@pytest.fixture(scope="module")
+def store(project: Project) -> Iterator[Store]:
+    import fsspec
+
+    with pytest.MonkeyPatch.context() as patch, s3(patch) as it:
+        patch.setitem(fsspec.config.conf, "s3", {"config_kwargs": {"read_timeout": 1}})
+        yield it
+
+
+class Saver:
+    """Publishes made-up files where a run would its tensors."""
+
+    def __init__(
+        self, project: Project, store: Store, sizes: tuple[int, ...] = SMALL, **retention: Any
+    ) -> None:
+        self.run, self.store, self.sizes = f"made-up-{next(NAMES)}", store, sizes
+        self.remote, module = project.module("engine.remote"), project.module("engine.snapshots")
+        self.errors = project.module("engine.manifest").SnapshotError
+        self.persistently = project.module("engine.retrying").persistently
+        config = module.RetentionConfig(url=store.url(self.run), **retention)
+        group = project.module("engine.control").HostGroup()
+        self.directory = self.remote.located(config.url)
+        self.start = lambda: module.Snapshots(self.directory, config, group)
+        self.snapshots = self.start()
+        self.snapshots.newest_good()
+
+    def content(self, step: int) -> dict[str, bytes]:
+        """What a checkpoint holds."""
+        return {f"part-{i}": bytes([step]) * size for i, size in enumerate(self.sizes)}
+
+    def publish(self, step: int) -> None:
+        """Save, or fail."""
+
+        def write(folder: Any) -> list[str]:
+            for name, content in self.content(step).items():
+                self.persistently(lambda path=folder / name, it=content: send(path, it), folder)
+            return list(self.content(step))
+
+        def send(path: Any, content: bytes) -> None:
+            with self.remote.created(path) as stream:
+                for start in range(0, len(content), 1 << 20):
+                    stream.write(content[start : start + (1 << 20)])
+
+        self.snapshots.publish(step, write, {})
+
+    def save(self, step: int) -> bool:
+        """Whether it said that it had saved."""
+        try:
+            self.publish(step)
+        except self.errors:
+            return False
+        return True
+
+    def newest(self) -> int | None:
+        """The step that a new start goes on from; what lies there must be it, to the byte."""
+        self.snapshots = self.start()
+        found = self.snapshots.newest_good()
+        if found is None:
+            return None
+        path, manifest = found
+        objects = self.store.objects(self.run)
+        lying = {n: objects[f"{path.name}/{manifest['folder']}/{n}"] for n in manifest["files"]}
+        assert lying == self.content(manifest["step"])
+        return manifest["step"]
+
+    def assert_tidy(self) -> None:
+        """Nothing lies there that no manifest names, whole or half."""
+        objects = self.store.objects(self.run)
+        named = {"owner.json"}
+        for name in (n for n in objects if n.endswith("/manifest.json")):
+            manifest = json.loads(objects[name])
+            folder = f"{name.partition('/')[0]}/{manifest['folder']}"
+            named |= {name, *(f"{folder}/{file}" for file in manifest["files"])}
+        assert set(objects) == named
+        assert not self.store.half_uploads
+
+
+def once(how: str, kind: Any) -> Any:
+    """Fail the first request of a kind."""
+    done = []
+
+    def fault(request: Request) -> str | None:
+        if not kind(request) or done:
+            return None
+        done.append(request)
+        return how
+
+    return fault
+
+
+def test_the_manifest_goes_last_and_the_old_go_manifest_first(
+    project: Project, store: Store
+) -> None:
+    saver = Saver(project, store, keep=1)
+    assert saver.save(1)
+    store.requests.clear()
+    assert saver.save(2)
+    wrote = [r.path for r in store.requests if r.method == "PUT"]
+    assert wrote[-1].endswith("step_00000002/manifest.json") and len(wrote) >= 4
+    removed = [r.path for r in store.requests if r.method in ("DELETE", "POST")]
+    removed = [p for p in removed if "part-" not in p]  # of uploads in parts
+    assert removed[0].endswith("step_00000001/manifest.json")
+    assert [n for n in store.objects(saver.run) if "manifest" in n] == [
+        "step_00000002/manifest.json"
+    ]
+    assert saver.newest() == 2
+    saver.assert_tidy()
+
+
+KINDS = {
+    "an object": lambda r: r.method == "PUT" and r.path.endswith("part-0"),
+    "a part": lambda r: r.is_part,
+    "the beginning": lambda r: r.begins_parts,
+    "the end": lambda r: r.method == "POST" and r.path.endswith("part-1") and not r.begins_parts,
+    "the manifest": lambda r: r.method == "PUT" and r.path.endswith("manifest.json"),
+    "looking": lambda r: r.method in ("GET", "HEAD"),
+}
+
+
+@pytest.mark.parametrize("how", ["500", "503", "cut", "hang"])
+def test_what_fails_once_is_done_again(project: Project, store: Store, how: str) -> None:
+    saver = Saver(project, store, LARGE)
+    kinds = KINDS if how != "hang" else {"a part": KINDS["a part"]}  # each waits for a time-out
+    for step, (what, kind) in enumerate(kinds.items(), 1):
+        fault = once(how, kind)
+        with store.failing(fault):
+            assert saver.save(step), what
+        assert fault(store.requests[0]) is None, f"{what}: no such request"
+    assert saver.newest() == len(kinds)
+    saver.assert_tidy()
+
+
+@pytest.mark.parametrize("what", KINDS)
+def test_what_goes_on_failing_leaves_the_last_good_one(
+    project: Project, store: Store, what: str
+) -> None:
+    saver = Saver(project, store, LARGE)
+    assert saver.save(1)
+    with store.failing(lambda r: "500" if KINDS[what](r) else None):
+        with pytest.raises(
+            saver.errors, match=r"step 2 was not saved.*(made to fail|Server Error)"
+        ):
+            saver.publish(2)
+    assert saver.newest() == 1
+    saver.assert_tidy()
+    assert saver.save(2) and saver.newest() == 2
+
+
+@hypothesis_settings(max_examples=5)
+@given(st.integers(0, 2**32))
+def test_whatever_fails_the_newest_that_was_saved_is_found(
+    project: Project, store: Store, seed: int
+) -> None:
+    """Of saves during which any requests fail, some said to be there, some not."""
+    choose = random.Random(seed)
+    saver, saved = Saver(project, store, keep=2), [None]
+    for step in range(1, 5):
+        rate = choose.choice((0, 0.05, 0.3, 0.6))
+        with store.failing(
+            lambda r, rate=rate: choose.choice(("500", "cut")) if choose.random() < rate else None
+        ):
+            if saver.save(step):
+                saved.append(step)
+        if choose.random() < 0.3:
+            found = saver.newest()
+            # One that was not said to be saved may be there: only the answer was lost.
+            assert found == saved[-1] or (found == step and saved[-1] != step)
+            saver.assert_tidy()
+            saved.append(found)
+    assert saver.newest() in (saved[-1], 4)
+
+
+def test_damage_is_found_told_and_passed_over(
+    project: Project, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of every object, and in each way."""
+    parts = ("manifest.json", *(f"part-{i}" for i in range(len(SMALL))))
+    for part, how in itertools.product(parts, ("flip", "cut", "longer", "gone")):
+        saver = Saver(project, store)
+        assert saver.save(1) and saver.save(2)
+        names = [n for n in store.objects(saver.run) if n.startswith("step_00000002")]
+        (name,) = (n for n in names if n.endswith(part))
+        content = store.objects(saver.run)[name]
+        if not content and how in ("flip", "cut"):
+            continue
+        if how == "gone":
+            store.remove(saver.run, name)
+        else:
+            middle = len(content) // 2
+            flipped = content[:middle] + bytes([content[middle] ^ 16]) if content else b""
+            damaged = {"flip": flipped + content[middle + 1 :], "cut": content[:-1]}
+            store.put(saver.run, name, damaged.get(how, content + b"x"))
+        caplog.clear()
+        assert saver.newest() == 1
+        if (part, how) == ("manifest.json", "gone"):  # it looks like one that was never finished
+            saver.assert_tidy()
+            continue
+        assert "DAMAGED CHECKPOINT" in caplog.text and "going back" in caplog.text
+        assert part in caplog.text and "step_00000002/manifest.json.damaged-1" in caplog.text
+        left = set(store.objects(saver.run))
+        assert saver.save(2) and saver.newest() == 2, "the step can be saved again"
+        assert left <= set(store.objects(saver.run)), "nothing of the damaged one is removed"
+
+
+def test_what_the_store_itself_finds_changed_is_damage(project: Project, store: Store) -> None:
+    saver = Saver(project, store)
+    assert saver.save(1) and saver.save(2)
+    for name in [n for n in store.objects(saver.run) if n.startswith("step_00000002")]:
+        store.bucket().keys[f"{saver.run}/{name}"].checksum_value = "AAAAAA=="
+    assert saver.newest() == 1
+
+
+def test_damaged_ones_alone_are_no_fresh_start(project: Project, store: Store) -> None:
+    saver = Saver(project, store)
+    assert saver.save(1)
+    store.put(saver.run, "step_00000001/manifest.json", b"{}")
+    for _ in range(2):
+        with pytest.raises(saver.errors, match=r"no good checkpoint.*another --checkpoint\.url"):
+            saver.newest()
+
+
+def test_whoever_started_last_owns_the_place(project: Project, store: Store) -> None:
+    saver = Saver(project, store)
+    assert saver.save(1)
+    late, found = saver.start(), saver.newest()  # another process starts
+    assert found == 1
+    saver.snapshots, ours = late, saver.snapshots
+    with pytest.raises(project.module("engine").UserError, match="another run has taken over"):
+        saver.publish(2)
+    saver.snapshots = ours
+    assert saver.save(2) and saver.newest() == 2
+    saver.assert_tidy()
+
+
+def test_a_rank_with_another_store_is_noticed(project: Project, store: Store) -> None:
+    saver = Saver(project, store)
+    storage = saver.snapshots.storage
+
+    class Group(project.module("engine.control").HostGroup):
+        def from_first(self, action: Any) -> Any:
+            super().from_first(action)
+            return "what rank 0 has written elsewhere"
+
+    with pytest.raises(project.module("engine").UserError, match="does not see what rank 0 writes"):
+        storage.claim(Group())
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("s3://key:word@bucket/run", "no credentials in an address"),
+        ("s3://bucket/run?secret=word", "no credentials in an address"),
+        ("nosuch://bucket/run", "is no address of a store"),
+        ("gs://bucket/run", "needs a package that is not here.*gcsfs"),
+        ("s3://nosuch/run", "cannot be used: The specified bucket does not exist.*AWS_ENDPOINT"),
+    ],
+)
+def test_a_place_that_cannot_be_is_told(
+    project: Project, store: Store, url: str, why: str, tmp_path: Path
+) -> None:
+    words = ("--name", f"refused-{next(NAMES)}", "--checkpoint.url", url)
+    told = project.refuses("train", *project.settings, *words)
+    assert re.search(why, told) and "word" not in told
+
+
+def test_without_s3fs_the_way_to_it_is_told(
+    project: Project, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+
+    def missing(*_: Any, **__: Any) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec, "url_to_fs", missing)
+    told = project.refuses("train", *project.settings, "--checkpoint.url", "s3://bucket/run")
+    assert 'pip install -e ".[s3]"' in told

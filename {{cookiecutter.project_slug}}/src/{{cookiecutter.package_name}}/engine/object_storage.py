@@ -1,0 +1,169 @@
+"""What publishing needs of an object store, where a rename is a copy: the manifest goes last.
+
+    URL/owner.json                        who writes here: whoever started last
+    URL/step_00000120/manifest.json       its being there makes it a checkpoint
+    URL/step_00000120/1f3a9c2e/…          the files of the attempt that made it
+
+Each attempt has a folder of its own, which the manifest names, and nothing is written twice: what a
+process that is thought dead still uploads can harm no checkpoint. Nor can it publish: before a
+manifest is written, the owner must still be the one that started to save.
+"""
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import re
+import socket
+import uuid
+from typing import Any
+
+from . import UserError
+from .control import HostGroup, RankError
+from .manifest import (
+    MANIFEST,
+    PUBLISHED,
+    data_of,
+    parse_manifest,
+    published,
+    read_manifest,
+    sealed,
+    step_name,
+)
+from .remote import RemotePath
+
+log = logging.getLogger(__name__)
+OWNER = "owner.json"
+ATTEMPT = re.compile(r"[0-9a-f]{8}")
+ASIDE = re.compile(re.escape(MANIFEST) + r"\.damaged-\d+")
+
+
+class ObjectStorage:
+    """Checkpoints below a URL; but for `claim` and `finish`, called by rank 0 only."""
+
+    start_over = "start over with another --checkpoint.url"
+
+    def __init__(self, directory: RemotePath) -> None:
+        self.directory = directory
+        self.token = uuid.uuid4().hex
+
+    def claim(self, group: HostGroup) -> None:
+        """Become the owner, and see that all ranks look at the same store (UserError).
+
+        A run that still goes on somewhere else stops at its next save.
+        """
+        token = group.from_first(self._own)
+
+        def look() -> None:
+            if self._owner() != token:
+                raise UserError(
+                    f"{socket.gethostname()} does not see what rank 0 writes to {self.directory}: "
+                    "give all machines the same endpoint and the same rights"
+                )
+
+        group.agree(look)
+
+    def reserve(self, step: int) -> str:
+        """The name of a folder that nobody has written to."""
+        return f"{step_name(step)}/{uuid.uuid4().hex[:8]}"
+
+    def finish(self, path: RemotePath) -> dict[str, Any]:
+        """What was sent, as it was counted and hashed on its way: an entry in the manifest."""
+        return path.written.pop(path.path)
+
+    def abandon(self, reserved: str) -> None:
+        """Remove what a save that failed has written; what is left the next start removes."""
+        with contextlib.suppress(OSError):
+            (self.directory / reserved).remove_tree()
+
+    def commit(self, reserved: str, manifest: dict[str, Any]) -> None:
+        """Publish what was reserved, by writing the manifest."""
+        name, attempt = reserved.split("/")
+        content = sealed({**manifest, "folder": attempt})
+        parse_manifest(content, name)  # what would be refused later must not be published now
+        if self._owner() != self.token:
+            raise UserError(
+                f"another run has taken over {self.directory} ({OWNER} there names it): this one "
+                "stops, and has not touched its checkpoints"
+            )
+        path = self.directory / name
+        try:
+            (path / MANIFEST).write_new(content)
+        except FileExistsError:
+            self.set_aside(path)
+            (path / MANIFEST).write_new(content)
+
+    def has_sizes(self, path: RemotePath, manifest: dict[str, Any]) -> bool:
+        """Whether all objects are there, with the sizes that they should have."""
+        sizes = data_of(path, manifest).sizes()
+        return all(sizes.get(n) == entry["size"] for n, entry in manifest["files"].items())
+
+    def set_aside(self, path: RemotePath) -> RemotePath:
+        """Rename a damaged checkpoint's manifest: so it is one no longer, and nothing is lost."""
+        inside = path.sizes()
+        aside = next(
+            n for i in itertools.count(1) if (n := f"{MANIFEST}.damaged-{i}") not in inside
+        )
+        (path / MANIFEST).rename(path / aside)
+        return path / aside
+
+    def damaged(self) -> list[str]:
+        """The names of those set aside."""
+        return [f"{p.name}/{n}" for p in self._steps() for n in p.sizes() if ASIDE.fullmatch(n)]
+
+    def discard(self, path: RemotePath) -> None:
+        """Remove a checkpoint, its manifest first: what a crash leaves is a leftover."""
+        data = data_of(path, read_manifest(path))
+        (path / MANIFEST).unlink()
+        data.remove_tree()
+
+    def remove_leftovers(self) -> None:
+        """Remove attempts that no manifest names, up to the newest checkpoint.
+
+        None of a later step, which other ranks may be sending (mirror.py).
+        """
+        if newest := published(self.directory)[-1:]:
+            self._clean([path for path in self._steps() if path.name <= newest[0].name])
+
+    def _clean(self, steps: list[RemotePath]) -> None:
+        """But nothing of a step of which something was set aside."""
+        for path in steps:
+            inside = path.sizes()
+            leftovers = set(filter(ATTEMPT.fullmatch, inside))
+            if MANIFEST in inside:
+                try:
+                    leftovers.discard(read_manifest(path).get("folder"))
+                except RankError:
+                    continue  # damaged, which `newest_good` tells, or not to be read just now
+            if not any(map(ASIDE.fullmatch, inside)):
+                for name in leftovers:
+                    log.info("removing what is left of a save: %s", path / name)
+                    (path / name).remove_tree()
+
+    def _steps(self) -> list[RemotePath]:
+        return [
+            self.directory / n for n in sorted(self.directory.sizes()) if PUBLISHED.fullmatch(n)
+        ]
+
+    def _own(self) -> str:
+        note = {"token": self.token, "process": f"{os.getpid()} on {socket.gethostname()}"}
+        try:
+            (self.directory / OWNER).write(json.dumps(note, indent=1).encode())
+            self._clean(self._steps())
+            count = self.directory.abort_uploads()
+        except OSError as error:
+            raise UserError(
+                f"{self.directory} cannot be used: {error}. Is the address right, does the bucket "
+                "exist, and does the environment say who you are (as AWS_PROFILE) and where the "
+                "store is (AWS_ENDPOINT_URL, if it is not Amazon's)?"
+            ) from error
+        if count:
+            log.info("dropped %d half uploads that were left in %s", count, self.directory)
+        return self.token
+
+    def _owner(self) -> str | None:
+        try:
+            return json.loads((self.directory / OWNER).read())["token"]
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
