@@ -64,7 +64,7 @@ MODULES = {
         __init__ __main__ config train optim model data infer parallel checkpoint
     """,
     "engine/": """
-        __init__ archives buffers commands companions compilation compile_cache control
+        __init__ archives buffers commands companions compilation compile_cache control crowds
         decoding elastic fingerprint flops formats launch manifest memory metrics numbers
         optimizers profiling reading rundir sampling settings shards snapshots staging state
         traces tracker tracking travel watch writing
