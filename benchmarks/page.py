@@ -8,6 +8,7 @@ from string import Template
 from typing import Any
 
 from .common import RESULTS, ROOT
+from .limits import limits
 
 TEXT = Path(__file__).parent / "page.md"
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -214,6 +215,7 @@ def scaling(results: Path) -> str:
         shape=bursts["shape"],
         even=f"{even['best_goodput']:.2%}",
         bursts=f"{bursts['best_goodput']:.2%}",
+        **limits(results),
     )
 
 
