@@ -34,7 +34,7 @@ docs: $(VENV)/.test
 
 benchmark: $(PEERS)/.installed
 	@for topic in $(TOPICS); do $(PEERS)/bin/python -m benchmarks.$$topic || exit 1; done
-	@$(PEERS)/bin/python -m benchmarks.goodput
+	@for topic in goodput planning meeting; do $(PEERS)/bin/python -m benchmarks.$$topic || exit 1; done
 	@$(PEERS)/bin/python -m benchmarks.page
 
 clean:

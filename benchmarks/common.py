@@ -140,7 +140,7 @@ def benchmark(
     }
     given.out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result, indent=1)
-    (given.out / f"{topic}.json").write_text(_numbers_on_one_line(text) + "\n", "utf-8")
+    (given.out / f"{topic}.json").write_text(numbers_on_one_line(text) + "\n", "utf-8")
     for name, found in result["series"].items():
         print(
             f"{name:<48} {found['median']:>12.5g} {found['unit']:<12}"
@@ -149,7 +149,7 @@ def benchmark(
         )
 
 
-def _numbers_on_one_line(text: str) -> str:
+def numbers_on_one_line(text: str) -> str:
     """Keep lists of numbers from taking a line for each."""
     lines: list[str] = []
     inside = False

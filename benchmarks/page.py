@@ -9,6 +9,7 @@ from typing import Any
 
 from . import shards
 from .common import RESULTS, ROOT
+from .limits import limits
 
 TEXT = Path(__file__).parent / "page.md"
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -216,6 +217,7 @@ def scaling(results: Path) -> str:
         even=f"{even['best_goodput']:.2%}",
         bursts=f"{bursts['best_goodput']:.2%}",
         **shards.table(results),
+        **limits(results),
     )
 
 

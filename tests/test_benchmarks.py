@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.goodput import Costs, expected, lives_of, simulate, young_daly
+from benchmarks.planning import chunk, extrapolated, growth, plans
 
 TOPICS = ("loop", "save", "restore", "sampler", "shards", "startup", "workflow")
 
@@ -76,6 +77,48 @@ def test_lives_that_never_last_keep_nothing_and_endless_ones_all() -> None:
     assert simulate(costs, 99.0, np.full(10, 209.0)) == (0.0, 0.0)  # durable at 210 s
     assert simulate(costs, 99.0, np.full(10, 210.0))[0] == pytest.approx(99 / 210)
     assert simulate(costs, 99.0, np.full(1, 1e9))[0] == pytest.approx(0.99, abs=1e-6)
+
+
+@given(st.floats(-1, 3), st.floats(1e-3, 1e3), st.integers(3, 6))
+def test_a_law_of_growth_is_found(power: float, first: float, sizes: int) -> None:
+    """Whatever the small sizes are like: there, what does not grow hides what does."""
+    rows = [{"ranks": 8**k, "cost": first * (8**k) ** power} for k in range(1, sizes + 1)]
+    if sizes > 3:
+        rows[0]["cost"] += 1000
+    assert growth(rows, "cost") == pytest.approx(power, abs=1e-6)
+    far = extrapolated(rows, "cost", 8.0**9)
+    assert far == pytest.approx(first * 8.0 ** (9 * power), rel=1e-5)
+
+
+@given(st.integers(1, 200), st.integers(1, 40))
+def test_simulated_parts_make_up_the_whole(rows: int, pieces: int) -> None:
+    parts = [chunk((rows, 3), place, pieces) for place in range(pieces)]
+    cuts = [(part.offsets[0], part.offsets[0] + part.sizes[0]) for part in parts]
+    assert [row for cut in cuts for row in range(*cut)] == list(range(rows))
+
+
+def test_a_group_of_ranks_saves_each_part_once() -> None:
+    """Of 8 ranks in groups of 4 each part is some rank's, and no two ranks'."""
+    found = [(item.index.fqn, item.index.offset) for plan in plans(8, 4, 1) for item in plan.items]
+    assert len(found) == len(set(found)) == 4 * 27
+
+
+def test_costs_of_many_ranks_are_measured(tmp_path: Path) -> None:
+    """At a size that says nothing, all that the page is made of, by the project's own code."""
+    run(*("benchmarks.planning", "--ranks", "4", "8", "--repeats", "1", "--out", str(tmp_path)))
+    few = ("--clients", "8", "16", "--ranks", "4", "12", "--repeats", "1")
+    run("benchmarks.meeting", *few, "--out", str(tmp_path))
+    for name in ("planning", "meeting"):
+        result, committed = (
+            json.loads((folder / f"{name}.json").read_text("utf-8"))
+            for folder in (tmp_path, ROOT / "benchmarks" / "results")
+        )
+        assert result.keys() == committed.keys()
+    few_ranks = json.loads((tmp_path / "planning.json").read_text("utf-8"))["ways"]["FSDP"]
+    assert [row["chunks"] for row in few_ranks] == [27 * 4, 27 * 8]
+    by_way = json.loads((tmp_path / "meeting.json").read_text("utf-8"))["groups"]
+    all_at_once, as_needed = (rows[-1]["connections"] for rows in by_way.values())
+    assert as_needed < all_at_once >= 11
 
 
 def test_make_benchmark_runs_all_of_them() -> None:

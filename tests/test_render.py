@@ -75,10 +75,11 @@ MODULES = {
         __init__ __main__ config train optim model data infer parallel checkpoint
     """,
     "engine/": """
-        __init__ archives buffers commands companions compilation compile_cache control
-        decoding elastic fingerprint flops formats launch logs manifest memory metrics
-        network numbers optimizers pace profiling reading rundir sampling settings shards
-        snapshots staging state traces tracker tracking travel watch writing
+        __init__ archives buffers commands companions compilation compile_cache control crowds
+        decoding elastic fingerprint flops formats launch logs manifest memory metrics mirror
+        network numbers object_storage optimizers pace profiling reading remote retrying rundir
+        sampling settings shards snapshots staging state storage traces tracker tracking travel
+        watch writing
     """,
     "workflow/": """
         __init__ allocations baseline checkpoint compile compile_trial diagnosis drill gates

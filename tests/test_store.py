@@ -2,14 +2,8 @@
 
 import itertools
 import json
-import logging
-import os
 import random
 import re
-import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +13,7 @@ from conftest import Project
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from s3 import KEY, SECRET, Request, Store, s3
+from s3 import Request, Store, s3
 
 pytestmark = pytest.mark.xdist_group("store")
 SMALL, LARGE = (100, 0), (100, 6 << 20)  # of LARGE one goes in two parts
@@ -172,11 +166,11 @@ def test_what_goes_on_failing_leaves_the_last_good_one(
 ) -> None:
     saver = Saver(project, store, LARGE)
     assert saver.save(1)
-    with store.failing(lambda r: "500" if KINDS[what](r) else None):
-        with pytest.raises(
-            saver.errors, match=r"step 2 was not saved.*(made to fail|Server Error)"
-        ):
-            saver.publish(2)
+    with (
+        store.failing(lambda r: "500" if KINDS[what](r) else None),
+        pytest.raises(saver.errors, match=r"step 2 was not saved.*(made to fail|Server Error)"),
+    ):
+        saver.publish(2)
     assert saver.newest() == 1
     saver.assert_tidy()
     assert saver.save(2) and saver.newest() == 2

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from . import UserError
+from .crowds import make_room
 from .network import LOOPBACK, NCCL, PATIENCE, prefer
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ def join(device_name: str, step_limit: timedelta) -> World:
     if step_limit <= timedelta():
         raise UserError("--parallel.timeout-minutes must be positive")
     die_with_the_launcher()
+    make_room(launched_ranks())
     # A save may hold up a collective longer than a step may take, and on NCCL one that is too late
     # takes the process with it, unexplained: engine/watch.py is quicker, and says who is to blame.
     how: dict[str, Any] = {"timeout": max(PATIENCE, 2 * step_limit)}
