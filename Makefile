@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DEMO := cookiecutter torch numpy safetensors tyro tqdm matplotlib tensorboard
 TEST := $(DEMO) pillow scikit-learn pytest pytest-xdist pytest-timeout hypothesis ruff pre-commit \
-	pyyaml jsonschema setuptools cruft wandb mlflow-skinny sqlalchemy alembic
+	pyyaml jsonschema setuptools cruft wandb mlflow-skinny sqlalchemy alembic \
+	s3fs moto flask flask-cors
 
 # The peers have an environment of their own, so that tests and demo go without them.
 PEERS := build/benchmark

@@ -44,7 +44,7 @@ class Store:
         return {k.removeprefix(f"{run}/"): o.value for k, o in found if k.startswith(f"{run}/")}
 
     def put(self, run: str, name: str, content: bytes) -> None:
-        """Change an object behind the owner's back, and behind the store's, which has a checksum."""
+        """Change an object behind the owner's back, and the store's, which has a checksum."""
         key = self.bucket().keys[f"{run}/{name}"]
         key.value, key.checksum_value, key.checksum_algorithm = content, None, None
 

@@ -2,20 +2,26 @@
 
 import itertools
 import json
+import logging
+import os
 import random
 import re
+import shutil
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Project
+from conftest import Project, bake
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from s3 import Request, Store, s3
+from s3 import KEY, SECRET, Request, Store, s3
+from test_life import finish, launch
 
-pytestmark = pytest.mark.xdist_group("store")
 SMALL, LARGE = (100, 0), (100, 6 << 20)  # of LARGE one goes in two parts
 NAMES = itertools.count()
 
@@ -273,6 +279,151 @@ def test_a_rank_with_another_store_is_noticed(project: Project, store: Store) ->
 
     with pytest.raises(project.module("engine").UserError, match="does not see what rank 0 writes"):
         storage.claim(Group())
+
+
+def trained(project: Project, stop_at: int = 0, **changes: Any) -> Any:
+    """A run of twelve steps in this process, told to stop at one of them if wanted."""
+
+    def observe(state: Any, record: Any) -> None:
+        if state.step == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    settings = {"train__steps": 12, "train__validate_every": 0, "checkpoint__every": 4}
+    return project.module("train").run(project.config(**settings | changes), observe)
+
+
+def alike(ones: dict[str, Any], others: dict[str, Any]) -> bool:
+    """Whether all tensors are the same, to the bit."""
+    return ones.keys() == others.keys() and all(ones[n].equal(others[n]) for n in ones)
+
+
+@pytest.mark.parametrize("checkpoint", ["dcp_async", "dcp", "torch_save"])
+def test_a_run_goes_on_elsewhere_exactly(
+    store: Store,
+    tmp_path: Path,
+    checkpoint: str,
+    caplog: pytest.LogCaptureFixture,
+    capsysbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    """Stopped, and gone on with where nothing but the store is known of it."""
+    caplog.set_level(logging.DEBUG, logger=f"stored_{checkpoint}")
+    with Project.imported(tmp_path, f"stored_{checkpoint}", checkpoint=checkpoint) as project:
+        runs, url = tmp_path / "runs", store.url(f"run-{checkpoint}")
+        trained(project, run_dir=runs / "still")
+        there = {"checkpoint__url": url}
+        assert trained(project, 6, run_dir=runs / "here", **there).status == "preempted"
+        assert not list(runs.glob("here/checkpoints"))
+        assert trained(project, run_dir=runs / "elsewhere", **there).status == "finished"
+        assert f"resuming from {url}/step_00000006" in caplog.text
+        remote = project.module("engine.remote").located(url)
+        assert alike(project.tensors(remote), project.tensors(runs / "still"))
+        for run in (("--run-dir", str(runs / "elsewhere")), ("--run-dir", url)):
+            project("verify", *run)
+            assert b"step_00000012  good" in capsysbinary.readouterr().out
+        run = ("--run-dir", str(runs / "elsewhere"))
+        project("export", *run, "--to", str(tmp_path / "all.pt"))
+        project("infer", *run, "--device", "cpu")
+        for origin in (url, f"{url}/step_00000012"):
+            result = trained(project, run_dir=runs / "new", train__steps=1, init_from=origin)
+            assert result.status == "finished"
+            shutil.rmtree(runs / "new")
+        # Without the address it would begin anew; another run must not get it unasked.
+        told = project.refuses("train", *project.settings, *run)
+        assert f"this run has its checkpoints in {url}" in told
+        config = project.module("config").load(runs / "elsewhere/config.json")
+        assert config.checkpoint.url is None
+    said = caplog.text.encode() + b"".join(capsysbinary.readouterr())
+    written = b"".join(p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
+    objects = b"".join(store.objects(f"run-{checkpoint}").values())
+    for secret in (KEY, SECRET):
+        assert secret.encode() not in said + written + objects
+
+
+def test_a_stage_leaves_the_store_alone(
+    project: Project, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+    baseline = project.module("workflow.baseline")
+    monkeypatch.setattr(baseline, "measure", lambda config: given.append(config) or 0)
+    project("baseline", *project.settings, "--checkpoint.url", store.url("stage"))
+    assert given[0].checkpoint.url is None and not store.objects("stage")
+
+
+def test_published_on_disk_and_uploaded_behind(
+    project: Project, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    trained(project, run_dir=tmp_path / "still")
+    both = {"checkpoint__url": store.url("both"), "checkpoint__local_first": True}
+    here = tmp_path / "here"
+    assert trained(project, 6, run_dir=here, **both).status == "preempted"
+    for path in sorted((here / "checkpoints").iterdir()):
+        objects = store.objects("both")
+        manifest = json.loads(objects[f"{path.name}/manifest.json"])
+        for name in manifest["files"]:
+            lying = objects[f"{path.name}/{manifest['folder']}/{name}"]
+            assert lying == (path / name).read_bytes()
+
+    newest = here / "checkpoints/step_00000006/__0_0.distcp"
+    newest.write_bytes(newest.read_bytes()[:-1])  # what is damaged on disk is good in the store
+    assert trained(project, 8, run_dir=here, **both).status == "preempted"
+    assert f"resuming from {store.url('both')}/step_00000006" in caplog.text
+    shutil.rmtree(here)  # the machine is gone
+    assert trained(project, run_dir=here, **both).status == "finished"
+    assert f"resuming from {store.url('both')}/step_00000008" in caplog.text
+    assert alike(
+        project.tensors(here / "checkpoints/step_00000012"), project.tensors(tmp_path / "still")
+    )
+
+
+def test_a_store_that_is_down_costs_the_upload_alone(
+    project: Project, store: Store, tmp_path: Path
+) -> None:
+    both = {"checkpoint__url": store.url("down"), "checkpoint__local_first": True}
+    errors = project.module("engine.manifest").SnapshotError
+    down = lambda r: "500" if "step_" in r.path and r.method == "PUT" else None  # noqa: E731
+    with store.failing(down), pytest.raises(errors, match=r"is good, but.*The same command tries"):
+        trained(project, run_dir=tmp_path, **both)
+    assert set(store.objects("down")) == {"owner.json"}
+    assert trained(project, run_dir=tmp_path, **both).status == "already finished"
+    assert "step_00000012/manifest.json" in store.objects("down")
+
+
+def test_ranks_killed_while_they_upload(project: Project, store: Store, tmp_path: Path) -> None:
+    """Two ranks, killed with their save half there; then one process; then two, disk first."""
+    folder = bake(tmp_path, parallelism="fsdp", checkpoint="dcp")
+    url, options = store.url("ranks"), ("--train.steps", "12", "--checkpoint.every", "4")
+    caught = threading.Event()
+
+    def held(request: Request) -> str | None:
+        if "step_00000008" in request.path and request.path.endswith("__1_0.distcp"):
+            caught.set()
+            return "hang"
+        return None
+
+    options += ("--checkpoint.url", url, "--train.validate-every", "0")
+    with store.failing(held), launch(folder, "killed", *options) as process:
+        assert caught.wait(100), process.communicate()[0]
+        while not any(n.startswith("step_00000008/") for n in store.objects("ranks")):
+            time.sleep(0.05)  # until rank 0 has sent its part
+    said = process.stdout.read() if process.stdout and not process.stdout.closed else ""
+    there = store.objects("ranks")
+    assert "step_00000004/manifest.json" in there
+    assert "step_00000008/manifest.json" not in there
+    with launch(folder, "elsewhere", *options, ranks=0) as process:
+        said += finish(process)
+    assert f"resuming from {url}/step_00000004" in said
+    names = [n for n in store.objects("ranks") if not n.endswith(("manifest.json", "owner.json"))]
+    folders = {name.rpartition("/")[0] for name in names}
+    assert len(folders) == 3 and len({folder.partition("/")[0] for folder in folders}) == 3
+    more = (*options, "--checkpoint.local-first", "--train.steps", "16")
+    with launch(folder, "again", *more) as process:
+        said += finish(process)
+    assert f"resuming from {url}/step_00000012" in said and "uploaded" in said
+    assert "step_00000016/manifest.json" in store.objects("ranks")
+    written = b"".join(p.read_bytes() for p in (folder / "runs").rglob("*") if p.is_file())
+    for secret in (KEY, SECRET):
+        assert secret not in said and secret.encode() not in written
 
 
 @pytest.mark.parametrize(

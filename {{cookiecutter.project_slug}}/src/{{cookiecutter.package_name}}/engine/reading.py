@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,9 +42,12 @@ class Form(NamedTuple):
 
 
 class Parts:
-    """Tensors in a directory of DCP, by names as in "model.norm.weight"; opens `files` only."""
+    """Tensors in a directory of DCP, by names as in "model.norm.weight"; opens `files` only.
 
-    def __init__(self, path: Place, files: Iterable[str]) -> None:
+    Their sizes come with them (None: to be looked up), so a rank opens only those that it reads.
+    """
+
+    def __init__(self, path: Place, files: Mapping[str, int | None]) -> None:
         self.path = path
         with as_snapshot_errors(f"reading {path}"):
             self.index = read_index(path, files)
@@ -117,10 +120,12 @@ def open_tensors(path: Place, manifest: dict[str, Any]) -> Parts | OneFile:
     folder = data_of(path, manifest)
     if WHOLE_FILE in manifest.get("files", ()):
         return OneFile(folder / WHOLE_FILE)
-    there = manifest.get("files")
-    if there is None:
-        there = path.sizes() if isinstance(path, RemotePath) else os.listdir(path)
-    return Parts(folder, there)
+    if (files := manifest.get("files")) is not None:
+        sizes = {name: entry["size"] for name, entry in files.items()}
+    else:
+        remote = isinstance(path, RemotePath)
+        sizes = path.sizes() if remote else dict.fromkeys(os.listdir(path))
+    return Parts(folder, sizes)
 
 
 @contextlib.contextmanager

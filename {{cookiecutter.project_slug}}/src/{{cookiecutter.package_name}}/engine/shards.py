@@ -12,7 +12,7 @@ import math
 import mmap
 import pickle
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,13 +35,15 @@ ALLOWED = {*(f"{metadata.__name__}.{kind}" for kind in KINDS), INFO, *PATHS, *OT
 Region = tuple[tuple[int, ...], tuple[int, ...]]  # of a tensor: offsets, sizes
 
 
-def read_index(path: Place, names: Collection[str]) -> metadata.Metadata:
-    """The index of a directory of DCP, which may point to the files `names` only.
+def read_index(path: Place, sizes: Mapping[str, int | None]) -> metadata.Metadata:
+    """The index of a directory of DCP, which may point to the files in `sizes` only.
+
+    Those are in bytes, as a manifest that was verified has them; None: to be looked up.
 
     Entries that are no tensors are left out: nothing here reads them. UnpicklingError when the
     index is anything else than DCP writes.
     """
-    if DCP_INDEX not in names:
+    if DCP_INDEX not in sizes:
         raise pickle.UnpicklingError(f"{DCP_INDEX} is not among the files")
     with open_plain(path / DCP_INDEX) as file:
         if isinstance(path, RemotePath):
@@ -49,7 +51,7 @@ def read_index(path: Place, names: Collection[str]) -> metadata.Metadata:
         else:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     top = fields(Decoder(content, ALLOWED).load(), "Metadata")
-    stored = dict(places(path, frozenset(names), top["storage_data"]))
+    stored = dict(places(path, dict(sizes), top["storage_data"]))
     tensors, parts = {}, 0
     for name, entry in top["state_dict_metadata"].items():
         if type(entry) is not Made or entry.of != f"{metadata.__name__}.TensorStorageMetadata":
@@ -77,17 +79,16 @@ def read_index(path: Place, names: Collection[str]) -> metadata.Metadata:
 
 
 def places(
-    path: Place, names: frozenset[str], storage: dict[Made, Made]
+    path: Place, sizes: dict[str, int | None], storage: dict[Made, Made]
 ) -> Iterator[tuple[metadata.MetadataIndex, Any]]:
     """Where each part lies: in one of the files, not beyond its end, and not over each other."""
-    sizes: dict[str, int] = {}
     used: Counter[str] = Counter()
     for key, value in storage.items():
         part, info = fields(key, "MetadataIndex"), fields(value, INFO)
         name, place = info["relative_path"], (info["offset"], info["length"])
-        if type(name) is not str or name not in names or info.get("transform_descriptors"):
+        if type(name) is not str or name not in sizes or info.get("transform_descriptors"):
             raise pickle.UnpicklingError(f"{DCP_INDEX} points to {name!a:.200}")
-        if name not in sizes:
+        if sizes[name] is None:
             with open_plain(path / name) as file:
                 sizes[name] = file.seek(0, 2)
         offset, length = numbers(place)
