@@ -255,6 +255,42 @@ def test_damaged_ones_alone_are_no_fresh_start(project: Project, store: Store) -
             saver.newest()
 
 
+def test_half_uploads_of_the_killed_are_dropped_and_nobody_elses(
+    project: Project, store: Store
+) -> None:
+    saver = Saver(project, store)
+    for run in (saver.run, f"{saver.run}-of-others"):
+        key = f"{run}/step_00000001/01234567/part-0"
+        saver.directory.store.call_s3("create_multipart_upload", Bucket="bucket", Key=key)
+    assert store.half_uploads == 2
+    assert saver.newest() is None
+    assert store.half_uploads == 1
+    store.bucket().multiparts.clear()
+
+
+def test_a_folder_leads_nowhere_else(project: Project, store: Store, tmp_path: Path) -> None:
+    """On disk, too, where checkpoints may be copied to from a store."""
+    saver, manifests = Saver(project, store), project.module("engine.manifest")
+    assert saver.save(1)
+    name = "step_00000001/manifest.json"
+    whole = json.loads(store.objects(saver.run)[name])
+    for n, content in store.objects(saver.run).items():
+        (tmp_path / n).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / n).write_bytes(content)
+    checkpoint = tmp_path / "step_00000001"
+    assert manifests.verify(checkpoint)[1] == []
+    (checkpoint / whole["folder"]).rename(tmp_path / "elsewhere")
+    (checkpoint / whole["folder"]).symlink_to(tmp_path / "elsewhere")
+    assert manifests.verify(checkpoint)[1] == [f"{whole['folder']} is a link"]
+    del whole["digest"]
+    for folder in ("..", "../elsewhere", "/elsewhere", "", 7, None, ["x"]):
+        content = manifests.sealed({**whole, "folder": folder})
+        (checkpoint / "manifest.json").write_bytes(content)
+        assert manifests.verify(checkpoint)[1]
+        store.put(saver.run, name, content)
+        assert manifests.verify(saver.directory / "step_00000001")[1]
+
+
 def test_whoever_started_last_owns_the_place(project: Project, store: Store) -> None:
     saver = Saver(project, store)
     assert saver.save(1)

@@ -17,7 +17,7 @@ from .engine.control import HostGroup
 from .engine.elastic import TO_BE_RESTARTED
 from .engine.logs import log_to_console
 from .engine.rundir import list_checkpoints, summary
-from .engine.settings import override
+from .engine.settings import on_disk
 from .engine.travel import ExportConfig
 from .engine.travel import export as write_export
 from .infer import InferConfig
@@ -49,11 +49,7 @@ def stage(name: str) -> Callable[[list[str]], int]:
 
     def run_stage(arguments: list[str]) -> int:
         module = importlib.import_module(f"{__package__}.workflow.{name}")
-        config = parse_config(run_stage, arguments)
-        if config.checkpoint.url:
-            print(f"measured on this disk; {config.checkpoint.url} is left alone")
-            config = override(config, {"checkpoint.url": None, "checkpoint.local_first": False})
-        return module.measure(config)
+        return module.measure(on_disk(parse_config(run_stage, arguments)))
 
     run_stage.__name__, run_stage.__doc__ = name, STAGES[name]
     return run_stage

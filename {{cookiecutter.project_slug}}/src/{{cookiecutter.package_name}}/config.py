@@ -12,7 +12,7 @@ from .engine import UserError
 from .engine.compilation import CompileConfig
 from .engine.profiling import ProfileConfig
 from .engine.remote import located
-from .engine.settings import from_json, override
+from .engine.settings import from_json, on_disk, override
 from .engine.tracker import TrackerConfig
 from .model import PRESETS, ModelConfig
 from .optim import OptimConfig
@@ -113,11 +113,8 @@ class Config(Place):
 
     def __post_init__(self) -> None:
         """Check what only the whole can tell (UserError)."""
-        if self.fresh and self.checkpoint.url:
-            raise UserError(
-                f"--fresh does not set aside what is in {self.checkpoint.url}: start over with "
-                "another --checkpoint.url"
-            )
+        if self.fresh and (url := self.checkpoint.url):
+            raise UserError(f"--fresh leaves {url} as it is: give another --checkpoint.url")
         if self.fresh and self.init_from:
             if self.init_from.resolve().is_relative_to(self.directory.resolve()):
                 raise UserError("--fresh would move what --init-from reads: take another --name")
@@ -137,5 +134,4 @@ def load(path: Path) -> Config:
     of_that_run = ("name", "run_dir", "fresh", "init_from", "init_strict")
     # A run of another answer has other settings there, which change nothing of what is computed.
     lenient = ("parallel", "checkpoint", "tracker")
-    config = from_json(Config(), path, leave_out=of_that_run, lenient=lenient)
-    return override(config, {"checkpoint.url": None, "checkpoint.local_first": False})
+    return on_disk(from_json(Config(), path, leave_out=of_that_run, lenient=lenient))

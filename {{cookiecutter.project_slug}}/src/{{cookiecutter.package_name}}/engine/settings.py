@@ -56,6 +56,11 @@ def from_json(
     return config
 
 
+def on_disk(config: C) -> C:
+    """The settings without a store: for what measures this machine, or is another run."""
+    return override(config, {"checkpoint.url": None, "checkpoint.local_first": False})
+
+
 class _Changes(dict):
     """Changes to a part of the settings, as opposed to a value that is a dictionary."""
 
