@@ -22,6 +22,7 @@ class Request:
         self.method, self.path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         query = parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True)
         self.is_part = "partNumber" in query
+        self.lists_uploads = "uploads" in query and self.method == "GET"
         self.begins_parts = "uploads" in query and self.method == "POST"
 
 
@@ -59,7 +60,7 @@ class Store:
 
     @contextlib.contextmanager
     def failing(self, fault: Fault) -> Iterator[None]:
-        """Fail requests: "500", "503" (throttled), "cut" (half way), "hang" (no answer)."""
+        """Fail requests: by a status, "cut" (half way), "lost" (its answer) or "hang" (none)."""
         self.fault, before = fault, self.fault
         self.released.clear()
         try:
@@ -77,6 +78,10 @@ class Store:
             how = self.fault(request)
             if how is None:
                 return app(environ, start_response)
+            if how == "lost":
+                list(app(environ, lambda *_: None))
+                environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+                raise ConnectionResetError
             if how in ("hang", "cut"):
                 length = int(environ.get("CONTENT_LENGTH") or 0)
                 environ["wsgi.input"].read(length if how == "hang" else length // 2)
@@ -84,11 +89,10 @@ class Store:
                     self.released.wait(60)
                 environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
                 raise ConnectionResetError
-            code, word = (
-                ("500 Error", "InternalError") if how == "500" else ("503 Slow", "SlowDown")
-            )
-            start_response(code, [("Content-Type", "application/xml")])
-            return [XML.format(word).encode()]
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            words = {"500": "InternalError", "503": "SlowDown", "403": "AccessDenied"}
+            start_response(f"{how} Made to fail", [("Content-Type", "application/xml")])
+            return [XML.format(words[how]).encode()]
 
         return wrapped
 

@@ -78,8 +78,8 @@ MODULES = {
         __init__ archives buffers commands companions compilation compile_cache control crowds
         decoding elastic fingerprint flops formats launch logs manifest memory metrics mirror
         network numbers object_storage optimizers pace profiling reading remote retrying rundir
-        sampling settings shards snapshots staging state storage traces tracker tracking travel
-        watch writing
+        sampling settings shards snapshots staging state storage streams traces tracker tracking
+        travel watch writing
     """,
     "workflow/": """
         __init__ allocations baseline checkpoint compile compile_trial diagnosis drill gates

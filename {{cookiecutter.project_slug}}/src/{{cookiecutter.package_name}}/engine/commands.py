@@ -46,7 +46,7 @@ def exit_code(command: Callable[[], int]) -> int:
     """Run a command: 0 when all is well, 1 when something went wrong, 2 for bad input."""
     try:
         code = command()
-    except (UserError, RankError, StoreError) as error:
+    except (UserError, RankError, StoreError, PermissionError) as error:
         code = 2 if isinstance(error, UserError) else 1
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)

@@ -77,7 +77,7 @@ def open_plain(path: Place) -> BinaryIO:
     except OSError as error:
         # No permission or a failing disk is no damage: it must not cost a good checkpoint its name.
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            raise UnreadableError(f"{path} cannot be read: {error.strerror}") from error
+            raise UnreadableError(f"{path} cannot be read: {reason(error)}") from error
         link = "" if isinstance(path, RemotePath) else " or is a link"
         raise SnapshotError(f"{path.name} is missing{link}") from error
     raise SnapshotError(f"{path.name} is not a regular file")
@@ -93,8 +93,13 @@ def read_manifest(path: Place) -> dict[str, Any]:
     except ChangedError as error:
         raise SnapshotError(f"{MANIFEST} is not what was saved ({error.strerror})") from error
     except OSError as error:
-        raise UnreadableError(f"{path / MANIFEST} cannot be read: {error.strerror}") from error
+        raise UnreadableError(f"{path / MANIFEST} cannot be read: {reason(error)}") from error
     return parse_manifest(content, path.name)
+
+
+def reason(error: OSError) -> str:
+    """What the system says, or the store."""
+    return error.strerror or str(error) or type(error).__name__
 
 
 def parse_manifest(content: bytes, name: str) -> dict[str, Any]:
@@ -141,7 +146,7 @@ def check_file(path: Place, entry: dict[str, Any]) -> str | None:
     except ChangedError as error:
         return f"{path.name} has other content than was saved ({error.strerror})"
     except OSError as error:
-        raise UnreadableError(f"{path} cannot be read: {error.strerror}") from error
+        raise UnreadableError(f"{path} cannot be read: {reason(error)}") from error
     return None
 
 
@@ -170,6 +175,15 @@ def verify(path: Place, group: HostGroup | None = None) -> tuple[dict[str, Any],
 
     gathered = group.agree(check)
     return manifest, group.from_first(lambda: [text for part in gathered for text in part if text])
+
+
+def has_sizes(folder: Place, manifest: dict[str, Any]) -> bool:
+    """Whether all files of a checkpoint are in a folder, with the sizes that they should have."""
+    files = manifest["files"].items()
+    if isinstance(folder, RemotePath):
+        sizes = folder.sizes()
+        return all(sizes.get(name) == entry["size"] for name, entry in files)
+    return all(os.lstat(folder / name).st_size == entry["size"] for name, entry in files)
 
 
 def shared_out(manifest: dict[str, Any], group: HostGroup) -> list[tuple[str, dict[str, Any]]]:

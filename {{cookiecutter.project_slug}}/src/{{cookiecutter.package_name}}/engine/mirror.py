@@ -2,8 +2,8 @@
 
 Training waits for the disk alone. Each rank sends a near-equal part of the files, which it sees in
 the run directory that all share; rank 0 writes the manifest once the store shows every file. That
-takes no collective, but at the end the ranks agree that the last one has arrived. Where the store
-is too slow, the newest checkpoint goes next, and those between are left out.
+takes no collective. At each save the ranks agree whether all have sent their parts of the one
+before. If not, the new one is left out, and sent at the end if it is the last.
 """
 
 import logging
@@ -15,7 +15,14 @@ from typing import Any
 
 from . import UserError
 from .control import HostGroup, RankError
-from .manifest import SnapshotError, published, read_manifest, shared_out
+from .manifest import (
+    SnapshotError,
+    data_of,
+    has_sizes,
+    published,
+    read_manifest,
+    shared_out,
+)
 from .remote import PART, RemotePath
 from .retrying import persistently
 from .rundir import checkpoints_of
@@ -27,86 +34,123 @@ POLL = 1.0  # seconds
 
 
 class Mirror:
-    """Copies a run's checkpoints to a store; all ranks have one. `submit` is for any thread."""
+    """Copies a run's checkpoints to a store; every method is called by all ranks together."""
 
-    def __init__(self, directory: RemotePath, retention: RetentionConfig, group: HostGroup) -> None:
+    def __init__(
+        self,
+        directory: RemotePath,
+        retention: RetentionConfig,
+        group: HostGroup,
+        identity: dict[str, Any] | None,
+    ) -> None:
         self.directory, self.group = directory, group
-        self.snapshots = Snapshots(directory, retention, group)
+        self.snapshots = Snapshots(directory, retention, group, identity)
         self.sender = ThreadPoolExecutor(1, thread_name_prefix="mirror")
-        self.wanted: Path | None = None
-        self.arrived: Path | None = None
-        self.sending: Future[None] | None = None
-        self.ending = threading.Event()
+        self.path: Path | None = None  # what was sent last
+        self.left_out: Path | None = None  # what is newer, and was not
+        self.copied: Future[None] | None = None  # this rank's part of it
+        self.published: Future[None] | None = None  # on rank 0
+        self.given_up = threading.Event()
 
     def newer(self, here: Found) -> Found:
-        """The newer one of what was found on disk and the store's; a collective call.
+        """The newer one of what was found on disk and the store's; what only the disk has is sent.
 
-        What only the disk has is sent.
+        UserError when the store has those of another run.
         """
-        self.snapshots.storage.claim(self.group)
-        there = self.group.from_first(lambda: [int(p.name[5:]) for p in published(self.directory)])
-        step, newest = here[1]["step"] if here else -1, max(there, default=-1)
+        group, step = self.group, here[1]["step"] if here else -1
+        spared = _attempt(*here) if here else None
+        group.from_first(lambda: self.snapshots.storage.refuse_others())
+        self.snapshots.storage.claim(group, spared)
+        newest = group.from_first(
+            lambda: max((int(p.name[5:]) for p in published(self.directory)), default=-1)
+        )
         if newest > step:
-            found = self.snapshots.newest_good()
-            return found if found and found[1]["step"] > step else here
-        if here and newest < step:
-            self.submit(here[0])
+            try:
+                there = self.snapshots.newest_good()
+            except SnapshotError as error:
+                if not here:
+                    raise
+                log.warning("%s", error)
+                there = None
+            if there and there[1]["step"] > step:
+                return there
+        if here and newest != step:
+            self._send(here[0])
         return here
 
     def submit(self, path: Path) -> None:
-        """Send a published checkpoint, once the one on its way has arrived or failed."""
-        self.wanted = path
-        self.sending = self.sender.submit(self._send, path)
+        """Send a published checkpoint, or leave it out if one is still on its way."""
+        statuses = self.group.agree(lambda: not self.copied or self.copied.done())
+        if not self.group.from_first(lambda: all(statuses)):
+            if self.group.rank == 0 and self.path and not self.left_out:
+                log.warning(
+                    "%s is still on its way to %s: %s is left out, unless it stays the newest",
+                    *(self.path.name, self.directory, path.name),
+                )
+            self.left_out = path
+            return
+        self._send(path)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint has arrived; RankError, on every rank, if it has not."""
-        self.ending.set()
-
-        def publish() -> None:
-            if self.wanted and not self._publish(self.wanted):
-                raise SnapshotError("some of its files are not there")
-
+        """Wait until the newest has arrived; RankError, on every rank, if it has not."""
         try:
-            self.group.agree(lambda: self.sending and self.sending.result())
-            self.group.from_first(publish)
+            self._arrive()
+            if self.left_out:
+                self._send(self.left_out)
+                self._arrive()
         except RankError as error:
-            what = f"{self.wanted} is good, but it was not uploaded to {self.directory}"
+            what = f"{self.path} is good, but it was not uploaded to {self.directory}"
             failed = SnapshotError(f"{what}: {error}. The same command tries again")
             failed.agreed = True
             raise failed from error
         finally:
+            self.given_up.set()
             self.sender.shutdown()
 
+    def _arrive(self) -> None:
+        self.group.agree(lambda: self.copied and self.copied.result())
+        # All parts are there now: it is published by the next look, or never.
+        self.group.from_first(lambda: self.published and self.published.result())
+
     def _send(self, path: Path) -> None:
-        """Send this rank's part; on rank 0 also wait for the others' and publish."""
-        if path != self.wanted:
-            return  # a newer one is there
+        self.given_up.set()  # one whose part a rank could not send; else it is published by now
+        self.given_up = threading.Event()
+        self.path, self.left_out = path, None
+        self.copied = self.sender.submit(self._copy, path)
+        if self.group.rank == 0:
+            self.published = self.sender.submit(self._publish, path, self.copied, self.given_up)
+
+    def _copy(self, path: Path) -> None:
+        """Send this rank's part, but for what an earlier start has sent."""
         try:
             manifest = read_manifest(path)
+            source, target = data_of(path, manifest), self.directory / _attempt(path, manifest)
+            there = target.sizes()
             for name, entry in shared_out(manifest, self.group):
-                _copy(path / name, self.directory / _attempt(path, manifest) / name, entry)
-            while self.group.rank == 0 and path == self.wanted and not self._publish(path):
-                if self.ending.wait(POLL):
-                    break
+                if there.get(name) != entry["size"]:
+                    _copy(source / name, target / name, entry)
         except Exception as error:
-            if path == self.wanted:  # else it may have been pruned meanwhile
-                log.warning("%s was not uploaded: %s", path.name, error)
-                raise
+            log.warning("%s was not uploaded: %s", path.name, error)
+            raise
 
-    def _publish(self, path: Path) -> bool:
-        """Write the manifest if all files are there; whether they are."""
-        if self.arrived != path:
+    def _publish(self, path: Path, copied: Future[None], given_up: threading.Event) -> None:
+        """Write the manifest once all files are there."""
+        copied.result()
+        try:
             manifest = read_manifest(path)
             attempt = _attempt(path, manifest)
-            sizes = (self.directory / attempt).sizes()
-            if any(sizes.get(n) != entry["size"] for n, entry in manifest["files"].items()):
-                return False
-            facts = {key: value for key, value in manifest.items() if key != "digest"}
+            folder, is_last = self.directory / attempt, False
+            while not has_sizes(folder, manifest):
+                if is_last:
+                    raise SnapshotError("another rank could not send its part")
+                is_last = given_up.wait(POLL)
+            facts = {k: value for k, value in manifest.items() if k not in ("digest", "folder")}
             self.snapshots.storage.commit(attempt, facts)
-            self.arrived = path
-            log.info("uploaded: %s", self.directory / path.name)
-            self.snapshots.prune()
-        return True
+        except Exception as error:
+            log.warning("%s was not uploaded: %s", path.name, error)
+            raise
+        log.info("uploaded: %s", self.directory / path.name)
+        self.snapshots.tidy_up()
 
 
 def find_newest(snapshots: Snapshots, mirror: Mirror | None, run_dir: Path) -> Found:
@@ -117,21 +161,22 @@ def find_newest(snapshots: Snapshots, mirror: Mirror | None, run_dir: Path) -> F
     try:
         found = snapshots.newest_good()
     except SnapshotError as error:
-        if not mirror:
+        found = mirror and mirror.newer(None)
+        if not found:
             raise
         log.warning("%s", error)
-        found = None
+        return found
     if mirror:
         found = mirror.newer(found)
 
     def refuse_to_forget() -> None:
-        before = checkpoints_of(run_dir)
-        if before != snapshots.directory and published(before):
-            raise UserError(
-                f"this run has its checkpoints in {before}, and there are none in "
-                f"{snapshots.directory}: go on there (--checkpoint.url), copy them, or start "
-                "another run (--name NAME)"
-            )
+        for before in (checkpoints_of(run_dir), run_dir / "checkpoints"):
+            if before != snapshots.directory and published(before):
+                raise UserError(
+                    f"this run has its checkpoints in {before}, and there are none in "
+                    f"{snapshots.directory}: go on there (--checkpoint.url), copy them, or start "
+                    "another run (--name NAME)"
+                )
 
     if found is None:
         snapshots.group.from_first(refuse_to_forget)
@@ -144,12 +189,12 @@ def _attempt(path: Path, manifest: dict[str, Any]) -> str:
 
 
 def _copy(source: Path, target: RemotePath, entry: dict[str, Any]) -> None:
-    """Send a file; SnapshotError when it is no longer what was published."""
+    """Send a file; ValueError, and nothing is sent, when it is not what was published."""
 
     def send() -> None:
         with open(source, "rb") as file, target.create() as stream:
             shutil.copyfileobj(file, stream, PART)
+            if stream.entry() != entry:
+                raise ValueError(f"{source} has other content than was saved")
 
     persistently(send, target)
-    if target.written.pop(target.path) != entry:
-        raise SnapshotError(f"{source} has other content than was saved")

@@ -17,10 +17,12 @@ import os
 import re
 import socket
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 from . import UserError
 from .control import HostGroup, RankError
+from .fingerprint import identity_differences
 from .manifest import (
     MANIFEST,
     PUBLISHED,
@@ -44,16 +46,30 @@ class ObjectStorage:
 
     start_over = "start over with another --checkpoint.url"
 
-    def __init__(self, directory: RemotePath) -> None:
-        self.directory = directory
+    def __init__(self, directory: RemotePath, identity: dict[str, Any] | None) -> None:
+        self.directory, self.identity = directory, identity
         self.token = uuid.uuid4().hex
 
-    def claim(self, group: HostGroup) -> None:
+    def refuse_others(self) -> None:
+        """UserError when the newest checkpoint is of another run, whose owner has to stay."""
+        with telling_why(self.directory):
+            for path in published(self.directory)[-1:] if self.identity else ():
+                with contextlib.suppress(RankError):  # damaged, or not to be read just now
+                    identity = read_manifest(path).get("identity")
+                    if problems := identity_differences(identity, self.identity):
+                        raise UserError(
+                            "\n  ".join([f"{path} is of another run:", *problems])
+                            + "\nGive another --checkpoint.url, or take over the weights alone: "
+                            f"--init-from {path}"
+                        )
+
+    def claim(self, group: HostGroup, spared: str | None = None) -> None:
         """Become the owner, and see that all ranks look at the same store (UserError).
 
-        A run that still goes on somewhere else stops at its next save.
+        A run that still goes on somewhere else stops at its next save. What attempts have left is
+        removed, but that of one which is to be gone on with.
         """
-        token = group.from_first(self._own)
+        token = group.from_first(lambda: self._own(spared))
 
         def look() -> None:
             if self._owner() != token:
@@ -74,30 +90,25 @@ class ObjectStorage:
 
     def abandon(self, reserved: str) -> None:
         """Remove what a save that failed has written; what is left the next start removes."""
-        with contextlib.suppress(OSError):
-            (self.directory / reserved).remove_tree()
+        name, attempt = reserved.split("/")
+        path = self.directory / name
+        with contextlib.suppress(OSError, RankError):
+            # The answer to writing the manifest may have been lost, and nobody could look.
+            if (path / MANIFEST).exists() and read_manifest(path).get("folder") == attempt:
+                (path / MANIFEST).unlink()
+            (path / attempt).remove_tree()
 
     def commit(self, reserved: str, manifest: dict[str, Any]) -> None:
         """Publish what was reserved, by writing the manifest."""
         name, attempt = reserved.split("/")
         content = sealed({**manifest, "folder": attempt})
         parse_manifest(content, name)  # what would be refused later must not be published now
-        if self._owner() != self.token:
-            raise UserError(
-                f"another run has taken over {self.directory} ({OWNER} there names it): this one "
-                "stops, and has not touched its checkpoints"
-            )
         path = self.directory / name
         try:
-            (path / MANIFEST).write_new(content)
+            (path / MANIFEST).write_new(content, self._check_owner)
         except FileExistsError:
             self.set_aside(path)
-            (path / MANIFEST).write_new(content)
-
-    def has_sizes(self, path: RemotePath, manifest: dict[str, Any]) -> bool:
-        """Whether all objects are there, with the sizes that they should have."""
-        sizes = data_of(path, manifest).sizes()
-        return all(sizes.get(n) == entry["size"] for n, entry in manifest["files"].items())
+            (path / MANIFEST).write_new(content, self._check_owner)
 
     def set_aside(self, path: RemotePath) -> RemotePath:
         """Rename a damaged checkpoint's manifest: so it is one no longer, and nothing is lost."""
@@ -112,21 +123,23 @@ class ObjectStorage:
         """The names of those set aside."""
         return [f"{p.name}/{n}" for p in self._steps() for n in p.sizes() if ASIDE.fullmatch(n)]
 
-    def discard(self, path: RemotePath) -> None:
+    def discard(self, path: RemotePath, manifest: dict[str, Any]) -> None:
         """Remove a checkpoint, its manifest first: what a crash leaves is a leftover."""
-        data = data_of(path, read_manifest(path))
+        self._check_owner()
         (path / MANIFEST).unlink()
-        data.remove_tree()
+        data_of(path, manifest).remove_tree()
 
     def remove_leftovers(self) -> None:
         """Remove attempts that no manifest names, up to the newest checkpoint.
 
         None of a later step, which other ranks may be sending (mirror.py).
         """
-        if newest := published(self.directory)[-1:]:
-            self._clean([path for path in self._steps() if path.name <= newest[0].name])
+        self._check_owner()
+        for newest in published(self.directory)[-1:]:
+            steps = self._steps()
+            self._clean(steps[: steps.index(newest) + 1])
 
-    def _clean(self, steps: list[RemotePath]) -> None:
+    def _clean(self, steps: list[RemotePath], spared: str | None = None) -> None:
         """But nothing of a step of which something was set aside."""
         for path in steps:
             inside = path.sizes()
@@ -137,33 +150,48 @@ class ObjectStorage:
                 except RankError:
                     continue  # damaged, which `newest_good` tells, or not to be read just now
             if not any(map(ASIDE.fullmatch, inside)):
-                for name in leftovers:
+                for name in sorted(leftovers):
+                    if f"{path.name}/{name}" == spared:
+                        continue
                     log.info("removing what is left of a save: %s", path / name)
                     (path / name).remove_tree()
 
     def _steps(self) -> list[RemotePath]:
-        return [
-            self.directory / n for n in sorted(self.directory.sizes()) if PUBLISHED.fullmatch(n)
-        ]
+        names = filter(PUBLISHED.fullmatch, self.directory.sizes())
+        return [self.directory / name for name in sorted(names, key=lambda name: int(name[5:]))]
 
-    def _own(self) -> str:
+    def _own(self, spared: str | None) -> str:
         note = {"token": self.token, "process": f"{os.getpid()} on {socket.gethostname()}"}
-        try:
+        with telling_why(self.directory):
             (self.directory / OWNER).write(json.dumps(note, indent=1).encode())
-            self._clean(self._steps())
-            count = self.directory.abort_uploads()
-        except OSError as error:
-            raise UserError(
-                f"{self.directory} cannot be used: {error}. Is the address right, does the bucket "
-                "exist, and does the environment say who you are (as AWS_PROFILE) and where the "
-                "store is (AWS_ENDPOINT_URL, if it is not Amazon's)?"
-            ) from error
-        if count:
+            self._clean(self._steps(), spared)
+        if count := self.directory.abort_uploads():
             log.info("dropped %d half uploads that were left in %s", count, self.directory)
         return self.token
+
+    def _check_owner(self) -> None:
+        """UserError when another run has taken over since."""
+        if self._owner() != self.token:
+            raise UserError(
+                f"another run has taken over {self.directory} ({OWNER} there names it): this one "
+                "stops, and has not touched its checkpoints"
+            )
 
     def _owner(self) -> str | None:
         try:
             return json.loads((self.directory / OWNER).read())["token"]
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
+
+
+@contextlib.contextmanager
+def telling_why(directory: RemotePath) -> Iterator[None]:
+    """UserError, with what may be the reason, for a store that cannot be used from the start."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{directory} cannot be used: {error}. Is the address right, does the bucket exist, "
+            "and does the environment say who you are (as AWS_PROFILE) and where the store is "
+            "(AWS_ENDPOINT_URL, if it is not Amazon's)?"
+        ) from error

@@ -5,11 +5,11 @@ Who may use the store is told by the environment or fsspec's own settings, never
 
 import contextlib
 import errno
-import hashlib
 import io
+import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,13 @@ import fsspec
 
 from . import UserError
 from .retrying import persistently
+from .streams import HashingWriter, RangeReader, abandon, may_pass
 
-PART = 32 << 20  # bytes: of an upload in several parts (S3 takes 10,000 of them), and of a read
+log = logging.getLogger(__name__)
+PART = 32 << 20  # bytes of an upload in several parts, of which S3 takes 10,000
+LIMIT = 300.0  # seconds for one request, of which none moves more bytes than a part has
+READ = 16 << 20  # bytes that are fetched at once
+RETRYING = {"AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"}
 URL = re.compile(r"([a-zA-Z][\w+.-]+):/{1,3}([^/].*)")
 
 
@@ -46,6 +51,11 @@ class RemotePath:
         return located, (str(self),)
 
     @property
+    def limit(self) -> dict[str, float]:
+        """What bounds a call, where one can be bounded: s3fs may wait for ever to be heard."""
+        return {"timeout": LIMIT} if self.store.async_impl else {}
+
+    @property
     def name(self) -> str:
         """The last part of the path."""
         return self.path.rpartition("/")[2]
@@ -63,7 +73,7 @@ class RemotePath:
     def info(self) -> dict[str, Any] | None:
         """What the store says of it: "type" and "size"; None when there is nothing."""
         with contextlib.suppress(FileNotFoundError):
-            return persistently(lambda: self.store.info(self.path), self)
+            return persistently(lambda: self.store.info(self.path, **self.limit), self)
         return None
 
     def exists(self) -> bool:
@@ -77,7 +87,7 @@ class RemotePath:
     def sizes(self) -> dict[str, int]:
         """The names right below, with their sizes (0 for folders); {} if there is nothing."""
         with contextlib.suppress(FileNotFoundError):
-            found = persistently(lambda: self.store.ls(self.path, detail=True), self)
+            found = persistently(lambda: self.store.ls(self.path, detail=True, **self.limit), self)
             entries = ((entry["name"].rstrip("/"), entry["size"] or 0) for entry in found)
             return {n.rpartition("/")[2]: size for n, size in entries if n != self.path}
         return {}
@@ -87,42 +97,53 @@ class RemotePath:
         info = self.info()
         if info is None or info["type"] != "file":
             raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
-        return io.BufferedReader(_Ranges(self, info["size"]), PART)
+        return io.BufferedReader(RangeReader(self, info["size"]), READ)
 
     def read(self) -> bytes:
         """All of a small object."""
-        return persistently(lambda: self.store.cat_file(self.path), self)
+        return persistently(lambda: self.store.cat_file(self.path, **self.limit), self)
 
     def write(self, content: bytes) -> None:
         """Write a small object, in place of what is there."""
-        persistently(lambda: self.store.pipe_file(self.path, content), self)
+        persistently(lambda: self.store.pipe_file(self.path, content, **self.limit), self)
 
-    def write_new(self, content: bytes) -> None:
-        """Write a small object where there is none; FileExistsError when there is another."""
+    def write_new(self, content: bytes, check: Callable[[], None]) -> None:
+        """Write a small object where there is none; FileExistsError when there is another.
+
+        `check()` is called before each attempt, and may raise.
+        """
+
+        def write() -> None:
+            check()
+            self.store.pipe_file(self.path, content, mode="create", **self.limit)
+
         try:
-            persistently(lambda: self.store.pipe_file(self.path, content, mode="create"), self)
-        except FileExistsError:
-            if self.read() != content:  # else it was ours, and only the answer was lost
+            persistently(write, self)
+        except OSError as error:  # not every store says why it would not
+            if not self.exists():
                 raise
+            if self.read() != content:  # else it is ours, and only the answer was lost
+                raise FileExistsError(errno.EEXIST, "there is another", str(self)) from error
 
     @contextlib.contextmanager
     def create(self) -> Iterator[BinaryIO]:
         """Write an object as a stream, hashed on its way; after an error there is none."""
-        stream = self.store.open(self.path, "wb", block_size=PART)
-        hashing = _Hashing(stream)
+        with may_pass():
+            stream = self.store.open(self.path, "wb", block_size=PART)
+        hashing = HashingWriter(stream, PART)
         try:
             yield hashing
-            stream.close()
+            with may_pass():
+                stream.close()
         except BaseException:
             with contextlib.suppress(Exception):
-                _abandon(stream)
+                abandon(stream)
             raise
-        entry = {"size": hashing.size, "sha256": hashing.sha256.hexdigest()}
-        self.written[self.path] = entry
+        self.written[self.path] = hashing.entry()
 
     def rename(self, other: "RemotePath") -> None:
         """Copy, then remove: stores know nothing better. For small objects."""
-        persistently(lambda: self.store.cp_file(self.path, other.path), self)
+        persistently(lambda: self.store.cp_file(self.path, other.path, **self.limit), self)
         self.unlink()
         if self.path in self.written:
             self.written[other.path] = self.written.pop(self.path)
@@ -130,14 +151,14 @@ class RemotePath:
     def unlink(self) -> None:
         """Remove an object, if it is there."""
         with contextlib.suppress(FileNotFoundError):
-            persistently(lambda: self.store.rm_file(self.path), self)
+            persistently(lambda: self.store.rm_file(self.path, **self.limit), self)
 
     def remove_tree(self) -> None:
         """Remove all objects below."""
 
         def remove() -> None:
-            self.store.rm(self.path, recursive=True)
-            if self.store.find(self.path):  # S3's bulk delete tells of no failures
+            self.store.rm(self.path, recursive=True, **self.limit)
+            if self.store.find(self.path, **self.limit):  # S3's bulk delete tells of no failures
                 raise OSError(errno.EIO, "not all of it could be removed", str(self))
 
         with contextlib.suppress(FileNotFoundError):
@@ -153,7 +174,11 @@ class RemotePath:
             return 0
         bucket, prefix, _ = self.store.split_path(f"{self.path}/")
         listing = partial(call, "list_multipart_uploads", Bucket=bucket, Prefix=prefix)
-        found, answer = [], persistently(listing, self)
+        try:
+            found, answer = [], persistently(listing, self)
+        except OSError as error:  # it takes a right of its own, and some stores lack it
+            log.info("half uploads in %s, if there are any, stay: %s", self, error)
+            return 0
         while found.extend(answer.get("Uploads", [])) or answer.get("IsTruncated"):
             markers = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
             more = {name: answer[source] for name, source in markers.items()}
@@ -177,90 +202,39 @@ def located(where: Path | str | RemotePath) -> Place:
         return where if isinstance(where, RemotePath) else Path(where)
     protocol, rest = match.groups()  # pathlib folds the two slashes of a URL into one
     url = f"{protocol}://{'/' if protocol in ('file', 'local') else ''}{rest}".rstrip("/")
-    if "@" in rest.partition("/")[0] or "?" in rest:
-        raise UserError(
-            f"{protocol}://…: no credentials in an address, which is written to config.json and "
-            "logs: give them by the environment (as AWS_PROFILE) or in ~/.config/fsspec"
-        )
-    how = {"auto_mkdir": True} if protocol in ("file", "local") else {}
+    check_address(url)
+    how: dict[str, Any] = {"use_listings_cache": False}
+    if protocol in ("file", "local"):
+        how["auto_mkdir"] = True
+    if protocol in ("s3", "s3a") and not (
+        os.environ.keys() & RETRYING or fsspec.config.conf.get("s3")
+    ):
+        # Else s3fs and botocore make 25 requests of one, each with its time-out.
+        how["config_kwargs"] = {"retries": {"max_attempts": 1}}
     try:
-        store, path = fsspec.url_to_fs(url, use_listings_cache=False, **how)
+        store, path = fsspec.url_to_fs(url, **how)
     except ImportError as error:
         how_to = 'pip install -e ".[s3]"' if protocol in ("s3", "s3a") else str(error)
         raise UserError(f"{url} needs a package that is not here: {how_to}") from None
     except ValueError as error:
         raise UserError(f"{url} is no address of a store: {error}") from None
+    if hasattr(store, "call_s3") and not isinstance(store.call_s3, partial):
+        store.call_s3 = partial(store.call_s3, timeout=LIMIT)  # what its streams call
     return RemotePath(store, path.rstrip("/"))
+
+
+def check_address(url: str) -> None:
+    """UserError for what is no URL, or one with a password in it, which is not repeated."""
+    match = URL.fullmatch(url)
+    if match and ("@" in match[2].partition("/")[0] or "?" in match[2]):
+        raise UserError(
+            f"{match[1]}://…: no credentials in an address, which is written to config.json and "
+            "logs: give them by the environment (as AWS_PROFILE) or in ~/.config/fsspec"
+        )
+    if not match:
+        raise UserError(f"--checkpoint.url {url}: an address as s3://bucket/run is wanted")
 
 
 def created(path: Place) -> contextlib.AbstractContextManager[Any]:
     """Open for writing, on disk or in a store."""
     return path.create() if isinstance(path, RemotePath) else open(path, "wb")
-
-
-class _Ranges(io.RawIOBase):
-    """Reads an object by ranges; each is fetched again when that fails."""
-
-    def __init__(self, place: RemotePath, size: int) -> None:
-        self.place, self.size, self.at = place, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self.at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
-        return self.at
-
-    def tell(self) -> int:
-        return self.at
-
-    def readinto(self, buffer: Any) -> int:
-        end = min(self.at + len(buffer), self.size)
-        if end <= self.at:
-            return 0
-        fetch = self.place.store.cat_file
-        content = persistently(lambda: fetch(self.place.path, start=self.at, end=end), self.place)
-        buffer[: len(content)] = content
-        self.at += len(content)
-        return len(content)
-
-
-class _Hashing(io.RawIOBase):
-    """Passes on what is written, and keeps its size and sha256; once it has failed, it fails."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream, self.size, self.sha256 = stream, 0, hashlib.sha256()
-        self.failed: OSError | None = None
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, content: Any) -> int:
-        if self.failed:
-            raise self.failed
-        view = memoryview(content).cast("B")
-        try:
-            self.stream.write(view)
-        except Exception as error:  # of the store's client, not all OSErrors: torch.save hides them
-            self.failed = OSError(errno.EIO, f"{error}" or type(error).__name__)
-            raise self.failed from error
-        self.sha256.update(view)
-        self.size += view.nbytes
-        return view.nbytes
-
-    def tell(self) -> int:
-        return self.size
-
-
-def _abandon(stream: Any) -> None:
-    """Close a stream without completing what it uploads, which closing alone would."""
-    try:
-        stream.discard()
-    finally:
-        if isinstance(stream, fsspec.spec.AbstractBufferedFile):
-            stream.closed = True
-        else:
-            stream.close()

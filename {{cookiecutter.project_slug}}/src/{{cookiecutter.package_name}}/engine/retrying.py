@@ -18,6 +18,7 @@ from . import UserError
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 PAUSES = (0.5, 2.0, 6.0, 15.0)  # seconds, at most, before each further attempt
+PATIENCE = 300.0  # seconds after which there is no further one, where each takes long
 LASTING = (
     *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(TypeError, ValueError, LookupError, AttributeError, NotImplementedError, ImportError),
@@ -43,6 +44,7 @@ def persistently(action: Callable[[], T], place: Any) -> T:
     """
     if isinstance(place, Path):
         return action()
+    began = time.monotonic()
     for pause in (*PAUSES, None):
         try:
             return action()
@@ -51,7 +53,8 @@ def persistently(action: Callable[[], T], place: Any) -> T:
         except Exception as error:
             text = getattr(error, "strerror", None) or f"{error}" or type(error).__name__
             text = text.partition("\n")[0]
-            if pause is None or type(error).__name__ in NO_CREDENTIALS:
+            over = pause is None or time.monotonic() - began > PATIENCE
+            if over or type(error).__name__ in NO_CREDENTIALS:
                 kind = ChangedError if type(error).__name__ == CHECKSUM else StoreError
                 code = getattr(error, "errno", None) or errno.EIO
                 raise kind(code, text, str(place)) from error

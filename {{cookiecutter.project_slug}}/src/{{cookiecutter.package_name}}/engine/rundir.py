@@ -20,6 +20,7 @@ from .elastic import launcher
 from .logs import ONLY_IN_FILES, logging_to, open_log
 from .manifest import best_by_validation, naming, published, verify
 from .remote import Place, RemotePath, located
+from .retrying import StoreError
 from .snapshots import storage_of
 
 log = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ class RunDirectory:
 
     def _open_logs(self) -> None:
         rank, files = self.group.rank, []
-        self.group.from_first(lambda: (self.path / LOGS).mkdir(exist_ok=True))
+        self.group.agree(lambda: (self.path / LOGS).mkdir(exist_ok=True))
         self.group.agree(lambda: files.append(open_log(self.path / LOGS, rank)))
         self.logs.enter_context(logging_to(files[0], rank, self.group.size))
 
@@ -211,8 +212,9 @@ def summary(run_dir: Path, step: int) -> list[str]:
             lines.append(f"{name.replace('_', ' ')}: {value:.4f}")
     status = json.loads((run_dir / "status.json").read_text())
     blocked = status.get("checkpoint_blocked_seconds", 0.0)
-    directory = checkpoints_of(run_dir)
-    names = ", ".join(path.name for path in published(directory)) or "none"
+    directory, names = checkpoints_of(run_dir), "not to be listed now"
+    with contextlib.suppress(StoreError):
+        names = ", ".join(path.name for path in published(directory)) or "none"
     where = f" in {directory}" if isinstance(directory, RemotePath) else ""
     lines.append(
         f"checkpoints: {names}{where} (saving held training up for {blocked:.2f} s in all)"

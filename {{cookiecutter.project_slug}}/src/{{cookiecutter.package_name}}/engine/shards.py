@@ -172,22 +172,27 @@ class PlainReader(dcp.FileSystemReader):
             info = self.storage_data[item.storage_index]
             return info.relative_path, info.offset, info.length
 
-        for (name, offset, length), items in itertools.groupby(
-            sorted(plan.items, key=place), place
-        ):
+        in_order = sorted(plan.items, key=place)
+        for name, of_file in itertools.groupby(in_order, lambda item: place(item)[0]):
             with open_plain(self.path / name) as file:
-                stored = load_tensor(file, offset, length)
-            for item in items:
-                part = stored
-                for dimension, (start, extent) in enumerate(
-                    zip(item.storage_offsets, item.lengths, strict=True)
-                ):
-                    part = part.narrow(dimension, start, extent)
-                target = planner.resolve_tensor(item).detach()
-                if part.shape != target.shape:
-                    raise pickle.UnpicklingError(f"a part in {name} is not as {DCP_INDEX} has it")
-                target.copy_(part)
-                planner.commit_tensor(item, target)
+                for (_, offset, length), items in itertools.groupby(of_file, place):
+                    stored = load_tensor(file, offset, length)
+                    for item in items:
+                        put(stored, item, planner, name)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+def put(stored: torch.Tensor, item: Any, planner: dcp.LoadPlanner, name: str) -> None:
+    """Copy what is wanted of a stored part to where it is wanted."""
+    part = stored
+    for dimension, (start, extent) in enumerate(
+        zip(item.storage_offsets, item.lengths, strict=True)
+    ):
+        part = part.narrow(dimension, start, extent)
+    target = planner.resolve_tensor(item).detach()
+    if part.shape != target.shape:
+        raise pickle.UnpicklingError(f"a part in {name} is not as {DCP_INDEX} has it")
+    target.copy_(part)
+    planner.commit_tensor(item, target)

@@ -30,13 +30,15 @@ from .manifest import (
     FORMAT_VERSION,
     SnapshotError,
     best_by_validation,
+    data_of,
+    has_sizes,
     published,
     read_manifest,
     step_name,
     verify,
 )
 from .object_storage import ObjectStorage
-from .remote import URL, Place, RemotePath
+from .remote import Place, RemotePath, check_address
 from .storage import DiskStorage
 
 log = logging.getLogger(__name__)
@@ -65,8 +67,8 @@ class RetentionConfig:
         """Check the values (UserError)."""
         if self.every < 0 or self.keep_every < 0 or self.keep < 1:
             raise UserError("checkpoint: every and keep-every must be >= 0, keep must be >= 1")
-        if self.url is not None and not URL.fullmatch(self.url):
-            raise UserError(f"--checkpoint.url {self.url}: an address as s3://bucket/run is wanted")
+        if self.url is not None:
+            check_address(self.url)
         if self.local_first and not self.url:
             raise UserError("--checkpoint.local-first uploads to a --checkpoint.url: give one")
 
@@ -79,9 +81,16 @@ class RetentionConfig:
 class Snapshots:
     """The checkpoints of one run, in `directory`; every method is called by all ranks together."""
 
-    def __init__(self, directory: Place, retention: RetentionConfig, group: HostGroup) -> None:
+    def __init__(
+        self,
+        directory: Place,
+        retention: RetentionConfig,
+        group: HostGroup,
+        identity: dict[str, Any] | None = None,
+    ) -> None:
+        """`identity` is that of the run, if a store is to be refused that has another's."""
         self.directory, self.retention, self.group = directory, retention, group
-        self.storage = storage_of(directory)
+        self.storage = storage_of(directory, identity)
 
     def publish(self, step: int, write: Writer, facts: dict[str, Any]) -> Place:
         """Save one checkpoint; `write(folder)` writes this rank's files and names them.
@@ -113,11 +122,7 @@ class Snapshots:
             failed.agreed = True
             raise failed from error
         if group.rank == 0:
-            # The checkpoint is safe by now, so trouble in tidying up is no failure of the save.
-            try:
-                self.prune()
-            except OSError as error:
-                log.warning("old checkpoints could not be removed: %s", error)
+            self.tidy_up()
         return self.directory / step_name(step)
 
     def newest_good(self) -> tuple[Place, dict[str, Any]] | None:
@@ -127,6 +132,7 @@ class Snapshots:
         checkpoints but no good one: starting afresh over them must be somebody's decision. Also
         when one cannot be read: that is not damage, and may pass.
         """
+        self.group.from_first(self.storage.refuse_others)
         self.storage.claim(self.group)
         self.group.from_first(self.storage.remove_leftovers)
         for path in reversed(self.group.from_first(lambda: published(self.directory))):
@@ -147,6 +153,13 @@ class Snapshots:
             )
         return None
 
+    def tidy_up(self) -> None:
+        """Prune; the checkpoint is safe by now, so trouble with this is no failure of the save."""
+        try:
+            self.prune()
+        except (OSError, RankError, UserError) as error:
+            log.warning("old checkpoints could not be removed: %s", error)
+
     def prune(self) -> None:
         """Remove what retention does not keep, and reservations nobody is writing (rank 0 only).
 
@@ -157,7 +170,7 @@ class Snapshots:
         for path in published(self.directory):
             with contextlib.suppress(RankError, OSError):  # damaged, or not to be read just now
                 manifest = read_manifest(path)
-                if self.storage.has_sizes(path, manifest):
+                if has_sizes(data_of(path, manifest), manifest):
                     good[path] = manifest
         keep = set(list(good)[-self.retention.keep :])
         if best := best_by_validation(good):
@@ -165,11 +178,14 @@ class Snapshots:
         if every := self.retention.keep_every:
             keep.update(path for path, manifest in good.items() if manifest["step"] % every == 0)
         for path in good.keys() - keep:
-            self.storage.discard(path)
+            self.storage.discard(path, good[path])
         self.storage.remove_leftovers()
 
 
-def storage_of(directory: Place) -> DiskStorage | ObjectStorage:
+def storage_of(
+    directory: Place, identity: dict[str, Any] | None = None
+) -> DiskStorage | ObjectStorage:
     """What knows how to keep checkpoints there."""
-    remote = isinstance(directory, RemotePath)
-    return ObjectStorage(directory) if remote else DiskStorage(directory)
+    if isinstance(directory, RemotePath):
+        return ObjectStorage(directory, identity)
+    return DiskStorage(directory)

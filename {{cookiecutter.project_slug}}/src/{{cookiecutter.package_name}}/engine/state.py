@@ -121,8 +121,9 @@ class Recovery:
         self.group = HostGroup(world)
         self.run_dir, store = run_dir, located(retention.url) if retention.url else None
         place = store if retention.far else run_dir / "checkpoints"
-        self.snapshots = Snapshots(place, retention, self.group)
-        self.mirror = Mirror(store, retention, self.group) if retention.local_first else None
+        who = retention, self.group, facts.get("identity")
+        self.snapshots = Snapshots(place, *who)
+        self.mirror = Mirror(store, *who) if retention.local_first else None
         self.blocked_seconds = 0.0
         self.busy = False  # while training waits for a save
         self.last_saved: int | None = None

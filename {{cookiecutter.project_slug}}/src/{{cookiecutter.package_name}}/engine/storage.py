@@ -28,6 +28,9 @@ class DiskStorage:
         self.directory = directory
         self.placed = False  # whether the names that lead to the directory are safe
 
+    def refuse_others(self) -> None:
+        """Nothing to do: whoever reads a checkpoint sees whose it is."""
+
     def claim(self, group: HostGroup) -> None:
         """Nothing to do: the run directory, which it is in, has one writer."""
 
@@ -74,11 +77,6 @@ class DiskStorage:
                 os.rename(target, reservation)
             raise
 
-    def has_sizes(self, path: Path, manifest: dict[str, Any]) -> bool:
-        """Whether all files are there, with the sizes that they should have."""
-        files = manifest["files"].items()
-        return all(os.lstat(path / name).st_size == entry["size"] for name, entry in files)
-
     def set_aside(self, path: Path) -> Path:
         """Rename a damaged checkpoint, so that it is never counted again."""
         for n in range(1, 1000):
@@ -95,7 +93,7 @@ class DiskStorage:
             return []
         return sorted(name for name in os.listdir(self.directory) if DAMAGED.fullmatch(name))
 
-    def discard(self, path: Path) -> None:
+    def discard(self, path: Path, manifest: dict[str, Any]) -> None:
         """Begin to remove a checkpoint; `remove_leftovers` does the rest."""
         # Renamed first: a crash half way through removing must not leave half a checkpoint.
         discarded = self.directory / f"{DISCARDED}{path.name}-{uuid.uuid4().hex[:8]}"

@@ -274,7 +274,8 @@ def publish(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None:
     with RunDirectory(run_dir, group) as directory:
         snapshots = Snapshots(run_dir / "checkpoints", RetentionConfig(), group)
         if note["config"]:
-            write_json(run_dir / "config.json", note["config"])
+            here = {**note["config"].get("checkpoint", {}), "url": None, "local_first": False}
+            write_json(run_dir / "config.json", {**note["config"], "checkpoint": here})
         snapshots.publish(step, lambda folder: write_shards(folder, tensors, group, 1), facts)
         directory.record_status("imported", step=step)
 
