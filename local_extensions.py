@@ -39,24 +39,25 @@ _WINDOWS = re.compile("con|prn|aux|nul|(com|lpt)[0-9]")
 # name would replace a requirement or a command, as a package it would hide a module.
 _INSTALLED = set(
     """
-    absl absl_py activate alembic annotated_doc annotated_types anyio cachetools certifi cffi
-    cffi_gen_src cfgv charset_normalizer click cloudpickle colorama contourpy coreweave_evaluations
-    cryptography cwevals cycler databricks databricks_sdk dateutil distlib distro docstring_parser
-    dotenv f2py fastapi filelock fonttools fsspec functorch git gitdb gitpython google google_auth
+    absl absl_py activate aiobotocore aiohappyeyeballs aiohttp aioitertools aiosignal alembic
+    annotated_doc annotated_types anyio attr attrs botocore cachetools certifi cffi cffi_gen_src
+    cfgv charset_normalizer click cloudpickle colorama contourpy coreweave_evaluations cryptography
+    cwevals cycler databricks databricks_sdk dateutil distlib distro docstring_parser dotenv f2py
+    fastapi filelock fonttools frozenlist fsspec functorch git gitdb gitpython google google_auth
     googleapis_common_protos grpc grpcio h11 httpcore httpx identify identify_cli idna
-    importlib_metadata iniconfig isympy jinja2 joblib kiwisolver mako mako_render markdown
-    markdown_py markupsafe matplotlib mlflow mlflow_skinny mpl_toolkits mpmath narwhals networkx
-    nodeenv normalizer numpy numpy_config nvidia opentelemetry opentelemetry_api
+    importlib_metadata iniconfig isympy jinja2 jmespath joblib kiwisolver mako mako_render markdown
+    markdown_py markupsafe matplotlib mlflow mlflow_skinny mpl_toolkits mpmath multidict narwhals
+    networkx nodeenv normalizer numpy numpy_config nvidia opentelemetry opentelemetry_api
     opentelemetry_exporter_http_transport opentelemetry_exporter_otlp_common
     opentelemetry_exporter_otlp_proto_common opentelemetry_exporter_otlp_proto_http
     opentelemetry_proto opentelemetry_sdk opentelemetry_semantic_conventions packaging pil pillow
-    pip pip3 platformdirs pluggy pre_commit protobuf py pyasn1 pyasn1_modules pycparser pydantic
-    pydantic_core pyftmerge pyftsubset pygmentize pygments pylab pyparsing pytest python python3
-    python_dateutil python_discovery python_dotenv pyyaml requests ruff safetensors scikit_learn
-    scipy setuptools sklearn smmap sniffio sqlalchemy sqlformat sqlparse starlette sympy tensorboard
-    tensorboard_data_server threadpoolctl torch torchfrtrace torchgen torchrun tqdm triton ttx
-    typeguard typing_extensions typing_inspection tyro tzdata urllib3 uvicorn virtualenv wandb wb
-    werkzeug xxhash yaml zipp
+    pip pip3 platformdirs pluggy pre_commit propcache protobuf py pyasn1 pyasn1_modules pycparser
+    pydantic pydantic_core pyftmerge pyftsubset pygmentize pygments pylab pyparsing pytest python
+    python3 python_dateutil python_discovery python_dotenv pyyaml requests ruff s3fs safetensors
+    scikit_learn scipy setuptools six sklearn smmap sniffio sqlalchemy sqlformat sqlparse starlette
+    sympy tensorboard tensorboard_data_server threadpoolctl torch torchfrtrace torchgen torchrun
+    tqdm triton ttx typeguard typing_extensions typing_inspection tyro tzdata urllib3 uvicorn
+    virtualenv wandb wb werkzeug wrapt wrapt_stubs xxhash yaml yarl zipp
     """.split()  # noqa: SIM905 (as a list it would take a line for each)
 )
 

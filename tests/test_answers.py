@@ -274,7 +274,7 @@ def test_no_name_may_replace_what_a_render_installs() -> None:
         return re.sub("[-_.]+", "_", name).lower()
 
     todo = ["torch", "numpy", "tyro", "tqdm", "scikit-learn", "pytest", "ruff", "pre-commit", "pip"]
-    todo += ["matplotlib", "tensorboard", "wandb", "mlflow-skinny", "sqlalchemy", "alembic"]
+    todo += ["matplotlib", "tensorboard", "wandb", "mlflow-skinny", "sqlalchemy", "alembic", "s3fs"]
     installed: set[str] = set()
     while todo:
         name = todo.pop()

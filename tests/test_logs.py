@@ -26,8 +26,8 @@ def test_the_slow_rank_is_named_and_each_has_its_log(project: Project, tmp_path:
     """Three ranks: as fast as each other, one slow in its step (DDP), one at its data (FSDP)."""
     other = bake(tmp_path, parallelism="fsdp", checkpoint="dcp", package_name="of_logs_fsdp")
     (tmp_path / "text.txt").write_text("The quality of mercy is not strained. " * 100)
-    paths = [project.folder / "src", other / "src"]
-    output = drill("pace.py", str(tmp_path), "of_logs", "of_logs_fsdp", ranks=3, paths=paths)
+    sources = {"of_logs": project.folder / "src", "of_logs_fsdp": other / "src"}
+    output = drill("pace.py", (3, str(tmp_path), *sources), sources=sources)
     assert json.loads(output.splitlines()[-1])["slow step"] == [None, 2, 2, 2, 2]
     assert json.loads(output.splitlines()[-1])["slow data"] == [None, 1, 1, 1, 1]
     logs = {name: (tmp_path / name / "logs") for name in ("even", "slow step", "slow data")}

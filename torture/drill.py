@@ -39,12 +39,13 @@ def arm(training: Any) -> None:
     places: dict[str, tuple[Any, str]] = {
         "start-up": (training, "start"),
         "validation": (training, "fetch"),
-        "save": (snapshots, "_write_and_hash"),
+        "save": (snapshots.Snapshots, "publish"),
         "step": (training, "train_step"),
     }
     if "at" in what:
-        module, name = places[what["at"]]
-        setattr(module, name, linger(getattr(module, name), what))
+        holder, name = places[what["at"]]
+        make = lingering_saves if what["at"] == "save" else linger
+        setattr(holder, name, make(getattr(holder, name), what))
 
 
 def linger(function: Callable[..., Any], what: dict[str, Any]) -> Callable[..., Any]:
@@ -64,6 +65,15 @@ def linger(function: Callable[..., Any], what: dict[str, Any]) -> Callable[..., 
         return function(*arguments, **named)
 
     return lingering
+
+
+def lingering_saves(publish: Callable[..., Any], what: dict[str, Any]) -> Callable[..., Any]:
+    """Saves, but between their beginning and what a rank writes it takes its time."""
+
+    def publishing(self: Any, step: int, write: Callable[..., Any], facts: Any) -> Any:
+        return publish(self, step, linger(write, what), facts)
+
+    return publishing
 
 
 def hearing(handle: Callable[..., None], deaf: bool) -> Callable[..., None]:

@@ -9,7 +9,9 @@ import shutil
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from . import refusing
 from .disturbed import MAKES, Saves, Trouble, Variant, status
@@ -108,6 +110,8 @@ def start(variant: Variant, base: Path, rank: int, point: int, once: bool) -> bo
         problems.append(f"exit code {code}, said {told}: {log[-2000:]}")
     if code and contents(run_dir) != before:
         problems.append(f"checkpoints are {sorted(contents(run_dir))}, were {sorted(before)}")
+    if aside := [path.name for path in run_dir.glob("checkpoints/*.damaged-*")]:
+        problems.append(f"set aside: {aside}")
     problems += ended(variant, run_dir) if code else []
     place = f"{variant.package}, rank {rank} of {variant.ranks}, call {point}, once {once}"
     problem = f"{place}: {'; '.join(problems)}" if problems else None
@@ -148,12 +152,16 @@ def slow(variant: Variant, seconds: float, hits: Counter[str]) -> None:
 
     def hook() -> None:
         training = importlib.import_module(f"{variant.package}.train")
-        snapshots = importlib.import_module(f"{variant.package}.engine.snapshots")
-        step, write = training.train_step, snapshots._write_and_hash
+        ours = importlib.import_module(f"{variant.package}.engine.snapshots").Snapshots
+        step, publish = training.train_step, ours.publish
+
+        def linger(self: Any, number: int, write: Callable[[Path], Any], facts: Any) -> Any:
+            return publish(self, number, lambda at: (time.sleep(seconds), write(at))[1], facts)
+
         if os.environ.get("RANK", "0") == str(slowest):
             if seconds < 1:
                 training.train_step = lambda *a: (time.sleep(0.02), step(*a))[1]
-            snapshots._write_and_hash = lambda *a: (time.sleep(seconds), write(*a))[1]
+            ours.publish = linger
 
     every = variant.steps // 2
     settings = {"checkpoint.every": every, "checkpoint.keep": variant.steps}

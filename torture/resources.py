@@ -93,17 +93,17 @@ def attempt(findings: Findings) -> None:
     def part(of: list[tuple[str, int]], *doing: Callable[..., None]) -> Part:
         def do(found: Findings, hits: Counter[str]) -> None:
             found.folder.chmod(0o755)
-            steps = 8 if found.bounded or of == last else 24
+            steps = 8 if found.bounded or of in (last, broken) else 24
             variants = [Variant(*it, found.folder / f"{it[0]}-{it[1]}", found, steps) for it in of]
             for action in doing:
                 action(variants, found, hits)
 
         return do
 
-    last = [(names[2], 0), (names[2], 2)]
+    last, broken = [(names[2], 0), (names[2], 2)], [(names[2], 0), (names[0], 0)]
     parts = [*(part([plan], whole) for plan in plans), part(last, rest)]
     parts += [part(plans[:1] if findings.bounded else plans[::2], scarcity)]
-    parts += [part(last, resource_breaks.attempt)]
+    parts += [part(broken, resource_breaks.attempt)]
     hits = side_by_side(findings, parts)
     del hits["most lost"]  # of a storm
     findings.figures.update(hits)

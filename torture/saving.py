@@ -38,7 +38,7 @@ def main(folder: Path, jobs: list[tuple[str, str, int]]) -> None:
             },
         )
         world = world or train.parallel.setup(settings.parallel, "cpu")
-        note_saves(importlib.import_module(f"{package}.engine.snapshots"), folder / "marks" / run)
+        note_saves(importlib.import_module(f"{package}.engine.storage"), folder / "marks" / run)
 
         walk = importlib.import_module(f"{package}.engine.reading").walk
         note = functools.partial(note_state, folder / "expected" / run, walk)
@@ -57,16 +57,16 @@ def note_state(folder: Path, walk: Callable[..., Any], state: Any, record: Any) 
         torch.save(tensors, folder / f"{state.step}.pt")
 
 
-def note_saves(snapshots: Any, marks: Path) -> None:
+def note_saves(storage: Any, marks: Path) -> None:
     """Leave a mark, which the recording shows in its place, when a checkpoint is published."""
-    if not hasattr(snapshots.Snapshots, "unmarked"):
-        snapshots.Snapshots.unmarked = snapshots.Snapshots._commit
+    if not hasattr(storage.DiskStorage, "unmarked"):
+        storage.DiskStorage.unmarked = storage.DiskStorage.commit
 
-    def commit(self: Any, reservation: Path, target: Path, *rest: Any) -> None:
-        self.unmarked(reservation, target, *rest)
-        os.makedirs(marks / target.name, exist_ok=True)
+    def commit(self: Any, reserved: str, manifest: dict[str, Any]) -> None:
+        self.unmarked(reserved, manifest)
+        os.makedirs(marks / storage.step_name(manifest["step"]), exist_ok=True)
 
-    snapshots.Snapshots._commit = commit
+    storage.DiskStorage.commit = commit
 
 
 if __name__ == "__main__":

@@ -198,8 +198,11 @@ def two_runs(findings: Findings, render: Render) -> None:
     mark = render.folder / "mark-two"
     drill = {"at": "step", "mark": str(mark), "step": 9, "seconds": 1000}
     options = ("--train.loader-workers", "1", "--no-track")  # whose thread writes when it likes
+    options += ("--checkpoint.every", "5")
     with started(render, 0, "two", *options, drill=drill) as job:
         job.wait_for(mark.exists)
+        saved = render.run_dir("two") / "checkpoints/step_00000005"
+        job.wait_for(saved.exists)  # or what goes on behind training would touch something
         job.everyone()
         for fresh in (False, True):
             before = _tree(render.run_dir("two"))

@@ -142,6 +142,7 @@ def _quiet(log: Path) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # whatever the parent has made of them
 
 
 def _lead(plan: Plan, config: Any, board: Board, line: int) -> None:
@@ -247,6 +248,7 @@ class _Watch:
         engine = f"{self.package}.engine"
         state = importlib.import_module(f"{engine}.state")
         snapshots = importlib.import_module(f"{engine}.snapshots")
+        storage = importlib.import_module(f"{engine}.storage")
         staging = importlib.import_module(f"{engine}.staging")
         step, save, begin = training.train_step, training.Checkpointer._save, staging.Stager.begin
 
@@ -273,8 +275,8 @@ class _Watch:
         staging.Stager.begin = stage
         self.mark(training, "setup", "setting up")
         self.mark(training, "validate", "validating")
-        self.mark(snapshots, "sha256_of", "hashing")
-        self.mark(snapshots.Snapshots, "_commit", "renaming")
+        self.mark(storage, "sha256_of", "hashing")
+        self.mark(storage.DiskStorage, "commit", "renaming")
         self.mark(snapshots.Snapshots, "prune", "pruning")
         self.mark(state.Recovery, "restore", "restoring", lambda at, _: self.note(RESTORED, at + 1))
         self.mark(state.Recovery, "publish", "uploading", lambda *_: self.note(SAVING, 0))

@@ -1,6 +1,6 @@
 """Ranks of unequal speed: who is said to hold up the others; and what stands in which log.
 
-Usage: torchrun --nproc-per-node 3 pace.py FOLDER DDP_PACKAGE FSDP_PACKAGE
+Usage: pace.py FOLDER DDP_PACKAGE FSDP_PACKAGE (by forks.py, on three ranks)
 """
 
 import importlib

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..engine.control import RankError
 from ..engine.manifest import PUBLISHED, published, step_name
-from ..engine.snapshots import RESERVED
+from ..engine.storage import RESERVED
 from . import processes
 
 Launch = Callable[[], AbstractContextManager[subprocess.Popen[str]]]
