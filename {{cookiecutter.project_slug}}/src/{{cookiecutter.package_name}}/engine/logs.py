@@ -25,6 +25,8 @@ from tqdm import tqdm
 from . import UserError
 
 PACKAGE = logging.getLogger(__package__.rpartition(".")[0])
+NOTES_SECONDS = 1.0  # for so long a killed run may not have what metrics.jsonl has as well
+TIME = "%Y-%m-%dT%H:%M:%SZ"
 ONLY_IN_FILES = {"only_in_files": True}
 """As `extra` of a record: the console has it in another form."""
 
@@ -46,9 +48,18 @@ class LogFile(logging.FileHandler):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, encoding="utf-8")
-        form = "%(asctime)s %(levelname)s %(message)s"
-        self.setFormatter(logging.Formatter(form, "%Y-%m-%dT%H:%M:%SZ"))
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", TIME))
         self.formatter.converter = time.gmtime
+        self.flushed = 0.0
+
+    def note(self, text: str) -> None:
+        """Append a line that may come often: no record is made of it, nor is each one flushed."""
+        now = time.time()
+        with self.lock, contextlib.suppress(OSError):
+            self.stream.write(f"{time.strftime(TIME, time.gmtime(now))} INFO {text}\n")
+            if now - self.flushed > NOTES_SECONDS:
+                self.flushed = now
+                self.stream.flush()
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Leave it out: metrics.jsonl says that the disk is full."""
@@ -57,6 +68,13 @@ class LogFile(logging.FileHandler):
         """Close it, whatever the disk says."""
         with contextlib.suppress(OSError):
             super().close()
+
+
+def note(text: str) -> None:
+    """A line for the log's file alone: the console has it in another form."""
+    for handler in PACKAGE.handlers:
+        if isinstance(handler, LogFile):
+            handler.note(text)
 
 
 def log_to_console() -> None:

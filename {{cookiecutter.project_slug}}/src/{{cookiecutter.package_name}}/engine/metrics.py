@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from . import UserError
 from .control import HostGroup
-from .logs import ONLY_IN_FILES
+from .logs import note
 from .network import PATIENCE
 from .pace import Pace
 
@@ -139,7 +139,7 @@ class Journal:
         shown["left"] = f"{(self.total - record['step']) * record['step_seconds']:.0f} s"
         text = "  ".join(f"{name} {value}" for name, value in shown.items())
         text = f"step {record['step']}/{self.total}  {text}"
-        log.info("%s", text, extra=ONLY_IN_FILES)
+        note(text)
         if self.lines:
             print(text, file=sys.stderr, flush=True)
 

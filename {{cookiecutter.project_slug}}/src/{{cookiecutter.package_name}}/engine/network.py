@@ -5,6 +5,7 @@ it. Between machines that goes for the network, too, which the cluster alone kno
 that is found is not the right one, set NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME or NCCL_IB_HCA.
 """
 
+import functools
 import os
 import sys
 from datetime import timedelta
@@ -29,6 +30,7 @@ NCCL = {
 }
 
 
+@functools.cache  # asked at each step
 def after(step_limit: timedelta) -> timedelta:
     """How long the ranks' hosts wait for each other while stepping: after engine/watch.py.
 
