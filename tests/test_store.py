@@ -288,6 +288,7 @@ class Doubled(Saver):
         self.retention = self.snapshots.retention
         self.snapshots = snapshots.Snapshots(folder, self.retention, self.group)
         self.mirror = self.open()
+        self.snapshots.in_use = lambda: self.mirror.path
 
     def open(self, identity: Any = None) -> Any:
         """Another start."""
@@ -302,7 +303,7 @@ class Doubled(Saver):
 def test_a_slow_store_gets_what_it_can_and_the_newest(
     project: Project, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    both = Doubled(project, store, tmp_path)
+    both = Doubled(project, store, tmp_path, keep=1)
     assert both.mirror.newer(None) is None
     gate = threading.Event()
 
@@ -319,8 +320,35 @@ def test_a_slow_store_gets_what_it_can_and_the_newest(
         assert caplog.text.count("is left out") == 1
         gate.set()
         both.mirror.finish()
-    assert both.published() == [1, 3]
+    manifests = [r.path for r in store.requests if r.method == "PUT" and "manifest" in r.path]
+    assert [path.split("/")[-2] for path in manifests[-2:]] == ["step_00000001", "step_00000003"]
+    assert both.published() == [3]
     both.assert_tidy()
+
+
+def test_who_has_lost_the_store_is_told_at_the_end(
+    project: Project, store: Store, tmp_path: Path
+) -> None:
+    """Also when the start that took over has removed what was on its way."""
+    both = Doubled(project, store, tmp_path)
+    both.mirror.newer(None)
+    reached, gate = threading.Event(), threading.Event()
+
+    def slow(request: Request) -> str | None:
+        if request.method == "PUT" and request.path.endswith("part-1"):
+            reached.set()
+            gate.wait(60)
+        return None
+
+    assert both.save(1)
+    with store.failing(slow):
+        both.mirror.submit(tmp_path / "step_00000001")
+        assert reached.wait(60)
+        assert both.start().newest_good() is None
+        gate.set()
+        with pytest.raises(project.module("engine").UserError, match="another run has taken over"):
+            both.mirror.finish()
+    assert both.published() == []
 
 
 def test_what_is_damaged_on_disk_is_not_published(
@@ -494,6 +522,11 @@ def test_a_run_goes_on_elsewhere_exactly(
             assert b"step_00000012  good" in capsysbinary.readouterr().out
         run = ("--run-dir", str(runs / "elsewhere"))
         project("export", *run, "--to", str(tmp_path / "all.pt"))
+        moved = ("--source", str(tmp_path / "all.pt"), "--to", str(runs / "moved"))
+        for to in (moved, ("--to", str(runs / "copied"))):
+            project("export", *run, *to)
+            end = project.tensors(Path(to[-1]))
+            assert alike(end, project.tensors(runs / "still"))
         project("infer", *run, "--device", "cpu")
         for origin in (url, f"{url}/step_00000012"):
             result = trained(project, run_dir=runs / "new", train__steps=1, init_from=origin)

@@ -15,6 +15,7 @@ from typing import Any
 
 from . import UserError
 from .control import HostGroup, RankError
+from .fingerprint import identity_differences
 from .manifest import (
     SnapshotError,
     data_of,
@@ -44,6 +45,7 @@ class Mirror:
         identity: dict[str, Any] | None,
     ) -> None:
         self.directory, self.group = directory, group
+        self.identity = identity
         self.snapshots = Snapshots(directory, retention, group, identity)
         self.sender = ThreadPoolExecutor(1, thread_name_prefix="mirror")
         self.path: Path | None = None  # what was sent last
@@ -74,14 +76,22 @@ class Mirror:
                 there = None
             if there and there[1]["step"] > step:
                 return there
-        if here and newest != step:
+        ours = here and not identity_differences(here[1].get("identity"), self.identity or {})
+        if here and newest != step and (ours or not self.identity):  # else it will be refused
             self._send(here[0])
         return here
 
     def submit(self, path: Path) -> None:
         """Send a published checkpoint, or leave it out if one is still on its way."""
         statuses = self.group.agree(lambda: not self.copied or self.copied.done())
-        if not self.group.from_first(lambda: all(statuses)):
+
+        def has_all() -> bool:
+            published = self.published
+            if published and published.done() and isinstance(published.exception(), UserError):
+                published.result()  # the store is another run's by now
+            return all(statuses)
+
+        if not self.group.from_first(has_all):
             if self.group.rank == 0 and self.path and not self.left_out:
                 log.warning(
                     "%s is still on its way to %s: %s is left out, unless it stays the newest",
@@ -94,7 +104,11 @@ class Mirror:
     def finish(self) -> None:
         """Wait until the newest has arrived; RankError, on every rank, if it has not."""
         try:
-            self._arrive()
+            try:
+                self._arrive()
+            except RankError:
+                if not self.left_out:
+                    raise
             if self.left_out:
                 self._send(self.left_out)
                 self._arrive()
@@ -105,11 +119,12 @@ class Mirror:
             raise failed from error
         finally:
             self.given_up.set()
+            self.left_out = None
             self.sender.shutdown()
 
     def _arrive(self) -> None:
         self.group.agree(lambda: self.copied and self.copied.result())
-        # All parts are there now: it is published by the next look, or never.
+        self.given_up.set()  # all parts are there now: it is published by the next look, or never
         self.group.from_first(lambda: self.published and self.published.result())
 
     def _send(self, path: Path) -> None:
@@ -142,7 +157,8 @@ class Mirror:
             folder, is_last = self.directory / attempt, False
             while not has_sizes(folder, manifest):
                 if is_last:
-                    raise SnapshotError("another rank could not send its part")
+                    self.snapshots.storage.check_owner()
+                    raise SnapshotError("not all of it has arrived")
                 is_last = given_up.wait(POLL)
             facts = {k: value for k, value in manifest.items() if k not in ("digest", "folder")}
             self.snapshots.storage.commit(attempt, facts)

@@ -26,6 +26,7 @@ from .fingerprint import identity_differences
 from .manifest import (
     MANIFEST,
     PUBLISHED,
+    SnapshotError,
     data_of,
     parse_manifest,
     published,
@@ -49,19 +50,23 @@ class ObjectStorage:
     def __init__(self, directory: RemotePath, identity: dict[str, Any] | None) -> None:
         self.directory, self.identity = directory, identity
         self.token = uuid.uuid4().hex
+        self.spared: str | None = None
 
     def refuse_others(self) -> None:
         """UserError when the newest checkpoint is of another run, whose owner has to stay."""
         with telling_why(self.directory):
-            for path in published(self.directory)[-1:] if self.identity else ():
-                with contextlib.suppress(RankError):  # damaged, or not to be read just now
-                    identity = read_manifest(path).get("identity")
-                    if problems := identity_differences(identity, self.identity):
-                        raise UserError(
-                            "\n  ".join([f"{path} is of another run:", *problems])
-                            + "\nGive another --checkpoint.url, or take over the weights alone: "
-                            f"--init-from {path}"
-                        )
+            for path in reversed(published(self.directory) if self.identity else ()):
+                with contextlib.suppress(SnapshotError):  # it is damaged: the one before it tells
+                    self._refuse_other(path, read_manifest(path).get("identity"))
+                    return
+
+    def _refuse_other(self, path: RemotePath, identity: Any) -> None:
+        if problems := identity_differences(identity, self.identity):
+            raise UserError(
+                "\n  ".join([f"{path} is of another run:", *problems])
+                + "\nGive another --checkpoint.url, or take over the weights alone: --init-from "
+                f"{path}"
+            )
 
     def claim(self, group: HostGroup, spared: str | None = None) -> None:
         """Become the owner, and see that all ranks look at the same store (UserError).
@@ -69,7 +74,8 @@ class ObjectStorage:
         A run that still goes on somewhere else stops at its next save. What attempts have left is
         removed, but that of one which is to be gone on with.
         """
-        token = group.from_first(lambda: self._own(spared))
+        self.spared = spared or self.spared
+        token = group.from_first(self._own)
 
         def look() -> None:
             if self._owner() != token:
@@ -105,10 +111,10 @@ class ObjectStorage:
         parse_manifest(content, name)  # what would be refused later must not be published now
         path = self.directory / name
         try:
-            (path / MANIFEST).write_new(content, self._check_owner)
+            (path / MANIFEST).write_new(content, self.check_owner)
         except FileExistsError:
             self.set_aside(path)
-            (path / MANIFEST).write_new(content, self._check_owner)
+            (path / MANIFEST).write_new(content, self.check_owner)
 
     def set_aside(self, path: RemotePath) -> RemotePath:
         """Rename a damaged checkpoint's manifest: so it is one no longer, and nothing is lost."""
@@ -125,7 +131,7 @@ class ObjectStorage:
 
     def discard(self, path: RemotePath, manifest: dict[str, Any]) -> None:
         """Remove a checkpoint, its manifest first: what a crash leaves is a leftover."""
-        self._check_owner()
+        self.check_owner()
         (path / MANIFEST).unlink()
         data_of(path, manifest).remove_tree()
 
@@ -134,12 +140,12 @@ class ObjectStorage:
 
         None of a later step, which other ranks may be sending (mirror.py).
         """
-        self._check_owner()
+        self.check_owner()
         for newest in published(self.directory)[-1:]:
             steps = self._steps()
             self._clean(steps[: steps.index(newest) + 1])
 
-    def _clean(self, steps: list[RemotePath], spared: str | None = None) -> None:
+    def _clean(self, steps: list[RemotePath]) -> None:
         """But nothing of a step of which something was set aside."""
         for path in steps:
             inside = path.sizes()
@@ -151,7 +157,7 @@ class ObjectStorage:
                     continue  # damaged, which `newest_good` tells, or not to be read just now
             if not any(map(ASIDE.fullmatch, inside)):
                 for name in sorted(leftovers):
-                    if f"{path.name}/{name}" == spared:
+                    if f"{path.name}/{name}" == self.spared:
                         continue
                     log.info("removing what is left of a save: %s", path / name)
                     (path / name).remove_tree()
@@ -160,16 +166,16 @@ class ObjectStorage:
         names = filter(PUBLISHED.fullmatch, self.directory.sizes())
         return [self.directory / name for name in sorted(names, key=lambda name: int(name[5:]))]
 
-    def _own(self, spared: str | None) -> str:
+    def _own(self) -> str:
         note = {"token": self.token, "process": f"{os.getpid()} on {socket.gethostname()}"}
         with telling_why(self.directory):
             (self.directory / OWNER).write(json.dumps(note, indent=1).encode())
-            self._clean(self._steps(), spared)
+            self._clean(self._steps())
         if count := self.directory.abort_uploads():
             log.info("dropped %d half uploads that were left in %s", count, self.directory)
         return self.token
 
-    def _check_owner(self) -> None:
+    def check_owner(self) -> None:
         """UserError when another run has taken over since."""
         if self._owner() != self.token:
             raise UserError(

@@ -174,20 +174,21 @@ class RemotePath:
             return 0
         bucket, prefix, _ = self.store.split_path(f"{self.path}/")
         listing = partial(call, "list_multipart_uploads", Bucket=bucket, Prefix=prefix)
+        count = 0
         try:
             found, answer = [], persistently(listing, self)
-        except OSError as error:  # it takes a right of its own, and some stores lack it
-            log.info("half uploads in %s, if there are any, stay: %s", self, error)
-            return 0
-        while found.extend(answer.get("Uploads", [])) or answer.get("IsTruncated"):
-            markers = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
-            more = {name: answer[source] for name, source in markers.items()}
-            answer = persistently(partial(listing, **more), self)
-        for upload in found:
-            with contextlib.suppress(FileNotFoundError):
+            while found.extend(answer.get("Uploads", [])) or answer.get("IsTruncated"):
+                markers = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+                more = {name: answer[source] for name, source in markers.items()}
+                answer = persistently(partial(listing, **more), self)
+            for upload in found:
                 which = bucket, upload["Key"], upload["UploadId"]
-                persistently(partial(self.store.abort_mpu, *which), self)
-        return len(found)
+                with contextlib.suppress(FileNotFoundError):
+                    persistently(partial(self.store.abort_mpu, *which), self)
+                    count += 1
+        except (OSError, KeyError) as error:  # it takes rights of its own; some stores lack it
+            log.info("half uploads in %s, if there are any, stay: %s", self, error)
+        return count
 
 
 Place = Path | RemotePath
@@ -218,8 +219,9 @@ def located(where: Path | str | RemotePath) -> Place:
         raise UserError(f"{url} needs a package that is not here: {how_to}") from None
     except ValueError as error:
         raise UserError(f"{url} is no address of a store: {error}") from None
-    if hasattr(store, "call_s3") and not isinstance(store.call_s3, partial):
-        store.call_s3 = partial(store.call_s3, timeout=LIMIT)  # what its streams call
+    for name in ("call_s3", "abort_mpu", "touch"):  # what its streams call
+        if hasattr(store, "call_s3") and not isinstance(call := getattr(store, name), partial):
+            setattr(store, name, partial(call, timeout=LIMIT))
     return RemotePath(store, path.rstrip("/"))
 
 

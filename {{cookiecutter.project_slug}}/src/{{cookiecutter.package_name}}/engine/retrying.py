@@ -18,7 +18,7 @@ from . import UserError
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 PAUSES = (0.5, 2.0, 6.0, 15.0)  # seconds, at most, before each further attempt
-PATIENCE = 300.0  # seconds after which there is no further one, where each takes long
+PATIENCE = 900.0  # seconds after which there is no further one, where each takes long
 LASTING = (
     *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(TypeError, ValueError, LookupError, AttributeError, NotImplementedError, ImportError),

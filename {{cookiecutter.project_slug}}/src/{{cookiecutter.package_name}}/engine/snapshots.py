@@ -91,6 +91,8 @@ class Snapshots:
         """`identity` is that of the run, if a store is to be refused that has another's."""
         self.directory, self.retention, self.group = directory, retention, group
         self.storage = storage_of(directory, identity)
+        self.in_use: Callable[[], Place | None] = lambda: None
+        """A checkpoint that is not to be pruned now, since somebody reads it."""
 
     def publish(self, step: int, write: Writer, facts: dict[str, Any]) -> Place:
         """Save one checkpoint; `write(folder)` writes this rank's files and names them.
@@ -177,7 +179,7 @@ class Snapshots:
             keep.add(best)
         if every := self.retention.keep_every:
             keep.update(path for path, manifest in good.items() if manifest["step"] % every == 0)
-        for path in good.keys() - keep:
+        for path in good.keys() - keep - {self.in_use()}:
             self.storage.discard(path, good[path])
         self.storage.remove_leftovers()
 

@@ -124,6 +124,8 @@ class Recovery:
         who = retention, self.group, facts.get("identity")
         self.snapshots = Snapshots(place, *who)
         self.mirror = Mirror(store, *who) if retention.local_first else None
+        if self.mirror:
+            self.snapshots.in_use = lambda: self.mirror.path
         self.blocked_seconds = 0.0
         self.busy = False  # while training waits for a save
         self.last_saved: int | None = None

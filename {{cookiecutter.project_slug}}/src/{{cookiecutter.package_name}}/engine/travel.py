@@ -32,7 +32,7 @@ from .writing import write_shards
 
 MODEL, OPTIMIZER = "model", "optimizer"
 FILES = (".pt", ".pth", SAFETENSORS)
-OF_ONE_CHECKPOINT = ("step", "files", "format_version", "digest")  # not taken over by another
+OF_ONE_CHECKPOINT = ("step", "files", "folder", "format_version", "digest")  # not for another
 
 
 @dataclass(frozen=True, kw_only=True)
