@@ -1,5 +1,6 @@
 """A tracker's log says what metrics.jsonl says, by its own reader; a broken one changes nothing."""
 
+import contextlib
 import json
 import logging
 import struct
@@ -32,9 +33,20 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield home
 
 
-def project_with(home: Path, tracker: str) -> Any:
+@contextlib.contextmanager
+def project_with(home: Path, tracker: str) -> Iterator[Project]:
+    """Its tracker is waited for as long as a busy machine may take."""
     answers = {"parallelism": "single", "checkpoint": "torch_save", "tracker": tracker}
-    return Project.imported(home / tracker, f"with_{tracker}", **answers)
+    with Project.imported(home / tracker, f"with_{tracker}", **answers) as project:
+        project.module("engine.tracking").PATIENCE = 150.0
+        with pytest.MonkeyPatch.context() as patch:
+            if tracker == "wandb":
+                import wandb
+
+                long = {"init_timeout": 150, "finish_timeout": 150}
+                kind = wandb.Settings
+                patch.setattr(wandb, "Settings", lambda **settings: kind(**settings | long))
+            yield project
 
 
 def train(project: Project, name: str, steps: int, stop: int = 0, **changes: Any) -> Any:
