@@ -88,22 +88,22 @@ def test_a_job_of_many_ranks_makes_room_for_its_connections(
     project: Project, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Few ranks change nothing; many connect as needed and may open more files, if allowed to."""
-    crowds, lazy = project.module("engine.crowds"), "TORCH_GLOO_LAZY_INIT"
-    files, set_to = crowds.resource.RLIMIT_NOFILE, []
-    monkeypatch.setattr(crowds.resource, "setrlimit", lambda *limits: set_to.append(limits))
+    network, lazy = project.module("engine.network"), "TORCH_GLOO_LAZY_INIT"
+    files, set_to = network.resource.RLIMIT_NOFILE, []
+    monkeypatch.setattr(network.resource, "setrlimit", lambda *limits: set_to.append(limits))
 
     def left(ranks: int, soft: int, hard: int) -> tuple[list[tuple[int, tuple[int, int]]], bool]:
-        monkeypatch.setattr(crowds.resource, "getrlimit", lambda _: (soft, hard))
+        monkeypatch.setattr(network.resource, "getrlimit", lambda _: (soft, hard))
         set_to.clear(), caplog.clear()
-        crowds.make_room(ranks)
+        network.make_room(ranks)
         return list(set_to), bool(caplog.records)
 
     monkeypatch.setenv(lazy, "")  # and as it was before, afterwards
     monkeypatch.delenv(lazy)
-    assert left(crowds.MANY - 1, 1024, 1 << 20) == ([], False) and lazy not in os.environ
+    assert left(network.MANY - 1, 1024, 1 << 20) == ([], False) and lazy not in os.environ
     assert left(1000, 1024, 1 << 20) == ([(files, (5024, 1 << 20))], False)
     assert os.environ[lazy] == "1"
-    assert left(1000, 1024, crowds.resource.RLIM_INFINITY)[0][0][1][0] == 5024
+    assert left(1000, 1024, network.resource.RLIM_INFINITY)[0][0][1][0] == 5024
     assert left(1000, 8192, 1 << 20) == ([], False)
     assert left(1000, 1024, 4096) == ([(files, (4096, 4096))], True)
     assert left(1000, 4096, 4096) == ([], True)

@@ -75,7 +75,7 @@ MODULES = {
         __init__ __main__ config train optim model data infer parallel checkpoint
     """,
     "engine/": """
-        __init__ archives buffers commands companions compilation compile_cache control crowds
+        __init__ archives buffers commands companions compilation compile_cache control
         decoding elastic fingerprint flops formats launch logs manifest memory metrics mirror
         network numbers object_storage optimizers pace profiling reading remote retrying rundir
         sampling settings shards snapshots staging state storage streams traces tracker tracking

@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from . import UserError
-from .crowds import make_room
-from .network import LOOPBACK, NCCL, PATIENCE, prefer
+from .network import LOOPBACK, NCCL, PATIENCE, make_room, prefer
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -6,10 +6,14 @@ that is found is not the right one, set NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME o
 """
 
 import functools
+import logging
 import os
+import resource
 import sys
 from datetime import timedelta
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 PATIENCE = timedelta(minutes=30)
 """What start-up, a validation or a save may take: a slow disk is no reason to kill a run."""
@@ -18,6 +22,12 @@ LOOPBACK = "127.0.0.1"
 """What scripts/launch.sh has the ranks of one machine meet at."""
 
 TRACE = "collectives_rank_"
+
+MANY = 128
+"""Ranks from which gloo connects as needed; with fewer all is connected in a second or two."""
+
+GROUPS, OTHERS = 4, 1024
+"""Of gloo that a rank is in, and one to spare; descriptors for everything else."""
 
 NCCL = {
     # What NCCL cannot do it says as "unhandled system error"; only so does it print the reason.
@@ -55,3 +65,28 @@ def on_loopback() -> dict[str, str]:
 def traces_in(run_dir: Path) -> dict[str, str]:
     """Where the flight recorder writes: into the run, not the machine's /tmp. Read when it does."""
     return {"TORCH_FR_DUMP_TEMP_FILE": str(run_dir.resolve() / TRACE)}
+
+
+def make_room(ranks: int) -> None:
+    """Prepare this process for a job of `ranks`, before it joins a process group.
+
+    gloo, over which the host sides agree, connects every rank with every other as a group is made:
+    a descriptor per rank and group in each process, where 1,024 in all is a common limit; and each
+    looks up all others in the ranks' store, whose one thread is then what the start waits for.
+    From MANY ranks on gloo connects those that talk to each other, when they first do: rank 0 with
+    all, others with a few. Unless TORCH_GLOO_LAZY_INIT is in the environment, and says otherwise.
+    """
+    if ranks < MANY:
+        return
+    prefer({"TORCH_GLOO_LAZY_INIT": "1"})
+    wanted = OTHERS + GROUPS * ranks
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY not in (soft, hard) and hard < wanted:
+        log.warning(
+            "%d ranks may need %d open files in a process, and no more than %d are allowed: have "
+            "the hard limit raised (ulimit -H -n)",
+            *(ranks, wanted, hard),
+        )
+        wanted = hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -44,8 +44,8 @@ def persistently(action: Callable[[], T], place: Any) -> T:
     """
     if isinstance(place, Path):
         return action()
-    began = time.monotonic()
-    for pause in (*PAUSES, None):
+    began, pauses = time.monotonic(), iter(PAUSES)
+    while True:
         try:
             return action()
         except LASTING:
@@ -53,6 +53,7 @@ def persistently(action: Callable[[], T], place: Any) -> T:
         except Exception as error:
             text = getattr(error, "strerror", None) or f"{error}" or type(error).__name__
             text = text.partition("\n")[0]
+            pause = next(pauses, None)
             over = pause is None or time.monotonic() - began > PATIENCE
             if over or type(error).__name__ in NO_CREDENTIALS:
                 kind = ChangedError if type(error).__name__ == CHECKSUM else StoreError
@@ -60,4 +61,3 @@ def persistently(action: Callable[[], T], place: Any) -> T:
                 raise kind(code, text, str(place)) from error
             log.info("%s: %s; trying again", place, text)
             time.sleep(pause * random.uniform(0.5, 1.0))
-    raise AssertionError
