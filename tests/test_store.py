@@ -419,6 +419,18 @@ def test_no_start_over_what_is_left_elsewhere(
         trained(project, train__steps=8, **both)
 
 
+@pytest.mark.parametrize("size", LARGE)
+def test_a_stream_that_breaks_off_leaves_nothing(project: Project, store: Store, size: int) -> None:
+    """To close it alone would make an object of what it had."""
+    saver = Saver(project, store)
+    before = store.objects(saver.run)
+    path = saver.directory / "step_00000001/01234567/part-0"
+    with pytest.raises(ZeroDivisionError), path.create() as stream:
+        stream.write(bytes(size))
+        raise ZeroDivisionError
+    assert store.objects(saver.run) == before and not store.half_uploads
+
+
 def test_half_uploads_of_the_killed_are_dropped_and_nobody_elses(
     project: Project, store: Store
 ) -> None:
