@@ -11,6 +11,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -77,21 +78,23 @@ def contenders(smoke: bool) -> dict[str, tuple[Target, int, int]]:
     return chosen
 
 
-def growth(target: Target, size: int, position: int, batches: int) -> float:
+def growth(target: Target, *arguments: int) -> float:
     """Megabytes by which the peak of a fresh process grows."""
-    with multiprocessing.get_context("spawn").Pool(1, _begin, (sys.path,)) as pool:
-        return pool.apply(_growth, (target, size, position, batches))
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_growth, args=(sender, target, *arguments))
+    process.start()
+    sender.close()  # the process alone has it now: should it die, recv says so
+    grown = receiver.recv()
+    process.join()
+    return grown
 
 
-def _begin(path: list[str]) -> None:
-    sys.path[:] = path
-
-
-def _growth(target: Target, *arguments: int) -> float:
+def _growth(sender: Connection, target: Target, *arguments: int) -> None:
     target(5000, 0, 1)  # what any first use needs
     before = _peak()
     target(*arguments)
-    return (_peak() - before) / 1024
+    sender.send((_peak() - before) / 1024)
 
 
 def _peak() -> int:

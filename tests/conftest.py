@@ -148,10 +148,20 @@ def drill(
     The packages of several renders go into one process, whose start costs more than what it tests.
     """
     command = [sys.executable, str(ROOT / "tests/drills/forks.py"), script, json.dumps(jobs)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sources.values()))}
+    return run(
+        [*command, *sources], timeout, PYTHONPATH=os.pathsep.join(map(str, sources.values()))
+    )
+
+
+def run(command: list[str], timeout: float, **environment: str) -> str:
+    """The output of a command that succeeds; nothing that it has started is left behind.
+
+    Of one that hangs, the output ends with where each thread of each of its processes stands.
+    """
     with subprocess.Popen(
-        [*command, *sources],
-        env=environment,
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -159,6 +169,10 @@ def drill(
     ) as process:
         try:
             output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGABRT)
+            output, _ = process.communicate(timeout=30)
+            output = f"{command} hangs after {timeout} s\n{output}"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
