@@ -105,8 +105,9 @@ def start(variant: Variant, base: Path, rank: int, point: int, once: bool) -> bo
     if not struck:
         return False
     told = [line for line in log.splitlines() if "error: " in line]
+    reason = os.strerror(errno.EIO), str(run_dir)
     problems = [] if code is not None else [f"it hung: {log[-2000:]}"]
-    if code and (len(told) != 1 or os.strerror(errno.EIO) not in told[0]):
+    if code and (len(told) != 1 or not all(words in told[0] for words in reason)):
         problems.append(f"exit code {code}, said {told}: {log[-2000:]}")
     if code and contents(run_dir) != before:
         problems.append(f"checkpoints are {sorted(contents(run_dir))}, were {sorted(before)}")

@@ -8,6 +8,7 @@ longer than its interval, and the memory of a process is watched over a hundred 
 """
 
 import errno
+import itertools
 import random
 import subprocess
 import sys
@@ -62,9 +63,11 @@ def whole(variants: list[Variant], found: Findings, hits: Counter[str]) -> None:
                 stop(variant, trouble, rng.randrange(variant.points(trouble)))
         base = variant.new()
         variant.job(base, lambda call: 0, set(), **{"train.steps": variant.steps - 2})
-        for number in range(2 if bounded else 8):
-            rank = rng.randrange(max(1, variant.ranks))
-            start(variant, base, rank, rng.randrange(120), once=number % 2 == 0)
+        for rank in range(max(1, variant.ranks)):
+            points = rng.sample(range(100), 2) if bounded else itertools.count()
+            for point in points:
+                if not start(variant, base, rank, point, once=point % 2 == 0):
+                    break
 
 
 def rest(variants: list[Variant], found: Findings, hits: Counter[str]) -> None:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from . import UserError
 from .control import HostGroup
 from .logs import note
+from .manifest import naming
 from .network import PATIENCE
 from .pace import Pace
 
@@ -144,13 +145,14 @@ class Journal:
             print(text, file=sys.stderr, flush=True)
 
     def _open(self) -> None:
-        if self.path.exists():
-            lines = self.path.read_text("utf-8").splitlines()
-            kept = [line + "\n" for line in lines if _upto(line, self.state.step)]
-            temporary = self.path.with_name(f".{self.path.name}")
-            temporary.write_text("".join(kept), "utf-8")
-            os.replace(temporary, self.path)
-        self.file = open(self.path, "a", 1 << 20, "utf-8")  # noqa: SIM115 - kept open
+        with naming(self.path):
+            if self.path.exists():
+                lines = self.path.read_text("utf-8").splitlines()
+                kept = [line + "\n" for line in lines if _upto(line, self.state.step)]
+                temporary = self.path.with_name(f".{self.path.name}")
+                temporary.write_text("".join(kept), "utf-8")
+                os.replace(temporary, self.path)
+            self.file = open(self.path, "a", 1 << 20, "utf-8")  # noqa: SIM115 - kept open
         self.written, self.behind = self.file.tell(), False
 
     def _write(self, line: str) -> None:

@@ -65,8 +65,9 @@ class RunDirectory:
         """Let the next run have the directory; leave none behind if nothing came of it."""
         self.logs.__exit__(kind, *rest)
         if self.lock:
-            if kind and self.begun:
-                self.record_status("failed", reason=kind.__name__)
+            if kind and self.begun and self.group.rank == 0:
+                with contextlib.suppress(OSError):  # its reason is about to be told, likely this
+                    self._write_status("failed", reason=kind.__name__)
             with contextlib.suppress(OSError):
                 if set(os.listdir(self.path)) <= {".lock", LOGS}:
                     shutil.rmtree(self.path / LOGS, ignore_errors=True)
@@ -81,7 +82,7 @@ class RunDirectory:
         self.begun = True
 
     def record_status(self, status: str, **details: Any) -> None:
-        """Note in status.json how the run ended: finished, preempted, failed.
+        """Note in status.json how the run ended, if not by an error.
 
         Where it cannot be written, that is a warning: the checkpoints are what counts.
         """
@@ -111,8 +112,9 @@ class RunDirectory:
             os.rename(self.path, aside)
             self.lock.close()
             self._lock()
-        self.lock.writelines(f"{name}\n" for name in launchers)
-        self.lock.flush()
+        with naming(self.path / ".lock"):
+            self.lock.writelines(f"{name}\n" for name in launchers)
+            self.lock.flush()
 
     def _lock(self) -> set[str]:
         """Lock it and say in the lock who has; returns what had launched the last who did."""
@@ -134,11 +136,12 @@ class RunDirectory:
                 "another name (--name NAME)"
             ) from None
         self.lock = file
-        file.seek(0)
-        before = set(file.read().splitlines()[1:])
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        with naming(self.path / ".lock"):
+            file.seek(0)
+            before = set(file.read().splitlines()[1:])
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
         return before
 
     def _open_logs(self) -> None:
@@ -151,6 +154,10 @@ class RunDirectory:
         """Each rank must find what rank 0 has just written."""
         nonce = self.path / f".nonce-{self.group.from_first(lambda: uuid.uuid4().hex)}"
 
+        def write() -> None:
+            with naming(nonce):
+                nonce.write_text("shared\n")
+
         def look() -> None:
             if self.path.is_dir():
                 os.listdir(self.path)  # a network file system refreshes what it remembers
@@ -161,7 +168,7 @@ class RunDirectory:
                 )
 
         try:
-            self.group.from_first(lambda: nonce.write_text("shared\n"))
+            self.group.from_first(write)
             self.group.agree(look)
         finally:
             if self.group.rank == 0:
