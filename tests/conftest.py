@@ -180,6 +180,11 @@ def run(command: list[str], timeout: float, **environment: str) -> str:
     return output
 
 
+def run_module(*arguments: str) -> None:
+    """Run a module of this repository."""
+    run([sys.executable, "-m", *arguments], timeout=300)
+
+
 class Project:
     """Calls commands of a render in this process; paths are relative to its folder."""
 

@@ -3,12 +3,11 @@
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, run_module
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,14 +17,10 @@ from benchmarks.planning import chunk, extrapolated, growth, plans
 TOPICS = ("loop", "save", "restore", "sampler", "shards", "startup", "workflow")
 
 
-def measure(*arguments: str) -> None:
-    run([sys.executable, "-m", *arguments], timeout=300)
-
-
 @pytest.mark.parametrize("topic", TOPICS)
 def test_a_benchmark_measures_everything(topic: str, tmp_path: Path) -> None:
     """Each series of the committed result but the peers', whole and finite."""
-    measure(f"benchmarks.{topic}", "--smoke", "--out", str(tmp_path), "--work", str(tmp_path))
+    run_module(f"benchmarks.{topic}", "--smoke", "--out", str(tmp_path), "--work", str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == [f"{topic}.json"]  # nothing left over
     result = json.loads((tmp_path / f"{topic}.json").read_text("utf-8"))
     committed = json.loads((ROOT / "benchmarks" / "results" / f"{topic}.json").read_text("utf-8"))
@@ -41,14 +36,14 @@ def test_a_benchmark_measures_everything(topic: str, tmp_path: Path) -> None:
 def test_the_page_is_what_the_results_say(tmp_path: Path) -> None:
     pages = {"--page": "benchmarks.md", "--scaling": "scaling.md"}
     words = [word for option, name in pages.items() for word in (option, str(tmp_path / name))]
-    measure("benchmarks.page", *words)
+    run_module("benchmarks.page", *words)
     for name in pages.values():
         page = (ROOT / "docs" / name).read_text("utf-8")
         assert (tmp_path / name).read_text("utf-8") == page, "not written by `make benchmark`"
 
 
 def test_goodput_is_computed_anew(tmp_path: Path) -> None:
-    measure("benchmarks.goodput", "--out", str(tmp_path))
+    run_module("benchmarks.goodput", "--out", str(tmp_path))
     committed = (ROOT / "benchmarks" / "results" / "goodput.json").read_text("utf-8")
     assert json.loads((tmp_path / "goodput.json").read_text("utf-8")) == json.loads(committed)
 
@@ -103,9 +98,11 @@ def test_a_group_of_ranks_saves_each_part_once() -> None:
 
 def test_costs_of_many_ranks_are_measured(tmp_path: Path) -> None:
     """At a size that says nothing, all that the page is made of, by the project's own code."""
-    measure(*("benchmarks.planning", "--ranks", "4", "8", "--repeats", "1", "--out", str(tmp_path)))
+    run_module(
+        *("benchmarks.planning", "--ranks", "4", "8", "--repeats", "1", "--out", str(tmp_path))
+    )
     few = ("--clients", "8", "16", "--ranks", "4", "12", "--repeats", "1")
-    measure("benchmarks.meeting", *few, "--out", str(tmp_path))
+    run_module("benchmarks.meeting", *few, "--out", str(tmp_path))
     for name in ("planning", "meeting"):
         result, committed = (
             json.loads((folder / f"{name}.json").read_text("utf-8"))

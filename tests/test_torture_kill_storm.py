@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from test_benchmarks import run
+from conftest import run_module
 
 from torture.kill_storm import FORKED
 from torture.storm import ENDS, LOST, NEWEST, ORPHANS, WHOLE
@@ -11,7 +11,7 @@ from torture.storm_breaks import BREAKS, NOTICED
 
 
 def test_killed_runs_end_as_if_nothing_had_been(tmp_path: Path) -> None:
-    run("torture.kill_storm", "--bounded", "--out", str(tmp_path))
+    run_module("torture.kill_storm", "--bounded", "--out", str(tmp_path))
     found = json.loads((tmp_path / "kill_storm.json").read_text("utf-8"))
     tried = {tally["promise"]: tally["tried"] for tally in found["tallies"]}
     assert not [problem for tally in found["tallies"] for problem in tally["violations"]]

@@ -5,7 +5,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from test_benchmarks import run
+from conftest import run_module
 
 from torture import mishaps, refusing
 from torture.disturbed import GOES_ON, SAID, TIDY, WHOLE
@@ -16,7 +16,7 @@ def test_troubles_of_saves_are_told_and_survived(tmp_path: Path) -> None:
     if reason := refusing.cannot():
         warnings.warn(f"SCARCE RESOURCES ARE NOT TRIED: {reason}", stacklevel=1)
         pytest.skip(f"SCARCE RESOURCES ARE NOT TRIED: {reason}")
-    run("torture.resources", "--bounded", "--out", str(tmp_path))
+    run_module("torture.resources", "--bounded", "--out", str(tmp_path))
     found = json.loads((tmp_path / "resources.json").read_text("utf-8"))
     tried = {tally["promise"]: tally["tried"] for tally in found["tallies"]}
     assert not [problem for tally in found["tallies"] for problem in tally["violations"]]
