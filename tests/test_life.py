@@ -288,6 +288,15 @@ def test_unusable_data_is_told_in_one_line(
         assert not (it.folder / "runs").exists()
 
 
+def test_a_mistake_is_told_once(tmp_path: Path) -> None:
+    """Ranks that refuse what they are told are not started again, and say nothing else."""
+    project = bake(tmp_path)
+    with launch(project, "mistaken", "--data.path", "missing", ranks=3) as process:
+        output = finish(process, timeout=300, codes=(2,))
+    assert len(re.findall("^error: --data.path missing", output, re.MULTILINE)) == 1, output
+    assert "Traceback" not in output and "c10::" not in output, output
+
+
 def test_it_installs_with_its_console_script(tmp_path: Path) -> None:
     project = bake(tmp_path)
     target = tmp_path / "site"

@@ -170,6 +170,7 @@ class HostGroup:
         self.group = None
         if world and world.distributed:
             self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
+            dist.barrier(self.group)  # only now may rank 0 leave, and its store with it
 
     def agree(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank; rank 0 gets all results, the others their own in a list.

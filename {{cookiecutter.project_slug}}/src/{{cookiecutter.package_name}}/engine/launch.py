@@ -7,6 +7,9 @@ typed again still means: now. Ended by a signal, it exits with 128 and the signa
 the ranks have saved is in status.json.
 
 And where one machine is told to stop, the torchruns of the others do not wait long for its own.
+
+A mistake of the user's (exit code 2) is not started again on one machine, where the next start
+would refuse it as well. On several it is: where one gives up, torchrun ends the job on all.
 """
 
 import functools
@@ -17,8 +20,10 @@ import tempfile
 import types
 
 from torch.distributed import run
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher import api as launcher
 
 from .network import LOOPBACK, on_loopback, prefer
@@ -26,6 +31,23 @@ from .network import LOOPBACK, on_loopback, prefer
 # The ranks leave together, so their torchruns see it at the same time; one that does not was told
 # to stop, and has gone. torchrun would wait 300 s for it, and hear no signal meanwhile.
 EXIT_SECONDS = 30
+MISTAKE = 2  # exit code of a rank (engine/commands.py)
+
+
+def mistaken(failures: dict[int, ProcessFailure]) -> bool:
+    """Whether some rank has said that the user has to mend something."""
+    return any(failure.exitcode == MISTAKE for failure in failures.values())
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's agent, which starts failed ranks again, but for mistakes."""
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        first = self._remaining_restarts == worker_group.spec.max_restarts
+        if first and os.environ.get("NNODES", "1") == "1" and mistaken(result.failures):
+            self._remaining_restarts = 0
+        return result
 
 
 def hear_once(number: int, frame: types.FrameType | None) -> None:
@@ -57,11 +79,13 @@ def launch(words: list[str]) -> None:
 
 if __name__ == "__main__":
     api._terminate_process_handler = hear_once
-    launcher.LocalElasticAgent = functools.partial(
-        LocalElasticAgent, exit_barrier_timeout=EXIT_SECONDS
-    )
+    launcher.LocalElasticAgent = functools.partial(Agent, exit_barrier_timeout=EXIT_SECONDS)
     try:
         launch(sys.argv[1:])
+    except ChildFailedError as failed:
+        if not mistaken(failed.failures):
+            raise
+        sys.exit(MISTAKE)  # the ranks have said what it is
     except api.SignalException as stop:
         print(f"torchrun: {stop}", file=sys.stderr)
         sys.exit(128 + stop.sigval)

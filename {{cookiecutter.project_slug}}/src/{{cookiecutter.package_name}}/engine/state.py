@@ -186,10 +186,12 @@ class Recovery:
             return 0
         path, manifest = found
         if problems := identity_differences(manifest.get("identity"), self.facts["identity"]):
+            own = self.run_dir / "config.json"  # not where a run goes on from a store
+            ways = f"Go on as it was (--config {own}), start" if own.exists() else "Start"
             raise UserError(
                 f"this run cannot go on from {path}:\n  "
                 + "\n  ".join(problems)
-                + "\nStart another run (--name NAME), set this one aside (--fresh), or take over "
+                + f"\n{ways} another run (--name NAME), set this one aside (--fresh), or take over "
                 f"the weights alone (--name NAME --init-from {path})."
             )
         create_optimizer_state(self.optimizer)
