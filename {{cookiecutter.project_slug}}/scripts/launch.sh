@@ -15,8 +15,9 @@
 #
 # The console shows rank 0 and errors; each rank's own log is in logs/ of the run directory.
 #
-# A job whose process dies is started again from its last checkpoint, MAX_RESTARTS times (3). On
-# SIGTERM it saves and stops; GRACE_SECONDS (120) later torchrun kills what is left.
+# A job whose process dies is started again from its last checkpoint, MAX_RESTARTS times (3), but
+# for settings that are refused, on one machine. On SIGTERM it saves and stops; GRACE_SECONDS (120)
+# later torchrun kills what is left.
 set -euo pipefail
 
 python=${PYTHON:-python}
@@ -26,7 +27,7 @@ if [ "${1:-}" = "-n" ]; then
     [[ $processes =~ ^[1-9][0-9]*$ ]] || { echo "-n wants a number of processes" >&2; exit 2; }
     shift 2
 fi
-# Asked here, not in each process: torchrun would start a mistake again, and again.
+# Asked here, not in each process, where it would take torch's start to be told.
 if [[ ! ${1:-} =~ ^(train|profile)$ ]]; then
     echo "usage: scripts/launch.sh [-n PROCESSES] train|profile [options]" >&2
     echo "(the other commands start what they need: $python -m {{ cookiecutter.package_name }} --help)" >&2
