@@ -33,7 +33,8 @@ def test_a_sound_project_passes(project: Project, tmp_path: Path) -> None:
     found, figures = measure(project, tmp_path)
     wait = found.pop("data_wait")  # may be long on a busy machine; judged below
     assert wait in ("pass", "fail")
-    assert found == dict.fromkeys(("deterministic", "loss_falls", "throughput"), "pass")
+    passed = ("adds_up", "deterministic", "loss_falls", "throughput")
+    assert found == dict.fromkeys(passed, "pass")
     seconds = figures["step_seconds"]
     assert 0 < seconds["p10"] <= seconds["median"] <= seconds["p90"]
     assert figures["samples_per_second"] == pytest.approx(8 / seconds["median"])
@@ -64,6 +65,49 @@ def test_randomness_without_a_seed_is_found(
 def test_a_loss_that_does_not_fall_is_found(project: Project, tmp_path: Path) -> None:
     found, _ = measure(project, tmp_path, optim__learning_rate=3.0, optim__warmup_steps=0)
     assert found["loss_falls"] == "fail"
+
+
+def judged_sums(project: Project, run_dir: Path, batch: int, change: Any) -> dict[str, str]:
+    """The check of a project whose compute_loss is changed so."""
+    sizes = {"train__global_batch_size": batch, "train__micro_batch_size": batch}
+    config = project.config(run_dir=run_dir, **sizes)
+    baseline, state = project.module("workflow.baseline"), project.module("train").setup(config)
+    compute = project.module("model").compute_loss
+    stage = project.module("workflow.gates").Stage("baseline", config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(baseline, "compute_loss", lambda model, batch: change(compute(model, batch)))
+        baseline.judge_sums(stage, state)
+    state.loader.close()
+    assert state.module.training
+    return stage.checks[0]
+
+
+def test_a_loss_that_is_no_sum_is_found(project: Project, tmp_path: Path) -> None:
+    import torch
+
+    def judged(change: Any, batch: int = 7) -> dict[str, str]:
+        return judged_sums(project, tmp_path, batch, change)
+
+    assert judged(lambda loss: loss)["status"] == "pass"  # though its halves are not alike
+    assert judged(lambda loss: loss, batch=1)["status"] == "not_measured"
+    mean = judged(lambda loss: loss._replace(total=loss.total / loss.count))
+    assert mean["status"] == "fail" and "loss of 7 samples" in mean["measured"]
+    share = judged(lambda loss: loss._replace(metrics={"right": torch.tensor(0.5)}))
+    assert share["status"] == "fail" and "right of 7 samples" in share["measured"]
+    counted = judged(lambda loss: loss._replace(count=1))
+    assert counted["status"] == "fail" and "count of 7 samples" in counted["measured"]
+    noisy = judged(lambda loss: loss._replace(total=loss.total * (1 + torch.rand(()))))
+    assert noisy["status"] == "not_measured" and "random" in noisy["measured"]
+
+
+def test_a_loss_that_is_none_is_refused(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = project.module("train")
+    compute = training.compute_loss
+    monkeypatch.setattr(training, "compute_loss", lambda model, batch: compute(model, batch).total)
+    said = project.refuses("train", "--run-dir", str(tmp_path / "run"))
+    assert "compute_loss returned a Tensor: it must return a LossSum" in said
 
 
 def test_slow_data_is_found(

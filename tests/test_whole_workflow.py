@@ -54,7 +54,7 @@ def passed(*names: str) -> dict[str, str]:
 
 def test_what_no_busy_machine_can_spoil_passes(whole: Whole) -> None:
     for name, sure in (
-        ("baseline", passed("deterministic", "loss_falls", "throughput")),
+        ("baseline", passed("adds_up", "deterministic", "loss_falls", "throughput")),
         ("compile", passed("compiles", "graph_breaks", "recompiles", "recompile_limit")),
         ("compile", passed("numerics")),
         ("profile", passed("trace", "recompiles", "shares")),

@@ -116,8 +116,8 @@ def train_step(state: State, batches: list[Any]) -> None:
         with parallel.accumulate(state.module, last=i == len(batches) - 1):
             with parallel.autocast(world, state.compute_dtype):
                 loss = compute_loss(state.module, move(batch, world.device))
+            part = loss_vector(loss) if share.weight == 1 else loss_vector(loss) * share.weight
             (loss.total if share.weight == 1 else loss.total * share.weight).backward()
-        part = loss_vector(loss) if share.weight == 1 else loss_vector(loss) * share.weight
         sums = part if sums is None else sums + part
     parallel.all_reduce(sums, world)
 

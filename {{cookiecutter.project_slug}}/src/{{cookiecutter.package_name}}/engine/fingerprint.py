@@ -50,7 +50,7 @@ def identity_differences(saved: Any, ours: dict[str, Any]) -> list[str]:
         if isinstance(theirs, dict) and isinstance(mine, dict):
             differing = [k for k in {**theirs, **mine} if theirs.get(k) != mine.get(k)]
             for key in differing[:3]:
-                values = f"{shown(theirs.get(key))} saved, {mine.get(key)} now"
+                values = f"{shown(theirs.get(key, 'not'))} saved, {mine.get(key, 'not there')} now"
                 differences.append(f"{field} {shown(key)}: {values}")
             if len(differing) > 3:
                 differences.append(f"{field}: {len(differing) - 3} more")

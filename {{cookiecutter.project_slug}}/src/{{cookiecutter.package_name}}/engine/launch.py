@@ -35,8 +35,9 @@ MISTAKE = 2  # exit code of a rank (engine/commands.py)
 
 
 def mistaken(failures: dict[int, ProcessFailure]) -> bool:
-    """Whether some rank has said that the user has to mend something."""
-    return any(failure.exitcode == MISTAKE for failure in failures.values())
+    """Whether some rank says that the user has to mend something, and none was killed."""
+    codes = {failure.exitcode for failure in failures.values()}
+    return MISTAKE in codes and min(codes) >= 0
 
 
 class Agent(LocalElasticAgent):

@@ -25,6 +25,7 @@ WARMUP, MEASURED = 5, 40
 BATCHES = 8  # on which the loss has to fall
 SECONDS = 60.0  # for each of the two runs, where steps are slow
 DATA_WAIT_LIMIT = 0.05
+ADDS_UP = 0.01  # relative: bfloat16 rounds, while a mean is off by a factor
 # Relative, of the first loss and the others, where kernels may add up in any order.
 NEAR = {"first": 1e-5, "others": 1e-2}
 
@@ -40,6 +41,7 @@ def measure(config: Config) -> int:
     first, _ = run_once(setup(config, world), WARMUP + MEASURED)
     state = setup(config, world)
     second, ends = run_once(state, len(first.losses))
+    judge_sums(stage, state)
     utilisation = gpu_utilisation(state)
     judge(stage, state, first, second, ends)
     if utilisation:
@@ -133,6 +135,46 @@ def judge(
         "mfu": mfu,
         "parameters": sum(p.numel() for p in state.model.parameters()),
     }
+
+
+def judge_sums(stage: Stage, state: State) -> None:
+    """The parts of a batch add up to it: so it may be divided among micro-batches and ranks.
+
+    In evaluation, without dropout and the like; of what is random even then nothing can be told.
+    """
+    names: list[str] = []
+
+    def sums(ids: np.ndarray) -> torch.Tensor:
+        batch = move(fetch(state.loader.source.dataset, ids), state.world.device)
+        with torch.no_grad(), parallel.autocast(state.world, state.compute_dtype):
+            loss = compute_loss(state.module, batch)
+        names[:] = "loss", "count", *loss.metrics
+        return loss_vector(loss).cpu()
+
+    wanted = f"the same within {ADDS_UP:.0%}"
+    ids = state.loader.source.order.ids(0)[: state.config.train.micro_batch_size]
+    if len(ids) == 1:
+        stage.check("adds_up", None, measured="one sample cannot be divided", wanted=wanted)
+        return
+    state.module.eval()
+    whole, again = sums(ids), sums(ids)
+    parts = torch.stack([sums(half) for half in np.array_split(ids, 2)])
+    state.module.train()
+    size = torch.maximum(whole.abs(), parts.abs().amax(0)).clamp(min=1e-12)
+    if bool(((whole - again).abs() / size).max() > ADDS_UP / 5):
+        reason = "the model draws random numbers, in evaluation too"
+        stage.check("adds_up", None, measured=reason, wanted=wanted)
+        return
+    apart, at = ((parts.sum(0) - whole).abs() / size).max(0)
+    one, two = parts[:, at].tolist()
+    stage.check(
+        "adds_up",
+        bool(apart < ADDS_UP),
+        measured=f"{names[at]} of {len(ids)} samples {whole[at]:.6g}, in parts {one:.6g} and "
+        f"{two:.6g}",
+        wanted=wanted,
+        advice="compute_loss must return sums, not means (reduction='sum'), over what it counts",
+    )
 
 
 def judge_losses(stage: Stage, first: np.ndarray, second: np.ndarray, cpu: bool) -> None:
