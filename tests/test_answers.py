@@ -499,6 +499,6 @@ def test_hook_without_a_reader_keeps_the_project(mini: Path, tmp_path: Path) -> 
     command = [sys.executable, "-m", "cookiecutter", str(mini), "--no-input", "-o", str(tmp_path)]
     reader, writer = os.pipe()
     os.close(reader)
-    subprocess.run(command, stdout=writer, check=True, timeout=60)
+    subprocess.run(command, stdout=writer, check=True, timeout=300)
     os.close(writer)
     assert (tmp_path / "my-training-run" / "LICENSE").exists()

@@ -13,7 +13,7 @@ def demo(copy: Path, *options: str) -> subprocess.CompletedProcess[str]:
         ["bash", str(copy / "demo.sh"), str(Path(sys.executable).parent), *options],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=800,
     )
 
 
@@ -38,6 +38,6 @@ def test_make_knows_its_targets() -> None:
     for target in ("demo", "test"):
         assert f"make {target} " in readme
         command = ["make", "--dry-run", "--always-make", target]
-        outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+        outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert outcome.returncode == 0, outcome.stderr
         assert "-c constraints.txt" in outcome.stdout

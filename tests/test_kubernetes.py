@@ -191,7 +191,7 @@ def own_namespaces() -> bool:
         return False
     become = "mount --make-rprivate /; echo probe >/proc/sys/kernel/hostname; mount -t proc p /proc"
     own = ["unshare", "--uts", "--mount", "--pid", "--fork", "bash", "-ec", become]
-    return not subprocess.run(own, capture_output=True, timeout=30).returncode
+    return not subprocess.run(own, capture_output=True, timeout=120).returncode
 
 
 @pytest.mark.skipif(not own_namespaces(), reason="NOT RUN: pods need root and namespaces (Linux)")
@@ -223,7 +223,7 @@ def test_what_a_pod_runs_saves_when_it_is_evicted_and_goes_on(
     run = pods.runs / "default"
     with contextlib.ExitStack() as stack:
         second, first = both(stack, SLOW=entrypoint, SLOW_SECONDS="0.5")
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 900
         while len(records(run)) < 3:
             alive = second.poll() is None and first.poll() is None
             assert alive and time.monotonic() < deadline, first.communicate()[0]

@@ -82,7 +82,7 @@ def start(project: Path, *command: str, **more: str) -> Iterator[subprocess.Pope
 
 
 def finish(
-    process: subprocess.Popen[str], timeout: float = 150, codes: tuple[int, ...] = (0,)
+    process: subprocess.Popen[str], timeout: float = 900, codes: tuple[int, ...] = (0,)
 ) -> str:
     """Its output, once it has ended well."""
     try:
@@ -113,12 +113,12 @@ def trainers(pid: int) -> list[int]:
     return found
 
 
-def launch(project: Path, run: str, *options: str, ranks: int = 2) -> Any:
+def launch(project: Path, run: str, *options: str, ranks: int = 2, **more: str) -> Any:
     """Training on ranks, or on none of them in a plain process."""
     command = ["bash", "scripts/launch.sh", "-n", str(ranks)]
     if not ranks:
         command = [sys.executable, "-m", PACKAGE]
-    return start(project, *command, "train", *TINY, "--name", run, *options)
+    return start(project, *command, "train", *TINY, "--name", run, *options, **more)
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
@@ -165,21 +165,24 @@ def make_slow(project: Path) -> None:
         file.write(SLOWLY)
 
 
-@pytest.mark.parametrize("project", VARIANTS[:1], indirect=True, ids="-".join)
-def test_a_killed_worker_changes_nothing(project: Path) -> None:
+def test_a_killed_worker_changes_nothing(tmp_path: Path) -> None:
     """`kill -9` in mid-run; restarted by torchrun, bit-identical.
 
     All variants are killed in torture/kill_storm.py, those on one process too.
     """
+    project, slow = bake(tmp_path / "project"), tmp_path / "slow"
+    make_slow(project)  # or it could be over before it is killed
     options = ("--train.steps", "80", "--train.log-every", "1")
     with launch(project, "undisturbed", *options) as process:
         finish(process)
-    with launch(project, "killed", *options) as process:
-        deadline = time.monotonic() + 100
+    slow.touch()
+    with launch(project, "killed", *options, SLOW=str(slow), SLOW_SECONDS="0.1") as process:
+        deadline = time.monotonic() + 600
         while len(records(project / "runs" / "killed")) < 12:
             assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
             time.sleep(0.01)
         os.kill(trainers(process.pid)[-1], signal.SIGKILL)
+        slow.unlink()
         assert "resuming from" in finish(process)
     undisturbed, killed = (hashes(project / "runs" / run, 80) for run in ("undisturbed", "killed"))
     assert undisturbed and killed == undisturbed
@@ -223,7 +226,7 @@ def test_its_own_tests_pass(project: Path, request: pytest.FixtureRequest) -> No
     if not whole:
         tests += [f"tests/test_training.py::{name}" for name in DEPENDENT]
     with start(project, sys.executable, *tests) as process:
-        output = finish(process, timeout=240)
+        output = finish(process)
     assert " passed" in output and "failed" not in output
     if whole:  # the hooks are the same in all variants: test_another_answer_changes_its_own_...
         for command in (["git", "init", "-q"], ["git", "add", "."], ["pre-commit", "run", "-a"]):

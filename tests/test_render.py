@@ -152,7 +152,7 @@ def test_every_file_is_valid(renders: dict[Answers, Path]) -> None:
             elif name.endswith((".yml", ".yaml")):
                 list(yaml.safe_load_all(text))
             elif name.endswith((".sh", ".sbatch")):
-                subprocess.run(["bash", "-n"], input=content, check=True, timeout=10)
+                subprocess.run(["bash", "-n"], input=content, check=True, timeout=120)
                 assert (project / name).stat().st_mode & 0o100, name
 
 
@@ -179,7 +179,7 @@ def test_every_render_is_linted_and_formatted(renders: dict[Answers, Path]) -> N
     root = next(iter(renders.values())).parents[1]
     for command in (["check"], ["format", "--check"]):
         command = [sys.executable, "-m", "ruff", *command, "--no-cache", str(root)]
-        outcome = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        outcome = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
 
@@ -344,7 +344,7 @@ def test_template_python_is_python() -> None:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         )
         assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
@@ -361,7 +361,7 @@ def test_the_longest_package_name_keeps_the_format(tmp_path: Path) -> None:
     project = bake(tmp_path, package_name="a" * 30, parallelism="fsdp")
     for command in (["check"], ["format", "--check"]):
         command = [sys.executable, "-m", "ruff", *command, "--no-cache", str(project)]
-        outcome = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        outcome = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert outcome.returncode == 0, outcome.stdout
 
 

@@ -102,7 +102,7 @@ class Slurm:
             env=self.environment | variables,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         ).stdout.strip()
 
     def processes(self, *having: str) -> list[int]:
@@ -130,7 +130,7 @@ class Slurm:
         )
         return fields["JobState"], int(fields["Restarts"])
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 240) -> None:
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 900) -> None:
         """Fail when it has not come about in time."""
         deadline = time.monotonic() + seconds
         while not condition():

@@ -620,7 +620,7 @@ def test_ranks_killed_while_they_upload(project: Project, store: Store, tmp_path
 
     options += ("--checkpoint.url", url, "--train.validate-every", "0")
     with store.failing(held), launch(folder, "killed", *options) as process:
-        assert caught.wait(100), process.communicate()[0]
+        assert caught.wait(600), process.communicate()[0]
         while not any(n.startswith("step_00000008/") for n in store.objects("ranks")):
             time.sleep(0.05)  # until rank 0 has sent its part
     said = process.stdout.read() if process.stdout and not process.stdout.closed else ""

@@ -315,7 +315,7 @@ def test_a_broken_tracker_changes_nothing(
 ) -> None:
     name = f"{where}-{str(told)[:9]}"
     tracking = project.module("engine.tracking")
-    monkeypatch.setattr(tracking, "PATIENCE", 1.0 if told and "did not" in told else 20.0)
+    monkeypatch.setattr(tracking, "PATIENCE", 1.0 if told and "did not" in told else 150.0)
     if where == "import":
         monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     elif where == "disk":

@@ -37,7 +37,7 @@ def bash(folder: Path, script: str, code: int = 0) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         encoding="utf-8",
-        timeout=60,
+        timeout=300,
     )
     assert outcome.returncode == code, outcome.stdout
     return outcome.stdout

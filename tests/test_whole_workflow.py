@@ -12,7 +12,6 @@ import pytest
 from conftest import bake
 from test_life import PACKAGE, finish, start
 
-pytestmark = pytest.mark.timeout(1500)  # a busy machine takes its time over all stages
 TINY = ("--preset", "tiny", "--device", "cpu", "--model.layers", "1", "--data.path", "text.txt")
 # Inductor has a test of its own, in test_compile_stage.py.
 COMMAND = ("workflow", *TINY, "--compile.backend", "eager", "--workflow.go-on")
@@ -39,7 +38,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     (own / "manifest.json").write_text("mine")
     with start(project, sys.executable, "-m", PACKAGE, *COMMAND) as process:
         # A gate may fail where the machine is busy; those that may not are looked at below.
-        output = finish(process, timeout=900, codes=(0, 1))
+        output = finish(process, timeout=1700, codes=(0, 1))
     assert "broke down" not in output, output
     return Whole(project / "runs/default", output)
 

@@ -283,7 +283,7 @@ def look_at(page: Path, folder: Path, width: int) -> tuple[dict[str, Any], list[
         *(f"--window-size={width},900", f"--user-data-dir={folder / 'browser'}"),
     ]
     outcome = subprocess.run(
-        [browser, *options, copy.as_uri()], capture_output=True, text=True, timeout=60
+        [browser, *options, copy.as_uri()], capture_output=True, text=True, timeout=300
     )
     title = re.search(r"<title>(\{.*?\})</title>", outcome.stdout)
     assert title, outcome.stderr

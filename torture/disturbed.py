@@ -24,7 +24,7 @@ from .storm import contents
 from .zygote import Job, Plan
 
 KEEP = 2
-SECONDS = 120.0
+SECONDS = 600.0
 MAKES = {"mkdir", "mkdirat"}
 SAVING = re.compile(r"\.saving-step_(\d{8})")
 ROOM = {"create", "mkdir", "mkdirat", "write", "writev", "pwrite64", "fsync", "fdatasync"}

@@ -37,8 +37,8 @@ SETTINGS = {
     "optim.learning_rate": 1e-3,
     "optim.final_fraction": 1.0,
 }
-# A dead machine is given up after 4 s, and nobody is waited for longer than needed.
-RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=1"
+# A dead machine is given up after 10 s, and nobody is waited for longer than needed.
+RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=10,last_call_timeout=1"
 # What float32 leaves open: its unit is 6e-8 of a value, other ranks add the same gradients in
 # another order, and a run carries each difference on for hundreds of steps. A batch with one other
 # sample in it is off by some per cent.

@@ -93,7 +93,7 @@ class Job:
         """Those of all that were ever seen which are still there."""
         return [pid for pid, since in self.seen.items() if alive_since(pid) == since]
 
-    def wait_for(self, condition: Callable[[], object], seconds: float = 120) -> None:
+    def wait_for(self, condition: Callable[[], object], seconds: float = 600) -> None:
         """Until it holds; RuntimeError when the job ends before or it takes too long."""
         deadline = time.monotonic() + seconds
         while not condition():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .zygote import Plan
 
-PATIENCE = 200.0  # seconds, for torchrun to start training
+PATIENCE = 600.0  # seconds, for torchrun to start training
 ORPHANS_LIVE = 20.0  # seconds at most, after what started them was killed: an import at the longest
 
 

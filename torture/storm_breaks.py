@@ -82,8 +82,11 @@ def attempt(findings: Findings, sources: dict[str, Path]) -> None:
             ("launcher" if storm.plan.ranks else "one rank", 0, phase),
         )
         storm.plan = dataclasses.replace(storm.plan, sabotage=sabotage)
-        with contextlib.redirect_stderr(io.StringIO()):
-            storm.kill(1)
-        noticed = any(it.violations for it in own.tallies if it.promise == promise)
+        noticed = False
+        for _ in range(3):  # a kill that comes late, on a busy machine, tells nothing
+            with contextlib.redirect_stderr(io.StringIO()):
+                storm.kill(1)
+            if noticed := any(it.violations for it in own.tallies if it.promise == promise):
+                break
         problem = None if noticed else f"nothing was noticed of {sabotage.__name__}"
         findings.tally(NOTICED, "ways to break one").count(problem)

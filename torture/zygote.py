@@ -39,7 +39,7 @@ PHASES = (
 )
 ARMED, SKIP, ARMED_RANK, HEAD = range(4)
 PID, MAIN, BEHIND, DONE, SAVING, RESTORED, WIDTH = range(7)
-PATIENCE = 180.0  # seconds, for what should take a few
+PATIENCE = 600.0  # seconds, for what should take a few
 
 
 class Board:

@@ -43,7 +43,7 @@ def train(settings: config.Config) -> dict[str, torch.Tensor]:
     return final
 
 
-def launch(ranks: int, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def launch(ranks: int, *arguments: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     """Run a command on `ranks` processes of this machine; nothing of it outlives the call."""
     command = [sys.executable, "-m"]
     if ranks > 1:

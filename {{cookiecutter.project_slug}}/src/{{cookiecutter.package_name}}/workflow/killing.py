@@ -121,7 +121,7 @@ class Killing:
                 continue
             seen.add(target)
             _signal(process, signal.SIGSTOP)
-            if not (directory / target).exists():
+            if not self._is_under_way(directory, target):
                 _signal(process, signal.SIGCONT)
                 continue
             at = time.time()
@@ -147,6 +147,12 @@ class Killing:
             met = [name for name in begun if moment == MOMENTS[0] or _names(directory / name)]
             return met[0] if met else None
         return None
+
+    def _is_under_way(self, directory: Path, target: str) -> bool:
+        """Whether it is there, and nothing was published since, had we been slow to see it."""
+        if PUBLISHED.fullmatch(target):
+            return published(directory)[-1].name == target
+        return (directory / target).exists()
 
     def _end(self) -> End:
         digests = json.loads((self.folder / "train.json").read_text("utf-8"))["digests"]
