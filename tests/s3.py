@@ -86,7 +86,7 @@ class Store:
                 length = int(environ.get("CONTENT_LENGTH") or 0)
                 environ["wsgi.input"].read(length if how == "hang" else length // 2)
                 if how == "hang":
-                    self.released.wait(60)
+                    self.released.wait(600)
                 environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
                 raise ConnectionResetError
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
