@@ -58,7 +58,7 @@ def holds_up(project: Project, patch: pytest.MonkeyPatch, how: str) -> None:
             return len(self.dataset)
 
         def __getitems__(self, ids: list[int]) -> Any:
-            time.sleep(0.15)
+            time.sleep(0.5)  # many times what the rest takes, on a slow machine too
             return self.dataset.__getitems__(ids)
 
     def slow_datasets(config: Any) -> Any:
