@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -186,6 +187,17 @@ def run(command: list[str], timeout: float, **environment: str) -> str:
 def run_module(*arguments: str) -> None:
     """Run a module of this repository."""
     run([sys.executable, "-m", *arguments], timeout=1500)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has, nor will get who asks the system for any: those begin at 32768."""
+    found = []
+    for port in range(20_000 + os.getpid() * 8 % 10_000, 32_768):
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError("all ports are taken")
 
 
 class Project:

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from conftest import ROOT, bake
+from conftest import ROOT, bake, free_ports
 from test_life import PACKAGE, TINY, finish, make_slow, manifest, records, start
 
 Manifest = dict[str, Any]
@@ -212,8 +211,7 @@ def test_what_a_pod_runs_saves_when_it_is_evicted_and_goes_on(
     command += ["--checkpoint.every", "10000"]
 
     def both(stack: contextlib.ExitStack, **more: str) -> list[subprocess.Popen[str]]:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            variables = common | more | {"PET_MASTER_PORT": str(free.getsockname()[1])}
+        variables = common | more | {"PET_MASTER_PORT": str(free_ports(1)[0])}
         pairs = [variables | {"PET_NODE_RANK": rank} for rank in ("1", "0")]  # the second one waits
         return [
             stack.enter_context(pods.start(f"node-{it['PET_NODE_RANK']}", *command, **it))

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import bake
+from conftest import bake, free_ports
 from test_life import TINY, environment, finish, hashes, launch, make_slow, manifest, records
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue")
@@ -63,9 +63,7 @@ class Slurm:
         self.folder, self.project = folder, project
         self.config = folder / "slurm.conf"
         self.environment = environment(project, SLURM_CONF=str(self.config), SLOW_SECONDS="1")
-        with contextlib.ExitStack() as stack:
-            sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(6)]
-            port, *ports = [s.getsockname()[1] for s in sockets]
+        port, *ports = free_ports(6)
         host, here = socket.gethostname(), "NodeAddr=127.0.0.1 Gres=gpu:1"
         nodes = "\n".join(
             f"NodeName={name} NodeHostname={host} Port={port} {here}"

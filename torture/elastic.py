@@ -14,7 +14,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from benchmarks.common import render
 from .common import Findings, torture
 from .launched import Launch
 from .storm import CHECKPOINTS, PARALLELISMS, TASKS
-from .zygote import PATIENCE, Plan
+from .zygote import PATIENCE, Plan, free_port
 
 EVERY, BATCH = 10, 8
 SETTINGS = {
@@ -256,12 +255,6 @@ def prepare(folder: Path, **answers: str) -> Path:
         words = ["".join(rng.choices("etaoinshrdlu", k=rng.randrange(2, 8))) for _ in range(800)]
         (source / "text.txt").write_text(" ".join(words), "utf-8")
     return source
-
-
-def free_port() -> int:
-    """A port that nobody listens on at the moment."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def variant(

@@ -145,13 +145,18 @@ def _quiet(log: Path) -> None:
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # whatever the parent has made of them
 
 
+def free_port() -> int:
+    """One that nobody has, nor will get who asks the system for any: those begin at 32768."""
+    for port in range(20_000 + os.getpid() * 8 % 10_000, 32_768):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError("all ports are taken")
+
+
 def _lead(plan: Plan, config: Any, board: Board, line: int) -> None:
     """What torchrun does for its workers."""
     os.setsid()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    agent, pids = os.getpid(), []
+    port, agent, pids = free_port(), os.getpid(), []
     for rank in range(plan.ranks):
         pid = os.fork()
         if pid == 0:

@@ -7,6 +7,7 @@ these scripts are about: all are forks of this process, which has imported the p
 nothing (what has threads cannot be forked).
 """
 
+import contextlib
 import gc
 import importlib
 import json
@@ -26,8 +27,7 @@ def main(script: Path, jobs: list[list], packages: list[str]) -> None:
     gc.collect()
     gc.freeze()  # or each run, which collects before its steps, would go through all of it again
     for ranks, *words in jobs:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         for rank in range(max(1, ranks)):
             if os.fork() == 0:
                 world = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port} if ranks else {}
@@ -37,6 +37,14 @@ def main(script: Path, jobs: list[list], packages: list[str]) -> None:
         for _ in range(max(1, ranks)):
             if os.wait()[1]:
                 sys.exit(1)
+
+
+def free_port() -> int:
+    """One that nobody has, nor will get who asks the system for any: those begin at 32768."""
+    for port in range(20_000 + os.getpid() * 8 % 10_000, 32_768):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError("all ports are taken")
 
 
 def work(script: Path, words: list[str]) -> int:
