@@ -135,7 +135,7 @@ def _one_of_ours(bench: ranks.Bench, checkpointer: Any) -> dict[str, float]:
     checkpointer.upload.add_done_callback(lambda _: over.append(time.perf_counter()))
     lost = time.perf_counter() - started
     during = []
-    while bench.largest(not over):
+    while not during or bench.largest(not over):  # it may be over before the first step
         during.append(_timed(bench.step))
         lost += during[-1] - quiet
     checkpointer.settle()

@@ -120,13 +120,13 @@ class Slurm:
                 os.kill(pid, signal.SIGKILL)
 
     def state(self, job: str) -> tuple[str, int]:
-        """Of a job: its state and how often it was started again."""
+        """Of a job: its state and how often it was started again; of neither while nobody says."""
         fields = dict(
             word.split("=", 1)
             for word in self("scontrol", "show", "job", job).split()
             if "=" in word
         )
-        return fields["JobState"], int(fields["Restarts"])
+        return fields.get("JobState", ""), int(fields.get("Restarts", -1))
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = 900) -> None:
         """Fail when it has not come about in time."""
