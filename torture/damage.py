@@ -102,7 +102,7 @@ def saved(folder: Path) -> list[Target]:
         env={**os.environ, **variables},
     ) as process:
         save(one, packages)
-        if process.wait(timeout=300):
+        if process.wait(timeout=1500):
             raise SystemExit("two ranks could not save")
     return [
         Target(package, runs / package, ranks)

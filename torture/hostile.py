@@ -41,7 +41,7 @@ def saved(folder: Path) -> list[Path]:
     (folder / "text.txt").write_text("Was ever woman in this humour wooed? " * 300)
     script = Path(__file__).with_name("prepare.py")
     command = [sys.executable, str(script), str(folder), *PACKAGES.values()]
-    subprocess.run(command, env=environment(paths), check=True, timeout=300)
+    subprocess.run(command, env=environment(paths), check=True, timeout=1500)
     return paths
 
 
@@ -87,7 +87,7 @@ def probe(findings: Findings, paths: list[Path], mutants: int, stop: int = 1 << 
                 time.count(f"{name}: {told['seconds']:.0f} s" if slow else None)
                 name = ""
             try:
-                code = process.wait(timeout=600)
+                code = process.wait(timeout=1500)
             finally:
                 process.kill()
         if name:
