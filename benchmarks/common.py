@@ -1,10 +1,12 @@
-"""What all benchmarks share: statistics, the machine, renders, result files."""
+"""What all benchmarks share: statistics, the machine, ports, renders, result files."""
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import shutil
+import socket
 import statistics
 import sys
 import tempfile
@@ -63,6 +65,17 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "load_before": round(os.getloadavg()[0], 2),
     }
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has, nor will get who asks the system for any: those begin at 32768."""
+    found = []
+    for port in range(20_000 + os.getpid() * 16 % 12_000, 32_768):  # not those of a neighbour
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError("all ports are taken")
 
 
 def file_system(folder: Path) -> str:

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -151,7 +150,10 @@ def drill(
 
     The packages of several renders go into one process, whose start costs more than what it tests.
     """
-    command = [sys.executable, str(ROOT / "tests/drills/forks.py"), script, json.dumps(jobs)]
+    from benchmarks.common import free_ports
+
+    each = json.dumps(list(zip(free_ports(len(jobs)), jobs, strict=True)))
+    command = [sys.executable, str(ROOT / "tests/drills/forks.py"), script, each]
     return run(
         [*command, *sources], timeout, PYTHONPATH=os.pathsep.join(map(str, sources.values()))
     )
@@ -187,17 +189,6 @@ def run(command: list[str], timeout: float, **environment: str) -> str:
 def run_module(*arguments: str) -> None:
     """Run a module of this repository."""
     run([sys.executable, "-m", *arguments], timeout=1500)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody has, nor will get who asks the system for any: those begin at 32768."""
-    found = []
-    for port in range(20_000 + os.getpid() * 8 % 10_000, 32_768):
-        with contextlib.suppress(OSError), socket.create_server(("", port)):
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise OSError("all ports are taken")
 
 
 class Project:

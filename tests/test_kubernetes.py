@@ -19,8 +19,10 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from conftest import ROOT, bake, free_ports
+from conftest import ROOT, bake
 from test_life import PACKAGE, TINY, finish, make_slow, manifest, records, start
+
+from benchmarks.common import free_ports
 
 Manifest = dict[str, Any]
 STEPS = 60

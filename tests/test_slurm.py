@@ -14,8 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import bake, free_ports
+from conftest import bake
 from test_life import TINY, environment, finish, hashes, launch, make_slow, manifest, records
+
+from benchmarks.common import free_ports
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue")
 MISSING = [name for name in NEEDED if not shutil.which(name)]

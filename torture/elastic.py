@@ -19,12 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.common import render
+from benchmarks.common import free_ports, render
 
 from .common import Findings, torture
 from .launched import Launch
 from .storm import CHECKPOINTS, PARALLELISMS, TASKS
-from .zygote import PATIENCE, Plan, free_port
+from .zygote import PATIENCE, Plan
 
 EVERY, BATCH = 10, 8
 SETTINGS = {
@@ -134,7 +134,7 @@ class Trial:
         more = {"WITNESS": str(self.witness), "PACE": str(self.folder / "pace")}
         more["OMP_NUM_THREADS"] = "1"
         if self.elastic:
-            self.port = self.port or free_port()
+            self.port = self.port or free_ports(1)[0]
             more |= {"NNODES": "1:3", "RDZV_ENDPOINT": f"127.0.0.1:{self.port}"}
             more |= {"PET_RDZV_CONF": RENDEZVOUS, "PET_LOCAL_ADDR": "127.0.0.1"}
         self.launches += 1

@@ -13,7 +13,6 @@ import mmap
 import os
 import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -21,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from benchmarks.common import free_ports
 
 PHASES = (
     "",
@@ -145,18 +146,10 @@ def _quiet(log: Path) -> None:
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # whatever the parent has made of them
 
 
-def free_port() -> int:
-    """One that nobody has, nor will get who asks the system for any: those begin at 32768."""
-    for port in range(20_000 + os.getpid() * 8 % 10_000, 32_768):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise OSError("all ports are taken")
-
-
 def _lead(plan: Plan, config: Any, board: Board, line: int) -> None:
     """What torchrun does for its workers."""
     os.setsid()
-    port, agent, pids = free_port(), os.getpid(), []
+    [port], agent, pids = free_ports(1), os.getpid(), []
     for rank in range(plan.ranks):
         pid = os.fork()
         if pid == 0:

@@ -1,19 +1,17 @@
 """Run a script of this folder, time after time, on one rank or on several that are forked.
 
-Usage: forks.py SCRIPT JOBS PACKAGE...   with JOBS as JSON: [[ranks, argument, ...], ...]
+Usage: forks.py SCRIPT JOBS PACKAGE...   with JOBS as JSON: [[port, [ranks, argument, ...]], ...]
 
 No ranks are one plain process. To start a rank costs seconds of imports, and torchrun is not what
 these scripts are about: all are forks of this process, which has imported the packages and computed
 nothing (what has threads cannot be forked).
 """
 
-import contextlib
 import gc
 import importlib
 import json
 import os
 import runpy
-import socket
 import sys
 import traceback
 from pathlib import Path
@@ -26,8 +24,7 @@ def main(script: Path, jobs: list[list], packages: list[str]) -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # or each run, which collects before its steps, would go through all of it again
-    for ranks, *words in jobs:
-        port = free_port()
+    for port, (ranks, *words) in jobs:
         for rank in range(max(1, ranks)):
             if os.fork() == 0:
                 world = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port} if ranks else {}
@@ -37,14 +34,6 @@ def main(script: Path, jobs: list[list], packages: list[str]) -> None:
         for _ in range(max(1, ranks)):
             if os.wait()[1]:
                 sys.exit(1)
-
-
-def free_port() -> int:
-    """One that nobody has, nor will get who asks the system for any: those begin at 32768."""
-    for port in range(20_000 + os.getpid() * 8 % 10_000, 32_768):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise OSError("all ports are taken")
 
 
 def work(script: Path, words: list[str]) -> int:
