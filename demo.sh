@@ -21,7 +21,7 @@ if [ ! -d "$project" ]; then
 fi
 cd "$project"
 
-say "\$ python -m my_training_run train $*"
+say "\$ python -m my_training_run train${*:+ $*}"
 python train "$@"
 if ! grep -q '"status": "finished"' runs/default/status.json; then
     say "Stopped. Type make demo again: it goes on from there."

@@ -234,10 +234,12 @@ def test_efficiencies_are_judged(project: Project) -> None:
         ("cpu", "weak", 3.0, 2, "pass"),  # recorded, whatever it is
         ("cpu", "weak", 1.0, 1, "not_measured"),
         ("cpu", "weak", float("nan"), 2, "fail"),
+        ("cpu", "weak", 0.5, 2, "not_measured"),  # one alone was held up by something else
         ("cuda", "weak", 1.2, 1, "pass"),
         ("cuda", "weak", 1.3, 1, "fail"),
         ("cuda", "strong", 0.9, 1, "pass"),
         ("cuda", "strong", 1.1, 1, "fail"),  # two are slower than one
+        ("cuda", "strong", 0.3, 1, "not_measured"),
     ):
         records = {1: record(1.0), 2: record(step, 2)}
         assert judged(kind, records, "", device, cores)[0] == status, (device, kind, step)

@@ -1,8 +1,8 @@
 """Fully sharded: every rank holds a slice of each parameter, gradient and moment (FSDP2).
 
 Each block is gathered when its turn comes and let go after it. There can be several copies, each
-sharded over a part of the ranks (HSDP). Under torchrun there is a process
-group; a plain process runs without one, as one rank, unsharded.
+sharded over a part of the ranks (HSDP). Under torchrun there is a process group; a plain process
+runs without one, as one rank, unsharded.
 """
 
 import contextlib

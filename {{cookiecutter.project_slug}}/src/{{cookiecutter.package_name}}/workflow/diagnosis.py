@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ..config import Config
 from ..engine.flops import usable_cores
 from ..engine.traces import Breakdown
-from .gates import PACKAGE, read_stage
+from .gates import command, read_stage
 
 BOUND = {
     "data": "input-bound",
@@ -55,8 +55,8 @@ def recompiling(shares: dict[str, float], found: Breakdown, config: Config) -> t
         f"{found.compilations} compilations within {len(found.seconds)} steps that should need none"
     )
     return numbers, (
-        f"`python -m {PACKAGE} compile`, which names the guards that failed; where lengths vary, "
-        "--compile.dynamic True, or data of one length"
+        f"`{command('compile', config.directory)}`, which names the guards that failed; where "
+        "lengths vary, --compile.dynamic True, or data of one length"
     )
 
 
@@ -100,8 +100,8 @@ def kernel_bound(shares: dict[str, float], found: Breakdown, config: Config) -> 
         tries.append("--train.precision bf16")
     tries += _compiling(config)
     return numbers, " and ".join(tries) or (
-        f"more devices (`python -m {PACKAGE} scale` says what they bring) or a leaner model; "
-        "the loop itself has little left to give"
+        f"more devices (`{command('scale', config.directory)}` says what they bring) or a leaner "
+        "model; the loop itself has little left to give"
     )
 
 
@@ -122,7 +122,7 @@ def _compiling(config: Config) -> list[str]:
         return []
     measured = read_stage(config.directory, "compile")
     if not measured or "best" not in measured["figures"]:
-        return [f"--compile.mode blocks (`python -m {PACKAGE} compile` measures it)"]
+        return [f"--compile.mode blocks (`{command('compile', config.directory)}` measures it)"]
     best = measured["figures"]["best"]
     return [] if best == "none" else [f"--compile.mode {best}, which was measured to be faster"]
 

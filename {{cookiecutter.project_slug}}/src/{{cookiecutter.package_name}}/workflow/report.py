@@ -111,9 +111,11 @@ def throughputs(
     for mode, found in figures_of(stages, "compile").get("modes", {}).items():
         if found.get("step_seconds"):
             yield row("compile", f"compiled, {mode}", found["step_seconds"])
-    for ranks, found in figures_of(stages, "scale").get("strong", {}).items():
+    scale = figures_of(stages, "scale")
+    each = " of 1 thread" if scale.get("threads") == 1 else ""  # the others had more
+    for ranks, found in scale.get("strong", {}).items():
         processes = "process" if ranks == "1" else "processes"
-        yield row("scale", f"scale, {ranks} {processes}", found["step_seconds"])
+        yield row("scale", f"scale, {ranks} {processes}{each}", found["step_seconds"])
     rates = [r["samples_per_second"] for r in records if r.get("samples_per_second")]
     if rates:
         p10, median, p90 = (float(x) for x in np.percentile(rates, [10, 50, 90]))
@@ -139,8 +141,10 @@ def tiles(stages: dict[str, Figures | None], records: list[Figures]) -> Iterator
         yield f"speedup, compiled {compiled['best']}", f"{found['speedup']['value']:.2f}x"
     if diagnosis := figures_of(stages, "profile").get("diagnosis"):
         yield "a step is", diagnosis
+    judged = {it["name"]: it["status"] for it in (stages["scale"] or {}).get("checks", ())}
     for ranks, value in list(scale.get("strong_efficiency", {}).items())[-1:]:
-        yield f"strong efficiency, {ranks} ranks", f"{value:.0%}"
+        if judged.get("strong_efficiency") != "not_measured":
+            yield f"strong efficiency, {ranks} ranks", f"{value:.0%}"
     if checkpoint:
         yield (
             "training held up by a save",

@@ -25,6 +25,7 @@ from .sizing import advice_on_batch, change_to, choose, explain
 TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}  # relative
 FACTOR = 1.5  # between predicted and measured memory
 LEAST_WEAK = 0.8  # efficiency, between GPUs of one machine
+MOST = 1.25  # efficiency; caches give some tenths more than 1, and other load on the machine any
 PATIENCE = 3600.0  # seconds
 Records = dict[int, dict[str, Any]]
 
@@ -186,13 +187,18 @@ def judge_efficiency(
     if reason:
         stage.check(f"{kind}_efficiency", None, measured=reason, wanted=wanted)
         return
-    shown = (f"{n} ranks {v:.0%} ({low:.0%} to {high:.0%})" for n, (v, low, high) in found.items())
+    shown = ", ".join(f"{n} ranks {v:.0%} ({a:.0%} to {b:.0%})" for n, (v, a, b) in found.items())
+    if any(low > MOST for _, low, _ in found.values()):
+        reason = f"{shown}: more than ranks can bring, so one alone had less of the machine"
+        advice = "measure again when nothing else runs on this machine"
+        stage.check(f"{kind}_efficiency", None, measured=reason, wanted=wanted, advice=advice)
+        return
     batch = "the same batch" if kind == "strong" else "a batch for each rank"
     communication = records[most][kind]["communication"]
     stage.check(
         f"{kind}_efficiency",
         found[most][0] > limit,
-        measured=f"{', '.join(shown)}, {batch}",
+        measured=f"{shown}, {batch}",
         wanted=wanted,
         advice="a rank computes too little between two synchronisations: raise "
         "--train.micro-batch-size and --train.global-batch-size; see the links of the GPUs "
