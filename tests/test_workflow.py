@@ -5,9 +5,11 @@ are told to.
 """
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -245,6 +247,35 @@ def test_a_stage_that_breaks_down_is_no_pass(
     workflow.outcomes = {}
     assert workflow() == (0, ["baseline"])
     assert "damaged" in capsys.readouterr().out
+
+
+def test_who_is_stopped_twice_leaves_once(project: Project) -> None:
+    """As by `timeout`, which tells its child and the group: nothing is said of the second."""
+    stopped = f"""
+import atexit, os, signal, sys
+from {project.name}.engine.commands import exit_code, leave
+
+def stop():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def command():
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        stop()
+    finally:
+        stop()
+
+atexit.register(stop)
+sys.exit(exit_code(command))
+"""
+    outcome = subprocess.run(
+        [sys.executable, "-c", stopped],
+        env={**os.environ, "PYTHONPATH": str(project.folder / "src")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (outcome.returncode, outcome.stdout + outcome.stderr) == (143, "")
 
 
 def test_what_the_workflow_starts_itself_refuses_torchrun(

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -42,6 +43,12 @@ def dispatch(commands: Iterable[Command], words: list[str], many_ranks: Iterable
     return known[name](rest)
 
 
+def leave(number: int, frame: types.FrameType | None) -> None:
+    """Handle a stop signal by leaving, so that what was started is ended as well."""
+    signal.signal(number, signal.SIG_IGN)  # it often comes twice
+    sys.exit(128 + number)
+
+
 def exit_code(command: Callable[[], int]) -> int:
     """Run a command: 0 when all is well, 1 when something went wrong, 2 for bad input."""
     try:
@@ -56,6 +63,8 @@ def exit_code(command: Callable[[], int]) -> int:
             time.sleep(1.0)  # the first rank says it; when one is gone, the launcher ends it, too
     except KeyboardInterrupt:
         code = 130
+    except SystemExit as stop:  # of options that are wrong, or `leave`
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception:
         if "RANK" not in os.environ:
             raise

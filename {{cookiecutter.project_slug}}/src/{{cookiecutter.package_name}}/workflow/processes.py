@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..engine.commands import leave
 from ..engine.control import RankError
 from ..engine.flops import usable_cores
 from .gates import PACKAGE
@@ -42,7 +43,7 @@ def started(
     # Without this the store outlives a restart; see scripts/launch.sh.
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with contextlib.ExitStack() as stack:
-        stopping = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        stopping = signal.signal(signal.SIGTERM, leave)
         stack.callback(signal.signal, signal.SIGTERM, stopping)
         process = subprocess.Popen(
             [*command, module, *words],

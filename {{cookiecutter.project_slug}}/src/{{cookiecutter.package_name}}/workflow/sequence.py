@@ -8,6 +8,7 @@ import time
 
 from ..config import Config
 from ..engine import UserError
+from ..engine.commands import leave
 from . import STAGES
 from .gates import PACKAGE, command, is_current, read_stage, stage_file
 from .report import publish_report
@@ -21,7 +22,7 @@ def run_all(config: Config, words: list[str]) -> int:
     What was measured with the same settings and code is not measured again, so the same command
     goes on where it stopped. A failed gate ends it unless `workflow.go_on`. Writes the report.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a stage is ended as well
+    signal.signal(signal.SIGTERM, leave)
     rows: list[Row] = []
     for place, name in enumerate(STAGES, 1):
         print(f"\n[{place}/{len(STAGES)}] {name}: {STAGES[name]}", flush=True)
