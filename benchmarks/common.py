@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -67,10 +68,15 @@ def machine() -> dict[str, Any]:
     }
 
 
+PORTS = range(20_000, 32_768)  # above them the system gives ports to whoever asks for any
+_tried = itertools.count()
+
+
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody has, nor will get who asks the system for any: those begin at 32768."""
-    found = []
-    for port in range(20_000 + os.getpid() * 16 % 12_000, 32_768):  # not those of a neighbour
+    """Ports that nobody has, and that neither another call gets nor, soon, another process."""
+    found: list[int] = []
+    for _ in PORTS:
+        port = PORTS[(os.getpid() * 997 + next(_tried)) % len(PORTS)]
         with contextlib.suppress(OSError), socket.create_server(("", port)):
             found.append(port)
         if len(found) == count:

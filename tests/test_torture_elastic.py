@@ -25,7 +25,8 @@ def broken(findings: Findings) -> set[str]:
 def test_machines_come_and_go_and_a_wrong_order_would_be_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peace, trial = elastic.variant(tmp_path, "fsdp_dcp", elastic.TASKS[0], elastic.BOUNDED, 120)
+    source = elastic.prepare(tmp_path, "fsdp_dcp", elastic.TASKS[0])
+    peace, trial = elastic.variant(source, "fsdp_dcp", elastic.BOUNDED, 120)
     findings = judged(tmp_path, trial, peace)
     assert {tally.promise for tally in findings.tallies} == {
         *(elastic.SAME, elastic.ONCE, elastic.WORLD, elastic.LOST, elastic.FREE),

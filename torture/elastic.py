@@ -239,11 +239,13 @@ def judge(findings: Findings, trial: Trial, peace: Trial) -> None:
         findings.figures[key] = max(float(f"{off:.1e}"), findings.figures.get(key, 0.0))
 
 
-def prepare(folder: Path, **answers: str) -> Path:
-    """A render with a witness in it."""
-    folder.mkdir(parents=True)
-    source = render(folder, tracker="none", **answers)
-    package = source / answers["package_name"]
+def prepare(folder: Path, name: str, task: str) -> Path:
+    """The render of a variant, with a witness in it."""
+    (folder / name).mkdir()
+    parallelism, _, checkpoint = name.partition("_")
+    answers = {"parallelism": parallelism, "checkpoint": checkpoint, "task": task}
+    source = render(folder / name, tracker="none", package_name=name, **answers)
+    package = source / name
     shutil.copy(Path(__file__).with_name("witness.py"), package)
     for file, what in (("data.py", "build_datasets"), ("engine/companions.py", "companions")):
         at = ".." if "/" in file else "."
@@ -257,16 +259,11 @@ def prepare(folder: Path, **answers: str) -> Path:
     return source
 
 
-def variant(
-    folder: Path, name: str, task: str, plans: dict[str, Changes], steps: int
-) -> list[Trial]:
+def variant(source: Path, name: str, plans: dict[str, Changes], steps: int) -> list[Trial]:
     """Run what is planned for a variant, each plan by itself."""
-    parallelism, _, checkpoint = name.partition("_")
-    answers = {"parallelism": parallelism, "checkpoint": checkpoint, "task": task}
-    source = prepare(folder / name, package_name=name, **answers)
     trials = []
     for kind, changes in plans.items():
-        trial = Trial(name, source, folder / f"{name}, {kind}", steps, kind == "machines")
+        trial = Trial(name, source, source / f"{name}, {kind}", steps, kind == "machines")
         trial.run(changes)
         trials.append(trial)
     return trials
@@ -279,12 +276,15 @@ def attempt(findings: Findings) -> None:
     if findings.bounded:
         plans, names, steps = BOUNDED, names[-2:-1], 120
 
-    def tried(name: str, task: str) -> list[Trial]:
+    def tried(name: str, task: str, source: Path) -> list[Trial]:
         more = {"by hand": BY_HAND} if not findings.bounded and task == TASKS[0] else {}
-        return variant(findings.folder, name, task, plans | more, steps)
+        return variant(source, name, plans | more, steps)
 
+    tasks = (TASKS * len(names))[: len(names)]
+    # One after the other: Cookiecutter changes the working directory, which is that of all threads.
+    sources = [prepare(findings.folder, n, t) for n, t in zip(names, tasks, strict=True)]
     with ThreadPoolExecutor(2) as pool:  # most of the time is spent waiting for each other
-        for peace, *trials in pool.map(tried, names, TASKS * len(names)):
+        for peace, *trials in pool.map(tried, names, tasks, sources):
             for trial in trials:
                 judge(findings, trial, peace)
 
