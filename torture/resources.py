@@ -3,8 +3,9 @@
 Each call that a save makes is refused once, and all from each call on, with the errors that a full
 disk, a quota, a failing disk, a read-only file system and lost rights give (refusing.py); and real
 file systems are filled, closed and broken (scarce.py). Runs are forked, on one rank and two, with
-each way to save. Starts and stops are disturbed likewise; then one rank is slow, a save takes
-longer than its interval, and the memory of a process is watched over a hundred saves.
+each way to save. Each call of a start is refused as well, and stops are disturbed; then one rank is
+slow, a save takes longer than its interval, and the memory of a process is watched over a hundred
+saves.
 """
 
 import errno
