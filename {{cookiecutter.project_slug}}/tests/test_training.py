@@ -271,9 +271,8 @@ def test_bad_settings_are_told_in_one_line(tmp_path: Path, capsys, monkeypatch) 
     ]:
         assert main_with(monkeypatch, *words) == 2
         assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit):  # by the parser, in a box of its own
-        main_with(monkeypatch, "train", "--train.global-batch-size", "0")
-    assert "must be at least 1" in capsys.readouterr().err
+    assert main_with(monkeypatch, "train", "--train.global-batch-size", "0") == 2
+    assert "must be at least 1" in capsys.readouterr().err  # in a box of its own
     assert not list(tmp_path.iterdir())
 
 
@@ -305,4 +304,5 @@ def test_the_commands_work_on_a_finished_run(tmp_path: Path, capfd, monkeypatch)
     assert "DAMAGED" in command("verify", codes=(1,))
     report = json.loads((tmp_path / "workflow/baseline.json").read_text())
     assert report["stage"] == "baseline"
-    assert report["checks"][0] == {**report["checks"][0], "name": "deterministic", "status": "pass"}
+    statuses = {check["name"]: check["status"] for check in report["checks"]}
+    assert statuses["deterministic"] == "pass"

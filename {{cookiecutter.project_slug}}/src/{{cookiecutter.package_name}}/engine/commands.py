@@ -57,10 +57,10 @@ def exit_code(command: Callable[[], int]) -> int:
         code = 2 if isinstance(error, UserError) else 1
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
-        elif dist.is_initialized() and not getattr(error, "agreed", False):
-            print(f"[rank {os.environ['RANK']}] error: {error}", file=sys.stderr)
         else:
-            time.sleep(1.0)  # the first rank says it; when one is gone, the launcher ends it, too
+            time.sleep(1.0)  # the first rank may say it for all; the launcher then ends this one
+            if dist.is_initialized() and not getattr(error, "agreed", False):
+                print(f"[rank {os.environ['RANK']}] error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         code = 130
     except SystemExit as stop:  # of options that are wrong, or `leave`

@@ -35,9 +35,12 @@ MISTAKE = 2  # exit code of a rank (engine/commands.py)
 
 
 def mistaken(failures: dict[int, ProcessFailure]) -> bool:
-    """Whether some rank says that the user has to mend something, and none was killed."""
+    """Whether some rank says that the user has to mend something, and none crashed.
+
+    The others are ended by torchrun, with SIGTERM.
+    """
     codes = {failure.exitcode for failure in failures.values()}
-    return MISTAKE in codes and min(codes) >= 0
+    return MISTAKE in codes and all(code >= 0 or code == -signal.SIGTERM for code in codes)
 
 
 class Agent(LocalElasticAgent):
