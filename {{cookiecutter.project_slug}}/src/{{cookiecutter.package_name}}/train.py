@@ -22,7 +22,7 @@ from .engine.control import Control, HostGroup, World, set_up_torch
 from .engine.elastic import outcome
 from .engine.flops import forward_flops, peak_flops
 from .engine.memory import check_memory, expected_memory
-from .engine.metrics import Journal, judge_step, loss_vector, means, move
+from .engine.metrics import Journal, checked, judge_step, loss_vector, means, move
 from .engine.optimizers import step_unless
 from .engine.rundir import RunDirectory
 from .engine.sampling import GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
@@ -115,9 +115,9 @@ def train_step(state: State, batches: list[Any]) -> None:
     for i, (share, batch) in enumerate(zip(state.plan, batches, strict=True)):
         with parallel.accumulate(state.module, last=i == len(batches) - 1):
             with parallel.autocast(world, state.compute_dtype):
-                loss = compute_loss(state.module, move(batch, world.device))
-            part = loss_vector(loss) if share.weight == 1 else loss_vector(loss) * share.weight
+                loss = checked(compute_loss(state.module, move(batch, world.device)))
             (loss.total if share.weight == 1 else loss.total * share.weight).backward()
+        part = loss_vector(loss) if share.weight == 1 else loss_vector(loss) * share.weight
         sums = part if sums is None else sums + part
     parallel.all_reduce(sums, world)
 

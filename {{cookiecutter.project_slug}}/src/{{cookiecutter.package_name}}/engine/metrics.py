@@ -186,16 +186,18 @@ class Journal:
             )
 
 
-def loss_vector(loss: LossSum) -> torch.Tensor:
-    """[total, count, metrics ...] of a LossSum, detached, float32, on the loss's device.
-
-    UserError when it is something else.
-    """
+def checked(loss: LossSum) -> LossSum:
+    """What compute_loss returned; UserError when it is something else."""
     if not isinstance(loss, LossSum):
         raise UserError(
             f"compute_loss returned a {type(loss).__name__}: it must return a LossSum, with the "
             "sum of the losses, how many they are, and sums of metrics (engine/metrics.py)"
         )
+    return loss
+
+
+def loss_vector(loss: LossSum) -> torch.Tensor:
+    """[total, count, metrics ...] of a LossSum, detached, float32, on the loss's device."""
     total = loss.total.detach().float()
     values = [total, loss.count, *loss.metrics.values()]
     # new_full is a kernel; a tensor made on the host would have to be waited for.

@@ -13,7 +13,7 @@ from .. import parallel
 from ..config import Config
 from ..engine.flops import cpu_peak_flops, forward_flops, peak_flops
 from ..engine.memory import in_units, peak_memory
-from ..engine.metrics import loss_vector, means, move
+from ..engine.metrics import checked, loss_vector, means, move
 from ..engine.sampling import fetch, seed_step
 from ..engine.settings import override
 from ..model import compute_loss
@@ -75,7 +75,7 @@ def loss_on_first_batches(state: State) -> float:
         seed_step(state.config.train.seed, step, world.rank, world.device)
         for batch in state.loader.next():
             with torch.no_grad(), parallel.autocast(world, state.compute_dtype):
-                loss = compute_loss(state.module, move(batch, world.device))
+                loss = checked(compute_loss(state.module, move(batch, world.device)))
             sums = sums + loss_vector(loss)
     state.loader.seek(state.step)
     return means(sums, loss.metrics)["loss"]
