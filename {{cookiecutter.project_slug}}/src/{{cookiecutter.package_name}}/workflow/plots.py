@@ -91,7 +91,7 @@ def throughput(rows: list[tuple[str, float, float, float]]) -> str | None:
                 f"{value:,.0f}", (end, place), (5, 0), textcoords="offset points", va="center"
             )
         axes.margins(x=0.16)
-        axes.set_xlabel("samples/s (median; 10th to 90th percentile)")
+        axes.set_xlabel("samples/s (median, p10 to p90)")
         axes.grid(axis="y", visible=False)
 
     return draw(paint, 0.9 + 0.36 * len(rows))
