@@ -36,7 +36,7 @@ python verify
 
 say "What to do next"
 cat <<TEXT
-  The project is $project: about a dozen files, README.md first, then
+  The project is $project: begin with its README.md and
   src/my_training_run/train.py. To work in it:
 
     cd $project && . $bin/activate && export PYTHONPATH=src

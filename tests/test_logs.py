@@ -106,6 +106,33 @@ def test_a_log_that_cannot_be_written_ends_nothing(project: Project) -> None:
     assert file not in logs.PACKAGE.handlers
 
 
+@pytest.mark.parametrize("begins", [".nonce-", ".metrics.jsonl"])
+def test_a_start_that_cannot_write_names_the_file_once(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, begins: str
+) -> None:
+    """What the system says of a write names none; torture/ fails every call of a start."""
+    options = (*project.settings, "--run-dir", str(tmp_path), "--train.steps")
+    project("train", *options, "1")
+    rundir, write = project.module("engine.rundir"), Path.write_text
+    write_json, refused = rundir.write_json, OSError(5, "Input/output error")
+
+    def write_text(path: Path, *rest: Any, **how: Any) -> int:
+        if path.name.startswith(begins):
+            raise refused
+        return write(path, *rest, **how)
+
+    def no_status(path: Path, content: Any) -> None:
+        if content.get("status") == "failed":
+            raise refused
+        write_json(path, content)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    monkeypatch.setattr(rundir, "write_json", no_status)
+    said = project.refuses("train", *options, "2")
+    assert f"Input/output error: '{tmp_path}/" in said and begins.strip(".-") in said
+    assert "does not say" not in caplog.text
+
+
 def test_a_run_appends_to_its_log_and_one_that_never_began_leaves_none(project: Project) -> None:
     for steps in ("2", "3"):
         project("train", *project.settings, "--name", "twice", "--train.steps", steps)

@@ -264,6 +264,8 @@ def command():
         stop()
     finally:
         stop()
+        print("put in order")
+        signal.signal(signal.SIGTERM, leave)  # as a stage does that has started something
 
 atexit.register(stop)
 sys.exit(exit_code(command))
@@ -275,7 +277,7 @@ sys.exit(exit_code(command))
         text=True,
         timeout=300,
     )
-    assert (outcome.returncode, outcome.stdout + outcome.stderr) == (143, "")
+    assert (outcome.returncode, outcome.stdout + outcome.stderr) == (143, "put in order\n")
 
 
 def test_what_the_workflow_starts_itself_refuses_torchrun(
@@ -356,6 +358,15 @@ def test_what_is_not_finite_is_null(project: Project, tmp_path: Path) -> None:
     figures = json.loads(text, parse_constant=lambda word: pytest.fail(word))["figures"]
     assert figures["losses"] == [2.0, None, 1.0] and figures["far"] == [None]
     project("report", "--run-dir", str(tmp_path))
+
+
+def test_an_efficiency_that_was_not_measured_is_no_tile(project: Project) -> None:
+    report = project.module("workflow.report")
+    for status, shown in (("pass", True), ("not_measured", False)):
+        check = {"name": "strong_efficiency", "status": status}
+        scale = {"figures": FIGURES["scale"], "checks": [check]}
+        tiles = dict(report.tiles(dict.fromkeys(FIGURES) | {"scale": scale}, []))
+        assert ("strong efficiency, 2 ranks" in tiles) is shown
 
 
 def test_figures_of_an_older_version_are_told(project: Project, tmp_path: Path) -> None:
