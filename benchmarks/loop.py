@@ -263,7 +263,7 @@ def measure(folder: Path, smoke: bool) -> dict[str, Any]:
     logging.getLogger("lightning").setLevel(logging.ERROR)
     source = render(folder, own_model=True, tracker="none")  # the peers log nowhere either
     sys.path.insert(0, str(source))
-    settings = importlib.import_module(f"{PACKAGE}.engine.settings")
+    settings = importlib.import_module(f"{PACKAGE}.settings")
     config = settings.override(
         importlib.import_module(f"{PACKAGE}.config").Config(),
         {

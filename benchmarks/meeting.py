@@ -130,7 +130,7 @@ def store(clients: int) -> dict[str, float]:
 
 def groups(ranks: int, lazy: bool, package: str) -> dict[str, float]:
     """Ranks join, make a `HostGroup`, and agree on what each would write."""
-    control = importlib.import_module(f"{package}.engine.control")
+    control = importlib.import_module(f"{package}.distributed.world")
     os.environ |= {LAZY: str(int(lazy)), "GLOO_SOCKET_IFNAME": "lo"}
     server = Store()
 

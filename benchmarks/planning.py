@@ -163,7 +163,7 @@ def save(ranks: int, shards: int, blocks: int, folder: Path, clock: Clock) -> li
 def directory(ranks: int, sizes: list[int], checkpoints: Path, clock: Clock) -> dict[str, Any]:
     """What the project's own code does with the files of all ranks; returns their entries."""
     control, manifest, snapshots = (
-        importlib.import_module(f"{PACKAGE}.engine.{name}")
+        importlib.import_module(f"{PACKAGE}.{name}")
         for name in ("control", "manifest", "snapshots")
     )
     folder = checkpoints / manifest.step_name(120)
@@ -190,7 +190,7 @@ def directory(ranks: int, sizes: list[int], checkpoints: Path, clock: Clock) -> 
 
 def restore(ranks: int, blocks: int, folder: Path, names: dict[str, Any], clock: Clock) -> None:
     """What each rank does before it reads: the index, checked, and what it wants of which part."""
-    shards = importlib.import_module(f"{PACKAGE}.engine.shards")
+    shards = importlib.import_module(f"{PACKAGE}.checkpoint.shards")
     index = clock("index_read", lambda: shards.read_index(folder, names))
 
     def wanted() -> list[Any]:

@@ -35,7 +35,7 @@ class Numbered:
 
 def ours(size: int, position: int, batches: int) -> tuple[float, float]:
     """Seconds of a seek to a position in the stream; seconds an id of the batches that follow."""
-    sampling = importlib.import_module(f"{PACKAGE}.engine.sampling")
+    sampling = importlib.import_module(f"{PACKAGE}.sampling")
     step = position // BATCH
     started = time.perf_counter()
     order = sampling.GlobalBatches(size, BATCH, seed=0)

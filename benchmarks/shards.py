@@ -26,7 +26,7 @@ def measure(folder: Path, smoke: bool) -> dict[str, Any]:
     """Datasets over some number of files, then the order of samples in large global batches."""
     source = render(folder)
     sys.path.insert(0, str(source))
-    names = ("data", "config", "engine.sampling")
+    names = ("data", "config", "sampling")
     data, configuration, sampling = (importlib.import_module(f"{PACKAGE}.{name}") for name in names)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, soft), hard))  # as most systems have it

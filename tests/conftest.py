@@ -228,17 +228,17 @@ class Project:
 
     def refuses(self, *words: str) -> str:
         """The one line that bad input gets."""
-        errors = (self.module("engine").UserError, self.module("engine.control").RankError)
+        errors = (self.module("errors").UserError, self.module("errors").RankError)
         with pytest.raises(errors) as refused:
             self(*words)
         return str(refused.value)
 
     def tensors(self, where: Path, step: int | None = None) -> dict[str, Any]:
         """Everything in a checkpoint, by name."""
-        reading = self.module("engine.reading")
+        reading = self.module("checkpoint.reader")
         source = reading.open_tensors(*reading.find_checkpoint(where, step))
         import torch
 
         empty = {name: torch.empty(f.shape, dtype=f.dtype) for name, f in source.forms.items()}
-        source.read(empty, self.module("engine.control").HostGroup())
+        source.read(empty, self.module("distributed.agreement").HostGroup())
         return empty

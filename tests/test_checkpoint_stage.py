@@ -67,7 +67,7 @@ class Stand:
             return json.loads((drill.folder / f"{task}.json").read_text())
 
         def kill(*arguments: Any) -> Any:
-            raise self.project.module("engine.control").RankError("nothing is killed here")
+            raise self.project.module("errors").RankError("nothing is killed here")
 
         self.patch.setattr(self.checkpoint.Drill, "child", child)
         self.patch.setattr(self.checkpoint, "Killing", kill)
@@ -117,7 +117,7 @@ def test_it_passes_in_one_process(on_one: Stand) -> None:
 
 
 def test_a_restore_that_changes_one_number_is_found(on_one: Stand) -> None:
-    reading = on_one.project.module("engine.reading")
+    reading = on_one.project.module("checkpoint.reader")
     read = reading.OneFile.read
 
     def read_almost(self: Any, targets: dict[str, Any], group: Any) -> None:
@@ -142,7 +142,7 @@ def test_randomness_of_its_own_is_found(on_one: Stand) -> None:
 
 
 def test_a_reader_that_ignores_hashes_is_found(on_one: Stand) -> None:
-    manifest = on_one.project.module("engine.manifest")
+    manifest = on_one.project.module("checkpoint.manifest")
     on_one.in_this_process().patch.setattr(manifest, "check_file", lambda path, entry: None)
     checks = on_one()
     assert checks["roundtrip"]["status"] == "pass"
@@ -151,7 +151,7 @@ def test_a_reader_that_ignores_hashes_is_found(on_one: Stand) -> None:
 
 
 def test_a_restore_that_fails_fails_the_checks_that_hang_on_it(on_one: Stand) -> None:
-    manifest = on_one.project.module("engine.manifest")
+    manifest = on_one.project.module("checkpoint.manifest")
     on_one.in_this_process().patch.setattr(manifest, "check_file", lambda path, entry: "bad day")
     found = statuses(on_one())
     assert found["roundtrip"] == found["corrupt_newest"] == "fail"
@@ -171,11 +171,11 @@ def test_resharding_is_judged(on_many: Stand, fault: str) -> None:
     def refuse(config: Any, world: Any) -> Any:
         refused = sys._getframe(1).f_code.co_name == "reload"
         if refused:
-            raise on_many.project.module("engine").UserError("it does not fit")
+            raise on_many.project.module("errors").UserError("it does not fit")
         return setup(config, world)
 
     def break_down(*arguments: str) -> None:
-        raise on_many.project.module("engine.control").RankError("it broke")
+        raise on_many.project.module("errors").RankError("it broke")
 
     if fault == "breaks":
         on_many.patch.setattr(on_many.drill, "reload", break_down)
@@ -256,7 +256,7 @@ def kill(stand: Stand, fault: str) -> Any:
 
 
 def test_a_restart_that_breaks_down_is_quoted(on_one: Stand) -> None:
-    error = on_one.project.module("engine.control").RankError
+    error = on_one.project.module("errors").RankError
     with pytest.raises(error, match="no good checkpoint is left"):
         kill(on_one, "broken")
 

@@ -26,9 +26,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler(project: Project) -> Iterator[None]:
-    project.module("engine.compilation").forget_compiling()
+    project.module("compile").forget_compiling()
     yield
-    project.module("engine.compilation").forget_compiling()
+    project.module("compile").forget_compiling()
 
 
 class Breaks(nn.Module):
@@ -74,7 +74,7 @@ def line_of(mark: str) -> int:
 
 def compiled(project: Project, model: nn.Module, calls: int = 3, **settings: Any) -> Any:
     """Call a model some times that the project has compiled; the module that tells of it."""
-    compilation = project.module("engine.compilation")
+    compilation = project.module("compile")
     config = compilation.CompileConfig(mode="full", backend="eager", **settings)
     compilation.compile_model(model, [], config)
     for _ in range(calls):
@@ -123,9 +123,9 @@ def test_eagerly_means_eager(project: Project) -> None:
     def backend(graph: Any, inputs: Any) -> Any:
         return lambda *a: (calls.append(1), graph(*a))[1]
 
-    compilation = project.module("engine.compilation")
+    compilation = project.module("compile")
     compilation.compile_model(model, [], compilation.CompileConfig(mode="full", backend=backend))
-    with project.module("engine.compilation").eagerly(model):
+    with project.module("compile").eagerly(model):
         model(torch.ones(2, 4))
     assert not calls
     model(torch.ones(2, 4))
@@ -297,7 +297,7 @@ def test_an_error_of_the_compiler_is_a_finding(
     monkeypatch.setattr(stage, "started", lambda *_, **__: contextlib.nullcontext())
     write = (folder / "cold.json").write_text
     monkeypatch.setattr(stage, "finish", lambda *_: write(json.dumps(refused)) and "")
-    with pytest.raises(project.module("engine").UserError, match="nothing"):
+    with pytest.raises(project.module("errors").UserError, match="nothing"):
         stage.trial("cold", project.config(run_dir=tmp_path), folder)
 
 
@@ -364,7 +364,7 @@ def test_what_may_be_cut(project: Project) -> None:
 @pytest.fixture
 def place(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A crafted cache in a directory, and what torch was given of it."""
-    cache = project.module("engine.compile_cache")
+    cache = project.module("compile_cache")
     given: list[bytes] = []
     monkeypatch.setattr(torch.compiler, "load_cache_artifacts", lambda b: given.append(b) or b)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "local"))
@@ -454,8 +454,8 @@ def test_what_is_not_ours_is_left_alone(project, place, change, monkeypatch, cap
     place.monkeypatch = monkeypatch
     change(place)
     monkeypatch.setattr(place.module, "machine_of", lambda device: place.machine)
-    config = project.module("engine.compilation").CompileConfig(mode="full")
-    world = project.module("engine.control").World(0, 1, torch.device("cpu"))
+    config = project.module("compile").CompileConfig(mode="full")
+    world = project.module("distributed.world").World(0, 1, torch.device("cpu"))
     caplog.set_level(logging.WARNING)
     with place.module.CompileCache(place.directory, config, world) as cache:
         assert not cache.loaded
@@ -465,8 +465,8 @@ def test_what_is_not_ours_is_left_alone(project, place, change, monkeypatch, cap
 
 
 def test_one_rank_writes_for_each_device(project: Project, place) -> None:
-    config = project.module("engine.compilation").CompileConfig(mode="full")
-    world = project.module("engine.control").World
+    config = project.module("compile").CompileConfig(mode="full")
+    world = project.module("distributed.world").World
 
     def cache(rank: int, size: int, device: str) -> Any:
         where = world(rank, size, torch.device(device))

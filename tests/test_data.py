@@ -68,7 +68,7 @@ def test_samples_are_all_stretches_of_all_shards(
         ]
         changes = of_tokens(folder, data__context=context, data__token_type=kind)
         if len(wanted) < 2:
-            with pytest.raises(text.module("engine").UserError, match="too few tokens"):
+            with pytest.raises(text.module("errors").UserError, match="too few tokens"):
                 datasets(text, **changes)
             return
         training, validation, spec = datasets(text, **changes)
@@ -130,7 +130,7 @@ def test_there_may_be_more_shards_than_files_a_process_may_open(
         assert not training.files, "files are opened where they are read"
         each = ((1 << 29) - 1) // 8
         assert len(training) == 2000 * each
-        monkeypatch.setattr(text.module("engine.formats"), "most_open", lambda: 16)
+        monkeypatch.setattr(text.module("data"), "most_open", lambda: 16)
         for ids in np.random.default_rng(0).permutation(2000).reshape(-1, 100):
             rows = training.__getitems__((ids * each).tolist())["tokens"]
             assert rows[:, 0].tolist() == ids.tolist() and not rows[:, 1:].any()
@@ -143,7 +143,7 @@ def test_there_may_be_more_shards_than_files_a_process_may_open(
 def test_a_part_of_the_limit_on_open_files_is_left(
     text: Project, soft: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    formats = text.module("engine.formats")
+    formats = text.module("data")
     monkeypatch.setattr(formats.resource, "getrlimit", lambda kind: (soft, soft))
     assert formats.most_open() == {-1: 2**14, 2: 1, 1024: 256, 2**20: 2**18}[soft]
 
@@ -206,7 +206,7 @@ def test_data_that_grew_is_another_run(
 
 def test_unusable_tokens_are_told_in_one_line(text: Project, tmp_path: Path) -> None:
     token_file(tmp_path / "train.bin", 4000)
-    error = text.module("engine").UserError
+    error = text.module("errors").UserError
     with pytest.raises(error, match=r"--data\.vocabulary"):
         datasets(text, **of_tokens(tmp_path, data__vocabulary=0))
     training, _, _ = datasets(text, **of_tokens(tmp_path, data__vocabulary=200))
@@ -275,7 +275,7 @@ def test_images_in_files_train_resume_and_are_named(
 
 
 def test_unusable_images_are_told_in_one_line(image: Project, tmp_path: Path) -> None:
-    error = image.module("engine").UserError
+    error = image.module("errors").UserError
     images(tmp_path, 20)
     Image.fromarray(np.zeros((30, 20, 3), np.uint8)).save(tmp_path / "cat/large.png")
     training, validation, _ = datasets(image, data__path=tmp_path)

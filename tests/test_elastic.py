@@ -23,7 +23,7 @@ def test_what_torchrun_starts_again_is_not_set_aside(
 ) -> None:
     """Also when its count of restarts says 0, as it does when a machine has joined."""
     runs, started_by = project.folder / "runs", ["one on a", "one on b"]
-    monkeypatch.setattr("elastic_single.engine.rundir.launcher", lambda: started_by[-1])
+    monkeypatch.setattr("elastic_single.run.directory.launcher", lambda: started_by[-1])
     project("train", *project.settings, "--fresh", "--train.steps", "1")
     project("train", *project.settings, "--fresh", "--train.steps", "2")
     assert {path.name for path in runs.iterdir()} == {"default"}
@@ -33,7 +33,7 @@ def test_what_torchrun_starts_again_is_not_set_aside(
 
 
 def test_a_launcher_keeps_its_name(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = project.module("engine.elastic").launcher
+    launcher = project.module("distributed.elastic").launcher
     assert launcher() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert launcher() == launcher() and str(os.getppid()) in launcher()
@@ -42,9 +42,9 @@ def test_a_launcher_keeps_its_name(project: Project, monkeypatch: pytest.MonkeyP
 def test_who_stops_waits_to_be_told_where_machines_come_and_go(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ending = project.module("engine.elastic")
-    with project.module("engine.control").Control(
-        project.module("engine.control").HostGroup()
+    ending = project.module("distributed.elastic")
+    with project.module("distributed.stop").Control(
+        project.module("distributed.agreement").HostGroup()
     ) as it:
         monkeypatch.setattr(ending, "TOLD_WITHIN", 0.05)
         monkeypatch.setenv("NNODES", "1:3")
@@ -70,7 +70,7 @@ def test_a_wrong_number_of_machines_is_told_at_once(project: Project, machines: 
 
 def test_who_stops_hears_no_more_but_its_children_do(project: Project) -> None:
     """A second signal on the way out does no harm; who was not told to stop gives all back."""
-    control = project.module("engine.control")
+    control = project.module("distributed.world")
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with control.Control(control.HostGroup()):
@@ -88,7 +88,7 @@ def test_a_job_of_many_ranks_makes_room_for_its_connections(
     project: Project, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Few ranks change nothing; many connect as needed and may open more files, if allowed to."""
-    network, lazy = project.module("engine.network"), "TORCH_GLOO_LAZY_INIT"
+    network, lazy = project.module("distributed.network"), "TORCH_GLOO_LAZY_INIT"
     files, set_to = network.resource.RLIMIT_NOFILE, []
     monkeypatch.setattr(network.resource, "setrlimit", lambda *limits: set_to.append(limits))
 

@@ -32,7 +32,7 @@ STEPS = 60
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     project = bake(tmp_path_factory.mktemp("kubernetes"), cluster="kubernetes", tracker="none")
     make_slow(project)
-    launch = project / "src" / PACKAGE / "engine/launch.py"
+    launch = project / "src" / PACKAGE / "distributed/launch.py"
     patient, hasty = (f"EXIT_SECONDS = {seconds}\n" for seconds in (30, 10))
     assert patient in launch.read_text("utf-8")
     launch.write_text(launch.read_text("utf-8").replace(patient, hasty), "utf-8")

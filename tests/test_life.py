@@ -161,7 +161,7 @@ Loader.next = _slowly
 
 def make_slow(project: Path) -> None:
     """Steps take SLOW_SECONDS longer as long as there is the file SLOW, if the environment says."""
-    with (project / "src" / PACKAGE / "engine/sampling.py").open("a") as file:
+    with (project / "src" / PACKAGE / "sampling.py").open("a") as file:
         file.write(SLOWLY)
 
 

@@ -61,11 +61,11 @@ def test_the_slow_rank_is_named_and_each_has_its_log(project: Project, tmp_path:
 CRASH = """
 import faulthandler, logging, os
 from pathlib import Path
-from of_logs.engine import logs
+from of_logs.run import logs
 logs.log_to_console()
 rank = int(os.environ["RANK"])
 with logs.logging_to(logs.open_log(Path("."), rank), rank, 2):
-    logging.getLogger("of_logs.engine.watch").warning("a warning")
+    logging.getLogger("of_logs.distributed.watchdog").warning("a warning")
     logs.say("a verdict")
     print("printed")
     os.write(2, b"a library's line\\n")
@@ -99,7 +99,7 @@ def test_a_crash_leaves_its_stacks_in_the_log(project: Project, tmp_path: Path, 
 
 
 def test_a_log_that_cannot_be_written_ends_nothing(project: Project) -> None:
-    logs = project.module("engine.logs")
+    logs = project.module("run.logs")
     file = logs.LogFile(Path("/dev/full"))
     with logs.logging_to(file, 0, 1):
         logs.PACKAGE.warning("lost")
@@ -113,7 +113,7 @@ def test_a_start_that_cannot_write_names_the_file_once(
     """What the system says of a write names none; torture/ fails every call of a start."""
     options = (*project.settings, "--run-dir", str(tmp_path), "--train.steps")
     project("train", *options, "1")
-    rundir, write = project.module("engine.rundir"), Path.write_text
+    rundir, write = project.module("run.directory"), Path.write_text
     write_json, refused = rundir.write_json, OSError(5, "Input/output error")
 
     def write_text(path: Path, *rest: Any, **how: Any) -> int:
@@ -181,7 +181,7 @@ class Group:
 def test_who_is_slower_time_and_again_is_named(
     project: Project, windows: list[tuple[float, ...]], accused: list[str], caplog: Any
 ) -> None:
-    module, group = project.module("engine.pace"), Group()
+    module, group = project.module("distributed.stragglers"), Group()
     device = SimpleNamespace(type="cpu")
     pace = module.Pace(group, device, None)
     pace.open(wrapped=False)
@@ -203,7 +203,7 @@ def test_what_is_timed_ends_where_ranks_first_wait(
     """By a clock that counts its readings: what lies before a step's last arrival counts."""
     import torch
 
-    module = project.module("engine.pace")
+    module = project.module("distributed.stragglers")
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
     monkeypatch.setattr(module, "time", clock)
@@ -244,8 +244,8 @@ def test_what_is_timed_ends_where_ranks_first_wait(
 def test_the_environment_is_set_in_one_place_and_the_users_own_wins(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    network, launch = project.module("engine.network"), project.module("engine.launch")
-    control = project.module("engine.control")
+    network, launch = project.module("distributed.network"), project.module("distributed.launch")
+    control = project.module("distributed.world")
     ours = {**network.NCCL, **network.on_loopback(), **network.traces_in(project.folder)}
     for name in ours:
         monkeypatch.delenv(name, raising=False)
@@ -274,8 +274,8 @@ def test_the_environment_is_set_in_one_place_and_the_users_own_wins(
 
 def test_hosts_wait_long_but_while_stepping(project: Project, tmp_path: Path) -> None:
     """At the start and in a validation as long as it takes; in a step somewhat over its limit."""
-    network, watch = project.module("engine.network"), project.module("engine.watch")
-    metrics, control = project.module("engine.metrics"), project.module("engine.control")
+    network, watch = project.module("distributed.network"), project.module("distributed.watchdog")
+    metrics, control = project.module("loss"), project.module("distributed.world")
     waited: list[timedelta] = []
     work = SimpleNamespace(wait=waited.append)
     group = control.HostGroup()

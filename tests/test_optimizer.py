@@ -108,7 +108,7 @@ def test_the_rate_follows_the_global_batch_as_stated(project: Project) -> None:
 def test_memory_that_cannot_be_had_is_told_before_training(
     project: Project, tmp_path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memory = project.module("engine.memory")
+    memory = project.module("run.memory")
     run = project.module("train").run
     settings = project.config(run_dir=tmp_path / "run", train__steps=2)
     needed = 3 * sum(
@@ -119,7 +119,7 @@ def test_memory_that_cannot_be_had_is_told_before_training(
         monkeypatch.setattr(memory, "free_host_memory", lambda free=free: free)
         with caplog.at_level("INFO", memory.log.name):
             if verdict == "refused":
-                with pytest.raises(project.module("engine").UserError, match="FSDP"):
+                with pytest.raises(project.module("errors").UserError, match="FSDP"):
                     run(settings)
                 assert not (tmp_path / "run").exists()
             else:

@@ -27,7 +27,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
 
 @pytest.fixture(scope="module")
 def traces(project: Project) -> Any:
-    return project.module("engine.traces")
+    return project.module("workflow.trace")
 
 
 def profile(project: Project, name: str, *words: str, code: int = 0) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def test_windows_of_a_run(project: Project, traces: Any, tmp_path: Path) -> None
 
 
 def test_a_window_that_is_cut_off_leaves_nothing(project: Project, tmp_path: Path) -> None:
-    profiling = project.module("engine.profiling")
+    profiling = project.module("profiler")
     training = project.module("train")
     state = training.setup(project.config())
     plan = profiling.ProfileConfig(every=5, warmup=1, active=3)

@@ -63,10 +63,10 @@ CLUSTER = {
 # The files of a question: what may differ when only its answer does.
 OWN = {
     "license": {"LICENSE"},
-    "task": {f"{PACKAGE}/{name}.py" for name in ("model", "data", "infer", "engine/formats")},
+    "task": {f"{PACKAGE}/{name}.py" for name in ("model", "data", "infer", "data")},
     "parallelism": {f"{PACKAGE}/parallel.py", "tests/test_ranks.py"},
     "checkpoint": {f"{PACKAGE}/checkpoint.py"},
-    "tracker": {f"{PACKAGE}/engine/tracker.py"},
+    "tracker": {f"{PACKAGE}/run/tracker.py"},
     "cluster": set().union(*CLUSTER.values()),
 }
 EVERYWHERE = {"pyproject.toml", "README.md", ".cookiecutter.json"}

@@ -116,7 +116,7 @@ def test_a_project_for_one_process_says_what_it_cannot_measure(
 def test_a_model_too_large_for_one_process(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scale, control = project.module("workflow.scale"), project.module("engine.control")
+    scale, control = project.module("workflow.scale"), project.module("distributed.world")
 
     def run_ranks(*arguments: Any) -> None:
         raise control.RankError(f"it ended with exit code 1:\n{problem}")
@@ -147,7 +147,7 @@ def test_numbers_of_processes(project: Project, sharded: Project) -> None:
     assert sizes(sharded, workflow__ranks=8, parallel__replicate=4) == ([1, 4, 8], "")
     only, reason = sizes(sharded, workflow__ranks=6, parallel__replicate=4)
     assert only == [1] and "--parallel.replicate 4 does not divide 6" in reason
-    with pytest.raises(project.module("engine").UserError, match="raise the batch"):
+    with pytest.raises(project.module("errors").UserError, match="raise the batch"):
         sizes(project, workflow__ranks=65)
 
 
@@ -447,10 +447,10 @@ def test_memory_that_is_kept_and_allocated_is_counted(project: Project) -> None:
 
 def test_settings_that_are_right_only_together_travel(project: Project, tmp_path: Path) -> None:
     """As the settings of a run, and those of the stage's processes, do."""
-    settings, config = project.module("engine.settings"), project.module("config")
+    settings, config = project.module("settings"), project.module("config")
     odd = settings.override(config.Config(), {"model.heads": 5, "model.width": 100})
     file = tmp_path / "config.json"
     file.write_text(json.dumps(settings.to_json(odd)), "utf-8")
     assert settings.from_json(config.Config(), file) == odd
-    with pytest.raises(project.module("engine").UserError, match=r"model\.size is not a setting"):
+    with pytest.raises(project.module("errors").UserError, match=r"model\.size is not a setting"):
         settings.override(odd, {"model.size": 3})

@@ -29,9 +29,9 @@ NAMES = itertools.count()
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     with Project.imported(tmp_path_factory.mktemp("store"), "stored", parallelism="fsdp") as it:
-        it.module("engine.remote").PART = 5 << 20  # the least that S3 takes
-        it.module("engine.remote").LIMIT = 200.0
-        it.module("engine.retrying").PAUSES = (0.01, 0.01, 0.01)
+        it.module("checkpoint.remote").PART = 5 << 20  # the least that S3 takes
+        it.module("checkpoint.remote").LIMIT = 200.0
+        it.module("checkpoint.retrying").PAUSES = (0.01, 0.01, 0.01)
         yield it
 
 
@@ -51,11 +51,14 @@ class Saver:
         self, project: Project, store: Store, sizes: tuple[int, ...] = SMALL, **retention: Any
     ) -> None:
         self.run, self.store, self.sizes = f"made-up-{next(NAMES)}", store, sizes
-        self.remote, module = project.module("engine.remote"), project.module("engine.snapshots")
-        self.errors = project.module("engine.manifest").SnapshotError
-        self.persistently = project.module("engine.retrying").persistently
+        self.remote, module = (
+            project.module("checkpoint.remote"),
+            project.module("checkpoint.publish"),
+        )
+        self.errors = project.module("checkpoint.manifest").SnapshotError
+        self.persistently = project.module("checkpoint.retrying").persistently
         config = module.RetentionConfig(url=store.url(self.run), **retention)
-        group = project.module("engine.control").HostGroup()
+        group = project.module("distributed.agreement").HostGroup()
         self.directory = self.remote.located(config.url)
         self.start = lambda: module.Snapshots(self.directory, config, group)
         self.snapshots = self.start()
@@ -289,9 +292,9 @@ class Doubled(Saver):
 
     def __init__(self, project: Project, store: Store, folder: Path, **retention: Any) -> None:
         super().__init__(project, store, **retention)
-        self.mirrors = project.module("engine.mirror")
+        self.mirrors = project.module("checkpoint.upload")
         self.group, self.folder = self.snapshots.group, folder
-        snapshots = project.module("engine.snapshots")
+        snapshots = project.module("checkpoint.publish")
         self.retention = self.snapshots.retention
         self.snapshots = snapshots.Snapshots(folder, self.retention, self.group)
         self.mirror = self.open()
@@ -353,7 +356,7 @@ def test_who_has_lost_the_store_is_told_at_the_end(
         assert reached.wait(600)
         assert both.start().newest_good() is None
         gate.set()
-        with pytest.raises(project.module("engine").UserError, match="another run has taken over"):
+        with pytest.raises(project.module("errors").UserError, match="another run has taken over"):
             both.mirror.finish()
     assert both.published() == []
 
@@ -405,7 +408,7 @@ def test_another_runs_checkpoints_are_left_alone(
     """Refused before anything there is taken over."""
     url = {"checkpoint__url": store.url("theirs")}
     trained(project, train__steps=4, run_dir=tmp_path / "theirs", **url)
-    before, error = store.objects("theirs"), project.module("engine").UserError
+    before, error = store.objects("theirs"), project.module("errors").UserError
     for more in ({}, {"checkpoint__local_first": True}):
         with pytest.raises(error, match="is of another run:\n  seed: 0 saved, 1 now"):
             trained(project, train__seed=1, run_dir=tmp_path / "ours", **url, **more)
@@ -417,12 +420,14 @@ def test_no_start_over_what_is_left_elsewhere(
 ) -> None:
     url = {"checkpoint__url": store.url("elsewhere"), "run_dir": tmp_path}
     trained(project, train__steps=4, run_dir=tmp_path)
-    with pytest.raises(project.module("engine").UserError, match="has its checkpoints in"):
+    with pytest.raises(project.module("errors").UserError, match="has its checkpoints in"):
         trained(project, train__steps=8, **url)
     both = url | {"checkpoint__local_first": True}
     for path in (tmp_path / "checkpoints").rglob("*.distcp"):
         path.write_bytes(b"")
-    with pytest.raises(project.module("engine.manifest").SnapshotError, match="no good checkpoint"):
+    with pytest.raises(
+        project.module("checkpoint.manifest").SnapshotError, match="no good checkpoint"
+    ):
         trained(project, train__steps=8, **both)
 
 
@@ -453,7 +458,7 @@ def test_half_uploads_of_the_killed_are_dropped_and_nobody_elses(
 
 def test_a_folder_leads_nowhere_else(project: Project, store: Store, tmp_path: Path) -> None:
     """On disk, too, where checkpoints may be copied to from a store."""
-    saver, manifests = Saver(project, store), project.module("engine.manifest")
+    saver, manifests = Saver(project, store), project.module("checkpoint.manifest")
     assert saver.save(1)
     name = "step_00000001/manifest.json"
     whole = json.loads(store.objects(saver.run)[name])
@@ -480,7 +485,7 @@ def test_whoever_started_last_owns_the_place(project: Project, store: Store) -> 
     late, found = saver.start(), saver.newest()  # another process starts
     assert found == 1
     saver.snapshots, ours = late, saver.snapshots
-    with pytest.raises(project.module("engine").UserError, match="another run has taken over"):
+    with pytest.raises(project.module("errors").UserError, match="another run has taken over"):
         saver.publish(2)
     saver.snapshots = ours
     assert saver.save(2) and saver.newest() == 2
@@ -491,12 +496,12 @@ def test_a_rank_with_another_store_is_noticed(project: Project, store: Store) ->
     saver = Saver(project, store)
     storage = saver.snapshots.storage
 
-    class Group(project.module("engine.control").HostGroup):
+    class Group(project.module("distributed.agreement").HostGroup):
         def from_first(self, action: Any) -> Any:
             super().from_first(action)
             return "what rank 0 has written elsewhere"
 
-    with pytest.raises(project.module("engine").UserError, match="does not see what rank 0 writes"):
+    with pytest.raises(project.module("errors").UserError, match="does not see what rank 0 writes"):
         storage.claim(Group())
 
 
@@ -534,7 +539,7 @@ def test_a_run_goes_on_elsewhere_exactly(
         assert not list(runs.glob("here/checkpoints"))
         assert trained(project, run_dir=runs / "elsewhere", **there).status == "finished"
         assert f"resuming from {url}/step_00000006" in caplog.text
-        remote = project.module("engine.remote").located(url)
+        remote = project.module("checkpoint.remote").located(url)
         assert alike(project.tensors(remote), project.tensors(runs / "still"))
         for run in (("--run-dir", str(runs / "elsewhere")), ("--run-dir", url)):
             project("verify", *run)
@@ -604,7 +609,7 @@ def test_a_store_that_is_down_costs_the_upload_alone(
     project: Project, store: Store, tmp_path: Path
 ) -> None:
     both = {"checkpoint__url": store.url("down"), "checkpoint__local_first": True}
-    errors = project.module("engine.manifest").SnapshotError
+    errors = project.module("checkpoint.manifest").SnapshotError
     down = lambda r: "500" if "step_" in r.path and r.method == "PUT" else None  # noqa: E731
     with store.failing(down), pytest.raises(errors, match=r"is good, but.*The same command tries"):
         trained(project, run_dir=tmp_path, **both)
@@ -668,9 +673,9 @@ def test_a_place_that_cannot_be_is_told(
 
 @pytest.mark.parametrize("url", ["s3://key:word@bucket/run", "s3://bucket/run?secret=word"])
 def test_an_address_with_a_password_is_not_repeated(project: Project, url: str) -> None:
-    error = project.module("engine").UserError
+    error = project.module("errors").UserError
     for takes in (
-        project.module("engine.remote").located,
+        project.module("checkpoint.remote").located,
         lambda it: project.config(fresh=True, checkpoint__url=it),
     ):
         with pytest.raises(error, match="no credentials in an address") as refused:

@@ -29,9 +29,11 @@ def test_stops_lose_nothing_and_so_would_be_noticed(
         return {tally.promise for tally in found.tallies if tally.violations}
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"{package}.engine.state.refuse_odd_numbers", lambda *tensors: None)
-        patch.setattr(f"{package}.engine.buffers.RunningBuffers.put_back", lambda *step: None)
-        patch.setattr(f"{package}.engine.numbers.StopAtBadStep._search", lambda *of: [0, 1])
+        patch.setattr(
+            f"{package}.checkpoint.checkpointer.refuse_odd_numbers", lambda *tensors: None
+        )
+        patch.setattr(f"{package}.distributed.buffers.RunningBuffers.put_back", lambda *step: None)
+        patch.setattr(f"{package}.run.bad_steps.StopAtBadStep._search", lambda *of: [0, 1])
         odd = {stops_numbers.PUBLISHED, stops_numbers.CLEAN, stops_numbers.NAMED}
         assert broken() == odd
 
@@ -39,17 +41,17 @@ def test_stops_lose_nothing_and_so_would_be_noticed(
     case = ("validation", "everyone", signal.SIGTERM, 1)
     stops.preempt(found, single, 0, [case], deaf=True)
     with monkeypatch.context() as patch:
-        patch.setattr(f"{package}.engine.rundir.fcntl.lockf", lambda *lock: None)
+        patch.setattr(f"{package}.run.directory.fcntl.lockf", lambda *lock: None)
         stops.two_runs(found, single)
     with socket.create_server(("0.0.0.0", 0)):
         jobs.who_listens(found, [os.getpid()], "a socket of ours")
     noticed = {tally.promise for tally in found.tallies if tally.violations}
     assert noticed == {stops.KEPT, stops.REFUSED, stops.FREE, jobs.LOOPBACK}
 
-    sheltered = single.module("engine.compilation").ShelteredCompilers
+    sheltered = single.module("compile").ShelteredCompilers
     with sheltered():
         assert _hears_stop_signals()
-        handler = single.module("engine.compilation").torch._dynamo.callback_handler
+        handler = single.module("compile").torch._dynamo.callback_handler
         with handler.install_callbacks(None, "0/0"):
             assert not _hears_stop_signals()
         assert _hears_stop_signals()

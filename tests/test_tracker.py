@@ -38,7 +38,7 @@ def project_with(home: Path, tracker: str) -> Iterator[Project]:
     """Its tracker is waited for as long as a busy machine may take."""
     answers = {"parallelism": "single", "checkpoint": "torch_save", "tracker": tracker}
     with Project.imported(home / tracker, f"with_{tracker}", **answers) as project:
-        project.module("engine.tracking").PATIENCE = 150.0
+        project.module("run.tracking").PATIENCE = 150.0
         with pytest.MonkeyPatch.context() as patch:
             if tracker == "wandb":
                 import wandb
@@ -314,7 +314,7 @@ def test_a_broken_tracker_changes_nothing(
     told: str | None,
 ) -> None:
     name = f"{where}-{str(told)[:9]}"
-    tracking = project.module("engine.tracking")
+    tracking = project.module("run.tracking")
     monkeypatch.setattr(tracking, "PATIENCE", 1.0 if told and "did not" in told else 150.0)
     if where == "import":
         monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
@@ -346,7 +346,7 @@ def test_what_it_is_told_and_by_whom(project: Project, monkeypatch: pytest.Monke
         def close(self, status: str) -> None:
             told.append(status)
 
-    tracking = project.module("engine.tracking")
+    tracking = project.module("run.tracking")
     monkeypatch.setattr(tracking, "Tracker", Listener)
     config = project.config(train__steps=3)
     record = {"step": 1, "time": 5.0, "loss": float("nan"), "lr": 0.1, "mfu": None, "samples": 8}
@@ -370,8 +370,8 @@ def test_what_it_is_told_and_by_whom(project: Project, monkeypatch: pytest.Monke
 
 
 def test_only_the_first_rank_of_a_tracked_run_has_one(project: Project) -> None:
-    companions = project.module("engine.companions").companions
-    tracking, control = project.module("engine.tracking"), project.module("engine.control")
+    companions = project.module("run.companions").companions
+    tracking, control = project.module("run.tracking"), project.module("distributed.world")
 
     def trackers(rank: int, **changes: Any) -> int:
         world = control.World(rank, 2, torch.device("cpu"))
@@ -386,7 +386,7 @@ def test_no_report_is_handed_over_while_the_run_is_under_way(
     project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_dir = project.folder / "runs/untracked"
-    log_report = project.module("engine.tracking").log_report
+    log_report = project.module("run.tracking").log_report
     lock = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX)\n"
     lock += "print('held', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", lock, str(run_dir / ".lock")]
@@ -404,7 +404,7 @@ def test_no_report_is_handed_over_while_the_run_is_under_way(
 def test_an_address_with_a_password_is_refused(home: Path) -> None:
     with project_with(home / "refused", "mlflow") as project:
         for uri in ("https://me:word@host/a", "postgresql://me:word@host/db", "http://token@host"):
-            with pytest.raises(project.module("engine").UserError, match="MLFLOW_TRACKING_URI"):
+            with pytest.raises(project.module("errors").UserError, match="MLFLOW_TRACKING_URI"):
                 project.config(tracker__uri=uri)
         for uri in ("https://host/a@b", "sqlite:////tmp/a@b.db", "http://127.0.0.1:5000"):
             assert project.config(tracker__uri=uri).tracker.uri == uri

@@ -120,8 +120,8 @@ def test_weights_come_from_anywhere(project: Project, tmp_path: Path) -> None:
     origins = [*tmp_path.iterdir(), run, sorted(run.glob("checkpoints/step_*"))[-1]]
     assert len(origins) == 9
     model = project.module("train").setup(project.config()).model
-    load = project.module("engine.travel").load_weights
-    group = project.module("engine.control").HostGroup()
+    load = project.module("checkpoint.transfer").load_weights
+    group = project.module("distributed.agreement").HostGroup()
     for origin in origins:
         for tensor in model.state_dict().values():
             tensor.fill_(7)
@@ -140,18 +140,20 @@ def test_a_tied_weight_may_stand_in_a_file_once(project: Project, tmp_path: Path
     model = project.module("train").setup(project.config()).model
     model.head = torch.nn.Linear(1, 1, bias=False)
     model.head.weight = model.embedding.weight
-    load = project.module("engine.travel").load_weights
-    load(tmp_path / "once.pt", model, None, project.module("engine.control").HostGroup(), True)
+    load = project.module("checkpoint.transfer").load_weights
+    load(
+        tmp_path / "once.pt", model, None, project.module("distributed.agreement").HostGroup(), True
+    )
     assert torch.equal(model.state_dict()["head.weight"], weights["embedding.weight"])
 
 
 def test_weights_that_do_not_fit_are_named(project: Project, tmp_path: Path) -> None:
     weights = {k.removeprefix("model."): v for k, v in project.trained.items() if k[0] == "m"}
     model = project.module("train").setup(project.config()).model
-    load = project.module("engine.travel").load_weights
+    load = project.module("checkpoint.transfer").load_weights
     group, user_error = (
-        project.module("engine.control").HostGroup(),
-        project.module("engine").UserError,
+        project.module("distributed.agreement").HostGroup(),
+        project.module("errors").UserError,
     )
     name = "norm.weight"
     other = {k: v for k, v in weights.items() if k != name} | {"extra.weight": torch.ones(3)}
@@ -196,7 +198,7 @@ def test_nothing_is_taken_for_what_it_is_not(
     assert "there is no folder" in line
     assert "a run is a directory" in project.refuses("export", "--to", str(tmp_path / "w.bin"))
     monkeypatch.chdir(project.folder / "runs/default/checkpoints")
-    travel = project.module("engine.travel")
+    travel = project.module("checkpoint.transfer")
     options = travel.ExportConfig(to=tmp_path / "b.pt", source=Path("step_00000006"))
     assert "step 6 from step_00000006" in travel.export(Path("nowhere"), options)
 
@@ -244,7 +246,7 @@ def test_settings_of_another_answer_are_left_out(project: Project, tmp_path: Pat
     assert config.checkpoint.keep == 7 and config.train.steps == 6
     saved["train"] |= {"no_such": 1}
     (tmp_path / "config.json").write_text(json.dumps(saved))
-    with pytest.raises(project.module("engine").UserError, match=r"train\.no_such"):
+    with pytest.raises(project.module("errors").UserError, match=r"train\.no_such"):
         project.module("config").load(tmp_path / "config.json")
 
 

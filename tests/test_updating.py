@@ -61,7 +61,7 @@ def template(tmp_path: Path) -> Path:
     edit(repository / "local_extensions.py", " py=py", " up=py")
     with (project / "README.md").open("a", encoding="utf-8") as readme:
         readme.write("\nSee {{ cookiecutter.project_name | up }}.\n")
-    for path in (next(project.glob("src/*/engine/rundir.py")), *repository.rglob("infer.py")):
+    for path in (next(project.glob("src/*/run/directory.py")), *repository.rglob("infer.py")):
         path.write_text(path.read_text("utf-8") + "# A newer version.\n", "utf-8")
     bash(repository, f"git checkout --quiet -b next && {COMMIT} && git checkout --quiet main")
     return repository
@@ -109,7 +109,7 @@ def test_a_newer_version_comes_and_edits_stay(template: Path, tmp_path: Path) ->
     bash(project, "cruft check", code=1)
     output = bash(project, "cruft update --skip-apply-ask")
     assert "What to do next" not in output, "said of a temporary folder"
-    assert changed(project) == {STAMP, CRUFT_STATE, "README.md", f"{PACKAGE}/engine/rundir.py"}
+    assert changed(project) == {STAMP, CRUFT_STATE, "README.md", f"{PACKAGE}/run/directory.py"}
     bash(project, f"{COMMIT} && cruft check")
     assert (model.read_bytes(), infer.read_bytes()) == (edited, skipped)
     bash(tmp_path, f"cookiecutter {template.name} --no-input --output-dir newer")
@@ -128,7 +128,7 @@ def test_a_conflict_is_marked_and_the_rest_applied(template: Path, tmp_path: Pat
     bash(project, "cruft update --skip-apply-ask")
     text = (project / "README.md").read_text("utf-8")
     assert re.search('<{7} .*\nSee my paper\\.\n={7}\nSee "My Training Run"\\.\n>{7} ', text)
-    expected = {STAMP, CRUFT_STATE, "README.md", f"{PACKAGE}/engine/rundir.py"}
+    expected = {STAMP, CRUFT_STATE, "README.md", f"{PACKAGE}/run/directory.py"}
     assert changed(project) == expected | {f"{PACKAGE}/infer.py"}
 
 
@@ -187,4 +187,4 @@ def test_the_commands_of_the_page_work(template: Path, tmp_path: Path) -> None:
     before = json.loads((linked / STAMP).read_text("utf-8"))
     bash(linked, "cruft update --skip-apply-ask")
     assert json.loads((linked / STAMP).read_text("utf-8")) == before | {"_version": "99.0.0"}
-    assert changed(linked) >= {"README.md", "src/tree_sizes/engine/rundir.py"}
+    assert changed(linked) >= {"README.md", "src/tree_sizes/run/directory.py"}

@@ -108,7 +108,7 @@ def test_a_gate_is_as_good_as_its_worst_check(project: Project, tmp_path: Path, 
 def test_damaged_results_are_refused_with_the_command_to_run(
     project: Project, tmp_path: Path
 ) -> None:
-    gates, error = project.module("workflow.gates"), project.module("engine").UserError
+    gates, error = project.module("workflow.gates"), project.module("errors").UserError
     path = write_stage(project, tmp_path, "baseline")
     whole = json.loads(path.read_text())
     assert gates.read_stage(tmp_path, "baseline") == whole
@@ -253,7 +253,7 @@ def test_who_is_stopped_twice_leaves_once(project: Project) -> None:
     """As by `timeout`, which tells its child and the group: nothing is said of the second."""
     stopped = f"""
 import atexit, os, signal, sys
-from {project.name}.engine.commands import exit_code, leave
+from {project.name}.commands import exit_code, leave
 
 def stop():
     os.kill(os.getpid(), signal.SIGTERM)

@@ -40,8 +40,8 @@ def read_by(package: str, directory: Path, world: Any) -> tuple[bool, str]:
     """Whether a run takes the cache over, and what it warns of; then torch reads what it has."""
     from torch._dynamo import pgo
 
-    cache = importlib.import_module(f"{package}.engine.compile_cache")
-    config = importlib.import_module(f"{package}.engine.compilation").CompileConfig(mode="full")
+    cache = importlib.import_module(f"{package}.compile_cache")
+    config = importlib.import_module(f"{package}.compile").CompileConfig(mode="full")
     warned: list[str] = []
     cache.log = SimpleNamespace(
         info=lambda *text: None,
@@ -57,7 +57,7 @@ def read_by(package: str, directory: Path, world: Any) -> tuple[bool, str]:
 
 def crafted(package: str, tell_tale: str) -> Iterator[tuple[str, Change]]:
     """Name and maker of each; the maker is given the directory, which is not there."""
-    cache = importlib.import_module(f"{package}.engine.compile_cache")
+    cache = importlib.import_module(f"{package}.compile_cache")
     machine = cache.machine_of(DEVICE)
     cache.machine_of = lambda device: machine  # it asks the system, which is no finding
     script = f"touch {tell_tale}".encode()

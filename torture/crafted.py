@@ -445,7 +445,7 @@ def mutated_manifest(rng: random.Random) -> Case:
                     continue
                 node[key] = copy.deepcopy(local.choice(values))
                 break
-        sealed = import_module("hostile_dcp.engine.manifest").sealed
+        sealed = import_module("hostile_dcp.checkpoint.manifest").sealed
         (folder / MANIFEST).write_bytes(sealed(content))
 
     return Case(f"manifest mutated by {seed}", "dcp", change, "manifest", refused=False)

@@ -32,7 +32,7 @@ STEPS = 3  # saves in a recording
 ANSWERS = ("torch_save", "dcp", "dcp_async")
 SHARE = 0.05  # of the states amid the writing of a file, when the time is bounded
 NOTICED = "code without one of its precautions is found out"
-# What is there in engine/storage.py, and what is put in its place.
+# What is there in checkpoint/disk.py, and what is put in its place.
 BREAKAGES = {
     "no_directory_synced": [
         ("_sync(path, os.O_RDONLY | os.O_DIRECTORY)", "pass"),
@@ -191,10 +191,10 @@ def prepare(folder: Path, answer: str, breakage: str = "") -> str:
     package = f"crash_{answer}" + (f"_{list(BREAKAGES).index(breakage)}" if breakage else "")
     (folder / "renders" / package).mkdir(parents=True)
     source = render(folder / "renders" / package, package_name=package, checkpoint=answer)
-    path = source / package / "engine" / "storage.py"
+    path = source / package / "checkpoint" / "disk.py"
     for there, instead in BREAKAGES[breakage] if breakage else ():
         code = path.read_text("utf-8")
-        assert code.count(there) == 1, f"{breakage}: engine/storage.py has changed"
+        assert code.count(there) == 1, f"{breakage}: checkpoint/disk.py has changed"
         path.write_text(code.replace(there, instead), "utf-8")
     return package
 

@@ -37,7 +37,7 @@ class Target:
 
     def __init__(self, package: str, run: Path, ranks: int) -> None:
         self.package, self.run, self.ranks = package, run, ranks
-        self.manifest = importlib.import_module(f"{package}.engine.manifest")
+        self.manifest = importlib.import_module(f"{package}.checkpoint.manifest")
         self.before, self.newest = self.manifest.published(run / "checkpoints")[-2:]
         self.files = sorted(path.name for path in self.newest.iterdir())
         self.entries = self.manifest.read_manifest(self.newest)["files"]
@@ -206,7 +206,7 @@ def seen(findings: Findings, target: Target, what: str, named: str, damage: Dama
 def resume(findings: Findings, target: Target, rng: random.Random) -> None:
     """Let a run go on over damage; then over nothing but damage."""
     training = importlib.import_module(f"{target.package}.train")
-    errors = importlib.import_module(f"{target.package}.engine.control").RankError
+    errors = importlib.import_module(f"{target.package}.distributed.world").RankError
     wanted, step = tensors(target, target.before), int(target.before.name[5:])
     for _ in range(2 if findings.bounded else 12):
         copy = findings.folder / "resumed"
@@ -244,8 +244,8 @@ def tensors(target: Target, path: Path) -> dict[str, Any]:
     """All that a checkpoint holds."""
     import torch
 
-    reading = importlib.import_module(f"{target.package}.engine.reading")
-    control = importlib.import_module(f"{target.package}.engine.control")
+    reading = importlib.import_module(f"{target.package}.checkpoint.reader")
+    control = importlib.import_module(f"{target.package}.distributed.world")
     source = reading.open_tensors(*reading.find_checkpoint(path))
     found = {name: torch.empty(f.shape, dtype=f.dtype) for name, f in source.forms.items()}
     source.read(found, control.HostGroup())
@@ -254,7 +254,7 @@ def tensors(target: Target, path: Path) -> dict[str, Any]:
 
 def flat(target: Target, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Live tensors, by the names that they have in a checkpoint."""
-    return importlib.import_module(f"{target.package}.engine.reading").flat(tree)
+    return importlib.import_module(f"{target.package}.checkpoint.reader").flat(tree)
 
 
 @contextlib.contextmanager

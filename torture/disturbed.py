@@ -144,7 +144,7 @@ class Saves:
         folder = self.run_dir / "checkpoints"
         if not folder.exists():
             return
-        manifest = importlib.import_module(f"{self.package}.engine.manifest")
+        manifest = importlib.import_module(f"{self.package}.checkpoint.manifest")
         paths = manifest.published(folder)
         steps = [int(path.name[5:]) for path in paths]
         problems = [text for path in paths for text in self.problems(path)]
@@ -164,7 +164,7 @@ class Saves:
 
     def problems(self, path: Path) -> list[str]:
         """What is wrong with a checkpoint: its bytes, or what they should hold."""
-        reading = importlib.import_module(f"{self.package}.engine.reading")
+        reading = importlib.import_module(f"{self.package}.checkpoint.reader")
         try:
             manifest, problems = reading.verify(path)
             return problems or [] if reading.open_tensors(path, manifest).forms else ["it is empty"]

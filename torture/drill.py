@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .engine import control, sampling, snapshots, watch
+from .errors import control, sampling, snapshots, watch
 
 HEARD: list[tuple[Any, ...]] = []
 

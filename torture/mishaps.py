@@ -153,13 +153,13 @@ def slow(variant: Variant, seconds: float, hits: Counter[str]) -> None:
 
     def hook() -> None:
         training = importlib.import_module(f"{variant.package}.train")
-        ours = importlib.import_module(f"{variant.package}.engine.snapshots").Snapshots
+        ours = importlib.import_module(f"{variant.package}.checkpoint.publish").Snapshots
         step, publish = training.train_step, ours.publish
 
         def linger(self: Any, number: int, write: Callable[[Path], Any], facts: Any) -> Any:
             return publish(self, number, lambda at: (time.sleep(seconds), write(at))[1], facts)
 
-        recovery = importlib.import_module(f"{variant.package}.engine.state").Recovery
+        recovery = importlib.import_module(f"{variant.package}.checkpoint.checkpointer").Recovery
         say_waited = recovery._say_waited
 
         def note(self: Any, waited: float, number: int) -> None:
@@ -178,7 +178,7 @@ def slow(variant: Variant, seconds: float, hits: Counter[str]) -> None:
     settings = {"checkpoint.every": every, "checkpoint.keep": variant.steps}
     code, log = variant.job(run_dir, lambda call: 0, set(), hook, **settings)
     there = contents(run_dir)
-    manifest = importlib.import_module(f"{variant.package}.engine.manifest")
+    manifest = importlib.import_module(f"{variant.package}.checkpoint.manifest")
     problems = [f"{code}: {log[-2000:]}"] if code != 0 else []
     problems += [
         t for p in manifest.published(run_dir / "checkpoints") for t in manifest.verify(p)[1]

@@ -18,15 +18,15 @@ KEPT: list[Any] = []
 
 def module(package: str, name: str) -> Any:
     """A module of the engine."""
-    return importlib.import_module(f"{package}.engine.{name}")
+    return importlib.import_module(f"{package}.{name}")
 
 
 def _hides_errors(package: str) -> None:
-    module(package, "writing").naming = lambda path: contextlib.nullcontext()
+    module(package, "checkpoint.writing").naming = lambda path: contextlib.nullcontext()
 
 
 def _loses_threads(package: str) -> None:
-    writing = module(package, "writing")
+    writing = module(package, "checkpoint.writing")
 
     def forgetful(self: Any, *rest: Any) -> Any:
         self.fs = writing.Streams()
@@ -38,11 +38,14 @@ def _loses_threads(package: str) -> None:
 
 
 def _leaves_rubbish(package: str) -> None:
-    module(package, "storage").shutil.rmtree = lambda *_, **__: None
+    module(package, "checkpoint.disk").shutil.rmtree = lambda *_, **__: None
 
 
 def _publishes_what_failed(package: str) -> None:
-    snapshots, manifest = module(package, "snapshots"), module(package, "manifest")
+    snapshots, manifest = (
+        module(package, "checkpoint.publish"),
+        module(package, "checkpoint.manifest"),
+    )
     publish = snapshots.Snapshots.publish
 
     def hasty(self: Any, step: int, *rest: Any) -> Any:
@@ -58,13 +61,13 @@ def _publishes_what_failed(package: str) -> None:
 
 
 def _leaks_descriptors(package: str) -> None:
-    storage = module(package, "storage")
+    storage = module(package, "checkpoint.disk")
     sha256_of = storage.sha256_of
     storage.sha256_of = lambda path: (KEPT.append(path.open()), sha256_of(path))[1]
 
 
 def _never_stops(package: str) -> None:
-    recovery = module(package, "state").Recovery
+    recovery = module(package, "checkpoint.checkpointer").Recovery
     settle = recovery._attempt
 
     def patient(self: Any, *rest: Any) -> None:
@@ -75,12 +78,12 @@ def _never_stops(package: str) -> None:
 
 
 def _takes_errors_for_damage(package: str) -> None:
-    manifest = module(package, "manifest")
+    manifest = module(package, "checkpoint.manifest")
     manifest.UnreadableError = manifest.SnapshotError
 
 
 def _stops_for_a_line(package: str) -> None:
-    metrics = module(package, "metrics")
+    metrics = module(package, "run.journal")
 
     def write(self: Any, line: str) -> None:
         self.file.write(line)
@@ -90,7 +93,7 @@ def _stops_for_a_line(package: str) -> None:
 
 
 def _skips_saves(package: str) -> None:
-    checkpointer = importlib.import_module(f"{package}.checkpoint").Checkpointer
+    checkpointer = importlib.import_module(f"{package}.checkpoint.writer").Checkpointer
     save = checkpointer.save
 
     def skip(self: Any, *rest: Any) -> None:
@@ -101,11 +104,11 @@ def _skips_saves(package: str) -> None:
 
 
 def _says_nothing(package: str) -> None:
-    module(package, "state").LONG = 1e9
+    module(package, "checkpoint.checkpointer").LONG = 1e9
 
 
 def _leaks_copies(package: str) -> None:
-    stager = module(package, "staging").Stager
+    stager = module(package, "checkpoint.staging").Stager
     begin = stager.begin
 
     def leaky(self: Any, *rest: Any) -> Any:

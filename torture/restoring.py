@@ -40,7 +40,7 @@ class Restorer:
 
     def module(self, name: str) -> Any:
         """A module of the render."""
-        return importlib.import_module(f"{self.package}.engine.{name}")
+        return importlib.import_module(f"{self.package}.{name}")
 
     def problems(
         self, run: str, tree: Tree, contents: Mapping[str, Contents], saved: int
@@ -54,9 +54,12 @@ class Restorer:
         whole = [name for name, content in there.items() if contents.get(name) == content]
         wanted = max((int(name[5:]) for name in whole), default=0)
         halves = ", ".join(sorted(there.keys() - whole))
-        manifests, snapshots = self.module("manifest"), self.module("snapshots")
+        manifests, snapshots = self.module("checkpoint.manifest"), self.module("checkpoint.publish")
         directory = self.folder / CHECKPOINTS
-        group, retention = self.module("control").HostGroup(), snapshots.RetentionConfig(keep=1)
+        group, retention = (
+            self.module("distributed.agreement").HostGroup(),
+            snapshots.RetentionConfig(keep=1),
+        )
         ours = snapshots.Snapshots(directory, retention, group)
         restored = left = None
         write_tree(self.folder, tree)
@@ -100,7 +103,10 @@ class Restorer:
         self.restored[run, step] += 1
         if self.restored[run, step] % EVERY != 1:
             return None  # the same bytes have been read before
-        reading, group = self.module("reading"), self.module("control").HostGroup()
+        reading, group = (
+            self.module("checkpoint.reader"),
+            self.module("distributed.agreement").HostGroup(),
+        )
         source = reading.open_tensors(path, manifest)
         found = {name: torch.empty(f.shape, dtype=f.dtype) for name, f in source.forms.items()}
         source.read(found, group)

@@ -38,9 +38,9 @@ def main(folder: Path, jobs: list[tuple[str, str, int]]) -> None:
             },
         )
         world = world or train.parallel.setup(settings.parallel, "cpu")
-        note_saves(importlib.import_module(f"{package}.engine.storage"), folder / "marks" / run)
+        note_saves(importlib.import_module(f"{package}.checkpoint.disk"), folder / "marks" / run)
 
-        walk = importlib.import_module(f"{package}.engine.reading").walk
+        walk = importlib.import_module(f"{package}.checkpoint.reader").walk
         note = functools.partial(note_state, folder / "expected" / run, walk)
         train._run(settings, world, note)
     train.parallel.teardown(world)

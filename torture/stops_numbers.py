@@ -111,7 +111,7 @@ def on_ranks(findings: Findings, renders: list[Render]) -> None:
 @contextlib.contextmanager
 def poison(render: Render, bad: set[int], in_loss: bool) -> Iterator[None]:
     """These samples have a loss, or only a gradient, that is not finite; a buffer sees it too."""
-    sampling, training = render.module("engine.sampling"), render.module("train")
+    sampling, training = render.module("sampling"), render.module("train")
     fetch, loss, build = sampling.fetch, training.compute_loss, training.build_model
 
     def fetch_marked(dataset: Any, ids: Any, *keys: Any) -> Any:
@@ -144,7 +144,7 @@ def poison(render: Render, bad: set[int], in_loss: bool) -> Iterator[None]:
 
 def run_here(render: Render, run: str, observer: Any, *options: str, **changes: Any) -> str:
     """How a run in this process ended, or in what words it failed."""
-    config, control = render.module("config"), render.module("engine.control")
+    config, control = render.module("config"), render.module("distributed.world")
     ground = {"device": "cpu", "run_dir": render.run_dir(run), "train.steps": 60}
     ground |= {"data.path": render.folder / "text.txt"} | changes
     for name, value in zip(options[::2], options[1::2], strict=True):
@@ -152,12 +152,12 @@ def run_here(render: Render, run: str, observer: Any, *options: str, **changes: 
     settings = config.override(config.preset("tiny"), ground)
     try:
         return str(render.module("train").run(settings, observer).status)
-    except (render.module("engine").UserError, control.RankError) as error:
+    except (render.module("errors").UserError, control.RankError) as error:
         return str(error)
 
 
 def _tensors(render: Render, state: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    return render.module("engine.reading").flat(state.checkpointer.tensors())
+    return render.module("checkpoint.reader").flat(state.checkpointer.tensors())
 
 
 def _kind(name: str, state: Any) -> str:
@@ -173,7 +173,7 @@ def _batch(render: Render, step: int) -> list[int]:
     changes = {"data.path": render.folder / "text.txt"}
     settings = config.override(config.preset("tiny"), changes)
     train, _, _ = data.build_datasets(settings)
-    order = render.module("engine.sampling").GlobalBatches(len(train), 8, settings.train.seed)
+    order = render.module("sampling").GlobalBatches(len(train), 8, settings.train.seed)
     return order.ids(step - 1).tolist()
 
 

@@ -16,12 +16,12 @@ NOTICED = "A template that breaks one of these promises is found out"
 
 
 def _lets_orphans_live(package: str) -> None:
-    control = importlib.import_module(f"{package}.engine.control")
+    control = importlib.import_module(f"{package}.distributed.world")
     control.die_with_the_launcher = lambda: None
 
 
 def _restores_no_moments(package: str) -> None:
-    recovery = importlib.import_module(f"{package}.engine.state").Recovery
+    recovery = importlib.import_module(f"{package}.checkpoint.checkpointer").Recovery
     restore = recovery.restore
 
     def forgetful(self) -> int:
@@ -41,7 +41,7 @@ def _trains_otherwise(package: str) -> None:
 
 
 def _saves_only_at_the_end(package: str) -> None:
-    recovery = importlib.import_module(f"{package}.engine.state").Recovery
+    recovery = importlib.import_module(f"{package}.checkpoint.checkpointer").Recovery
     publish = recovery.publish
 
     def lazy(self, step: int, *arguments) -> None:
@@ -52,7 +52,7 @@ def _saves_only_at_the_end(package: str) -> None:
 
 
 def _overlooks_the_newest(package: str) -> None:
-    snapshots = importlib.import_module(f"{package}.engine.snapshots")
+    snapshots = importlib.import_module(f"{package}.checkpoint.publish")
     published = snapshots.published
     snapshots.published = lambda directory: published(directory)[:-1]
 

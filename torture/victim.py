@@ -77,9 +77,12 @@ class Victim:
 
         self.package, self.run = package, folder / package
         self.training = self.module("train")
-        self.manifest, self.travel = self.module("engine.manifest"), self.module("engine.travel")
-        self.control = self.module("engine.control")
-        self.clear = (self.module("engine").UserError, self.control.RankError)
+        self.manifest, self.travel = (
+            self.module("checkpoint.manifest"),
+            self.module("checkpoint.transfer"),
+        )
+        self.control = self.module("distributed.world")
+        self.clear = (self.module("errors").UserError, self.control.RankError)
         config = prepare.settings(package, self.run, folder / "text.txt")
         self.state = self.training.setup(config)
         group = self.control.HostGroup(self.state.world)
@@ -170,7 +173,7 @@ class Victim:
         def weights() -> int:
             return int(load(where, model, None, group).partition("/step_")[2][:8])
 
-        yield "verify", lambda: self.module("engine.rundir").list_checkpoints(where) and 0
+        yield "verify", lambda: self.module("run.directory").list_checkpoints(where) and 0
         yield "--init-from", weights
         if case.name.find("mutated") < 0:
             yield "export", export

@@ -184,7 +184,7 @@ def _train(plan: Plan, config: Any, board: Board, rank: int, line: int) -> None:
         time.sleep(0.1)  # a start that is no fork takes seconds
     logs, commands, training = (
         importlib.import_module(f"{plan.package}.{name}")
-        for name in ("engine.logs", "engine.commands", "train")
+        for name in ("run.logs", "commands", "train")
     )
     logs.log_to_console()
     watch.everything(training)
@@ -243,11 +243,10 @@ class _Watch:
 
     def everything(self, training: Any) -> None:
         """Wrap all that is told apart."""
-        engine = f"{self.package}.engine"
-        state = importlib.import_module(f"{engine}.state")
-        snapshots = importlib.import_module(f"{engine}.snapshots")
-        storage = importlib.import_module(f"{engine}.storage")
-        staging = importlib.import_module(f"{engine}.staging")
+        state = importlib.import_module(f"{self.package}.checkpoint.checkpointer")
+        snapshots = importlib.import_module(f"{self.package}.checkpoint.publish")
+        storage = importlib.import_module(f"{self.package}.checkpoint.disk")
+        staging = importlib.import_module(f"{self.package}.checkpoint.staging")
         step, save, begin = training.train_step, training.Checkpointer._save, staging.Stager.begin
 
         def train_step(now: Any, batches: Any) -> None:

@@ -1,15 +1,15 @@
 """Checkpoints by torch.distributed.checkpoint, every rank its part, while training waits.
 
-They load into any number of ranks. How a checkpoint is published is told in engine/snapshots.py,
-how it is read in engine/reading.py.
+They load into any number of ranks. How a checkpoint is published is told in checkpoint/publish.py,
+how it is read in checkpoint/reader.py.
 """
 
 from dataclasses import dataclass
 
-from .engine.buffers import agree_on_buffers
-from .engine.snapshots import RetentionConfig
-from .engine.state import Recovery, share_of
-from .engine.writing import write_shards
+from ..distributed.buffers import agree_on_buffers
+from .checkpointer import Recovery, share_of
+from .publish import RetentionConfig
+from .writing import write_shards
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Staging copies this rank's part into host buffers; it overlaps with the next for
 which only read parameters, and must be over before the optimizer changes them. The upload (write,
 hash, publish) runs on a thread and a process group of its own. One save is in flight at a time; a
 failure waits in `failed` until the loop's control word has carried it to every rank. How it is
-published is told in engine/snapshots.py, how it is read in engine/reading.py.
+published is told in checkpoint/publish.py, how it is read in checkpoint/reader.py.
 """
 
 import threading
@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from .engine.buffers import agree_on_buffers
-from .engine.reading import Tensors
-from .engine.snapshots import RetentionConfig
-from .engine.staging import Stager
-from .engine.state import Recovery, share_of
-from .engine.writing import write_shards
+from ..distributed.buffers import agree_on_buffers
+from .checkpointer import Recovery, share_of
+from .publish import RetentionConfig
+from .reader import Tensors
+from .staging import Stager
+from .writing import write_shards
 
 
 @dataclass(frozen=True)

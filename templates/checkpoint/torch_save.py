@@ -1,7 +1,7 @@
 """Checkpoints as one `torch.save` file, gathered on rank 0 while training waits.
 
 The simplest thing to open elsewhere: `torch.load("state.pt")["model"]`. How a checkpoint is
-published is told in engine/snapshots.py, how it is read in engine/reading.py.
+published is told in checkpoint/publish.py, how it is read in checkpoint/reader.py.
 """
 
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from pathlib import Path
 
 from torch.distributed.tensor import DTensor
 
-from .engine.buffers import agree_on_buffers
-from .engine.reading import WHOLE_FILE, Tensors
-from .engine.snapshots import RetentionConfig
-from .engine.state import Recovery
-from .engine.writing import write_whole
+from ..distributed.buffers import agree_on_buffers
+from .checkpointer import Recovery
+from .publish import RetentionConfig
+from .reader import WHOLE_FILE, Tensors
+from .writing import write_whole
 
 
 @dataclass(frozen=True)

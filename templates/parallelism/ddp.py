@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .engine.control import World, join, leave
+from .world import World, join, leave
 
 
 @dataclass(frozen=True)

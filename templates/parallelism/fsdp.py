@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from .engine import UserError
-from .engine.control import World, join, leave
+from ..errors import UserError
+from .world import World, join, leave
 
 
 @dataclass(frozen=True)

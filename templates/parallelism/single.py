@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .engine import UserError
-from .engine.control import World, launched_ranks, pick_device
+from ..device import pick_device
+from ..errors import UserError
+from .world import World, launched_ranks
 
 
 @dataclass(frozen=True)

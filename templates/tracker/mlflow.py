@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import UserError
+from ..errors import UserError
 
 STATUS = {"running": "RUNNING", "preempted": "KILLED", "failed": "FAILED"}
 

@@ -19,7 +19,7 @@ STEPS = 3
 
 def tensors_of(state: Any) -> dict[str, torch.Tensor]:
     """All that a checkpoint of this state holds, by name."""
-    reading = importlib.import_module(f"{type(state).__module__.split('.')[0]}.engine.reading")
+    reading = importlib.import_module(f"{type(state).__module__.split('.')[0]}.checkpoint.reader")
     return dict(reading.flat(state.checkpointer.tensors()))
 
 

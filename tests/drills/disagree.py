@@ -15,7 +15,7 @@ def main(folder: Path, package: str) -> None:
     """Try a run on different texts, then one from different weights."""
     training = importlib.import_module(f"{package}.train")
     config = importlib.import_module(f"{package}.config")
-    error = importlib.import_module(f"{package}.engine").UserError
+    error = importlib.import_module(f"{package}.errors").UserError
     rank, told = os.environ["RANK"], 0
     text = folder / "text.txt"
     # Each rank has a folder of its own for what lies at the same path on each of two machines.

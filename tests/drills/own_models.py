@@ -77,7 +77,7 @@ def main(folder: Path, packages: list[str]) -> None:
             close = torch.allclose(value, compiled[key], atol=2e-4, rtol=1e-3)
             assert close, f"{name}: {key} after compiling"
         if world.rank == 0:
-            travel = importlib.import_module(f"{name}.engine.travel")
+            travel = importlib.import_module(f"{name}.checkpoint.transfer")
             file = folder / f"{where}.safetensors"
             travel.export(folder / where / "whole", travel.ExportConfig(to=file))
             exported = importlib.import_module("safetensors.torch").load_file(file)

@@ -56,7 +56,7 @@ def main(folder: Path, packages: list[str]) -> None:
     for name, (which, where, slow) in CASES.items():
         training, configuration, sampling, logs, pace = (
             importlib.import_module(f"{packages[which]}.{module}")
-            for module in ("train", "config", "engine.sampling", "engine.logs", "engine.pace")
+            for module in ("train", "config", "sampling", "run.logs", "distributed.stragglers")
         )
         pace.time = CLOCK
         logs.log_to_console()
@@ -78,7 +78,7 @@ def main(folder: Path, packages: list[str]) -> None:
         training._run(config, world, fail)
     except ValueError:
         pass
-    control = importlib.import_module(f"{packages[1]}.engine.control")
+    control = importlib.import_module(f"{packages[1]}.distributed.world")
     cut_off(control, world)
     if RANK == 0:
         print(json.dumps(found))

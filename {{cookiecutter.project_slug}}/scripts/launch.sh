@@ -50,7 +50,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${GRACE_SECONDS:-120} # torch before 2.13 
 # Told to the processes, so that none lives on if torchrun is killed while they start.
 export LAUNCHER_PID=$$
 
-rendezvous=() # on one machine nothing listens to the network: engine/launch.py
+rendezvous=() # on one machine nothing listens to the network: distributed/launch.py
 if [ "${NNODES:-1}" != 1 ]; then
     rendezvous=(
         --nnodes "$NNODES"
@@ -59,7 +59,7 @@ if [ "${NNODES:-1}" != 1 ]; then
         --rdzv-endpoint "${RDZV_ENDPOINT:?set it to host:port of one of the $NNODES machines}"
     )
 fi
-exec "$python" -m {{ cookiecutter.package_name }}.engine.launch ${rendezvous[@]+"${rendezvous[@]}"} \
+exec "$python" -m {{ cookiecutter.package_name }}.distributed.launch ${rendezvous[@]+"${rendezvous[@]}"} \
     --nproc-per-node "$processes" \
     --max-restarts "${MAX_RESTARTS:-3}" \
     --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \

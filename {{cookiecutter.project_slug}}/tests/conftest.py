@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from {{ cookiecutter.package_name }} import config
-from {{ cookiecutter.package_name }}.engine.settings import override
+from {{ cookiecutter.package_name }}.settings import override
 from {{ cookiecutter.package_name }}.train import State, run
 
 PACKAGE = config.__package__

@@ -3,13 +3,7 @@
 import numpy as np
 import pytest
 
-from {{ cookiecutter.package_name }}.engine.sampling import (
-    GlobalBatches,
-    Permutation,
-    fixed_subset,
-    sample_keys,
-    shares,
-)
+from {{ cookiecutter.package_name }}.sampling import GlobalBatches, Permutation, fixed_subset, sample_keys, shares
 
 SIZES = [1, 2, 3, 7, 100, 4095, 4096, 4097, 10_007]
 

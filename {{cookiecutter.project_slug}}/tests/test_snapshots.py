@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from {{ cookiecutter.package_name }}.engine.control import HostGroup
-from {{ cookiecutter.package_name }}.engine.manifest import SnapshotError, published, verify
-from {{ cookiecutter.package_name }}.engine.snapshots import RetentionConfig, Snapshots
+from {{ cookiecutter.package_name }}.checkpoint.manifest import SnapshotError, published, verify
+from {{ cookiecutter.package_name }}.checkpoint.publish import RetentionConfig, Snapshots
+from {{ cookiecutter.package_name }}.distributed.agreement import HostGroup
 
 
 def write(directory: Path) -> list[str]:

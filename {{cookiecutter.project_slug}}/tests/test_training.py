@@ -13,12 +13,15 @@ from conftest import losses, tiny, train
 
 from {{ cookiecutter.package_name }} import train as training
 from {{ cookiecutter.package_name }}.__main__ import main
-from {{ cookiecutter.package_name }}.engine import UserError, staging
-from {{ cookiecutter.package_name }}.engine.control import Control, HostGroup, RankError, World
-from {{ cookiecutter.package_name }}.engine.decoding import Decoder
-from {{ cookiecutter.package_name }}.engine.rundir import RunDirectory
-from {{ cookiecutter.package_name }}.engine.travel import load_weights
+from {{ cookiecutter.package_name }}.checkpoint import staging
+from {{ cookiecutter.package_name }}.checkpoint.decoding import Decoder
+from {{ cookiecutter.package_name }}.checkpoint.transfer import load_weights
+from {{ cookiecutter.package_name }}.distributed.agreement import HostGroup
+from {{ cookiecutter.package_name }}.distributed.stop import Control
+from {{ cookiecutter.package_name }}.distributed.world import World
+from {{ cookiecutter.package_name }}.errors import RankError, UserError
 from {{ cookiecutter.package_name }}.model import build_model
+from {{ cookiecutter.package_name }}.run.directory import RunDirectory
 from {{ cookiecutter.package_name }}.train import State, run, setup, train_step
 
 

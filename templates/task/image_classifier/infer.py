@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from .config import Config
 from .data import build_datasets
-from .engine.metrics import move
-from .engine.sampling import fetch
+from .device import move
+from .sampling import fetch
 
 if TYPE_CHECKING:
     from .data import Spec

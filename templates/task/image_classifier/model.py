@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .engine import UserError
-from .engine.metrics import LossSum
+from .errors import UserError
+from .loss import LossSum
 
 if TYPE_CHECKING:
     from .config import Config

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import Config
-from .engine import UserError
+from .errors import UserError
 
 if TYPE_CHECKING:
     from .data import Spec

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .engine import UserError
-from .engine.metrics import LossSum
+from .errors import UserError
+from .loss import LossSum
 
 if TYPE_CHECKING:
     from .config import Config

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .engine.metrics import LossSum
+from .loss import LossSum
 
 if TYPE_CHECKING:
     from .config import Config

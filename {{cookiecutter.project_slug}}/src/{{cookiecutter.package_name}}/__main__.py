@@ -9,19 +9,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import commands
 from . import config as configuration
+from .checkpoint.transfer import ExportConfig
+from .checkpoint.transfer import export as write_export
+from .commands import PROGRAM, ask, exit_code
 from .config import Config, Place
-from .engine import UserError, commands
-from .engine.commands import PROGRAM, ask, exit_code
-from .engine.control import HostGroup
-from .engine.elastic import TO_BE_RESTARTED
-from .engine.logs import log_to_console
-from .engine.rundir import list_checkpoints, summary
-from .engine.settings import on_disk
-from .engine.travel import ExportConfig
-from .engine.travel import export as write_export
+from .distributed.agreement import HostGroup
+from .distributed.elastic import TO_BE_RESTARTED
+from .errors import UserError
 from .infer import InferConfig
 from .model import PRESETS
+from .run.directory import list_checkpoints, summary
+from .run.logs import log_to_console
+from .settings import on_disk
 from .workflow import STAGES
 
 log = logging.getLogger(__package__)
@@ -103,9 +104,9 @@ def infer(arguments: list[str]) -> int:
     """Use a trained model, in one plain process, whatever number of ranks saved it."""
     import torch
 
+    from .checkpoint.transfer import load_weights
     from .data import build_datasets
-    from .engine.control import pick_device
-    from .engine.travel import load_weights
+    from .device import pick_device
     from .infer import infer as use
     from .model import build_model
 

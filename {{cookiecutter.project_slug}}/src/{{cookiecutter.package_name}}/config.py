@@ -6,17 +6,17 @@ from typing import Literal
 
 import torch
 
-from .checkpoint import CheckpointConfig
+from .checkpoint.remote import located
+from .checkpoint.writer import CheckpointConfig
+from .compile import CompileConfig
 from .data import DataConfig
-from .engine import UserError
-from .engine.compilation import CompileConfig
-from .engine.profiling import ProfileConfig
-from .engine.remote import located
-from .engine.settings import from_json, on_disk, override
-from .engine.tracker import TrackerConfig
+from .distributed.parallel import ParallelConfig
+from .errors import UserError
 from .model import PRESETS, ModelConfig
 from .optim import OptimConfig
-from .parallel import ParallelConfig
+from .profiler import ProfileConfig
+from .run.tracker import TrackerConfig
+from .settings import from_json, on_disk, override
 from .workflow import WorkflowConfig
 
 

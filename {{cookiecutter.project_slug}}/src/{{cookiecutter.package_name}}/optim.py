@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from .engine import UserError
+from .errors import UserError
 
 if TYPE_CHECKING:
     from .config import Config

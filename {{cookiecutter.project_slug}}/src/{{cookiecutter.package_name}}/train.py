@@ -10,28 +10,32 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from . import parallel
-from .checkpoint import Checkpointer
+from .checkpoint.checkpointer import agree_on_identity, identity_of
+from .checkpoint.optimizers import step_unless
+from .checkpoint.transfer import load_weights
+from .checkpoint.writer import Checkpointer
+from .compile import checkpoint_activations, compile_model
 from .config import Config
 from .data import build_datasets
-from .engine import UserError
-from .engine.buffers import RunningBuffers, agree_on_buffers
-from .engine.companions import companions, garbage_collected_by_hand
-from .engine.compilation import checkpoint_activations, compile_model
-from .engine.control import Control, HostGroup, World, set_up_torch
-from .engine.elastic import outcome
-from .engine.flops import forward_flops, peak_flops
-from .engine.memory import check_memory, expected_memory
-from .engine.metrics import Journal, checked, judge_step, loss_vector, means, move
-from .engine.optimizers import step_unless
-from .engine.rundir import RunDirectory
-from .engine.sampling import GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
-from .engine.settings import to_json
-from .engine.state import agree_on_identity, identity_of
-from .engine.travel import load_weights
-from .engine.watch import Watch
+from .device import move, set_up_torch
+from .distributed import parallel
+from .distributed.agreement import HostGroup
+from .distributed.buffers import RunningBuffers, agree_on_buffers
+from .distributed.elastic import outcome
+from .distributed.stop import Control
+from .distributed.watchdog import Watch
+from .distributed.world import World
+from .errors import UserError
+from .loss import checked, judge_step, loss_vector, means
 from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer, set_learning_rate
+from .run.companions import companions, garbage_collected_by_hand
+from .run.directory import RunDirectory
+from .run.flops import forward_flops, peak_flops
+from .run.journal import Journal
+from .run.memory import check_memory, expected_memory
+from .sampling import GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
+from .settings import to_json
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +65,9 @@ class State:
     bad_steps: Tensor | int = 0
     """Since the last log line: steps skipped for a loss or gradient that was not finite."""
     grad_norm: Tensor | float = 0.0
-    patient: bool = False  # while what is going on may take longer than a step (engine/watch.py)
+    patient: bool = (
+        False  # while what is going on may take longer than a step (distributed/watchdog.py)
+    )
 
 
 Observer = Callable[[State, dict[str, Any] | None], None]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..engine import UserError
+from ..errors import UserError
 
 STAGES = {
     "baseline": "Measure one eager process: determinism, learning, throughput, waiting for data.",

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from .. import parallel
+from ..checkpoint.checkpointer import local_part
 from ..config import Config
 from ..data import build_datasets
-from ..engine.memory import expected_memory, free_host_memory
-from ..engine.metrics import move
-from ..engine.state import local_part
+from ..device import move
+from ..distributed import parallel
 from ..model import blocks, compute_loss
+from ..run.memory import expected_memory, free_host_memory
 from ..train import State
 
 STEPS = "steps begin here"

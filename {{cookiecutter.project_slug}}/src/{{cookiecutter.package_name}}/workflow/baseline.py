@@ -9,14 +9,15 @@ import time
 import numpy as np
 import torch
 
-from .. import parallel
 from ..config import Config
-from ..engine.flops import cpu_peak_flops, forward_flops, peak_flops
-from ..engine.memory import in_units, peak_memory
-from ..engine.metrics import checked, loss_vector, means, move
-from ..engine.sampling import fetch, seed_step
-from ..engine.settings import override
+from ..device import move
+from ..distributed import parallel
+from ..loss import checked, loss_vector, means
 from ..model import compute_loss
+from ..run.flops import cpu_peak_flops, forward_flops, peak_flops
+from ..run.memory import in_units, peak_memory
+from ..sampling import fetch, seed_step
+from ..settings import override
 from ..train import State, setup, train_step
 from .gates import Stage
 from .measuring import Steps, describe, differences, record_steps, spread, synchronize

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.manifest import published
 from ..config import Config
-from ..engine import UserError
-from ..engine.control import HostGroup, RankError, pick_device
-from ..engine.manifest import published
-from ..engine.memory import in_units
-from ..engine.rundir import RunDirectory, write_json
-from ..engine.settings import override, to_json
+from ..device import pick_device
+from ..distributed.agreement import HostGroup
+from ..errors import RankError, UserError
+from ..run.directory import RunDirectory, write_json
+from ..run.memory import in_units
+from ..settings import override, to_json
 from . import gates, processes, scale
 from .drill import EVERY, STEPS, bytes_of
 from .gates import Stage

@@ -10,13 +10,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ..compile import Finding
 from ..config import Config
-from ..engine import UserError
-from ..engine.compilation import Finding
-from ..engine.control import RankError
-from ..engine.memory import in_units
-from ..engine.rundir import write_json
-from ..engine.settings import override, to_json
+from ..errors import RankError, UserError
+from ..run.directory import write_json
+from ..run.memory import in_units
+from ..settings import override, to_json
 from .compile_trial import STEPS
 from .gates import PACKAGE, Stage
 from .measuring import TOO_NOISY, Interval, describe, verdict

@@ -15,17 +15,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import parallel
+from .. import compile as compilation
+from ..compile_cache import CompileCache, lookups
 from ..config import Config
-from ..engine import UserError, compilation
-from ..engine.compile_cache import CompileCache, lookups
-from ..engine.control import World
-from ..engine.memory import peak_memory
-from ..engine.metrics import means
-from ..engine.rundir import write_json
-from ..engine.sampling import Share, fetch
-from ..engine.settings import from_json, override
+from ..distributed import parallel
+from ..distributed.world import World
+from ..errors import UserError
+from ..loss import means
 from ..model import blocks
+from ..run.directory import write_json
+from ..run.memory import peak_memory
+from ..sampling import Share, fetch
+from ..settings import from_json, override
 from ..train import State, setup, train_step
 from .measuring import has_drawn, spread, synchronize
 

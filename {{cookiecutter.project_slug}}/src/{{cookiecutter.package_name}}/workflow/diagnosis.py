@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from ..config import Config
-from ..engine.flops import usable_cores
-from ..engine.traces import Breakdown
+from ..run.flops import usable_cores
 from .gates import command, read_stage
+from .trace import Breakdown
 
 BOUND = {
     "data": "input-bound",

@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .. import parallel
+from ..checkpoint.checkpointer import model_tensors
+from ..checkpoint.manifest import MANIFEST, published, read_manifest
+from ..checkpoint.reader import DCP_INDEX, flat
+from ..commands import exit_code
 from ..config import Config, load
-from ..engine import UserError
-from ..engine.buffers import agree_on_buffers
-from ..engine.commands import exit_code
-from ..engine.control import HostGroup, RankError
-from ..engine.logs import log_to_console
-from ..engine.manifest import MANIFEST, published, read_manifest
-from ..engine.memory import check_memory, expected_memory
-from ..engine.reading import DCP_INDEX, flat
-from ..engine.rundir import RunDirectory, write_json
-from ..engine.settings import override
-from ..engine.state import model_tensors
+from ..distributed import parallel
+from ..distributed.agreement import HostGroup
+from ..distributed.buffers import agree_on_buffers
+from ..errors import RankError, UserError
+from ..run.directory import RunDirectory, write_json
+from ..run.logs import log_to_console
+from ..run.memory import check_memory, expected_memory
+from ..settings import override
 from ..train import State, run, setup, start, train_step
 from .gates import PACKAGE
 from .measuring import record_steps, spread, synchronize

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
+from ..commands import PROGRAM
 from ..config import Config
-from ..engine import UserError
-from ..engine.commands import PROGRAM
-from ..engine.flops import cpu_name, device_name, usable_cores
-from ..engine.rundir import write_json
-from ..engine.settings import to_json
+from ..errors import UserError
+from ..run.directory import write_json
+from ..run.flops import cpu_name, device_name, usable_cores
+from ..settings import to_json
 
 STATUSES = ("fail", "not_measured", "pass")  # the worst first
 CHECK = {"name", "status", "measured", "wanted", "advice"}

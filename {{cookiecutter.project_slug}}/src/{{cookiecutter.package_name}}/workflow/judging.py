@@ -139,7 +139,7 @@ def judge_flips(stage: Stage, flips: list[dict[str, Any]], truth: Undisturbed) -
         bool(flips) and not problems,
         measured="; ".join(problems) or good,
         wanted="a damaged checkpoint is never loaded, the one before it is",
-        advice="restore only what its manifest and every hash confirm (engine/manifest.py)",
+        advice="restore only what its manifest and every hash confirm (checkpoint/manifest.py)",
     )
 
 
@@ -173,7 +173,7 @@ def judge_kills(stage: Stage, found: Killing, truth: Undisturbed) -> None:
         False if problems else True if inside else None,
         measured="; ".join(problems) or (good if inside else none),
         wanted="no more than one save lost, the same end, nothing left over",
-        advice="publish a checkpoint by one rename, when all of it is on disk (engine/snapshots.py)"
+        advice="publish by one rename, when all of it is on disk (checkpoint/publish.py)"
         if problems
         else "",
     )

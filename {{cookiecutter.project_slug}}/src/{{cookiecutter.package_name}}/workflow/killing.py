@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..engine.control import RankError
-from ..engine.manifest import PUBLISHED, published, step_name
-from ..engine.storage import RESERVED
+from ..checkpoint.disk import RESERVED
+from ..checkpoint.manifest import PUBLISHED, published, step_name
+from ..errors import RankError
 from . import processes
 
 Launch = Callable[[], AbstractContextManager[subprocess.Popen[str]]]

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..engine.metrics import means
-from ..engine.sampling import seed_step
+from ..loss import means
+from ..sampling import seed_step
 from ..train import State, train_step
 
 NOISE = 1.2  # ends of an interval this far apart leave open what is faster

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from ..engine import UserError
-from ..engine.control import HostGroup, RankError
-from ..engine.manifest import published
-from ..engine.metrics import move
-from ..engine.reading import find_checkpoint
-from ..engine.rundir import checkpoints_of
-from ..engine.sampling import Loader, shares
-from ..engine.travel import load_weights
+from ..checkpoint.manifest import published
+from ..checkpoint.reader import find_checkpoint
+from ..checkpoint.transfer import load_weights
+from ..device import move
+from ..distributed.agreement import HostGroup
+from ..errors import RankError, UserError
 from ..model import compute_loss
+from ..run.directory import checkpoints_of
+from ..sampling import Loader, shares
 from ..train import State
 
 

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..engine.commands import leave
-from ..engine.control import RankError
-from ..engine.flops import usable_cores
+from ..commands import leave
+from ..errors import RankError
+from ..run.flops import usable_cores
 from .gates import PACKAGE
 
 # What torchrun, even with one process, tells those it starts: these are not among them.
@@ -33,7 +33,7 @@ def started(
     """
     command = [sys.executable, "-m"]
     if ranks:
-        command += [f"{PACKAGE}.engine.launch", f"--nproc-per-node={ranks}"]
+        command += [f"{PACKAGE}.distributed.launch", f"--nproc-per-node={ranks}"]
         command += ["--max-restarts=0", "-m"]
         threads = threads or max(1, usable_cores() // ranks)
     inherited = {name: it for name, it in os.environ.items() if not OF_TORCHRUN.match(name)}

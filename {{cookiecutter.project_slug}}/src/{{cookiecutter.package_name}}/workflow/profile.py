@@ -11,15 +11,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .. import parallel
 from ..config import Config
-from ..engine.control import HostGroup, World
-from ..engine.profiling import Profiler, trace_steps
-from ..engine.traces import PARTS, Breakdown, TraceError, breakdown, read_trace
+from ..distributed import parallel
+from ..distributed.agreement import HostGroup
+from ..distributed.world import World
+from ..profiler import Profiler, trace_steps
 from ..train import State, setup, train_step
 from .diagnosis import WORTH_A_WORD, advice, diagnose, others
 from .gates import Stage
 from .measuring import Interval, median_interval, spread, synchronize
+from .trace import PARTS, Breakdown, TraceError, breakdown, read_trace
 
 SECONDS, MOST = 5.0, 200  # for the steps that tell what an idle profiler costs
 IDLE_LIMIT = 0.01

@@ -12,9 +12,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from ..config import load
-from ..engine import UserError
-from ..engine.memory import in_units
-from ..engine.tracking import log_report
+from ..errors import UserError
+from ..run.memory import in_units
+from ..run.tracking import log_report
 from . import STAGES, plots
 from .gates import PACKAGE, command, read_stage
 

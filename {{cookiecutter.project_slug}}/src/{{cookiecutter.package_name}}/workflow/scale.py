@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from .. import parallel
 from ..config import Config
-from ..engine import UserError
-from ..engine.control import RankError, pick_device
-from ..engine.memory import in_units
-from ..engine.rundir import write_json
-from ..engine.settings import to_json
+from ..device import pick_device
+from ..distributed import parallel
+from ..errors import RankError, UserError
+from ..run.directory import write_json
+from ..run.memory import in_units
+from ..settings import to_json
 from . import processes
 from .gates import PACKAGE, Stage, machine
 from .measuring import difference

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .. import parallel
+from ..commands import exit_code
 from ..config import Config
-from ..engine.commands import exit_code
-from ..engine.control import HostGroup, RankError, World
-from ..engine.rundir import write_json
-from ..engine.settings import from_json, override
+from ..distributed import parallel
+from ..distributed.agreement import HostGroup
+from ..distributed.world import World
+from ..errors import RankError
+from ..run.directory import write_json
+from ..settings import from_json, override
 from ..train import State, setup, train_step
 from .allocations import memory_of, peak_of_steps
 from .measuring import Steps, has_drawn, median_interval, record_steps, spread

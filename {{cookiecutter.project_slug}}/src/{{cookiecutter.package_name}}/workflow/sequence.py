@@ -6,9 +6,9 @@ import subprocess
 import sys
 import time
 
+from ..commands import leave
 from ..config import Config
-from ..engine import UserError
-from ..engine.commands import leave
+from ..errors import UserError
 from . import STAGES
 from .gates import PACKAGE, command, is_current, read_stage, stage_file
 from .report import publish_report

@@ -1,0 +1,1 @@
+"""Checkpoints: written, published, verified, read back, sent elsewhere."""

@@ -1,0 +1,1 @@
+"""Processes that train together: joining, agreeing, stopping, noticing hangs."""

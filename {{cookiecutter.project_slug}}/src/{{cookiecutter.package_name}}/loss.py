@@ -1,0 +1,70 @@
+"""A loss as sums, their means, and what makes a step bad."""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from .errors import UserError
+
+
+class LossSum(NamedTuple):
+    """Sums over a batch, not means, so that accumulation and uneven ranks come out exact."""
+
+    total: torch.Tensor
+    """Sum of the losses, the scalar to differentiate."""
+    count: torch.Tensor | int
+    """What `total` is divided by in the end: the tokens, or the images, that were counted."""
+    metrics: dict[str, torch.Tensor]
+    """Further sums, reported divided by `count`."""
+
+
+def checked(loss: LossSum) -> LossSum:
+    """What compute_loss returned; UserError when it is something else."""
+    if not isinstance(loss, LossSum):
+        raise UserError(
+            f"compute_loss returned a {type(loss).__name__}: it must return a LossSum, with the "
+            "sum of the losses, how many they are, and sums of metrics (loss.py)"
+        )
+    return loss
+
+
+def loss_vector(loss: LossSum) -> torch.Tensor:
+    """[total, count, metrics ...] of a LossSum, detached, float32, on the loss's device."""
+    total = loss.total.detach().float()
+    values = [total, loss.count, *loss.metrics.values()]
+    # new_full is a kernel; a tensor made on the host would have to be waited for.
+    tensors = [v if isinstance(v, torch.Tensor) else total.new_full((), v) for v in values]
+    return torch.stack([tensor.detach().float() for tensor in tensors])
+
+
+def judge_step(
+    sums: torch.Tensor, norm: torch.Tensor, ranks: int, clip: float
+) -> tuple[torch.Tensor | float, torch.Tensor | float, torch.Tensor | bool]:
+    """The factor for the gradients, their norm before clipping, and whether the step is not finite.
+
+    The gradients are of summed losses, averaged over the ranks; `sums` holds the total and the
+    count over all ranks. The results are scalars on the device, for which nothing has to wait; on
+    a CPU plain numbers, since an operator on a scalar tensor costs ten times as much.
+    """
+    if sums.device.type == "cpu":
+        total, count, *_ = sums.tolist()
+        count, norm = count or math.nan, norm.item()
+    else:
+        total, count = sums[0], sums[1]
+    scale = ranks / count
+    norm = norm * scale
+    judged = norm + total
+    bad = (judged - judged) != 0  # what is not finite, less itself, is not a number
+    if clip:
+        factor = clip / (norm + 1e-6)
+        scale = scale * (min(factor, 1.0) if isinstance(factor, float) else factor.clamp(max=1.0))
+    return scale, norm, bad
+
+
+def means(sums: torch.Tensor, names: Iterable[str]) -> dict[str, float]:
+    """Mean loss and metrics from a sum of loss vectors; waits for the device."""
+    total, count, *metrics = sums.tolist()
+    named = {"loss": total, **dict(zip(names, metrics, strict=True))}
+    return {name: value / count if count else math.nan for name, value in named.items()}

@@ -1,0 +1,110 @@
+"""Numbers that are not finite: whose samples they come from, and that no checkpoint has them."""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterable, Set
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..checkpoint.manifest import SnapshotError
+from ..errors import UserError
+from ..sampling import Share, shares
+
+log = logging.getLogger(__name__)
+
+
+class StopAtBadStep:
+    """`--train.on-bad-step stop`: called after every step, UserError after one that is not finite.
+
+    The host waits for the device to know. The step was skipped, so the weights are those that the
+    batch met: it is put through again in halves, as steps that change nothing, and those that are
+    not finite are halved again, down to single samples.
+    """
+
+    def __init__(self, train_step: Any) -> None:
+        self.train_step = train_step
+
+    def __enter__(self) -> "StopAtBadStep":
+        """Nothing to set up."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Nothing to leave."""
+
+    def __call__(self, state: Any, record: dict[str, Any] | None) -> None:
+        """Look at the step just done (its count moves to the log line, where there is one)."""
+        if not (record["skipped_steps"] if record else int(state.bad_steps)):
+            return
+        step, state.patient = state.step - 1, True
+        log.info("step %d was not finite: looking for the samples that make it so", state.step)
+        ids = state.loader.source.order.ids(step).tolist()
+        found = self._search(state, step, 0, len(ids))
+        alone = f"on their own, those of samples {', '.join(str(ids[place]) for place in found)}"
+        together = f"on their own, those of no sample: only together, in this batch of {ids[:64]}"
+        error = UserError(
+            f"the loss or the gradient of step {state.step} is not finite; "
+            f"{alone if found else together}. Nothing of this step is kept. Look at the data, or "
+            "go on past such steps with --train.on-bad-step skip"
+        )
+        error.agreed = True
+        raise error
+
+    def _search(self, state: Any, step: int, low: int, high: int) -> list[int]:
+        """Places in the batch, from `low` to below `high`, whose samples are not finite alone."""
+        if not self._is_bad(state, step, low, high):
+            return []
+        if high - low == 1:
+            return [low]
+        middle = (low + high) // 2
+        return self._search(state, step, low, middle) + self._search(state, step, middle, high)
+
+    def _is_bad(self, state: Any, step: int, low: int, high: int) -> bool:
+        plan = [
+            Share(slice(share.places.start + low, share.places.stop + low), share.weight)
+            for share in shares(
+                high - low, state.config.train.micro_batch_size, state.world.rank, state.world.size
+            )
+        ]
+        trial = dataclasses.replace(
+            state, step=step, plan=plan, checkpointer=None, optimizer=_Still(state.optimizer)
+        )
+        trial.sums, trial.bad_steps = 0.0, 0
+        self.train_step(trial, state.loader.of(step, plan))
+        return bool(trial.bad_steps)
+
+
+class _Still:
+    """An optimizer that leaves the weights as they are."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.param_groups = [dict(group) for group in optimizer.param_groups]
+        self.zero_grad = optimizer.zero_grad
+
+    def step(self) -> None:
+        pass
+
+
+def refuse_odd_numbers(
+    tensors: Iterable[tuple[tuple[str, ...], torch.Tensor]], weights: Set[str]
+) -> None:
+    """SnapshotError for a NaN in any tensor, or an infinity in one of `weights`, the trained ones.
+
+    Steps that are not finite are skipped, so there should be none; but a checkpoint with them would
+    verify, and push out the good ones. Buffers may be infinite, as masks are.
+    """
+    for (kind, name, *rest), value in tensors:
+        tensor = (value.to_local() if isinstance(value, DTensor) else value).detach()
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        if tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16:
+            array = tensor.numpy()  # on one thread, as staging.copy_on_one_core does it
+            extremes = [float(array.min()), float(array.max())]
+        else:
+            wide = tensor.float() if tensor.itemsize == 1 else tensor  # float8 has no order
+            extremes = torch.stack(torch.aminmax(wide)).tolist()
+        weight = kind == "model" and name in weights
+        if any(math.isnan(x) or (weight and math.isinf(x)) for x in extremes):
+            raise SnapshotError(f"{'.'.join((kind, name, *rest))} is not finite")
