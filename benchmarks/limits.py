@@ -32,9 +32,9 @@ FILES = {  # what grows with files alone
 UNEVEN = ("create" + CPU,)  # the file system's doing more than ours
 OWN = 4  # files that a group keeps open beside its connections
 MEETING = {
-    "server" + CPU: "store, for the job's group and one `HostGroup`, s",
-    "group" + CPU: "`HostGroup` made, each rank, s",
-    "connections": "connections of a `HostGroup`, each rank",
+    "server" + CPU: "store, for the job's group and one `Group`, s",
+    "group" + CPU: "`Group` made, each rank, s",
+    "connections": "connections of a `Group`, each rank",
     "first_connections": "… rank 0",
     "agree" + CPU: "`agree` on 100 bytes from each, each rank, s",
     "from_first" + CPU: "`from_first`, each rank, s",

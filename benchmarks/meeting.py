@@ -1,7 +1,7 @@
 """What it costs that ranks meet: the store of a job, gloo's connections, agreement on objects.
 
 Ranks are processes of this machine, forked, that share its cores: so CPU time is what counts here,
-and the store's, which one thread serves, before all. `HostGroup` is the rendered project's own. The
+and the store's, which one thread serves, before all. `Group` is the rendered project's own. The
 store alone is tried with more clients than there can be processes. All of it happens in a network
 of its own, which has no name server: torch looks up the name of every client that connects, and
 what that takes is not the store's doing.
@@ -129,7 +129,7 @@ def store(clients: int) -> dict[str, float]:
 
 
 def groups(ranks: int, lazy: bool, package: str) -> dict[str, float]:
-    """Ranks join, make a `HostGroup`, and agree on what each would write."""
+    """Ranks join, make a `Group`, and agree on what each would write."""
     control = importlib.import_module(f"{package}.distributed.world")
     os.environ |= {LAZY: str(int(lazy)), "GLOO_SOCKET_IFNAME": "lo"}
     server = Store()
@@ -143,7 +143,7 @@ def groups(ranks: int, lazy: bool, package: str) -> dict[str, float]:
             dist.barrier()
             began, cpu = time.perf_counter(), time.process_time()
             before = len(os.listdir("/proc/self/fd"))
-            group = control.HostGroup(control.World(rank, ranks, torch.device("cpu"), True))
+            group = control.Group(control.World(rank, ranks, torch.device("cpu"), True))
             found = {"group_cpu_seconds": time.process_time() - cpu}
             word = torch.zeros(2, dtype=torch.int32)
             calls = {

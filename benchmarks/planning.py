@@ -181,7 +181,7 @@ def directory(ranks: int, sizes: list[int], checkpoints: Path, clock: Clock) -> 
     clock("manifest_read", lambda: manifest.read_manifest(folder))
     _, problems = clock("verify", lambda: manifest.verify(folder))
     assert not problems, problems[0]
-    kept = snapshots.Snapshots(checkpoints, snapshots.RetentionConfig(), control.HostGroup())
+    kept = snapshots.Snapshots(checkpoints, snapshots.RetentionConfig(), control.Group())
     clock("prune", kept.prune)
     for name, size in zip(names, sizes, strict=True):
         os.truncate(folder / name, size)  # a hole: what the index points to has to be there

@@ -240,5 +240,5 @@ class Project:
         import torch
 
         empty = {name: torch.empty(f.shape, dtype=f.dtype) for name, f in source.forms.items()}
-        source.read(empty, self.module("distributed.agreement").HostGroup())
+        source.read(empty, self.module("distributed").Group())
         return empty

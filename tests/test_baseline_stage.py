@@ -174,7 +174,7 @@ def test_a_rate_of_almost_nothing_is_found(project: Project, tmp_path: Path) -> 
 def test_a_gpu_is_known_by_its_whole_name(project: Project, monkeypatch) -> None:
     import torch
 
-    flops, cuda = project.module("run.flops"), torch.device("cuda", 0)
+    flops, cuda = project.module("run.hardware"), torch.device("cuda", 0)
     for name, peak in (
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA H100 80GB HBM3", 989e12),

@@ -455,7 +455,7 @@ def test_what_is_not_ours_is_left_alone(project, place, change, monkeypatch, cap
     change(place)
     monkeypatch.setattr(place.module, "machine_of", lambda device: place.machine)
     config = project.module("compile").CompileConfig(mode="full")
-    world = project.module("distributed.world").World(0, 1, torch.device("cpu"))
+    world = project.module("distributed").World(0, 1, torch.device("cpu"))
     caplog.set_level(logging.WARNING)
     with place.module.CompileCache(place.directory, config, world) as cache:
         assert not cache.loaded
@@ -466,7 +466,7 @@ def test_what_is_not_ours_is_left_alone(project, place, change, monkeypatch, cap
 
 def test_one_rank_writes_for_each_device(project: Project, place) -> None:
     config = project.module("compile").CompileConfig(mode="full")
-    world = project.module("distributed.world").World
+    world = project.module("distributed").World
 
     def cache(rank: int, size: int, device: str) -> Any:
         where = world(rank, size, torch.device(device))

@@ -43,9 +43,7 @@ def test_who_stops_waits_to_be_told_where_machines_come_and_go(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ending = project.module("distributed.elastic")
-    with project.module("distributed.stop").Control(
-        project.module("distributed.agreement").HostGroup()
-    ) as it:
+    with project.module("distributed.stop").Control(project.module("distributed").Group()) as it:
         monkeypatch.setattr(ending, "TOLD_WITHIN", 0.05)
         monkeypatch.setenv("NNODES", "1:3")
         assert ending.outcome(0, it) == "finished"
@@ -70,13 +68,13 @@ def test_a_wrong_number_of_machines_is_told_at_once(project: Project, machines: 
 
 def test_who_stops_hears_no_more_but_its_children_do(project: Project) -> None:
     """A second signal on the way out does no harm; who was not told to stop gives all back."""
-    control = project.module("distributed.world")
+    control = project.module("distributed")
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        with control.Control(control.HostGroup()):
+        with control.Control(control.Group()):
             pass
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-        with control.Control(control.HostGroup()) as it:
+        with control.Control(control.Group()) as it:
             os.kill(os.getpid(), signal.SIGTERM)
             assert it.exchange() == (signal.SIGTERM, False)
         assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)

@@ -245,7 +245,7 @@ def test_the_environment_is_set_in_one_place_and_the_users_own_wins(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network, launch = project.module("distributed.network"), project.module("distributed.launch")
-    control = project.module("distributed.world")
+    control = project.module("distributed")
     ours = {**network.NCCL, **network.on_loopback(), **network.traces_in(project.folder)}
     for name in ours:
         monkeypatch.delenv(name, raising=False)
@@ -275,10 +275,10 @@ def test_the_environment_is_set_in_one_place_and_the_users_own_wins(
 def test_hosts_wait_long_but_while_stepping(project: Project, tmp_path: Path) -> None:
     """At the start and in a validation as long as it takes; in a step somewhat over its limit."""
     network, watch = project.module("distributed.network"), project.module("distributed.watchdog")
-    metrics, control = project.module("loss"), project.module("distributed.world")
+    metrics, control = project.module("loss"), project.module("distributed")
     waited: list[timedelta] = []
     work = SimpleNamespace(wait=waited.append)
-    group = control.HostGroup()
+    group = control.Group()
     limit = timedelta(seconds=6)
     world = control.World(0, 1, None, True, limit)
     config = SimpleNamespace(train=SimpleNamespace(steps=1, global_batch_size=1))

@@ -108,7 +108,7 @@ def test_the_rate_follows_the_global_batch_as_stated(project: Project) -> None:
 def test_memory_that_cannot_be_had_is_told_before_training(
     project: Project, tmp_path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memory = project.module("run.memory")
+    memory = project.module("run.hardware")
     run = project.module("train").run
     settings = project.config(run_dir=tmp_path / "run", train__steps=2)
     needed = 3 * sum(

@@ -116,7 +116,7 @@ def test_a_project_for_one_process_says_what_it_cannot_measure(
 def test_a_model_too_large_for_one_process(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scale, control = project.module("workflow.scale"), project.module("distributed.world")
+    scale, control = project.module("workflow.scale"), project.module("distributed")
 
     def run_ranks(*arguments: Any) -> None:
         raise control.RankError(f"it ended with exit code 1:\n{problem}")

@@ -55,10 +55,10 @@ class Saver:
             project.module("checkpoint.remote"),
             project.module("checkpoint.publish"),
         )
-        self.errors = project.module("checkpoint.manifest").SnapshotError
+        self.errors = project.module("checkpoint.manifest").CheckpointError
         self.persistently = project.module("checkpoint.retrying").persistently
         config = module.RetentionConfig(url=store.url(self.run), **retention)
-        group = project.module("distributed.agreement").HostGroup()
+        group = project.module("distributed").Group()
         self.directory = self.remote.located(config.url)
         self.start = lambda: module.Snapshots(self.directory, config, group)
         self.snapshots = self.start()
@@ -426,7 +426,7 @@ def test_no_start_over_what_is_left_elsewhere(
     for path in (tmp_path / "checkpoints").rglob("*.distcp"):
         path.write_bytes(b"")
     with pytest.raises(
-        project.module("checkpoint.manifest").SnapshotError, match="no good checkpoint"
+        project.module("checkpoint.manifest").CheckpointError, match="no good checkpoint"
     ):
         trained(project, train__steps=8, **both)
 
@@ -496,7 +496,7 @@ def test_a_rank_with_another_store_is_noticed(project: Project, store: Store) ->
     saver = Saver(project, store)
     storage = saver.snapshots.storage
 
-    class Group(project.module("distributed.agreement").HostGroup):
+    class Group(project.module("distributed").Group):
         def from_first(self, action: Any) -> Any:
             super().from_first(action)
             return "what rank 0 has written elsewhere"
@@ -609,7 +609,7 @@ def test_a_store_that_is_down_costs_the_upload_alone(
     project: Project, store: Store, tmp_path: Path
 ) -> None:
     both = {"checkpoint__url": store.url("down"), "checkpoint__local_first": True}
-    errors = project.module("checkpoint.manifest").SnapshotError
+    errors = project.module("checkpoint.manifest").CheckpointError
     down = lambda r: "500" if "step_" in r.path and r.method == "PUT" else None  # noqa: E731
     with store.failing(down), pytest.raises(errors, match=r"is good, but.*The same command tries"):
         trained(project, run_dir=tmp_path, **both)

@@ -371,7 +371,7 @@ def test_what_it_is_told_and_by_whom(project: Project, monkeypatch: pytest.Monke
 
 def test_only_the_first_rank_of_a_tracked_run_has_one(project: Project) -> None:
     companions = project.module("run.companions").companions
-    tracking, control = project.module("run.tracking"), project.module("distributed.world")
+    tracking, control = project.module("run.tracking"), project.module("distributed")
 
     def trackers(rank: int, **changes: Any) -> int:
         world = control.World(rank, 2, torch.device("cpu"))

@@ -121,7 +121,7 @@ def test_weights_come_from_anywhere(project: Project, tmp_path: Path) -> None:
     assert len(origins) == 9
     model = project.module("train").setup(project.config()).model
     load = project.module("checkpoint.transfer").load_weights
-    group = project.module("distributed.agreement").HostGroup()
+    group = project.module("distributed").Group()
     for origin in origins:
         for tensor in model.state_dict().values():
             tensor.fill_(7)
@@ -141,9 +141,7 @@ def test_a_tied_weight_may_stand_in_a_file_once(project: Project, tmp_path: Path
     model.head = torch.nn.Linear(1, 1, bias=False)
     model.head.weight = model.embedding.weight
     load = project.module("checkpoint.transfer").load_weights
-    load(
-        tmp_path / "once.pt", model, None, project.module("distributed.agreement").HostGroup(), True
-    )
+    load(tmp_path / "once.pt", model, None, project.module("distributed").Group(), True)
     assert torch.equal(model.state_dict()["head.weight"], weights["embedding.weight"])
 
 
@@ -152,7 +150,7 @@ def test_weights_that_do_not_fit_are_named(project: Project, tmp_path: Path) -> 
     model = project.module("train").setup(project.config()).model
     load = project.module("checkpoint.transfer").load_weights
     group, user_error = (
-        project.module("distributed.agreement").HostGroup(),
+        project.module("distributed").Group(),
         project.module("errors").UserError,
     )
     name = "norm.weight"

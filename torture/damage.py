@@ -56,7 +56,7 @@ class Target:
             return [problem] if problem else []
         try:
             self.manifest.read_manifest(self.newest)
-        except self.manifest.SnapshotError as error:
+        except self.manifest.CheckpointError as error:
             return [str(error)]
         return []
 
@@ -216,7 +216,7 @@ def resume(findings: Findings, target: Target, rng: random.Random) -> None:
         damage()
         config = settings(target.package, copy, target.run.parent / "text.txt", steps=step)
         state = training.setup(config)
-        group = training.HostGroup(state.world)
+        group = training.Group(state.world)
         with training.RunDirectory(copy, group) as run_dir:
             checkpointer = training.start(state, run_dir, group)
             found = dict(flat(target, checkpointer.tensors()))
@@ -248,7 +248,7 @@ def tensors(target: Target, path: Path) -> dict[str, Any]:
     control = importlib.import_module(f"{target.package}.distributed.world")
     source = reading.open_tensors(*reading.find_checkpoint(path))
     found = {name: torch.empty(f.shape, dtype=f.dtype) for name, f in source.forms.items()}
-    source.read(found, control.HostGroup())
+    source.read(found, control.Group())
     return found
 
 

@@ -51,7 +51,7 @@ def _publishes_what_failed(package: str) -> None:
     def hasty(self: Any, step: int, *rest: Any) -> Any:
         try:
             return publish(self, step, *rest)
-        except manifest.SnapshotError:
+        except manifest.CheckpointError:
             target = self.directory / manifest.step_name(step)
             target.mkdir(exist_ok=True)
             (target / manifest.MANIFEST).write_text('{"files": {}}')
@@ -79,7 +79,7 @@ def _never_stops(package: str) -> None:
 
 def _takes_errors_for_damage(package: str) -> None:
     manifest = module(package, "checkpoint.manifest")
-    manifest.UnreadableError = manifest.SnapshotError
+    manifest.UnreadableError = manifest.CheckpointError
 
 
 def _stops_for_a_line(package: str) -> None:

@@ -57,7 +57,7 @@ class Restorer:
         manifests, snapshots = self.module("checkpoint.manifest"), self.module("checkpoint.publish")
         directory = self.folder / CHECKPOINTS
         group, retention = (
-            self.module("distributed.agreement").HostGroup(),
+            self.module("distributed").Group(),
             snapshots.RetentionConfig(keep=1),
         )
         ours = snapshots.Snapshots(directory, retention, group)
@@ -105,7 +105,7 @@ class Restorer:
             return None  # the same bytes have been read before
         reading, group = (
             self.module("checkpoint.reader"),
-            self.module("distributed.agreement").HostGroup(),
+            self.module("distributed").Group(),
         )
         source = reading.open_tensors(path, manifest)
         found = {name: torch.empty(f.shape, dtype=f.dtype) for name, f in source.forms.items()}

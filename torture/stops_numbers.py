@@ -144,7 +144,7 @@ def poison(render: Render, bad: set[int], in_loss: bool) -> Iterator[None]:
 
 def run_here(render: Render, run: str, observer: Any, *options: str, **changes: Any) -> str:
     """How a run in this process ended, or in what words it failed."""
-    config, control = render.module("config"), render.module("distributed.world")
+    config, control = render.module("config"), render.module("distributed")
     ground = {"device": "cpu", "run_dir": render.run_dir(run), "train.steps": 60}
     ground |= {"data.path": render.folder / "text.txt"} | changes
     for name, value in zip(options[::2], options[1::2], strict=True):

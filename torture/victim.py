@@ -81,11 +81,11 @@ class Victim:
             self.module("checkpoint.manifest"),
             self.module("checkpoint.transfer"),
         )
-        self.control = self.module("distributed.world")
+        self.control = self.module("distributed")
         self.clear = (self.module("errors").UserError, self.control.RankError)
         config = prepare.settings(package, self.run, folder / "text.txt")
         self.state = self.training.setup(config)
-        group = self.control.HostGroup(self.state.world)
+        group = self.control.Group(self.state.world)
         with self.training.RunDirectory(self.run, group) as run_dir:
             self.training.start(self.state, run_dir, group).close()
         self.facts = self.state.checkpointer.facts
@@ -140,7 +140,7 @@ class Victim:
 
     def roads(self, case: Any, where: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Each way of reading: a name, and a function that returns the step that was taken."""
-        group = self.control.HostGroup()
+        group = self.control.Group()
         load, model = self.travel.load_weights, self.state.model
         if case.kind == "cache":
             yield "a start", lambda: self.take_over(where)

@@ -48,7 +48,7 @@ def main(task: str, folder: Path, packages: list[str]) -> None:
             },
         )
         world = world or package.parallel.setup(settings.parallel, "cpu")
-        group = package.HostGroup(world)
+        group = package.Group(world)
         if task == "write":
 
             def note(state: Any, record: Any, name: str = name) -> None:

@@ -79,7 +79,7 @@ def main(folder: Path, ddp: str, fsdp: str) -> None:
                     parameter.data.fill_(7)
             state.optimizer.state.clear()
             run = SimpleNamespace(path=folder / other)
-            training.start(state, run, training.HostGroup(world)).close()
+            training.start(state, run, training.Group(world)).close()
             assert digest(state) == digests[other], f"{name} read {other}"
         del state
     if world.rank == 0:

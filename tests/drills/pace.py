@@ -86,7 +86,7 @@ def main(folder: Path, packages: list[str]) -> None:
 
 def cut_off(control: Any, world: Any) -> None:
     """The last rank is not there any more; the others do not wait for it as at the start."""
-    group = control.HostGroup(world)
+    group = control.Group(world)
     word = control.Control(group)
     word.exchange()
     if world.size - 1 != RANK:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from {{ cookiecutter.package_name }}.checkpoint.manifest import SnapshotError, published, verify
+from {{ cookiecutter.package_name }}.checkpoint.manifest import CheckpointError, published, verify
 from {{ cookiecutter.package_name }}.checkpoint.publish import RetentionConfig, Snapshots
-from {{ cookiecutter.package_name }}.distributed.agreement import HostGroup
+from {{ cookiecutter.package_name }}.distributed.agreement import Group
 
 
 def write(directory: Path) -> list[str]:
@@ -20,7 +20,7 @@ def write(directory: Path) -> list[str]:
 
 @pytest.fixture
 def snapshots(tmp_path: Path) -> Snapshots:
-    return Snapshots(tmp_path / "checkpoints", RetentionConfig(keep=2), HostGroup())
+    return Snapshots(tmp_path / "checkpoints", RetentionConfig(keep=2), Group())
 
 
 def names(snapshots: Snapshots) -> list[str]:
@@ -42,7 +42,7 @@ def test_a_save_that_fails_leaves_nothing(snapshots: Snapshots) -> None:
         write(directory)
         raise OSError("disk full")
 
-    with pytest.raises(SnapshotError, match="disk full"):
+    with pytest.raises(CheckpointError, match="disk full"):
         snapshots.publish(2, fail, {})
     assert names(snapshots) == ["step_00000001"]
 
@@ -54,7 +54,7 @@ def test_the_newest_are_kept_and_the_best(snapshots: Snapshots) -> None:
 
 
 def test_some_are_kept_for_good(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path, RetentionConfig(keep=1, keep_every=2), HostGroup())
+    snapshots = Snapshots(tmp_path, RetentionConfig(keep=1, keep_every=2), Group())
     for step in range(1, 6):
         snapshots.publish(step, write, {})
     assert [path.name for path in published(tmp_path)] == [
@@ -96,7 +96,7 @@ def test_a_damaged_newest_is_set_aside(snapshots: Snapshots) -> None:
 def test_only_damaged_ones_are_no_fresh_start(snapshots: Snapshots) -> None:
     (snapshots.publish(1, write, {}) / "a.bin").unlink()
     for _ in range(2):
-        with pytest.raises(SnapshotError, match="--fresh"):
+        with pytest.raises(CheckpointError, match="--fresh"):
             snapshots.newest_good()
 
 

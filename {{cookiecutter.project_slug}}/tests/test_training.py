@@ -16,7 +16,7 @@ from {{ cookiecutter.package_name }}.__main__ import main
 from {{ cookiecutter.package_name }}.checkpoint import staging
 from {{ cookiecutter.package_name }}.checkpoint.decoding import Decoder
 from {{ cookiecutter.package_name }}.checkpoint.transfer import load_weights
-from {{ cookiecutter.package_name }}.distributed.agreement import HostGroup
+from {{ cookiecutter.package_name }}.distributed.agreement import Group
 from {{ cookiecutter.package_name }}.distributed.stop import Control
 from {{ cookiecutter.package_name }}.distributed.world import World
 from {{ cookiecutter.package_name }}.errors import RankError, UserError
@@ -217,7 +217,7 @@ def test_a_checkpoint_holds_its_own_step(tmp_path: Path, monkeypatch) -> None:
     settings = tiny(tmp_path, train__steps=8)
     run(settings, keep)
     model = setup(settings).model
-    load_weights(tmp_path, model, 5, HostGroup())
+    load_weights(tmp_path, model, 5, Group())
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
@@ -252,7 +252,7 @@ def test_a_run_directory_has_one_writer(tmp_path: Path) -> None:
     def meanwhile(state: State, record: dict | None) -> None:
         if state.step == 2 and (child := os.fork()) == 0:
             try:
-                RunDirectory(tmp_path, HostGroup()).__enter__()
+                RunDirectory(tmp_path, Group()).__enter__()
             except UserError as error:
                 os._exit(42 if f"in use by process {os.getppid()}" in str(error) else 1)
             os._exit(1)

@@ -15,7 +15,7 @@ from .checkpoint.transfer import ExportConfig
 from .checkpoint.transfer import export as write_export
 from .commands import PROGRAM, ask, exit_code
 from .config import Config, Place
-from .distributed.agreement import HostGroup
+from .distributed import Group
 from .distributed.elastic import TO_BE_RESTARTED
 from .errors import UserError
 from .infer import InferConfig
@@ -116,7 +116,7 @@ def infer(arguments: list[str]) -> int:
     config = configuration.load(options.directory / "config.json")
     _, _, spec = build_datasets(config)
     model = build_model(config, spec)
-    loaded = load_weights(options.directory, model, options.step, HostGroup(), strict=True)
+    loaded = load_weights(options.directory, model, options.step, Group(), strict=True)
     log.info("weights: %s", loaded)
     model.to(pick_device(options.device)).eval()
     with torch.no_grad():

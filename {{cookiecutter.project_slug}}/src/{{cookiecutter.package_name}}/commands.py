@@ -13,7 +13,7 @@ import torch.distributed as dist
 import tyro
 
 from .checkpoint.retrying import StoreError
-from .distributed.world import launched_ranks
+from .distributed import launched_ranks
 from .errors import RankError, UserError
 
 T = TypeVar("T")

@@ -28,8 +28,8 @@ from typing import Any, BinaryIO
 import torch
 
 from .compile import CompileConfig, compile_seconds, compile_summary, graphs
-from .distributed.world import World
-from .run.flops import cpu_name
+from .distributed import World
+from .run.hardware import cpu_name
 
 log = logging.getLogger(__name__)
 ARTIFACTS, LIBRARY = "artifacts-", re.compile(r"(?:\w+/)+[\w.-]+\.so")

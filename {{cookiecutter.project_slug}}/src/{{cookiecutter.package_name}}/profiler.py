@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from .distributed.world import World
+from .distributed import World
 from .errors import UserError
 from .sampling import WAITING
 

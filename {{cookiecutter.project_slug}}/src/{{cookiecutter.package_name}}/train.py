@@ -18,22 +18,19 @@ from .compile import checkpoint_activations, compile_model
 from .config import Config
 from .data import build_datasets
 from .device import move, set_up_torch
-from .distributed import parallel
-from .distributed.agreement import HostGroup
+from .distributed import Group, World, parallel
 from .distributed.buffers import RunningBuffers, agree_on_buffers
 from .distributed.elastic import outcome
 from .distributed.stop import Control
 from .distributed.watchdog import Watch
-from .distributed.world import World
 from .errors import UserError
 from .loss import checked, judge_step, loss_vector, means
 from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer, set_learning_rate
 from .run.companions import companions, garbage_collected_by_hand
 from .run.directory import RunDirectory
-from .run.flops import forward_flops, peak_flops
+from .run.hardware import check_memory, expected_memory, forward_flops, peak_flops
 from .run.journal import Journal
-from .run.memory import check_memory, expected_memory
 from .sampling import GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
 from .settings import to_json
 
@@ -183,7 +180,7 @@ def run(config: Config, observer: Observer | None = None) -> Result:
 
 
 def _run(config: Config, world: World, observer: Observer) -> Result:
-    group, kept = HostGroup(world), config.checkpoint
+    group, kept = Group(world), config.checkpoint
     with contextlib.ExitStack() as stack:
         control = stack.enter_context(Control(group))  # the first: a stop may come early
         state, settings = setup(config, world), config.train
@@ -231,7 +228,7 @@ def _run(config: Config, world: World, observer: Observer) -> Result:
         return Result(status, state.step, validation)
 
 
-def start(state: State, run_dir: RunDirectory, group: HostGroup) -> Checkpointer:
+def start(state: State, run_dir: RunDirectory, group: Group) -> Checkpointer:
     """Resume from the newest good checkpoint, or begin; UserError when the run is another one."""
     config = state.config
     identity = identity_of(

@@ -16,12 +16,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..distributed.agreement import HostGroup
-from ..distributed.world import World
+from ..distributed import Group, World
 from ..errors import RankError, UserError
 from ..fingerprint import identity_differences
 from ..run.bad_steps import refuse_odd_numbers
-from .manifest import SnapshotError, digest_of
+from .manifest import CheckpointError, digest_of
 from .optimizers import GROUPS, create_optimizer_state, optimizer_parts, optimizer_tensors
 from .publish import RetentionConfig, Snapshots, Writer
 from .reader import Tensors, flat, open_tensors, walk
@@ -53,7 +52,7 @@ def forms_of(tensors: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
     }
 
 
-def agree_on_identity(identity: dict[str, Any], group: HostGroup) -> None:
+def agree_on_identity(identity: dict[str, Any], group: Group) -> None:
     """UserError, on every rank, when one has other data or another model than rank 0."""
     brief = {**identity, "parameters": digest_of(identity["parameters"])}
     found = group.agree(lambda: brief)
@@ -119,7 +118,7 @@ class Recovery:
         """`facts` go into each manifest: "identity", to be matched on restore, and "schedule"."""
         self.world, self.model, self.optimizer, self.facts = world, model, optimizer, facts
         self.staged_by = 0  # ranks that share the copies of a state in host memory
-        self.group = HostGroup(world)
+        self.group = Group(world)
         self.run_dir, store = run_dir, located(retention.url) if retention.url else None
         place = store if retention.far else run_dir / "checkpoints"
         who = retention, self.group, facts.get("identity")
@@ -158,12 +157,12 @@ class Recovery:
             self._attempt(self.mirror.finish)
 
     def finish(self, step: int) -> None:
-        """Save the last step, if there was one, and close; SnapshotError when it was not saved."""
+        """Save the last step, if there was one, and close; CheckpointError if it was not saved."""
         if step:
             self.save(step)
         self.close()
         if step and self.last_saved != step:
-            raise SnapshotError(f"step {step} was not saved; earlier ones are")
+            raise CheckpointError(f"step {step} was not saved; earlier ones are")
 
     def __enter__(self) -> "Recovery":
         """Nothing to do: the group is joined when it is made."""

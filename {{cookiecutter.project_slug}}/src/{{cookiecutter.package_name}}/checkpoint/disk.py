@@ -11,8 +11,9 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from ..distributed.agreement import HostGroup
-from .manifest import MANIFEST, SnapshotError, naming, read_manifest, sealed, sha256_of, step_name
+from ..distributed import Group
+from ..files import naming, sync_directory, sync_file
+from .manifest import MANIFEST, CheckpointError, read_manifest, sealed, sha256_of, step_name
 
 DAMAGED = re.compile(r"step_\d{8,}\.damaged-\d+")
 RESERVED = ".saving-"
@@ -31,7 +32,7 @@ class DiskStorage:
     def refuse_others(self) -> None:
         """Nothing to do: whoever reads a checkpoint sees whose it is."""
 
-    def claim(self, group: HostGroup) -> None:
+    def claim(self, group: Group) -> None:
         """Nothing to do: the run directory, which it is in, has one writer."""
 
     def reserve(self, step: int) -> str:
@@ -51,7 +52,7 @@ class DiskStorage:
     def finish(self, path: Path) -> dict[str, Any]:
         """Make a file that was written durable; its entry in the manifest."""
         # Whoever wrote the file may have synced it before its last buffer left (DCP can).
-        _sync(path)
+        sync_file(path)
         return {"size": path.stat().st_size, "sha256": sha256_of(path)}
 
     def abandon(self, reserved: str) -> None:
@@ -65,7 +66,7 @@ class DiskStorage:
         with naming(reservation / MANIFEST):
             (reservation / MANIFEST).write_bytes(sealed(manifest))
         read_manifest(reservation)  # what would be refused later must not be published now
-        _sync(reservation / MANIFEST)
+        sync_file(reservation / MANIFEST)
         sync_directory(reservation)
         if os.path.lexists(target):
             self.set_aside(target)
@@ -85,7 +86,7 @@ class DiskStorage:
                 os.rename(path, aside)
                 sync_directory(self.directory)
                 return aside
-        raise SnapshotError(f"{path} was damaged a thousand times: have the disk looked at")
+        raise CheckpointError(f"{path} was damaged a thousand times: have the disk looked at")
 
     def damaged(self) -> list[str]:
         """The names of those set aside."""
@@ -109,17 +110,3 @@ class DiskStorage:
             sync_directory(self.directory)
             for name in leftovers:
                 shutil.rmtree(self.directory / name, ignore_errors=True)
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable; a synced file whose name is not can still be lost."""
-    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _sync(path: Path, flags: int = os.O_RDONLY) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        with naming(path):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,7 +4,6 @@ manifest.json names each file with its size and sha256, and carries a digest of 
 read as untrusted: its size is bounded and it can name only plain files beside it.
 """
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -12,12 +11,12 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..distributed.agreement import HostGroup
+from ..distributed import Group
 from ..errors import RankError
+from ..files import naming
 from .remote import Place, RemotePath
 from .retrying import ChangedError
 
@@ -35,7 +34,7 @@ class UnreadableError(RankError):
     """A file is there but the system does not let it be read."""
 
 
-class SnapshotError(RankError):
+class CheckpointError(RankError):
     """A checkpoint could not be saved, or none could be read."""
 
 
@@ -61,12 +60,12 @@ def data_of(path: Place, manifest: dict[str, Any]) -> Place:
     if (name := manifest.get("folder")) is None:
         return path
     if isinstance(path, Path) and path.joinpath(name).is_symlink():
-        raise SnapshotError(f"{name} is a link")
+        raise CheckpointError(f"{name} is a link")
     return path / name
 
 
 def open_plain(path: Place) -> BinaryIO:
-    """Open a file for reading; SnapshotError when it is missing, a link, or no regular file.
+    """Open a file for reading; CheckpointError when it is missing, a link, or no regular file.
 
     Nothing else is opened at all: opening a pipe waits for a writer, a device may do anything.
     """
@@ -80,19 +79,19 @@ def open_plain(path: Place) -> BinaryIO:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             raise UnreadableError(f"{path} cannot be read: {reason(error)}") from error
         link = "" if isinstance(path, RemotePath) else " or is a link"
-        raise SnapshotError(f"{path.name} is missing{link}") from error
-    raise SnapshotError(f"{path.name} is not a regular file")
+        raise CheckpointError(f"{path.name} is missing{link}") from error
+    raise CheckpointError(f"{path.name} is not a regular file")
 
 
 def read_manifest(path: Place) -> dict[str, Any]:
-    """Read and check the manifest of the checkpoint at `path`; SnapshotError says what is wrong."""
+    """Read and check the manifest of a checkpoint; CheckpointError says what is wrong."""
     if PUBLISHED.fullmatch(path.name) and isinstance(path, Path) and path.is_symlink():
-        raise SnapshotError("it is a link to somewhere else")
+        raise CheckpointError("it is a link to somewhere else")
     try:
         with open_plain(path / MANIFEST) as file:
             content = file.read(MANIFEST_LIMIT + 1)
     except ChangedError as error:
-        raise SnapshotError(f"{MANIFEST} is not what was saved ({error.strerror})") from error
+        raise CheckpointError(f"{MANIFEST} is not what was saved ({error.strerror})") from error
     except OSError as error:
         raise UnreadableError(f"{path / MANIFEST} cannot be read: {reason(error)}") from error
     return parse_manifest(content, path.name)
@@ -104,12 +103,12 @@ def reason(error: OSError) -> str:
 
 
 def parse_manifest(content: bytes, name: str) -> dict[str, Any]:
-    """Check the content of a manifest that lies in the directory `name`; SnapshotError."""
+    """Check the content of a manifest that lies in the directory `name`; CheckpointError."""
     if len(content) > MANIFEST_LIMIT:
-        raise SnapshotError(f"{MANIFEST} is larger than {MANIFEST_LIMIT} bytes")
+        raise CheckpointError(f"{MANIFEST} is larger than {MANIFEST_LIMIT} bytes")
     text, digest = content[:-SEALED], content[-SEALED:]
     if digest != SEAL % hashlib.sha256(text).hexdigest().encode():
-        raise SnapshotError(f"{MANIFEST} does not match its own digest")
+        raise CheckpointError(f"{MANIFEST} does not match its own digest")
     try:
         manifest = json.loads(content)
         version, step, files = (manifest[key] for key in ("format_version", "step", "files"))
@@ -120,15 +119,15 @@ def parse_manifest(content: bytes, name: str) -> dict[str, Any]:
             size, sha256 = entry["size"], entry["sha256"]
             facts_are_sound &= type(size) is int and SHA256.fullmatch(sha256) is not None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise SnapshotError(f"{MANIFEST} is not a manifest ({type(error).__name__})") from error
+        raise CheckpointError(f"{MANIFEST} is not a manifest ({type(error).__name__})") from error
     if not facts_are_sound:
-        raise SnapshotError(f"{MANIFEST} is not a manifest (something in it is of another type)")
+        raise CheckpointError(f"{MANIFEST} is not a manifest (something in it is of another type)")
     if version != FORMAT_VERSION:
-        raise SnapshotError(f"{MANIFEST} has format {version}; this code reads {FORMAT_VERSION}")
+        raise CheckpointError(f"{MANIFEST} has format {version}; this code reads {FORMAT_VERSION}")
     if not names_are_plain or not files:
-        raise SnapshotError(f"{MANIFEST} names a file outside its own directory, or none at all")
+        raise CheckpointError(f"{MANIFEST} names a file outside its own directory, or none at all")
     if PUBLISHED.fullmatch(name) and name != step_name(step):
-        raise SnapshotError(f"{MANIFEST} belongs to {step_name(step)}")
+        raise CheckpointError(f"{MANIFEST} belongs to {step_name(step)}")
     return manifest
 
 
@@ -142,7 +141,7 @@ def check_file(path: Place, entry: dict[str, Any]) -> str | None:
                 return f"{path.name} has {size:,} bytes, not {entry['size']:,}"
             if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
                 return f"{path.name} has other content than was saved (sha256 differs)"
-    except SnapshotError as error:
+    except CheckpointError as error:
         return str(error)
     except ChangedError as error:
         return f"{path.name} has other content than was saved ({error.strerror})"
@@ -151,19 +150,19 @@ def check_file(path: Place, entry: dict[str, Any]) -> str | None:
     return None
 
 
-def verify(path: Place, group: HostGroup | None = None) -> tuple[dict[str, Any], list[str]]:
+def verify(path: Place, group: Group | None = None) -> tuple[dict[str, Any], list[str]]:
     """Verify a checkpoint, every byte, the work divided among the ranks.
 
     Returns the manifest ({} if it is bad) and the problems found; the same on every rank.
     """
-    group = group or HostGroup()
+    group = group or Group()
 
     def manifest_or_problem() -> tuple[dict[str, Any], list[str]]:
         try:
             manifest = read_manifest(path)
             data_of(path, manifest)
             return manifest, []
-        except SnapshotError as error:
+        except CheckpointError as error:
             return {}, [str(error)]
 
     manifest, problems = group.from_first(manifest_or_problem)
@@ -187,7 +186,7 @@ def has_sizes(folder: Place, manifest: dict[str, Any]) -> bool:
     return all(os.lstat(folder / name).st_size == entry["size"] for name, entry in files)
 
 
-def shared_out(manifest: dict[str, Any], group: HostGroup) -> list[tuple[str, dict[str, Any]]]:
+def shared_out(manifest: dict[str, Any], group: Group) -> list[tuple[str, dict[str, Any]]]:
     """This rank's part of the files, with their entries: about as many bytes for each rank."""
     largest_first = sorted(manifest["files"].items(), key=lambda item: -item[1]["size"])
     return largest_first[group.rank :: group.size]
@@ -201,24 +200,6 @@ def best_by_validation(manifests: dict[Place, dict[str, Any]]) -> Place | None:
         if isinstance(loss := manifest.get("validation_loss"), float) and math.isfinite(loss)
     }
     return min(reversed(judged), key=judged.__getitem__, default=None)
-
-
-@contextlib.contextmanager
-def naming(path: Place) -> Iterator[None]:
-    """Raise what the system said, with the file it said it of.
-
-    An OSError of a read, a write or a sync names no file; torch.save puts a message of its own in
-    place of the error that its file raised.
-    """
-    try:
-        yield
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__context__
-        if cause is None or not cause.errno or (cause is error and cause.filename):
-            raise
-        raise OSError(cause.errno, cause.strerror, str(cause.filename or path)) from error
 
 
 def sha256_of(path: Path) -> str:

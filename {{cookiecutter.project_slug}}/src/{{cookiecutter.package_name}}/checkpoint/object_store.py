@@ -20,13 +20,13 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from ..distributed.agreement import HostGroup
+from ..distributed import Group
 from ..errors import RankError, UserError
 from ..fingerprint import identity_differences
 from .manifest import (
     MANIFEST,
     PUBLISHED,
-    SnapshotError,
+    CheckpointError,
     data_of,
     parse_manifest,
     published,
@@ -56,7 +56,7 @@ class ObjectStorage:
         """UserError when the newest checkpoint is of another run, whose owner has to stay."""
         with telling_why(self.directory):
             for path in reversed(published(self.directory) if self.identity else ()):
-                with contextlib.suppress(SnapshotError):  # it is damaged: the one before it tells
+                with contextlib.suppress(CheckpointError):  # it is damaged: the one before it tells
                     self._refuse_other(path, read_manifest(path).get("identity"))
                     return
 
@@ -68,7 +68,7 @@ class ObjectStorage:
                 f"{path}"
             )
 
-    def claim(self, group: HostGroup, spared: str | None = None) -> None:
+    def claim(self, group: Group, spared: str | None = None) -> None:
         """Become the owner, and see that all ranks look at the same store (UserError).
 
         A run that still goes on somewhere else stops at its next save. What attempts have left is

@@ -24,12 +24,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..distributed.agreement import HostGroup
+from ..distributed import Group
 from ..errors import RankError, UserError
 from .disk import DiskStorage
 from .manifest import (
     FORMAT_VERSION,
-    SnapshotError,
+    CheckpointError,
     best_by_validation,
     data_of,
     has_sizes,
@@ -85,7 +85,7 @@ class Snapshots:
         self,
         directory: Place,
         retention: RetentionConfig,
-        group: HostGroup,
+        group: Group,
         identity: dict[str, Any] | None = None,
     ) -> None:
         """`identity` is that of the run, if a store is to be refused that has another's."""
@@ -97,7 +97,7 @@ class Snapshots:
     def publish(self, step: int, write: Writer, facts: dict[str, Any]) -> Place:
         """Save one checkpoint; `write(folder)` writes this rank's files and names them.
 
-        `facts` goes into the manifest. SnapshotError, on every rank, when any rank failed; then
+        `facts` goes into the manifest. CheckpointError, on every rank, when any rank failed; then
         nothing of the attempt is left and the checkpoints before are untouched.
         """
         group, storage, reserved = self.group, self.storage, None
@@ -109,7 +109,7 @@ class Snapshots:
         def commit() -> None:
             files = {name: entry for part in written for name, entry in part.items()}
             if len(files) != sum(map(len, written)) or not files:
-                raise SnapshotError("two ranks wrote the same file, or none wrote any")
+                raise CheckpointError("two ranks wrote the same file, or none wrote any")
             manifest = {"format_version": FORMAT_VERSION, "step": step, "files": files, **facts}
             storage.commit(reserved, manifest)
 
@@ -120,7 +120,7 @@ class Snapshots:
         except RankError as error:
             if group.rank == 0 and reserved:
                 storage.abandon(reserved)
-            failed = SnapshotError(f"the checkpoint of step {step} was not saved: {error}")
+            failed = CheckpointError(f"the checkpoint of step {step} was not saved: {error}")
             failed.agreed = True
             raise failed from error
         if group.rank == 0:
@@ -130,7 +130,7 @@ class Snapshots:
     def newest_good(self) -> tuple[Place, dict[str, Any]] | None:
         """The newest checkpoint that verifies, or None if none was ever published.
 
-        Damaged ones on the way are renamed to `step_… .damaged-<n>`. SnapshotError if there are
+        Damaged ones on the way are renamed to `step_… .damaged-<n>`. CheckpointError if there are
         checkpoints but no good one: starting afresh over them must be somebody's decision. Also
         when one cannot be read: that is not damage, and may pass.
         """
@@ -149,7 +149,7 @@ class Snapshots:
                 moved,
             )
         if damaged := self.group.from_first(self.storage.damaged):
-            raise SnapshotError(
+            raise CheckpointError(
                 f"no good checkpoint is left in {self.directory} ({', '.join(damaged)}). "
                 f"Look at them, or {self.storage.start_over}."
             )

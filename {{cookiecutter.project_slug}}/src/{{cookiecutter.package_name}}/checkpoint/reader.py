@@ -19,11 +19,11 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..distributed.agreement import HostGroup
+from ..distributed import Group
 from ..errors import RankError, UserError
 from ..run.directory import checkpoints_of
 from .archives import fetched, load_tensors
-from .manifest import MANIFEST, SnapshotError, data_of, published, step_name, verify
+from .manifest import MANIFEST, CheckpointError, data_of, published, step_name, verify
 from .remote import Place, RemotePath, located
 from .shards import DCP_INDEX, PlainReader, read_index
 
@@ -57,7 +57,7 @@ class Parts:
                 for name, entry in entries
             }
 
-    def read(self, targets: Mapping[str, torch.Tensor], group: HostGroup) -> None:
+    def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
         """Copy into live tensors, each rank the parts that it holds; a collective call."""
         with as_snapshot_errors(f"reading {self.path}"):
             dcp.load(
@@ -82,15 +82,15 @@ class OneFile:
                 for name, tensor in self.tensors.items()
             }
 
-    def read(self, targets: Mapping[str, torch.Tensor], group: HostGroup) -> None:
+    def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
         """Copy into live tensors, of sharded ones the parts that are here."""
         for name, target in targets.items():
             if name not in self.tensors:
-                raise SnapshotError(f"there is no {name} in what was saved")
+                raise CheckpointError(f"there is no {name} in what was saved")
             source = self.tensors[name]
             if source.shape != target.shape:  # copying would repeat a smaller one
                 shapes = f"is {list(source.shape)}, wanted {list(target.shape)}"
-                raise SnapshotError(f"{name} {shapes}")
+                raise CheckpointError(f"{name} {shapes}")
             if isinstance(target, DTensor):
                 mesh, placements = target.device_mesh, target.placements
                 source = distribute_tensor(source, mesh, placements, src_data_rank=None)
@@ -136,13 +136,13 @@ def as_snapshot_errors(doing: str) -> Iterator[None]:
     except (UserError, RankError):
         raise
     except OSError as error:
-        raise SnapshotError(f"{doing} failed: {error}") from error
+        raise CheckpointError(f"{doing} failed: {error}") from error
     except Exception as error:  # a file that is something else can fail in any way
         text = f"{doing} was refused: {type(error).__name__}: {f'{error}'.partition(chr(10))[0]}"
-        raise SnapshotError(text) from error
+        raise CheckpointError(text) from error
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        failed = SnapshotError(f"{doing} failed on rank {rank}: {type(cause).__name__}: {cause}")
+        failed = CheckpointError(f"{doing} failed on rank {rank}: {type(cause).__name__}: {cause}")
         failed.agreed = True
         raise failed from error
 

@@ -18,13 +18,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from ..distributed.agreement import HostGroup
+from ..distributed import Group
 from ..errors import UserError
+from ..files import sync_directory, write_json
 from ..fingerprint import of_place
-from ..run.directory import RunDirectory, checkpoints_of, write_json
+from ..run.directory import RunDirectory, checkpoints_of
 from .checkpointer import forms_of, nest
-from .disk import sync_directory
-from .manifest import MANIFEST, MANIFEST_LIMIT, SnapshotError
+from .manifest import MANIFEST, MANIFEST_LIMIT, CheckpointError
 from .publish import RetentionConfig, Snapshots
 from .reader import NOTE, SAFETENSORS, OneFile, Parts, Tensors, find_tensors, open_tensors
 from .remote import Place, RemotePath
@@ -96,7 +96,7 @@ def export(run_dir: Path, options: ExportConfig) -> str:
 
 
 def load_weights(
-    where: Path, model: nn.Module, step: int | None, group: HostGroup, strict: bool = False
+    where: Path, model: nn.Module, step: int | None, group: Group, strict: bool = False
 ) -> str:
     """Load weights alone into a model, from whatever holds some; says what was done.
 
@@ -151,7 +151,7 @@ def open_source(path: Place, manifest: dict[str, Any]) -> Parts | OneFile:
     """Open what somebody has named; UserError when it cannot be read."""
     try:
         return open_tensors(path, manifest)
-    except SnapshotError as error:
+    except CheckpointError as error:
         raise UserError(str(error)) from error
 
 
@@ -206,7 +206,7 @@ def read_note(source: Parts | OneFile) -> dict[str, Any]:
     if form.dtype != torch.uint8 or len(form.shape) != 1 or form.shape[0] > MANIFEST_LIMIT:
         return {}
     content = torch.empty(form.shape, dtype=torch.uint8)
-    source.read({NOTE: content}, HostGroup())
+    source.read({NOTE: content}, Group())
     try:
         note = json.loads(bytes(content.tolist()))
     except (ValueError, RecursionError):
@@ -243,7 +243,7 @@ def read_state(source: Parts | OneFile, note: dict[str, Any], optimizer: bool) -
         full: torch.empty(source.forms[full].shape, dtype=source.forms[full].dtype)
         for full in names.values()
     }
-    source.read(empty, HostGroup())
+    source.read(empty, Group())
     return nest((path, empty[full]) for path, full in names.items())
 
 
@@ -268,7 +268,7 @@ def write_file(file: Path, tensors: Tensors, note: dict[str, Any]) -> None:
 
 def publish(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None:
     """Publish as the one checkpoint of a new run, with the identity of the run it is of."""
-    group, step = HostGroup(), note["manifest"]["step"]
+    group, step = Group(), note["manifest"]["step"]
     facts = {k: v for k, v in note["manifest"].items() if k not in OF_ONE_CHECKPOINT}
     facts["identity"] = {**facts["identity"], "parameters": forms_of(tensors[MODEL])}
     with RunDirectory(run_dir, group) as directory:

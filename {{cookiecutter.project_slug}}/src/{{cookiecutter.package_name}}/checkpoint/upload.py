@@ -13,11 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ..distributed.agreement import HostGroup
+from ..distributed import Group
 from ..errors import RankError, UserError
 from ..fingerprint import identity_differences
 from ..run.directory import checkpoints_of
-from .manifest import SnapshotError, data_of, has_sizes, published, read_manifest, shared_out
+from .manifest import CheckpointError, data_of, has_sizes, published, read_manifest, shared_out
 from .publish import RetentionConfig, Snapshots
 from .remote import PART, RemotePath
 from .retrying import persistently
@@ -34,7 +34,7 @@ class Mirror:
         self,
         directory: RemotePath,
         retention: RetentionConfig,
-        group: HostGroup,
+        group: Group,
         identity: dict[str, Any] | None,
     ) -> None:
         self.directory, self.group = directory, group
@@ -62,7 +62,7 @@ class Mirror:
         if newest > step:
             try:
                 there = self.snapshots.newest_good()
-            except SnapshotError as error:
+            except CheckpointError as error:
                 if not here:
                     raise
                 log.warning("%s", error)
@@ -107,7 +107,7 @@ class Mirror:
                 self._arrive()
         except RankError as error:
             what = f"{self.path} is good, but it was not uploaded to {self.directory}"
-            failed = SnapshotError(f"{what}: {error}. The same command tries again")
+            failed = CheckpointError(f"{what}: {error}. The same command tries again")
             failed.agreed = True
             raise failed from error
         finally:
@@ -151,7 +151,7 @@ class Mirror:
             while not has_sizes(folder, manifest):
                 if is_last:
                     self.snapshots.storage.check_owner()
-                    raise SnapshotError("not all of it has arrived")
+                    raise CheckpointError("not all of it has arrived")
                 is_last = given_up.wait(POLL)
             facts = {k: value for k, value in manifest.items() if k not in ("digest", "folder")}
             self.snapshots.storage.commit(attempt, facts)
@@ -169,7 +169,7 @@ def find_newest(snapshots: Snapshots, mirror: Mirror | None, run_dir: Path) -> F
     """
     try:
         found = snapshots.newest_good()
-    except SnapshotError as error:
+    except CheckpointError as error:
         found = mirror and mirror.newer(None)
         if not found:
             raise

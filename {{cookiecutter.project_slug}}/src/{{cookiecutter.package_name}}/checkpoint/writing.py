@@ -16,8 +16,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from ..distributed.agreement import HostGroup
-from .manifest import naming
+from ..distributed import Group
+from ..files import naming
 from .reader import Tensors, as_snapshot_errors
 from .remote import Place, created
 from .retrying import persistently
@@ -37,7 +37,7 @@ def write_whole(path: Place, tensors: Tensors) -> None:
     persistently(write, path)
 
 
-def write_shards(folder: Place, tensors: Tensors, group: HostGroup, threads: int) -> list[str]:
+def write_shards(folder: Place, tensors: Tensors, group: Group, threads: int) -> list[str]:
     """Write this rank's part with DCP (a collective call); return the names of its files."""
     # Files are synced once, together with their directory, by whoever publishes them.
     writer = ShardWriter(folder, threads)

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class HostGroup:
+class Group:
     """Agreement between the ranks' host sides; on one plain process everything is immediate."""
 
     limit = PATIENCE

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .agreement import HostGroup
+from .agreement import Group
 
 log = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -22,7 +22,7 @@ class Control:
     one is waited for: a stop that came during start-up is heeded before the first step.
     """
 
-    def __init__(self, group: HostGroup) -> None:
+    def __init__(self, group: Group) -> None:
         self.group = group
         self.signal: int | None = None
         self.previous: dict[int, Any] = {}

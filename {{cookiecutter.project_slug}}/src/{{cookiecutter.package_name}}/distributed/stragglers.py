@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .agreement import HostGroup
+from .agreement import Group
 
 log = logging.getLogger(__name__)
 RATIO = 1.2  # over the median rank, from which a rank is said to be slower,
@@ -35,7 +35,7 @@ class Pace:
     `begin` and `arrive` cost a microsecond, or an event each on CUDA, and wait for nothing.
     """
 
-    def __init__(self, group: HostGroup, device: torch.device, module: nn.Module) -> None:
+    def __init__(self, group: Group, device: torch.device, module: nn.Module) -> None:
         self.group, self.cuda, self.module = group, device.type == "cuda", module
         self.spans: list[list[Any]] = []
         self.timed = 0

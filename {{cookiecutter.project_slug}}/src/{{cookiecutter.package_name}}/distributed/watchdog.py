@@ -30,9 +30,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..files import write_json
 from ..run import logs
-from ..run.directory import write_json
-from .agreement import HostGroup
+from .agreement import Group
 from .network import PATIENCE, TRACE, after, prefer, traces_in
 
 REPORTING_SECONDS = 10.0
@@ -45,7 +45,7 @@ class Watch:
     On a plain process, which nobody waits for, it does nothing.
     """
 
-    def __init__(self, run_dir: Path, state: Any, group: HostGroup) -> None:
+    def __init__(self, run_dir: Path, state: Any, group: Group) -> None:
         self.run_dir, self.state, self.group = run_dir, state, group
         self.limit = PATIENCE.total_seconds()
         self.began = self.longest = 0.0

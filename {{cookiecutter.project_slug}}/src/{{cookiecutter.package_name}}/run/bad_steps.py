@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..checkpoint.manifest import SnapshotError
+from ..checkpoint.manifest import CheckpointError
 from ..errors import UserError
 from ..sampling import Share, shares
 
@@ -90,7 +90,7 @@ class _Still:
 def refuse_odd_numbers(
     tensors: Iterable[tuple[tuple[str, ...], torch.Tensor]], weights: Set[str]
 ) -> None:
-    """SnapshotError for a NaN in any tensor, or an infinity in one of `weights`, the trained ones.
+    """CheckpointError for a NaN in any tensor, or an infinity in one of the trained `weights`.
 
     Steps that are not finite are skipped, so there should be none; but a checkpoint with them would
     verify, and push out the good ones. Buffers may be infinite, as masks are.
@@ -107,4 +107,4 @@ def refuse_odd_numbers(
             extremes = torch.stack(torch.aminmax(wide)).tolist()
         weight = kind == "model" and name in weights
         if any(math.isnan(x) or (weight and math.isinf(x)) for x in extremes):
-            raise SnapshotError(f"{'.'.join((kind, name, *rest))} is not finite")
+            raise CheckpointError(f"{'.'.join((kind, name, *rest))} is not finite")

@@ -14,13 +14,14 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.manifest import best_by_validation, naming, published, verify
+from ..checkpoint.manifest import best_by_validation, published, verify
 from ..checkpoint.publish import storage_of
 from ..checkpoint.remote import Place, RemotePath, located
 from ..checkpoint.retrying import StoreError
-from ..distributed.agreement import HostGroup
+from ..distributed import Group
 from ..distributed.elastic import launcher
 from ..errors import UserError
+from ..files import naming, write_json
 from .logs import ONLY_IN_FILES, logging_to, open_log
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class RunDirectory:
     def __init__(
         self,
         path: Path,
-        group: HostGroup,
+        group: Group,
         fresh: bool = False,
         apart: bool = False,
         keep_logs: bool = True,
@@ -174,20 +175,6 @@ class RunDirectory:
             if self.group.rank == 0:
                 with contextlib.suppress(OSError):  # then the next start removes it
                     nonce.unlink(missing_ok=True)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Replace a small JSON file in one step: a reader sees the old one or the new one."""
-    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
-    try:
-        with naming(path), open(temporary, "w", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):  # it may say nothing but what is said already
-            temporary.unlink(missing_ok=True)
 
 
 def checkpoints_of(run: Place) -> Place:

@@ -14,11 +14,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..checkpoint.manifest import naming
-from ..distributed.agreement import HostGroup
+from ..distributed import Group
 from ..distributed.network import PATIENCE
 from ..distributed.stragglers import Pace
 from ..errors import UserError
+from ..files import naming
 from ..loss import means
 from .logs import note
 
@@ -31,7 +31,7 @@ class Journal:
     On a terminal there is a bar; where output is recorded, a line per log step instead.
     """
 
-    def __init__(self, run_dir: Path, state: Any, group: HostGroup) -> None:
+    def __init__(self, run_dir: Path, state: Any, group: Group) -> None:
         self.state, self.path, self.group = state, run_dir / "metrics.jsonl", group
         self.total, self.samples = state.config.train.steps, state.config.train.global_batch_size
         self.tokens = getattr(state.spec, "tokens_per_sample", None)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..distributed.agreement import HostGroup
+from ..distributed import Group
 from ..errors import UserError
 from ..settings import to_json
 from .directory import RunDirectory
@@ -117,7 +117,7 @@ def log_report(run_dir: Path, config: Any, path: Path) -> None:
     if not config.track:
         return
     try:
-        with RunDirectory(run_dir, HostGroup(), keep_logs=False):
+        with RunDirectory(run_dir, Group(), keep_logs=False):
             settings, found = (
                 json.loads((run_dir / name).read_text("utf-8"))
                 for name in ("config.json", "status.json")

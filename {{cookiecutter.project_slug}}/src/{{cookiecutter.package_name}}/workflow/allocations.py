@@ -19,7 +19,7 @@ from ..data import build_datasets
 from ..device import move
 from ..distributed import parallel
 from ..model import blocks, compute_loss
-from ..run.memory import expected_memory, free_host_memory
+from ..run.hardware import expected_memory, free_host_memory
 from ..train import State
 
 STEPS = "steps begin here"

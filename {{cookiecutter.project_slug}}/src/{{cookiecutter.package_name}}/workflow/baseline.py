@@ -14,8 +14,7 @@ from ..device import move
 from ..distributed import parallel
 from ..loss import checked, loss_vector, means
 from ..model import compute_loss
-from ..run.flops import cpu_peak_flops, forward_flops, peak_flops
-from ..run.memory import in_units, peak_memory
+from ..run.hardware import cpu_peak_flops, forward_flops, in_units, peak_flops, peak_memory
 from ..sampling import fetch, seed_step
 from ..settings import override
 from ..train import State, setup, train_step

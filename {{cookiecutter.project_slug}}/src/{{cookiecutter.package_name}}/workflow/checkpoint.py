@@ -18,10 +18,11 @@ import torch
 from ..checkpoint.manifest import published
 from ..config import Config
 from ..device import pick_device
-from ..distributed.agreement import HostGroup
+from ..distributed import Group
 from ..errors import RankError, UserError
-from ..run.directory import RunDirectory, write_json
-from ..run.memory import in_units
+from ..files import write_json
+from ..run.directory import RunDirectory
+from ..run.hardware import in_units
 from ..settings import override, to_json
 from . import gates, processes, scale
 from .drill import EVERY, STEPS, bytes_of
@@ -68,7 +69,7 @@ def scratch(run_dir: Path, needed: int) -> Iterator[Path]:
     What a drill left that was itself killed goes as well, unless it is under way.
     """
     folder = run_dir / "workflow/.drill"
-    with RunDirectory(folder, HostGroup()):  # a lock; removes a directory with nothing else in it
+    with RunDirectory(folder, Group()):  # a lock; removes a directory with nothing else in it
         empty(folder)
         free = shutil.disk_usage(folder).free
         if free < needed:

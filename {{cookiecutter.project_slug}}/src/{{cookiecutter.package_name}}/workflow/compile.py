@@ -13,8 +13,8 @@ from typing import Any
 from ..compile import Finding
 from ..config import Config
 from ..errors import RankError, UserError
-from ..run.directory import write_json
-from ..run.memory import in_units
+from ..files import write_json
+from ..run.hardware import in_units
 from ..settings import override, to_json
 from .compile_trial import STEPS
 from .gates import PACKAGE, Stage

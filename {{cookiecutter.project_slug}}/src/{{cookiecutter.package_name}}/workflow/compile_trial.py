@@ -18,13 +18,12 @@ import torch
 from .. import compile as compilation
 from ..compile_cache import CompileCache, lookups
 from ..config import Config
-from ..distributed import parallel
-from ..distributed.world import World
+from ..distributed import World, parallel
 from ..errors import UserError
+from ..files import write_json
 from ..loss import means
 from ..model import blocks
-from ..run.directory import write_json
-from ..run.memory import peak_memory
+from ..run.hardware import peak_memory
 from ..sampling import Share, fetch
 from ..settings import from_json, override
 from ..train import State, setup, train_step

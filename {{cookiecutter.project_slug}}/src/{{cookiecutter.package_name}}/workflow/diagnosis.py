@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ..config import Config
-from ..run.flops import usable_cores
+from ..run.hardware import usable_cores
 from .gates import command, read_stage
 from .trace import Breakdown
 

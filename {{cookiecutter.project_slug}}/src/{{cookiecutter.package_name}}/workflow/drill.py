@@ -21,13 +21,13 @@ from ..checkpoint.manifest import MANIFEST, published, read_manifest
 from ..checkpoint.reader import DCP_INDEX, flat
 from ..commands import exit_code
 from ..config import Config, load
-from ..distributed import parallel
-from ..distributed.agreement import HostGroup
+from ..distributed import Group, parallel
 from ..distributed.buffers import agree_on_buffers
 from ..errors import RankError, UserError
-from ..run.directory import RunDirectory, write_json
+from ..files import write_json
+from ..run.directory import RunDirectory
+from ..run.hardware import check_memory, expected_memory
 from ..run.logs import log_to_console
-from ..run.memory import check_memory, expected_memory
 from ..settings import override
 from ..train import State, run, setup, start, train_step
 from .gates import PACKAGE
@@ -75,7 +75,7 @@ def train(config: Config, folder: Path, name: str) -> None:
             restart["restored"] = restored[-1] if restored else None
             write_json(folder / f"{name}.restart.json", restart)
         if state.step >= STEPS - EVERY and state.step % EVERY == 0:
-            digests[state.step] = digests_of(state, HostGroup(state.world))
+            digests[state.step] = digests_of(state, Group(state.world))
 
     with Notes() as notes:
         run(override(config, {"run_dir": folder / name}), look)
@@ -93,7 +93,7 @@ def reload(config: Config, folder: Path, source: str, target: str = "") -> None:
     except UserError as error:
         found["refused"] = str(error)
     else:
-        group = HostGroup(world)
+        group = Group(world)
         found["digests"] = load_into(state, folder / source, group)
         if target:
             save_again(state, folder / target, group)
@@ -110,7 +110,7 @@ def fresh(config: Config, folder: Path, source: str = "") -> None:
     If there is a `source`, its checkpoint is loaded and saved again in FOLDER/again.
     """
     world = parallel.setup(config.parallel, config.device)
-    state, group = setup(config, world), HostGroup(world)
+    state, group = setup(config, world), Group(world)
     original = folder / "undisturbed"
     found: dict[str, Any] = {"roundtrip": roundtrip(state, original, group)}
     found["flips"] = flips(state, original, group)
@@ -127,7 +127,7 @@ def fresh(config: Config, folder: Path, source: str = "") -> None:
     parallel.teardown(world)
 
 
-def roundtrip(state: State, run_dir: Path, group: HostGroup) -> dict[str, Any]:
+def roundtrip(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
     """Restore the last checkpoint but one, and take the steps that the run took behind it."""
     newest = group.from_first(lambda: published(run_dir / "checkpoints")[-1])
     held_back = run_dir / "held-back"
@@ -139,7 +139,7 @@ def roundtrip(state: State, run_dir: Path, group: HostGroup) -> dict[str, Any]:
     return found
 
 
-def flips(state: State, run_dir: Path, group: HostGroup) -> list[dict[str, Any]]:
+def flips(state: State, run_dir: Path, group: Group) -> list[dict[str, Any]]:
     """Flip one bit of the newest checkpoint, restore, and put all back; for some places."""
     newest = group.from_first(lambda: published(run_dir / "checkpoints")[-1])
     found = []
@@ -187,7 +187,7 @@ def put_back(checkpoint: Path) -> bool:
     return bool(aside)
 
 
-def costs(state: State, run_dir: Path, group: HostGroup) -> dict[str, Any]:
+def costs(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
     """Saves with the next one started when the last one is published: what each of them cost.
 
     Seconds of the slowest rank: `blocked` as the checkpointer counts them (the call, waiting for
@@ -220,7 +220,7 @@ def costs(state: State, run_dir: Path, group: HostGroup) -> dict[str, Any]:
     }
 
 
-def timed_save(state: State, published_at: list[float], group: HostGroup) -> tuple[float, float]:
+def timed_save(state: State, published_at: list[float], group: Group) -> tuple[float, float]:
     """Save, and train until that is published: (blocked seconds, seconds until published)."""
     checkpointer, count = state.checkpointer, len(published_at)
     synchronize(state.world.device)  # else the save would wait for the steps before it
@@ -235,7 +235,7 @@ def timed_save(state: State, published_at: list[float], group: HostGroup) -> tup
     return max(blocked), published_at[-1] - called
 
 
-def load_into(state: State, run_dir: Path, group: HostGroup) -> Digests:
+def load_into(state: State, run_dir: Path, group: Group) -> Digests:
     """Restore the newest good checkpoint of a run over a state that holds sevens; its digests."""
     with torch.no_grad():
         for tensor in model_tensors(state.model).values():
@@ -245,7 +245,7 @@ def load_into(state: State, run_dir: Path, group: HostGroup) -> Digests:
     return digests_of(state, group)
 
 
-def save_again(state: State, run_dir: Path, group: HostGroup) -> None:
+def save_again(state: State, run_dir: Path, group: Group) -> None:
     """Save the state as the only checkpoint of another run."""
     step = state.step
     checkpointer = start(state, RunDirectory(run_dir, group), group)  # finds nothing there
@@ -253,7 +253,7 @@ def save_again(state: State, run_dir: Path, group: HostGroup) -> None:
     checkpointer.close()
 
 
-def digests_of(state: State, group: HostGroup) -> Digests:
+def digests_of(state: State, group: Group) -> Digests:
     """sha256 of each tensor of model and optimizer, whole, whoever holds the parts.
 
     Where ranks hold different ones, all of them: no restored state can be equal to that.

@@ -21,8 +21,8 @@ import torch
 from ..commands import PROGRAM
 from ..config import Config
 from ..errors import UserError
-from ..run.directory import write_json
-from ..run.flops import cpu_name, device_name, usable_cores
+from ..files import write_json
+from ..run.hardware import cpu_name, device_name, usable_cores
 from ..settings import to_json
 
 STATUSES = ("fail", "not_measured", "pass")  # the worst first

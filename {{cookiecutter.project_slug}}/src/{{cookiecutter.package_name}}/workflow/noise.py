@@ -10,7 +10,7 @@ from ..checkpoint.manifest import published
 from ..checkpoint.reader import find_checkpoint
 from ..checkpoint.transfer import load_weights
 from ..device import move
-from ..distributed.agreement import HostGroup
+from ..distributed import Group
 from ..errors import RankError, UserError
 from ..model import compute_loss
 from ..run.directory import checkpoints_of
@@ -24,7 +24,7 @@ def go_to_the_run(state: State) -> None:
     with contextlib.suppress(UserError, RankError):
         if published(checkpoints_of(directory)):
             path, manifest = find_checkpoint(directory, None)
-            load_weights(path, state.model, None, HostGroup(), strict=True)
+            load_weights(path, state.model, None, Group(), strict=True)
             state.step = manifest["step"]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..commands import leave
 from ..errors import RankError
-from ..run.flops import usable_cores
+from ..run.hardware import usable_cores
 from .gates import PACKAGE
 
 # What torchrun, even with one process, tells those it starts: these are not among them.

@@ -12,9 +12,7 @@ import numpy as np
 import torch
 
 from ..config import Config
-from ..distributed import parallel
-from ..distributed.agreement import HostGroup
-from ..distributed.world import World
+from ..distributed import Group, World, parallel
 from ..profiler import Profiler, trace_steps
 from ..train import State, setup, train_step
 from .diagnosis import WORTH_A_WORD, advice, diagnose, others
@@ -32,7 +30,7 @@ def measure(config: Config) -> int:
     """Measure and judge; 0 when the gate is passed, 1 when it is not."""
     stage = Stage("profile", config)
     world = parallel.setup(config.parallel, config.device)
-    group = HostGroup(world)
+    group = Group(world)
     state = setup(config, world)
     wait, warmup, active = config.profile.wait, config.profile.warmup, config.profile.active
     say(world, f"tracing {active} steps after {wait + warmup}, {config.profile.repeat} times ...")
@@ -69,7 +67,7 @@ def read_back(paths: list[Path]) -> Breakdown | str:
     )
 
 
-def idle_costs(state: State, group: HostGroup) -> tuple[np.ndarray, np.ndarray]:
+def idle_costs(state: State, group: Group) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of each call to a profiler between its windows, and of the step before that call.
 
     With `--profile.every` a step between windows differs by this one call from a step of a run

@@ -14,8 +14,8 @@ from ..config import Config
 from ..device import pick_device
 from ..distributed import parallel
 from ..errors import RankError, UserError
-from ..run.directory import write_json
-from ..run.memory import in_units
+from ..files import write_json
+from ..run.hardware import in_units
 from ..settings import to_json
 from . import processes
 from .gates import PACKAGE, Stage, machine

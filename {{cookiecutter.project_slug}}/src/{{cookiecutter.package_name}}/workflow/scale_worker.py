@@ -16,11 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..commands import exit_code
 from ..config import Config
-from ..distributed import parallel
-from ..distributed.agreement import HostGroup
-from ..distributed.world import World
+from ..distributed import Group, World, parallel
 from ..errors import RankError
-from ..run.directory import write_json
+from ..files import write_json
 from ..settings import from_json, override
 from ..train import State, setup, train_step
 from .allocations import memory_of, peak_of_steps
@@ -182,7 +180,7 @@ def on_its_own(config: Config, world: World) -> tuple[State | None, str]:
         record_steps(held[0], 2)
 
     try:
-        HostGroup(world).agree(build)
+        Group(world).agree(build)
     except RankError as error:
         return None, str(error).splitlines()[0]
     return held[0], ""

@@ -4,7 +4,7 @@ import json
 import math
 from typing import Any
 
-from ..run.memory import in_units
+from ..run.hardware import in_units
 
 ROOM = 0.85  # of a device's memory; the rest is for fragments and what others allocate
 ANSWERS = {"DDP": "ddp", "FSDP": "fsdp"}

@@ -1,0 +1,56 @@
+"""Small files, written whole and made durable; errors that name their file."""
+
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+@contextlib.contextmanager
+def naming(path: Any) -> Iterator[None]:
+    """Raise what the system said, with the file it said it of.
+
+    An OSError of a read, a write or a sync names no file; torch.save puts a message of its own in
+    place of the error that its file raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        if cause is None or not cause.errno or (cause is error and cause.filename):
+            raise
+        raise OSError(cause.errno, cause.strerror, str(cause.filename or path)) from error
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replace a small JSON file in one step: a reader sees the old one or the new one."""
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        with naming(path), open(temporary, "w", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):  # it may say nothing but what is said already
+            temporary.unlink(missing_ok=True)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable; a synced file whose name is not can still be lost."""
+    sync_file(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def sync_file(path: Path, flags: int = os.O_RDONLY) -> None:
+    """Make a file's content durable; OSError with its name."""
+    descriptor = os.open(path, flags)
+    try:
+        with naming(path):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
