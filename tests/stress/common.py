@@ -1,4 +1,4 @@
-"""What all of the torture shares: counting what was tried and what broke, results, the page.
+"""What all topics share: counting what was tried and what broke, results, the page.
 
 Each topic is a program, `python -m tests.stress.TOPIC`, which writes results/TOPIC.json;
 `--bounded` tries a part of it in seconds, as `make test` does. One violation makes it exit with 1.
@@ -58,7 +58,7 @@ class Findings:
         return self.tallies[-1]
 
 
-def torture(topic: str, attempt: Callable[[Findings], None]) -> None:
+def run_topic(topic: str, attempt: Callable[[Findings], None]) -> None:
     """The command line of a topic: try everything in a temporary folder, write `<topic>.json`."""
     parser = argparse.ArgumentParser(f"python -m tests.stress.{topic}")
     parser.add_argument("--bounded", action="store_true", help="a part of it, in seconds")
@@ -66,7 +66,7 @@ def torture(topic: str, attempt: Callable[[Findings], None]) -> None:
     parser.add_argument("--work", type=Path, help="folder on the disk to try (default: TMPDIR)")
     given = parser.parse_args()
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="torture-", dir=given.work) as folder:
+    with tempfile.TemporaryDirectory(prefix="stress-", dir=given.work) as folder:
         findings = Findings(given.bounded, Path(folder))
         place = file_system(Path(folder))
         attempt(findings)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from benchmarks.common import render
 
-from .common import Findings, torture
+from .common import Findings, run_topic
 from .replay import Disk, Tree
 from .restoring import CHECKPOINTS, PROMISES, Contents, Restorer, checkpoints, read_tree, write_tree
 from .strace import OPTIONS, Call, calls, escape, text
@@ -224,7 +224,7 @@ def attempt(findings: Findings) -> None:
     sys.path[:0] = map(str, folder.glob(f"renders/{right[0]}/*/src"))
     memory = Path("/dev/shm")
     scratch = memory if os.access(memory, os.W_OK) else folder
-    with tempfile.TemporaryDirectory(prefix="torture-", dir=scratch) as place:
+    with tempfile.TemporaryDirectory(prefix="stress-", dir=scratch) as place:
         restorer = Restorer(right[0], Path(place) / "left", folder / "expected")
         first = train(folder, [*right, *wrong], ranks=1)
         for saves in first[len(right) :]:
@@ -288,4 +288,4 @@ def look_for_trouble(findings: Findings, restorer: Restorer, saves: Saves) -> No
 
 
 if __name__ == "__main__":
-    torture("crash_points", attempt)
+    run_topic("crash_points", attempt)

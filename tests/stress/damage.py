@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.common import render
 
-from .common import Findings, torture
+from .common import Findings, run_topic
 from .prepare_checkpoints import ANSWERS, save, settings
 
 FOUND = "damage is found and named"
@@ -324,4 +324,4 @@ def reseal(target: Target, edit: Callable[[dict[str, Any]], object]) -> None:
 
 
 if __name__ == "__main__":
-    torture("damage", attempt)
+    run_topic("damage", attempt)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.common import free_ports, render
 
-from .common import Findings, torture
+from .common import Findings, run_topic
 from .forked_jobs import PATIENCE, Plan
 from .launched_jobs import Launch
 from .storm import CHECKPOINTS, PARALLELISMS, TASKS
@@ -115,8 +115,8 @@ class Trial:
 
     def __post_init__(self) -> None:
         """Nothing has happened yet."""
-        self.run_dir, self.witness = self.folder / "run", self.folder / "witness"
-        self.witness.mkdir(parents=True)
+        self.run_dir, self.records = self.folder / "run", self.folder / "records"
+        self.records.mkdir(parents=True)
         self.rng = random.Random(self.folder.name)
         self.pace(0)
 
@@ -131,7 +131,7 @@ class Trial:
         settings, text = SETTINGS | {"train.steps": self.steps}, self.source / "text.txt"
         if text.exists():
             settings["data.path"] = text
-        more = {"WITNESS": str(self.witness), "PACE": str(self.folder / "pace")}
+        more = {"RECORDS": str(self.records), "PACE": str(self.folder / "pace")}
         more["OMP_NUM_THREADS"] = "1"
         if self.elastic:
             self.port = self.port or free_ports(1)[0]
@@ -146,7 +146,7 @@ class Trial:
         """Let it train on so many ranks for some steps, in a start later than the first `after`."""
         deadline, further = time.monotonic() + PATIENCE, self.rng.randrange(EVERY + 2, 3 * EVERY)
         while time.monotonic() < deadline:
-            now = starts(self.witness)
+            now = starts(self.records)
             if len(now) > after and now[-1].size == size:
                 self.pace(now[-1].first + further)
                 if now[-1].last >= now[-1].first + further:
@@ -159,7 +159,7 @@ class Trial:
 
     def change(self, what: str, size: int) -> None:
         """Do it, and see the job go on with so many ranks."""
-        before = len(starts(self.witness))
+        before = len(starts(self.records))
         if what == JOINS:
             self.launch(1)
         else:
@@ -200,7 +200,7 @@ class Trial:
 
 def judge(findings: Findings, trial: Trial, peace: Trial) -> None:
     """Compare a run with that which nobody disturbed."""
-    name, found, (expected,) = trial.folder.name, starts(trial.witness), starts(peace.witness)
+    name, found, (expected,) = trial.folder.name, starts(trial.records), starts(peace.records)
     for number, start in enumerate(found):
         for step in sorted(start.lines):
             if (ids := start.whole(step)) is not None:
@@ -240,16 +240,18 @@ def judge(findings: Findings, trial: Trial, peace: Trial) -> None:
 
 
 def prepare(folder: Path, name: str, task: str) -> Path:
-    """The render of a variant, with a witness in it."""
+    """The render of a variant, with a recorder in it."""
     (folder / name).mkdir()
     parallelism, _, checkpoint = name.partition("_")
     answers = {"parallelism": parallelism, "checkpoint": checkpoint, "task": task}
     source = render(folder / name, tracker="none", package_name=name, **answers)
     package = source / name
-    shutil.copy(Path(__file__).with_name("sample_recorder.py"), package / "witness.py")
+    shutil.copy(Path(__file__).with_name("sample_recorder.py"), package)
     for file, what in (("data.py", "build_datasets"), ("run/companions.py", "companions")):
         at = ".." if "/" in file else "."
-        text = f"\n\nfrom {at} import witness\n\n{what} = witness.of_{what}({what})\n"
+        text = (
+            f"\n\nfrom {at} import sample_recorder\n\n{what} = sample_recorder.of_{what}({what})\n"
+        )
         with open(package / file, "a", encoding="utf-8") as module:
             module.write(text)
     if "vocabulary" in (package / "data.py").read_text("utf-8"):
@@ -290,4 +292,4 @@ def attempt(findings: Findings) -> None:
 
 
 if __name__ == "__main__":
-    torture("elastic", attempt)
+    run_topic("elastic", attempt)

@@ -15,7 +15,7 @@ from typing import Any
 
 from . import fault_injection
 from .fault_injection import CHANGES, OPENS, READS, WRITES, Call
-from .faulty_saves import MAKES, Saves, Trouble, Variant, status
+from .faulty_saves import MAKES, Fault, Saves, Variant, status
 from .storm import contents
 
 STOPS = "asked to stop, the run says why, and its restart ends with the bits of an undisturbed one"
@@ -27,9 +27,7 @@ FLAT = "memory and descriptors do not grow over saves in the background"
 EVERYTHING = {*OPENS, *READS, *WRITES, *CHANGES} & fault_injection.NUMBERS.keys()
 
 
-def disturb(
-    variant: Variant, troubles: list[Trouble], most: int | None, hits: Counter[str]
-) -> None:
+def disturb(variant: Variant, troubles: list[Fault], most: int | None, hits: Counter[str]) -> None:
     """Disturb saves at each of their calls, or at so many of them."""
     rng = random.Random(variant.package)
     for trouble in troubles:
@@ -43,13 +41,13 @@ def disturb(
 
 def disturb_threads(variant: Variant, hits: Counter[str]) -> None:
     """Refuse what a checkpointer's own threads write."""
-    trouble = Trouble(errno.EIO, once=True, threads=True)
+    trouble = Fault(errno.EIO, once=True, threads=True)
     points = dict(zip(variant.disturbed, range(0, 99, 3), strict=False))
     run = variant.run(points, trouble, None, {"checkpoint.threads": 3})
     hits["saves disturbed in a thread"] += len(run.struck & run.failed)
 
 
-def stop(variant: Variant, trouble: Trouble, point: int) -> None:
+def stop(variant: Variant, trouble: Fault, point: int) -> None:
     """Disturb a save of a run that shall stop then; start it again."""
     run_dir = variant.new()
     saves = Saves(variant.package, run_dir, variant.findings, trouble, {2: point})

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .fault_injection import NUMBERS
-from .faulty_saves import MAKES, Trouble
+from .faulty_saves import MAKES, Fault
 
 PAGE = 4096
 NOBODY = 65534
@@ -46,7 +46,7 @@ def own_mounts() -> str | None:
 
 
 @dataclass
-class Scarce(Trouble):
+class DiskFault(Fault):
     """A trouble that no call is refused for: the system does it."""
 
     error: int = errno.ENOSPC
@@ -73,7 +73,7 @@ class Scarce(Trouble):
 
 
 @dataclass
-class FullDisk(Scarce):
+class FullDisk(DiskFault):
     """A small tmpfs, with so many pages left."""
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class FullDisk(Scarce):
 
 
 @dataclass
-class NoNames(Scarce):
+class NoNames(DiskFault):
     """A tmpfs with so many inodes left."""
 
     ballast: list[Path] = field(default_factory=list)
@@ -116,7 +116,7 @@ class NoNames(Scarce):
 
 
 @dataclass
-class ReadOnly(Scarce):
+class ReadOnly(DiskFault):
     """The folder of checkpoints becomes a read-only file system."""
 
     error: int = errno.EROFS
@@ -136,7 +136,7 @@ class ReadOnly(Scarce):
 
 
 @dataclass
-class NoRights(Scarce):
+class NoRights(DiskFault):
     """The folder of checkpoints can no longer be written to, by ranks that are not root."""
 
     error: int = errno.EACCES
@@ -166,7 +166,7 @@ class NoRights(Scarce):
 
 
 @dataclass
-class ThinDisk(Scarce):
+class ThinDisk(DiskFault):
     """ext4 on a device that promises more than there is: what is synced fails."""
 
     errors = (errno.ENOSPC, errno.EIO)
@@ -198,7 +198,7 @@ class ThinDisk(Scarce):
         (self.folder / "below/ballast").unlink(missing_ok=True)
 
 
-KINDS: dict[type[Scarce], tuple[int, ...]] = {
+KINDS: dict[type[DiskFault], tuple[int, ...]] = {
     FullDisk: (0, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89),
     NoNames: (0, 1, 2, 3),
     ReadOnly: (0,),

@@ -45,7 +45,7 @@ GOES_ON = "asked to go on, the run ends with the bits of an undisturbed one"
 
 
 @dataclass
-class Trouble:
+class Fault:
     """What goes wrong from one call of a save on: refused calls, or what a subclass does."""
 
     error: int
@@ -104,7 +104,7 @@ class Saves:
     package: str
     run_dir: Path
     findings: Findings
-    trouble: Trouble | None = None
+    trouble: Fault | None = None
     points: dict[int, int] = field(default_factory=dict)
     """By step: how many calls of its save are let pass first."""
     step: int = 0
@@ -215,7 +215,7 @@ class Variant:
         """Run it undisturbed: which calls a save makes, and the bits at the end."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "text.txt").write_text(TEXT)
-        saves = self.run({}, Trouble(errno.EIO))
+        saves = self.run({}, Fault(errno.EIO))
         assert saves.step == self.steps
         self.reference, self.calls = contents(saves.run_dir), saves.calls
         assert self.reference[self.steps]
@@ -269,7 +269,7 @@ class Variant:
     def run(
         self,
         points: dict[int, int],
-        trouble: Trouble,
+        trouble: Fault,
         place: Path | None = None,
         settings: dict[str, Any] | None = None,
     ) -> Saves:
@@ -294,7 +294,7 @@ class Variant:
         self.runs += 1
         return (place or self.folder) / f"run-{self.runs}"
 
-    def points(self, trouble: Trouble) -> int:
+    def points(self, trouble: Fault) -> int:
         """How many calls of a save a trouble can strike."""
         ranks = range(max(1, self.ranks)) if trouble.rank is None else [trouble.rank]
         kinds = KINDS[trouble.error]

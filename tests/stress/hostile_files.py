@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.common import render
 
-from .common import Findings, torture
+from .common import Findings, run_topic
 from .reader_process import PACKAGES
 
 EXECUTED = "nothing is executed, resolved, or opened outside the folder"
@@ -99,4 +99,4 @@ def probe(findings: Findings, paths: list[Path], mutants: int, stop: int = 1 << 
 
 
 if __name__ == "__main__":
-    torture("hostile_files", attempt)
+    run_topic("hostile_files", attempt)

@@ -1,6 +1,6 @@
 """Copied into a render by jobs.py: makes moments last, so that they can be hit, or for ever.
 
-DRILL in the environment says what, as JSON: "at" a moment ("start-up", "validation", "save",
+JOB_FAULTS in the environment says what, as JSON: "at" a moment ("start-up", "validation", "save",
 "step"), touch the file "mark" and wait for "seconds" (0: loop for ever; none: until a stop signal
 is heard, or the mark's namesake with .go is there), though not before "step", only on "rank", and
 each time or "once". That rank may also take the folder "own_disk" for its working directory, as if
@@ -24,8 +24,8 @@ HEARD: list[tuple[Any, ...]] = []
 
 
 def arm(training: Any) -> None:
-    """Do as DRILL says to the module of the loop."""
-    what = json.loads(os.environ.get("DRILL", "{}"))
+    """Do as JOB_FAULTS says to the module of the loop."""
+    what = json.loads(os.environ.get("JOB_FAULTS", "{}"))
     control.Control._handle = hearing(control.Control._handle, what.get("deaf"))
     if "patience" in what:
         watch.PATIENCE = timedelta(seconds=what["patience"])

@@ -30,9 +30,10 @@ class Render:
         source = render(folder, package_name=package, **answers)
         self.package, self.source, self.folder = package, source, source.parent
         (self.folder / "text.txt").write_text(TEXT * 500)
-        shutil.copy(Path(__file__).with_name("job_faults.py"), source / package / "drill.py")
+        shutil.copy(Path(__file__).with_name("job_faults.py"), source / package)
         with open(source / package / "train.py", "a", encoding="utf-8") as file:
-            file.write("\n\nimport sys\nfrom . import drill\n\ndrill.arm(sys.modules[__name__])\n")
+            file.write("\n\nimport sys\nfrom . import job_faults as faults\n")
+            file.write("\nfaults.arm(sys.modules[__name__])\n")
         sys.path.insert(0, str(source))
 
     def module(self, name: str) -> Any:
@@ -120,7 +121,7 @@ class Job:
 
 @contextlib.contextmanager
 def started(
-    render: Render, ranks: int, run: str, *options: str, drill: Any = None, **more: str
+    render: Render, ranks: int, run: str, *options: str, faults: Any = None, **more: str
 ) -> Iterator[Job]:
     """Train, with `ranks` processes or in a plain one (0); nothing outlives the block."""
     command = ["bash", "scripts/launch.sh", "-n", str(ranks)]
@@ -133,7 +134,7 @@ def started(
         "PYTHONPATH": str(render.source),
         "PYTHON": sys.executable,
         "OMP_NUM_THREADS": "1",
-        "DRILL": json.dumps(drill or {}),
+        "JOB_FAULTS": json.dumps(faults or {}),
         **more,
     }
     with (

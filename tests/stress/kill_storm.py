@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from . import kill_storm_mutants
-from .common import Findings, torture
+from .common import Findings, run_topic
 from .forked_jobs import PHASES
 from .launched_jobs import Launch
 from .storm import (
@@ -152,4 +152,4 @@ def attempt(findings: Findings) -> None:
 
 
 if __name__ == "__main__":
-    torture("kill_storm", attempt)
+    run_topic("kill_storm", attempt)

@@ -44,7 +44,7 @@ class Launch:
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 [*command, *words],
-                env={**os.environ, **own, **self.more, "TORTURE": self.mark},
+                env={**os.environ, **own, **self.more, "STRESS_MARK": self.mark},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -73,7 +73,7 @@ class Launch:
             with contextlib.suppress(OSError, ValueError):
                 pid = int(entry.name)
                 environment = b"\0" + (entry / "environ").read_bytes()
-                wanted = [f"\0TORTURE={self.mark}\0", *(f"\0{name}=" for name in having)]
+                wanted = [f"\0STRESS_MARK={self.mark}\0", *(f"\0{name}=" for name in having)]
                 if all(text.encode() in environment for text in wanted):
                     found.append(pid)
         return found

@@ -69,7 +69,7 @@ def watched(watch: Watch, folder: Path) -> Iterator[None]:
         watch.inside = None
 
 
-class Victim:
+class Reader:
     """A project with a run of three checkpoints, the newest of which is crafted."""
 
     def __init__(self, package: str, folder: Path) -> None:
@@ -188,20 +188,20 @@ def main(folder: Path, start: int, stop: int, mutants: int, bounded: bool, seed:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "case/inductor")
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # not to outlive whoever watches
     tell_tale = folder / "executed"
-    victims = {answer: Victim(name, folder) for answer, name in PACKAGES.items()}
+    readers = {answer: Reader(name, folder) for answer, name in PACKAGES.items()}
     rng = random.Random(seed)
-    for victim in victims.values():  # what is imported only when it is needed is no finding
-        warm = folder / f"warm-{victim.package}"
+    for reader in readers.values():  # what is imported only when it is needed is no finding
+        warm = folder / f"warm-{reader.package}"
         warm.mkdir(exist_ok=True)
         "x".encode("cp437")
         case = crafted_checkpoints.Case("warm", "dcp", lambda folder: None)
-        for _, read in victim.roads(case, victim.place(case, warm)):
+        for _, read in reader.roads(case, reader.place(case, warm)):
             read()
         shutil.rmtree(warm)
     chosen = list(crafted_checkpoints.cases(str(tell_tale), bounded))
     (folder / "case").mkdir(exist_ok=True)
-    own = victims["dcp"].place(chosen.pop(0), folder / "case")
-    assert victims["dcp"].take_over(own) == 3
+    own = readers["dcp"].place(chosen.pop(0), folder / "case")
+    assert readers["dcp"].take_over(own) == 3
     tell_tale.unlink()  # which was there: what such a cache has in it is executed
     fixed = len(chosen)
     for number in range(mutants):
@@ -224,15 +224,15 @@ def main(folder: Path, start: int, stop: int, mutants: int, bounded: bool, seed:
             json.dumps({"number": number, "of": min(stop, len(chosen)), "name": case.name}),
             flush=True,
         )
-        victim = victims[case.answer]
-        where = victim.place(case, place)
+        reader = readers[case.answer]
+        where = reader.place(case, place)
         bytes_there = sum(p.lstat().st_blocks * 512 for p in place.rglob("*"))
         problems = []
         reset = hasattr(os, "fork") and reset_peak()
         before, began = memory(), time.process_time()
-        for road, read in victim.roads(case, where):
+        for road, read in reader.roads(case, where):
             with watched(watch, place):
-                step, unclear = attempt(read, victim.clear)
+                step, unclear = attempt(read, reader.clear)
             if unclear:
                 problems.append(["clear", f"{road}: {unclear}"])
             elif case.refused and step == 3:
@@ -241,7 +241,7 @@ def main(folder: Path, start: int, stop: int, mutants: int, bounded: bool, seed:
         if tell_tale.exists():
             problems.append(["executed", "the tell-tale file is there"])
             shutil.rmtree(tell_tale) if tell_tale.is_dir() else tell_tale.unlink()
-        if harmed(victim):
+        if harmed(reader):
             problems.append(["executed", "something in this process is no longer as it was"])
         result = {
             "number": number,
@@ -268,7 +268,7 @@ def attempt(read: Callable[[], Any], clear: tuple[type[BaseException], ...]) -> 
         return 0, f"{type(error).__name__}: {error!a:.200}"
 
 
-def harmed(victim: Victim) -> bool:
+def harmed(reader: Reader) -> bool:
     """Whether an attack has changed what it could name."""
     import collections
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from . import fault_cases
 from .common import Findings
-from .faulty_saves import GOES_ON, SAID, TIDY, WHOLE, Trouble, Variant
+from .faulty_saves import GOES_ON, SAID, TIDY, WHOLE, Fault, Variant
 
 NOTICED = "code that breaks one of these promises is found out"
 KEPT: list[Any] = []
@@ -119,11 +119,11 @@ def _leaks_copies(package: str) -> None:
     stager.begin = leaky
 
 
-FULL, ONCE = Trouble(errno.ENOSPC), Trouble(errno.EIO, once=True)
+FULL, ONCE = Fault(errno.ENOSPC), Fault(errno.EIO, once=True)
 Try = Callable[[Variant], object]
 
 
-def saves(trouble: Trouble) -> Try:
+def saves(trouble: Fault) -> Try:
     """Disturb a save."""
     return lambda variant: variant.run({2: 20}, trouble)
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from benchmarks.common import render
 
 from . import fault_injection, faulty_disks, resource_mutants
-from .common import Findings, torture
+from .common import Findings, run_topic
 from .fault_cases import disturb, disturb_threads, log_lines, memory, slow, start, stop
-from .faulty_saves import Trouble, Variant
+from .faulty_saves import Fault, Variant
 from .kill_storm import Part, side_by_side
 from .prepare_checkpoints import ANSWERS
 from .storm import import_all
@@ -52,14 +52,14 @@ def whole(variants: list[Variant], found: Findings, hits: Counter[str]) -> None:
     bounded = found.bounded
     for variant in variants:
         rank = max(0, variant.ranks - 1) if "dcp" in variant.package else 0
-        some = [Trouble(errno.EDQUOT), Trouble(errno.EROFS), Trouble(errno.EACCES, once=True)]
+        some = [Fault(errno.EDQUOT), Fault(errno.EROFS), Fault(errno.EACCES, once=True)]
         full = not variant.ranks and not variant.package.endswith("async")
         most = 3 if bounded else None if full else 55
-        disturb(variant, [Trouble(errno.ENOSPC)], most, hits)
-        disturb(variant, [Trouble(errno.EIO, once=True, rank=rank)], most, hits)
-        disturb(variant, [] if bounded else [*some, Trouble(errno.EIO)], 11, hits)
+        disturb(variant, [Fault(errno.ENOSPC)], most, hits)
+        disturb(variant, [Fault(errno.EIO, once=True, rank=rank)], most, hits)
+        disturb(variant, [] if bounded else [*some, Fault(errno.EIO)], 11, hits)
         rng = random.Random(1)
-        for trouble in (Trouble(errno.ENOSPC), Trouble(errno.EIO, once=True))[bounded:]:
+        for trouble in (Fault(errno.ENOSPC), Fault(errno.EIO, once=True))[bounded:]:
             for _ in range(1 if bounded else 4):
                 stop(variant, trouble, rng.randrange(variant.points(trouble)))
         base = variant.new()
@@ -127,4 +127,4 @@ def rendered(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    torture("resources", attempt)
+    run_topic("resources", attempt)

@@ -41,19 +41,19 @@ def of_build_datasets(build: Callable[..., Any]) -> Callable[..., Any]:
     return build_datasets
 
 
-class Witness:
+class Recorder:
     """A line for each step that this rank has finished; past the step in the file PACE it dawdles.
 
     A file for each process, named by what the processes of one start have in common, and its rank.
     """
 
     def __init__(self, state: Any) -> None:
-        start, folder = os.environ.get("MASTER_PORT", "plain"), Path(os.environ["WITNESS"])
+        start, folder = os.environ.get("MASTER_PORT", "plain"), Path(os.environ["RECORDS"])
         path = folder / f"{start}-{state.world.rank}-{os.getpid()}.jsonl"
         self.file = path.open("a", encoding="utf-8")
         self.pace = Path(os.environ["PACE"])
 
-    def __enter__(self) -> "Witness":
+    def __enter__(self) -> "Recorder":
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -73,10 +73,10 @@ class Witness:
 
 
 def of_companions(companions: Callable[..., Any]) -> Callable[..., Any]:
-    """Put a witness beside the others."""
+    """Put a recorder beside the others."""
 
-    def with_witness(state: Any, *others: Any) -> Iterator[Any]:
+    def with_recorder(state: Any, *others: Any) -> Iterator[Any]:
         yield from companions(state, *others)
-        yield Witness(state)
+        yield Recorder(state)
 
-    return with_witness
+    return with_recorder

@@ -16,7 +16,7 @@ import torch
 
 from . import stops_bad_steps as numbers
 from . import stops_hangs as hangs
-from .common import Findings, torture
+from .common import Findings, run_topic
 from .jobs import LOOPBACK, Job, Render, descendants, started, who_listens
 
 KEPT = "a stopped run has saved its last step and says so"
@@ -95,9 +95,9 @@ def preempt(
         mark = render.folder / f"mark-{at}"
         before, _, _ = render.checkpoint("stopped")
         first = before + 3 if moment == "step" else 0
-        drill = {"at": moment, "mark": str(mark), "step": first} | sabotage
+        faults = {"at": moment, "mark": str(mark), "step": first} | sabotage
         workers = ("--train.loader-workers", str(at % 2))
-        with started(render, ranks, "stopped", *options, *workers, drill=drill) as job:
+        with started(render, ranks, "stopped", *options, *workers, faults=faults) as job:
             job.wait_for(mark.exists)
             _stop(findings, render, job, moment, *how, mark)
             case = f"{how} of {ranks} during {moment}, {render.package}"
@@ -196,10 +196,10 @@ def two_runs(findings: Findings, render: Render) -> None:
     """A second run is refused, and touches nothing; loaders of a dead one are in nobody's way."""
     refused, free = findings.tally(REFUSED, "runs"), findings.tally(FREE, "kills")
     mark = render.folder / "mark-two"
-    drill = {"at": "step", "mark": str(mark), "step": 9, "seconds": 1000}
+    faults = {"at": "step", "mark": str(mark), "step": 9, "seconds": 1000}
     options = ("--train.loader-workers", "1", "--no-track")  # whose thread writes when it likes
     options += ("--checkpoint.every", "5")
-    with started(render, 0, "two", *options, drill=drill) as job:
+    with started(render, 0, "two", *options, faults=faults) as job:
         job.wait_for(mark.exists)
         saved = render.run_dir("two") / "checkpoints/step_00000005"
         job.wait_for(saved.exists)  # or what goes on behind training would touch something
@@ -224,9 +224,9 @@ def other_machine(findings: Findings, render: Render) -> None:
         disk = render.folder / f"disk-{rank}"
         disk.mkdir()
         (disk / "text.txt").write_bytes((render.folder / "text.txt").read_bytes())
-        drill = {"rank": rank, "own_disk": str(disk)}
+        faults = {"rank": rank, "own_disk": str(disk)}
         run = f"apart-{rank}"
-        with started(render, 2, run, drill=drill, MAX_RESTARTS="0") as job:
+        with started(render, 2, run, faults=faults, MAX_RESTARTS="0") as job:
             job.end(100)
             told = "does not see what rank 0 writes" in job.output
             began = any(run in str(path) for path in render.folder.glob("**/metrics.jsonl"))
@@ -241,4 +241,4 @@ def _tree(folder: Path) -> dict[str, tuple[int, int, bytes]]:
 
 
 if __name__ == "__main__":
-    torture("stops", attempt)
+    run_topic("stops", attempt)

@@ -98,10 +98,10 @@ def on_ranks(findings: Findings, renders: list[Render]) -> None:
     for render in renders:
         for step, place in ((5, 0), (8, 7)):
             bad = _batch(render, step)[place]
-            drill = {"poison": bad}
+            faults = {"poison": bad}
             run = f"ranks-{step}"
             options = ("--train.on-bad-step", "stop")
-            with started(render, 2, run, *options, drill=drill, MAX_RESTARTS="0") as job:
+            with started(render, 2, run, *options, faults=faults, MAX_RESTARTS="0") as job:
                 job.end(120)
                 told = f"step {step} is not finite; on their own, those of samples {bad}."
                 right = told in job.output and job.process.returncode

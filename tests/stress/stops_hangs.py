@@ -23,13 +23,13 @@ def hang(findings: Findings, render: Render, moment: str, rank: int, loops: bool
     run, how = f"hang-{moment}-{rank}-{loops}", "loops" if loops else "is stopped"
     case = f"rank {rank} {how} during {moment}, {render.package}"
     mark = render.folder / f"mark-{run}"
-    drill: dict[str, Any] = {"at": moment, "mark": str(mark), "rank": rank}
-    drill |= {"step": 4 if moment == "step" else 0, "seconds": 0 if loops else 0.3}
+    faults: dict[str, Any] = {"at": moment, "mark": str(mark), "rank": rank}
+    faults |= {"step": 4 if moment == "step" else 0, "seconds": 0 if loops else 0.3}
     # What is not a step has a longer limit, but not so long as to be waited for here.
     limit = LIMIT if moment == "step" else 2 * LIMIT
-    drill |= {"patience": limit if moment != "step" else 1800}
+    faults |= {"patience": limit if moment != "step" else 1800}
     options = ("--parallel.timeout-minutes", str(LIMIT / 60), "--train.validate-every", "5")
-    with started(render, 2, run, *options, drill=drill, MAX_RESTARTS="0") as job:
+    with started(render, 2, run, *options, faults=faults, MAX_RESTARTS="0") as job:
         job.wait_for(mark.exists)
         everyone, victim = job.everyone(), job.ranks()[rank]
         who_listens(findings, everyone, case)
@@ -64,9 +64,9 @@ def patient(findings: Findings, render: Render, moment: str) -> None:
     tally = findings.tally(PATIENT, "jobs")
     run = f"patient-{moment}"
     mark = render.folder / f"mark-{run}"
-    drill = {"at": moment, "mark": str(mark), "seconds": 2 * LIMIT, "once": True}
+    faults = {"at": moment, "mark": str(mark), "seconds": 2 * LIMIT, "once": True}
     options = ("--parallel.timeout-minutes", str(LIMIT / 60), "--train.validate-every", "50")
-    with started(render, 2, run, *options, drill=drill, MAX_RESTARTS="0") as job:
+    with started(render, 2, run, *options, faults=faults, MAX_RESTARTS="0") as job:
         job.end(200)
         ended = mark.exists() and job.process.returncode == 0
         tally.count(None if ended else f"{moment} of {render.package}: {job.output[-3000:]}")
@@ -76,9 +76,9 @@ def suspend(findings: Findings, render: Render) -> None:
     """A job that is suspended as a whole, for longer than a step may take, goes on."""
     tally = findings.tally(PATIENT, "jobs")
     mark = render.folder / "mark-suspended"
-    drill = {"at": "step", "mark": str(mark), "step": 4, "seconds": 0.05}
+    faults = {"at": "step", "mark": str(mark), "step": 4, "seconds": 0.05}
     options = ("--parallel.timeout-minutes", str(LIMIT / 60))
-    with started(render, 2, "suspended", *options, drill=drill, MAX_RESTARTS="0") as job:
+    with started(render, 2, "suspended", *options, faults=faults, MAX_RESTARTS="0") as job:
         job.wait_for(mark.exists)
         everyone = job.everyone()
         for number in (signal.SIGSTOP, signal.SIGCONT):

@@ -33,7 +33,7 @@ def test_machines_come_and_go_and_a_wrong_order_would_be_seen(
         *(elastic.LOSSES, elastic.ORPHANS),
     }
     assert all(tally.tried for tally in findings.tallies) and not broken(findings)
-    assert [start.size for start in elastic.starts(trial.witness)] == [1, 2, 1]
+    assert [start.size for start in elastic.starts(trial.records)] == [1, 2, 1]
 
     # One more step than was saved, of the first start; many more, of the second.
     first, second = (file_of(trial, size) for size in (1, 2))
@@ -64,7 +64,7 @@ def test_machines_come_and_go_and_a_wrong_order_would_be_seen(
 
 def file_of(trial: elastic.Trial, size: int) -> Path:
     """What rank 0 wrote down in the first start on so many ranks."""
-    files = {path: json.loads(path.read_text().splitlines()[0]) for path in trial.witness.iterdir()}
+    files = {path: json.loads(path.read_text().splitlines()[0]) for path in trial.records.iterdir()}
     of_size = [path for path in files if files[path]["size"] == size and "-0-" in path.name]
     return min(of_size, key=lambda path: files[path]["step"])
 

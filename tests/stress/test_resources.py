@@ -14,8 +14,8 @@ from tests.stress.resource_mutants import BREAKS, NOTICED
 
 def test_troubles_of_saves_are_told_and_survived(tmp_path: Path) -> None:
     if reason := fault_injection.cannot():
-        warnings.warn(f"SCARCE RESOURCES ARE NOT TRIED: {reason}", stacklevel=1)
-        pytest.skip(f"SCARCE RESOURCES ARE NOT TRIED: {reason}")
+        warnings.warn(f"FAULTS ARE NOT TRIED: {reason}", stacklevel=1)
+        pytest.skip(f"FAULTS ARE NOT TRIED: {reason}")
     run_module("tests.stress.resources", "--bounded", "--out", str(tmp_path))
     found = json.loads((tmp_path / "resources.json").read_text("utf-8"))
     tried = {tally["promise"]: tally["tried"] for tally in found["tallies"]}
