@@ -35,31 +35,21 @@ _UNFIT = re.compile(
 
 _WINDOWS = re.compile("con|prn|aux|nul|(com|lpt)[0-9]")
 
-# Distributions, modules and commands in the environment of a rendered project: as a slug such a
-# name would replace a requirement or a command, as a package it would hide a module.
-_INSTALLED = set(
-    """
-    absl absl_py activate aiobotocore aiohappyeyeballs aiohttp aioitertools aiosignal alembic
-    annotated_doc annotated_types anyio attr attrs botocore cachetools certifi cffi cffi_gen_src
-    cfgv charset_normalizer click cloudpickle colorama contourpy coreweave_evaluations cryptography
-    cwevals cycler databricks databricks_sdk dateutil distlib distro docstring_parser dotenv f2py
-    fastapi filelock fonttools frozenlist fsspec functorch git gitdb gitpython google google_auth
-    googleapis_common_protos grpc grpcio h11 httpcore httpx identify identify_cli idna
-    importlib_metadata iniconfig isympy jinja2 jmespath joblib kiwisolver mako mako_render markdown
-    markdown_py markupsafe matplotlib mlflow mlflow_skinny mpl_toolkits mpmath multidict narwhals
-    networkx nodeenv normalizer numpy numpy_config nvidia opentelemetry opentelemetry_api
-    opentelemetry_exporter_http_transport opentelemetry_exporter_otlp_common
-    opentelemetry_exporter_otlp_proto_common opentelemetry_exporter_otlp_proto_http
-    opentelemetry_proto opentelemetry_sdk opentelemetry_semantic_conventions packaging pil pillow
-    pip pip3 platformdirs pluggy pre_commit propcache protobuf py pyasn1 pyasn1_modules pycparser
-    pydantic pydantic_core pyftmerge pyftsubset pygmentize pygments pylab pyparsing pytest python
-    python3 python_dateutil python_discovery python_dotenv pyyaml requests ruff s3fs safetensors
-    scikit_learn scipy setuptools six sklearn smmap sniffio sqlalchemy sqlformat sqlparse starlette
-    sympy tensorboard tensorboard_data_server threadpoolctl torch torchfrtrace torchgen torchrun
-    tqdm triton ttx typeguard typing_extensions typing_inspection tyro tzdata urllib3 uvicorn
-    virtualenv wandb wb werkzeug wrapt wrapt_stubs xxhash yaml yarl zipp
-    """.split()  # noqa: SIM905 (as a list it would take a line for each)
+# Names that a project must leave to others: as a slug one of them would replace a requirement or a
+# command, as a package it would hide a module. tests/template/test_answers.py derives these tuples
+# from renders and from torch, and compares.
+DEPENDENCIES = (  # what the pyproject.toml of some answers requires
+    *("alembic", "matplotlib", "mlflow_skinny", "numpy", "pillow", "pre_commit", "pytest", "ruff"),
+    *("s3fs", "safetensors", "scikit_learn", "setuptools", "sqlalchemy", "tensorboard", "torch"),
+    *("tqdm", "tyro", "wandb"),
 )
+PROVIDED = (  # modules and commands of these that have other names than their distributions
+    *("f2py", "functorch", "mlflow", "mpl_toolkits", "numpy_config", "pil", "py", "pylab"),
+    *("sklearn", "torchfrtrace", "torchgen", "torchrun", "wb"),
+)
+IMPORTED_BY_TORCH = ("filelock", "fsspec", "jinja2", "networkx", "sympy", "typing_extensions")
+COMMANDS = ("activate", "pip", "pip3", "python", "python3")  # of any virtual environment
+TAKEN = {*DEPENDENCIES, *PROVIDED, *IMPORTED_BY_TORCH, *COMMANDS}
 
 # `sys.stdlib_module_names` leaves out `test`, and cannot know the modules of a newer Python.
 _STDLIB = sys.stdlib_module_names | {"annotationlib", "compression", "profiling", "test"}
@@ -92,7 +82,7 @@ def _slug_problem(slug: str) -> str | None:
         return "must be made of a-z, 0-9, '-' and '_', with a letter or digit at both ends"
     if _WINDOWS.fullmatch(slug):
         return "is a name that Windows reserves"
-    if re.sub("[-_]+", "_", slug) in _INSTALLED:
+    if re.sub("[-_]+", "_", slug) in TAKEN:
         return "is the name of something that the project installs"
     return None
 
@@ -104,7 +94,7 @@ def _package_problem(name: str) -> str | None:
         return "must be made of a-z, 0-9 and '_', beginning with a letter"
     if keyword.iskeyword(name) or keyword.issoftkeyword(name):
         return "is a word of the Python language"
-    if name in _STDLIB or name in _INSTALLED:
+    if name in _STDLIB or name in TAKEN:
         return "would hide a module that Python or the project needs"
     if _WINDOWS.fullmatch(name):
         return "is a name that Windows reserves"

@@ -269,31 +269,55 @@ def test_derived_packages_import(mini: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", program, *map(str, found)], check=True)
 
 
-def test_no_name_may_replace_what_a_render_installs() -> None:
-    def normal(name: str) -> str:
-        return re.sub("[-_.]+", "_", name).lower()
+def normal(name: str) -> str:
+    """Return the form in which names of distributions, modules and commands are compared."""
+    return re.sub("[-_.]+", "_", name).lower()
 
-    todo = ["torch", "numpy", "tyro", "tqdm", "scikit-learn", "pytest", "ruff", "pre-commit", "pip"]
-    todo += ["matplotlib", "tensorboard", "wandb", "mlflow-skinny", "sqlalchemy", "alembic", "s3fs"]
-    installed: set[str] = set()
-    while todo:
-        name = todo.pop()
-        if normal(name) not in installed:
-            installed.add(normal(name))
-            needs = map(Requirement, metadata.requires(name) or [])
-            todo += [n.name for n in needs if not n.marker or n.marker.evaluate({"extra": ""})]
+
+def test_no_name_may_replace_a_dependency(tmp_path: Path) -> None:
+    """Exactly what the renders require; a new requirement goes into the tuple, too."""
+    required: set[str] = set()
+    for question in ("task", "parallelism", "checkpoint", "storage", "tracker", "workflow"):
+        for number, answer in enumerate(QUESTIONS[question]):
+            project = bake(tmp_path / f"{question}-{number}", **{question: answer})
+            told = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))
+            extras = told["project"].get("optional-dependencies", {}).values()
+            lists = (told["build-system"]["requires"], told["project"]["dependencies"], *extras)
+            required |= {normal(Requirement(line).name) for line in itertools.chain(*lists)}
+    assert set(answers.DEPENDENCIES) == required
+
+
+def test_no_name_may_replace_what_a_dependency_provides() -> None:
+    direct = set(answers.DEPENDENCIES)
     modules = {
-        module
+        normal(module)
         for module, owners in metadata.packages_distributions().items()
-        if installed & set(map(normal, owners))
+        if direct & set(map(normal, owners)) and not module.startswith("_")
     }
     commands = {
-        entry.name
+        normal(entry.name)
         for entry in metadata.entry_points(group="console_scripts")
-        if entry.dist and normal(entry.dist.name) in installed and "." not in entry.name
+        if entry.dist and normal(entry.dist.name) in direct and "." not in entry.name
     }
-    assert {"yaml", "sklearn"} <= modules and "torchrun" in commands
-    for name in map(normal, installed | modules | commands):
+    assert set(answers.PROVIDED) == (modules | commands) - direct
+
+
+def test_no_name_may_replace_what_torch_imports() -> None:
+    program = "import sys; old = {*sys.modules}; import torch; print(*({*sys.modules} - old))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    imported = {name.partition(".")[0] for name in done.stdout.split()} - sys.stdlib_module_names
+    needs = map(Requirement, metadata.requires("torch") or [])
+    imported |= {n.name for n in needs if not n.marker or n.marker.evaluate({"extra": ""})}
+    known = {*answers.DEPENDENCIES, *answers.PROVIDED}
+    assert {"numpy", "sympy"} <= imported
+    # Which of them a release of torch for GPUs requires beside these is not ours to list.
+    here = {normal(n) for n in imported if not n.startswith(("_", "nvidia", "cuda", "triton"))}
+    assert here - known <= set(answers.IMPORTED_BY_TORCH) <= here
+
+
+def test_names_of_others_are_refused_as_both() -> None:
+    for name in answers.TAKEN:
         assert answers._package_problem(name), name
         assert answers._slug_problem(name.replace("_", "-")), name
 
