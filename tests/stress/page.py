@@ -20,6 +20,7 @@ def page(results: Path) -> str:
     tallies = [tally for result in found.values() for tally in result["tallies"]]
     tables["tried"] = f"{sum(tally['tried'] for tally in tallies):,}"
     tables["violations"] = f"{sum(len(tally['violations']) for tally in tallies):,}"
+    tables["matrix"] = matrix(json.loads((results / "matrix.json").read_text("utf-8")))
     return Template(TEXT.read_text("utf-8")).substitute(tables)
 
 
@@ -41,6 +42,15 @@ def section(result: dict[str, Any]) -> str:
         f"{machine['system']}, {machine['file_system']}. {versions}.",
     ]
     return "\n".join(lines)
+
+
+def matrix(result: dict[str, Any]) -> str:
+    """The count of combinations that were tried, and when."""
+    return (
+        f"{result['combinations']} combinations, {result['packages']} different packages, "
+        f"{len(result['failures'])} failures. `make matrix`, {result['date']}, "
+        f"{result['seconds']} s, torch {result['versions']['torch']}."
+    )
 
 
 def main() -> None:
