@@ -63,8 +63,8 @@ SMALLEST = {
     **{"tracker": "none", "workflow": "baseline"},
 }
 FULLEST = {
-    **{"task": "image_classifier", "parallelism": "fsdp", "storage": "object_store"},
-    **{"tracker": "mlflow", "cluster": "kubernetes"},
+    **{"parallelism": "fsdp", "storage": "object_store", "tracker": "mlflow"},
+    "cluster": "kubernetes",
 }
 RENDERS = choose_renders()
 PACKAGE = "src/my_training_run"
