@@ -12,26 +12,26 @@ TEST := $(DEMO) pillow scikit-learn pytest pytest-xdist pytest-timeout hypothesi
 # The peers have an environment of their own, so that tests and demo go without them.
 PEERS := build/benchmark
 TOPICS := loop save restore sampler shards startup workflow
-TORTURE := crash_points kill_storm elastic damage hostile resources stops
+TORTURE := crash_points kill_storm elastic damage hostile_files resources stops
 
 .PHONY: demo test torture lint docs benchmark clean
 
 demo: $(VENV)/.demo
-	@./demo.sh $(abspath $(BIN))
+	@scripts/demo.sh $(abspath $(BIN))
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest
 
 torture: $(VENV)/.test
-	@for topic in $(TORTURE); do $(BIN)/python -m torture.$$topic || exit 1; done
-	@$(BIN)/python -m torture.page
+	@for topic in $(TORTURE); do $(BIN)/python -m tests.stress.$$topic || exit 1; done
+	@$(BIN)/python -m tests.stress.page
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check --config pyproject.toml .
 	$(BIN)/ruff format --check --config pyproject.toml .
 
 docs: $(VENV)/.test
-	$(BIN)/python docs/cut.py
+	$(BIN)/python scripts/cut_docs.py
 
 benchmark: $(PEERS)/.installed
 	@for topic in $(TOPICS); do $(PEERS)/bin/python -m benchmarks.$$topic || exit 1; done

@@ -19,7 +19,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).parents[1]
 PROJECT = "{{cookiecutter.project_slug}}"
-sys.path.insert(0, str(ROOT))  # for tests of local_extensions itself
+sys.path.insert(0, str(ROOT))  # for local_extensions, benchmarks and tests
 # One thread for each worker of pytest-xdist and what it starts: more than the cores only get in
 # each other's way. Set before torch is imported, which reads it then.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -33,28 +33,28 @@ settings.load_profile("template")
 
 # What takes long, the longest first, so that no worker is left with it at the end.
 LONG = (
-    "test_slurm",
-    "test_whole_workflow",
-    "test_hosts",
-    "test_torture_kill_storm",
-    "test_life.py::test_the_commands_of_its_readme",
-    "test_torture_resources",
-    "test_compile_stage",
-    "test_store",
-    "test_travel",
-    "test_own_models",
-    "test_life",
-    "test_torture",
-    "test_scale_stage",
-    "test_hybrid",
-    "test_kubernetes",
-    "test_checkpoint_stage",
-    "test_tracker",
-    "test_profile_stage",
-    "test_render",
-    "test_demo",
-    "test_benchmarks",
-    "test_answers.py::test_all_answers_together",
+    "cluster/test_slurm",
+    "workflow/test_whole_workflow",
+    "cluster/test_hosts",
+    "stress/test_kill_storm",
+    "project/test_life.py::test_the_commands_of_its_readme",
+    "stress/test_resources",
+    "workflow/test_compile_stage",
+    "project/test_store",
+    "project/test_travel",
+    "project/test_own_models",
+    "project/test_life",
+    "stress/",
+    "workflow/test_scale_stage",
+    "cluster/test_hybrid",
+    "cluster/test_kubernetes",
+    "workflow/test_checkpoint_stage",
+    "project/test_tracker",
+    "workflow/test_profile_stage",
+    "template/test_render",
+    "template/test_demo",
+    "template/test_benchmarks",
+    "template/test_answers.py::test_all_answers_together",
 )
 # Files whose tests share nothing.
 APART = {"test_answers", "test_benchmarks", "test_life"}
@@ -77,7 +77,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def rank(item: pytest.Item) -> int:
-        name = item.nodeid.rpartition("/")[2]
+        name = item.nodeid.removeprefix("tests/")
         return next((at for at, long in enumerate(LONG) if name.startswith(long)), len(LONG))
 
     items.sort(key=rank)
@@ -146,14 +146,14 @@ def bake_cli(
 def drill(
     script: str, *jobs: tuple[int | str, ...], sources: dict[str, Path], timeout: float = 1500
 ) -> str:
-    """The output of a script of tests/drills, job after job: its ranks (0: none), its arguments.
+    """The output of a script of project/drills, job after job: its ranks (0: none), its arguments.
 
     The packages of several renders go into one process, whose start costs more than what it tests.
     """
     from benchmarks.common import free_ports
 
     each = json.dumps(list(zip(free_ports(len(jobs)), jobs, strict=True)))
-    command = [sys.executable, str(ROOT / "tests/drills/forks.py"), script, each]
+    command = [sys.executable, str(ROOT / "tests/project/drills/forks.py"), script, each]
     return run(
         [*command, *sources], timeout, PYTHONPATH=os.pathsep.join(map(str, sources.values()))
     )

@@ -1,0 +1,165 @@
+"""Cut what the documentation shows from a real render, so that it cannot go stale unnoticed.
+
+python scripts/cut_docs.py [PAGE …]            rewrite the blocks (of README.md and docs/*.md)
+python scripts/cut_docs.py --check [PAGE …]    name the stale ones; exit code 1 if there are any
+
+A block stands between `<!-- cut: KIND WORDS -->` and `<!-- end -->`. It shows, of the project that
+the default answers render,
+
+tree NAME …         the files, each with the first line of its docstring; the names given come first
+code FILE NAME …    functions or classes of a file
+output COMMAND      a command, typed in the project's folder, and what it prints
+"""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from cookiecutter.main import cookiecutter
+
+ROOT = Path(__file__).resolve().parents[1]
+TEMPLATE = "gh:org/cookiecutter-pytorch-training"
+WIDTH = 100
+BLOCK = re.compile(r"(<!-- cut: (\w+)(.*?) -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
+
+
+def tree(project: Path, first: list[str]) -> str:
+    """The project's files. A package inside the package is one line, as are undescribed files."""
+
+    def place(path: Path) -> tuple[int, bool, str]:
+        known = path.name in first
+        return first.index(path.name) if known else len(first), path.is_dir(), path.name
+
+    def rows(folder: Path, indent: str) -> Iterator[tuple[str, str | None]]:
+        """Names and words; of a folder whose files follow, no words."""
+        for path in sorted(folder.iterdir(), key=place):
+            name = path.name
+            while path.is_dir() and len(inside := list(path.iterdir())) == 1:
+                (path,) = inside
+                name += f"/{path.name}"
+            if path.is_dir():
+                name, below = f"{name}/", list(rows(path, indent + "  "))
+                if (path / "__init__.py").exists() and not (path / "__main__.py").exists():
+                    yield indent + name, describe(path / "__init__.py")
+                elif any(words for _, words in below):
+                    yield from [(indent + name, None), *below]
+                else:
+                    yield indent + name, ""
+            elif name != "__init__.py":
+                yield indent + name, describe(path)
+
+    listed = list(rows(project, "  "))
+    column = max(len(name) for name, words in listed if words) + 2
+    lines = [
+        name if words is None else f"{name:<{column}}{fit(words, WIDTH - column)}"
+        for name, words in listed
+        if words != ""
+    ]
+    others = " ".join(name.strip() for name, words in listed if words == "")
+    others = textwrap.fill(others, WIDTH, initial_indent="  ", subsequent_indent="  ")
+    return block("", f"{project.name}/", *lines, others)
+
+
+def describe(path: Path) -> str:
+    """The first line of a Python file's docstring or of a script's opening comment."""
+    text = path.read_text("utf-8")
+    if path.suffix == ".py":
+        return (ast.get_docstring(ast.parse(text)) or "").split("\n")[0].rstrip(".")
+    comment = re.match(r"#!.*\n# (.*?)\.?\n", text)
+    return comment[1] if comment else ""
+
+
+def fit(words: str, room: int) -> str:
+    """The words, else their first sentence, else as many of its clauses as there is room for."""
+    for mark in (". ", ";", ":", ","):
+        while len(words) > room and mark in words:
+            words = words.rpartition(mark)[0]
+    if len(words) > room:
+        raise ValueError(f"for a line of the tree, begin with a shorter clause: {words}")
+    return words
+
+
+def code(project: Path, words: list[str]) -> str:
+    """Functions or classes of a file, as they stand there."""
+    file, *names = words
+    text = (project / file).read_text("utf-8")
+    nodes = {node.name: node for node in ast.parse(text).body if hasattr(node, "name")}
+    parts = (ast.get_source_segment(text, nodes[name]) for name in names)
+    return block("python", "\n\n\n".join(parts))
+
+
+def refusal(project: Path, words: list[str]) -> str:
+    """A command that has to fail, and what it prints."""
+    return output(project, words, refused=True)
+
+
+def output(project: Path, words: list[str], refused: bool = False) -> str:
+    """A command and what it prints, the template's address being that of this repository."""
+    command = " ".join(words)
+    ended = subprocess.run(
+        ["bash", "-c", command.replace(TEMPLATE, str(ROOT))],
+        cwd=project,
+        env=os.environ
+        | {
+            "COOKIECUTTER_CONFIG": str(project.parent / "config"),
+            "COLUMNS": str(WIDTH),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": "src",
+            "PYTHONDONTWRITEBYTECODE": "1",  # or the tree would show it
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if "Traceback" in ended.stdout or not ended.stdout or bool(ended.returncode) is not refused:
+        raise RuntimeError(f"{command}: {ended.stdout}")
+    return block("console", f"$ {command}", ended.stdout.rstrip())
+
+
+def block(language: str, *lines: str) -> str:
+    """A block of Markdown."""
+    return "\n".join([f"```{language}", *lines, "```\n"])
+
+
+KINDS = {"tree": tree, "code": code, "output": output, "refusal": refusal}
+
+
+def main(arguments: list[str]) -> int:
+    """Rewrite or check the pages."""
+    check = "--check" in arguments
+    given = [Path(word) for word in arguments if word != "--check"]
+    stale = 0
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, "config")  # not the user's own, which may hold other defaults
+        places = ("cookiecutters_dir", "replay_dir")
+        config.write_text(json.dumps({place: str(config.with_name(place)) for place in places}))
+        options = {"no_input": True, "accept_hooks": False, "config_file": str(config)}
+        project = Path(cookiecutter(str(ROOT), output_dir=folder, **options))
+        for page in given or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+            text = page.read_text("utf-8")
+            if len(BLOCK.findall(text)) != text.count("<!-- cut:"):
+                raise ValueError(f"{page}: a block has no end")
+            parts, end = [], 0
+            for found in BLOCK.finditer(text):
+                marker, kind, words, old = found.groups()
+                new = KINDS[kind](project, words.split())
+                if new != old:
+                    stale += 1
+                    line = text.count("\n", 0, found.start()) + 1
+                    print(f"{page}:{line}: {'stale' if check else 'rewritten'}: {kind}{words}")
+                parts += [text[end : found.start()], marker, new]
+                end = found.end()
+            if not check:
+                page.write_text("".join([*parts, text[end:]]), "utf-8")
+    return int(check and stale > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Of jobs on several hosts: Slurm, Kubernetes, elastic launches."""

@@ -1,0 +1,1 @@
+"""Of what a rendered project does: training, data, checkpoints, logs, trackers."""

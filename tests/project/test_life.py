@@ -1,0 +1,317 @@
+"""Rendered projects live: trained, killed, restarted, resharded, tested, and documented truly.
+
+Every parallelism meets every checkpoint once; tasks, licences and trackers are spread over them.
+All share the environment that runs these tests: a render is used through PYTHONPATH.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Project, bake, drill
+
+PACKAGE = "my_training_run"
+VARIANTS = [
+    ("language_model", "ddp", "dcp_async", "MIT", "tensorboard"),
+    ("image_classifier", "ddp", "dcp", "Apache-2.0", "wandb"),
+    ("language_model", "ddp", "torch_save", "none", "none"),
+    ("image_classifier", "fsdp", "dcp_async", "BSD-3-Clause", "mlflow"),
+    ("language_model", "fsdp", "dcp", "none", "none"),
+    ("image_classifier", "fsdp", "torch_save", "MIT", "none"),
+    ("image_classifier", "single", "dcp_async", "none", "tensorboard"),
+    ("language_model", "single", "dcp", "Apache-2.0", "none"),
+    ("image_classifier", "single", "torch_save", "BSD-3-Clause", "none"),
+]
+# Among them every parallelism, every kind of checkpoint and both tasks.
+TESTED_WHOLE = (VARIANTS[0], VARIANTS[5], VARIANTS[7])
+DEPENDENT = (
+    "test_an_interrupted_run_goes_on_exactly[15]",
+    "test_a_damaged_checkpoint_costs_one_interval",
+    "test_a_failed_save_costs_only_itself",
+    "test_a_checkpoint_holds_its_own_step",
+)
+TINY = ["--preset", "tiny", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids="-".join)
+def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    names = ("task", "parallelism", "checkpoint", "license", "tracker")
+    return bake(tmp_path_factory.mktemp("life"), **dict(zip(names, request.param, strict=True)))
+
+
+def environment(project: Path, **more: str) -> dict[str, str]:
+    python = str(Path(sys.executable).parent)
+    return {
+        **os.environ,
+        "PYTHONPATH": str(project / "src"),
+        "PATH": f"{python}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "OMP_NUM_THREADS": "1",
+        **more,
+    }
+
+
+@contextlib.contextmanager
+def start(project: Path, *command: str, **more: str) -> Iterator[subprocess.Popen[str]]:
+    """A command in a session of its own, none of which outlives the block."""
+    with subprocess.Popen(
+        command,
+        cwd=project,
+        env=environment(project, **more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            for pid in {process.pid, *descendants(process.pid)}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def finish(
+    process: subprocess.Popen[str], timeout: float = 900, codes: tuple[int, ...] = (0,)
+) -> str:
+    """Its output, once it has ended well."""
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"{process.args} took more than {timeout} s")
+    assert process.returncode in codes, output
+    return output
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below `pid`, workers of torchrun in sessions of their own included."""
+    found = []
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for child in map(int, children):
+            found += [child, *descendants(child)]
+    return found
+
+
+def trainers(pid: int) -> list[int]:
+    """The training processes below a launcher: those with a rank."""
+    found = []
+    for child in descendants(pid):
+        with contextlib.suppress(OSError):
+            if b"\0RANK=" in Path(f"/proc/{child}/environ").read_bytes():
+                found.append(child)
+    return found
+
+
+def launch(project: Path, run: str, *options: str, ranks: int = 2, **more: str) -> Any:
+    """Training on ranks, or on none of them in a plain process."""
+    command = ["bash", "scripts/launch.sh", "-n", str(ranks)]
+    if not ranks:
+        command = [sys.executable, "-m", PACKAGE]
+    return start(project, *command, "train", *TINY, "--name", run, *options, **more)
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; of a run under way, those that are whole."""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def manifest(run_dir: Path, step: int | None = None) -> dict[str, Any]:
+    """What is told of a checkpoint, by default the newest."""
+    name = "step_*" if step is None else f"step_{step:08}"
+    path = max((run_dir / "checkpoints").glob(name))
+    return json.loads((path / "manifest.json").read_text())
+
+
+def hashes(run_dir: Path, step: int) -> dict[str, str]:
+    """Of all weights and moments in a checkpoint (DCP's index has a random name in it)."""
+    files = manifest(run_dir, step)["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name != ".metadata"}
+
+
+SLOWLY = """
+
+import os
+
+_next = Loader.next
+
+
+def _slowly(self):
+    if os.path.exists(os.environ.get("SLOW", "")):
+        time.sleep(float(os.environ["SLOW_SECONDS"]))
+    return _next(self)
+
+
+Loader.next = _slowly
+"""
+
+
+def make_slow(project: Path) -> None:
+    """Steps take SLOW_SECONDS longer as long as there is the file SLOW, if the environment says."""
+    with (project / "src" / PACKAGE / "sampling.py").open("a") as file:
+        file.write(SLOWLY)
+
+
+def test_a_killed_worker_changes_nothing(tmp_path: Path) -> None:
+    """`kill -9` in mid-run; restarted by torchrun, bit-identical.
+
+    All variants are killed in tests/stress/kill_storm.py, those on one process too.
+    """
+    project, slow = bake(tmp_path / "project"), tmp_path / "slow"
+    make_slow(project)  # or it could be over before it is killed
+    options = ("--train.steps", "80", "--train.log-every", "1")
+    with launch(project, "undisturbed", *options) as process:
+        finish(process)
+    slow.touch()
+    with launch(project, "killed", *options, SLOW=str(slow), SLOW_SECONDS="0.1") as process:
+        deadline = time.monotonic() + 600
+        while len(records(project / "runs" / "killed")) < 12:
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
+            time.sleep(0.01)
+        os.kill(trainers(process.pid)[-1], signal.SIGKILL)
+        slow.unlink()
+        assert "resuming from" in finish(process)
+    undisturbed, killed = (hashes(project / "runs" / run, 80) for run in ("undisturbed", "killed"))
+    assert undisturbed and killed == undisturbed
+    expected, found = (
+        {record["step"]: record["loss"] for record in records(project / "runs" / run)}
+        for run in ("undisturbed", "killed")
+    )
+    assert found == expected
+    assert list(found) == list(range(1, 81))
+
+
+def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
+    """2 -> 1 -> 2 -> 3 ranks, with a batch that three do not divide, against one process."""
+    names = {}
+    for task, parallelism, checkpoint, *_ in VARIANTS:
+        if parallelism != "single":
+            name = f"ranks_{parallelism}_{checkpoint}"
+            answers = {"task": task, "parallelism": parallelism, "checkpoint": checkpoint}
+            names[name] = bake(tmp_path / name, package_name=name, **answers)
+    sources = {name: project / "src" for name, project in names.items()}
+    jobs = (("many", 2, 3), ("many", 0, 6), ("many", 2, 9), ("many", 3, 12), ("one", 0, 12))
+    told = [(ranks, str(tmp_path), run, str(steps), *names) for run, ranks, steps in jobs]
+    drill("elastic.py", *told, sources=sources)
+    for name, (run, ranks, steps) in itertools.product(names, jobs):
+        saved = manifest(tmp_path / name / run, steps)
+        assert (saved["world_size"], saved["samples"]) == (max(1, ranks), 8 * steps)
+    assert len(names) == 6
+    for name in names:
+        many, one = ([r["loss"] for r in records(tmp_path / name / run)] for run in ("many", "one"))
+        assert many == pytest.approx(one, rel=1e-4), name
+        assert len(many) == 12
+
+
+def test_its_own_tests_pass(project: Path, request: pytest.FixtureRequest) -> None:
+    """All of them in three variants, elsewhere those that depend on more than one answer.
+
+    On several ranks all variants are in test_any_number_of_ranks_goes_on.
+    """
+    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    whole = request.node.callspec.params["project"] in TESTED_WHOLE
+    if not whole:
+        tests += [f"tests/test_training.py::{name}" for name in DEPENDENT]
+    with start(project, sys.executable, *tests) as process:
+        output = finish(process)
+    assert " passed" in output and "failed" not in output
+    if whole:  # the hooks are the same in all variants: test_another_answer_changes_its_own_...
+        for command in (["git", "init", "-q"], ["git", "add", "."], ["pre-commit", "run", "-a"]):
+            with start(project, *command, PRE_COMMIT_HOME=str(project / ".pre-commit")) as process:
+                finish(process)
+
+
+def commands_of(project: Path) -> list[str]:
+    """All that the README tells to type, but what installs."""
+    readme = (project / "README.md").read_text("utf-8")
+    blocks = re.findall(r"```bash\n(.*?)```", readme, flags=re.DOTALL)
+    lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
+    table = re.findall(r"^\| `([^`]+)` \|", readme, flags=re.MULTILINE)
+    lines += [f"python -m {PACKAGE} {command}" for command in table[1:]]
+    return list(dict.fromkeys(line for line in lines if not re.search("venv|pip install", line)))
+
+
+def test_the_commands_of_its_readme_work(tmp_path: Path) -> None:
+    """Every command of every rendered README is typed, at the size of the tiny preset.
+
+    On several machines they are tried in tests/stress/elastic.py, the workflow in
+    test_whole_workflow.py, an object store in test_store.py.
+    """
+    typed: list[str] = []
+    for task, parallelism in (
+        ("language_model", "ddp"),
+        ("image_classifier", "fsdp"),
+        ("language_model", "single"),
+    ):
+        project = bake(tmp_path / task / parallelism, task=task, parallelism=parallelism)
+        lines = commands_of(project)
+        new = [line for line in lines if line not in typed and not re.search("NNODES|s3://", line)]
+        typed += new
+        if new and new[0] != lines[0]:  # they need a run
+            new.insert(0, "scripts/launch.sh -n 2 train")
+        for line in new:
+            if line == f"python -m {PACKAGE} workflow":
+                continue
+            line += " " + " ".join(TINY) if " train" in line else ""
+            with start(project, "bash", "-c", line, MAX_RESTARTS="0") as process:
+                finish(process)
+    commands = {"train", "workflow", "report", "verify", "export", "infer"}
+    assert commands == {word for line in typed for word in line.split() if word in commands}
+
+
+@pytest.mark.parametrize("task", ["language_model", "image_classifier"])
+def test_unusable_data_is_told_in_one_line(
+    tmp_path: Path, task: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "short").write_text("too short")
+    with Project.imported(tmp_path, f"unusable_{task}", task=task, parallelism="single") as it:
+        monkeypatch.chdir(it.folder)
+        for name in ("missing", "empty", "short"):
+            path = str(tmp_path / name)
+            words = ("train", "--device", "cpu", "--data.path", path)
+            monkeypatch.setattr(sys, "argv", ["program", *words])
+            assert it.module("__main__").main() == 2
+            output = "".join(capsys.readouterr())
+            assert output.startswith("error: ") and output.count("\n") == 1, output
+            assert path in output
+        assert not (it.folder / "runs").exists()
+
+
+def test_a_mistake_is_told_once(tmp_path: Path) -> None:
+    """Ranks that refuse what they are told are not started again, and say nothing else.
+
+    The first rank says it for all, if it does so within a second; there are four starts otherwise.
+    """
+    project = bake(tmp_path)
+    with launch(project, "mistaken", "--data.path", "missing", ranks=3) as process:
+        output = finish(process, timeout=300, codes=(2,))
+    assert 1 <= output.count("error: --data.path missing") <= 3, output
+    assert "Traceback" not in output and "c10::" not in output, output
+
+
+def test_it_installs_with_its_console_script(tmp_path: Path) -> None:
+    project = bake(tmp_path)
+    target = tmp_path / "site"
+    options = ["--no-deps", "--no-build-isolation", "--quiet", "--disable-pip-version-check"]
+    with start(
+        project, sys.executable, "-m", "pip", "install", *options, "--target", str(target), "."
+    ) as process:
+        finish(process)
+    script = target / "bin/my-training-run"
+    with start(project, str(script), "--help", PYTHONPATH=str(target)) as process:
+        assert "baseline" in finish(process)

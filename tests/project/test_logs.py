@@ -1,0 +1,299 @@
+"""Who says what and where, which rank is slow, and how long ranks wait for each other."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.conftest import Project, bake, drill
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    folder = tmp_path_factory.mktemp("logs")
+    with Project.imported(folder, "of_logs", parallelism="ddp", checkpoint="dcp_async") as project:
+        yield project
+
+
+def test_the_slow_rank_is_named_and_each_has_its_log(project: Project, tmp_path: Path) -> None:
+    """Three ranks: as fast as each other, one slow in its step (DDP), one at its data (FSDP)."""
+    other = bake(tmp_path, parallelism="fsdp", checkpoint="dcp", package_name="of_logs_fsdp")
+    (tmp_path / "text.txt").write_text("The quality of mercy is not strained. " * 100)
+    sources = {"of_logs": project.folder / "src", "of_logs_fsdp": other / "src"}
+    output = drill("pace.py", (3, str(tmp_path), *sources), sources=sources)
+    assert json.loads(output.splitlines()[-1])["slow step"] == [None, 2, 2, 2, 2]
+    assert json.loads(output.splitlines()[-1])["slow data"] == [None, 1, 1, 1, 1]
+    logs = {name: (tmp_path / name / "logs") for name in ("even", "slow step", "slow data")}
+    for name, slow in (("even", None), ("slow step", 2), ("slow data", 1)):
+        lines = (logs[name] / "train.log").read_text().splitlines()
+        told = [line for line in lines if "holds up the others" in line]
+        assert len(told) == (slow is not None), lines
+        assert slow is None or f"WARNING rank {slow} on " in told[0]
+        assert output.count(f"WARNING: rank {slow} on ") == len(told)
+        assert sum("step 10/10" in line for line in lines) == 1
+        assert " INFO finished: " in lines[-1]
+
+    texts = [
+        (logs["even"] / name).read_text() for name in ("train.log", "rank_1.log", "rank_2.log")
+    ]
+    for rank, text in enumerate(texts):
+        assert f"rank {rank} of 3, process " in text.splitlines()[0]
+        said = [f"{said} of rank {rank}\n" for said in ("Python's warning", "warning", "error")]
+        raw = [f"printed by rank {rank}\n", f"library's line of rank {rank}\n"]
+        for line in [*said, *(raw if rank else [])]:
+            assert text.count(line) == 1 + (line == f"warning of rank {rank}\n"), (line, text)
+        foreign = {f"of rank {other}\n" for other in range(3)} - {f"of rank {rank}\n"}
+        assert not any(word in text for word in foreign)
+        on_console = {*said, *raw} if rank == 0 else {f"error of rank {rank}\n"}
+        assert {line for line in [*said, *raw] if line in output} == on_console
+        broken = tmp_path / "broken/logs" / (f"rank_{rank}.log" if rank else "train.log")
+        assert "Traceback" in broken.read_text()
+        assert f"ValueError: broken on rank {rank}\n" in broken.read_text()
+
+
+CRASH = """
+import faulthandler, logging, os
+from pathlib import Path
+from of_logs.run import logs
+logs.log_to_console()
+rank = int(os.environ["RANK"])
+with logs.logging_to(logs.open_log(Path("."), rank), rank, 2):
+    logging.getLogger("of_logs.distributed.watchdog").warning("a warning")
+    logs.say("a verdict")
+    print("printed")
+    os.write(2, b"a library's line\\n")
+    faulthandler._sigsegv()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_crash_leaves_its_stacks_in_the_log(project: Project, tmp_path: Path, rank: int) -> None:
+    """Behind what stood there before; the verdict on a hang is on the console in any case."""
+    file = tmp_path / ("rank_1.log" if rank else "train.log")
+    file.write_text("of the start before\n")
+    outcome = subprocess.run(
+        [sys.executable, "-u", "-c", CRASH],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(project.folder / "src"), "RANK": str(rank)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert outcome.returncode < 0
+    lines = file.read_text().splitlines()
+    assert lines[0] == "of the start before"
+    assert "Fatal Python error: Segmentation fault" in lines
+    assert any('File "<string>"' in line for line in lines)
+    console = outcome.stdout + outcome.stderr
+    assert console.count("a verdict") == 1
+    assert ("a library's line" in lines, "printed" in lines) == (rank == 1, rank == 1)
+    assert ("a warning" in console, "a library's line" in console) == (rank == 0, rank == 0)
+    assert sum("WARNING a warning" in line for line in lines) == 1
+
+
+def test_a_log_that_cannot_be_written_ends_nothing(project: Project) -> None:
+    logs = project.module("run.logs")
+    file = logs.LogFile(Path("/dev/full"))
+    with logs.logging_to(file, 0, 1):
+        logs.PACKAGE.warning("lost")
+    assert file not in logs.PACKAGE.handlers
+
+
+@pytest.mark.parametrize("begins", [".nonce-", ".metrics.jsonl"])
+def test_a_start_that_cannot_write_names_the_file_once(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, begins: str
+) -> None:
+    """What the system says of a write names none; tests/stress fails every call of a start."""
+    options = (*project.settings, "--run-dir", str(tmp_path), "--train.steps")
+    project("train", *options, "1")
+    rundir, write = project.module("run.directory"), Path.write_text
+    write_json, refused = rundir.write_json, OSError(5, "Input/output error")
+
+    def write_text(path: Path, *rest: Any, **how: Any) -> int:
+        if path.name.startswith(begins):
+            raise refused
+        return write(path, *rest, **how)
+
+    def no_status(path: Path, content: Any) -> None:
+        if content.get("status") == "failed":
+            raise refused
+        write_json(path, content)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    monkeypatch.setattr(rundir, "write_json", no_status)
+    said = project.refuses("train", *options, "2")
+    assert f"Input/output error: '{tmp_path}/" in said and begins.strip(".-") in said
+    assert "does not say" not in caplog.text
+
+
+def test_a_run_appends_to_its_log_and_one_that_never_began_leaves_none(project: Project) -> None:
+    for steps in ("2", "3"):
+        project("train", *project.settings, "--name", "twice", "--train.steps", steps)
+    text = (project.folder / "runs/twice/logs/train.log").read_text()
+    assert text.count("process ") == 2
+    project.refuses("train", *project.settings, "--name", "never", "--init-from", "nowhere")
+    assert not (project.folder / "runs/never").exists()
+
+
+class Group:
+    """Ranks whose figures are made up: what the one at hand sends is what all have sent."""
+
+    rank, size = 0, 4
+
+    def __init__(self) -> None:
+        self.theirs: list[float] = []
+
+    def agree(self, action: Any) -> list[str]:
+        return ["a", "b", "c", "d"]
+
+    def all_max(self, values: Any) -> None:
+        for rank, value in enumerate(self.theirs):
+            values[rank] = value
+
+    def wait(self, work: None) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("windows", "accused"),
+    [
+        ([(1.0, 1.0, 1.3, 1.0)] * 3, ["rank 2 on c"]),
+        ([(1.0, 1.0, 1.3, 1.0)] * 9, ["rank 2 on c"]),  # said once
+        ([(1.0, 1.0, 1.3, 1.0)] * 2, []),
+        ([(1.0, 1.0, 1.1, 1.0)] * 9, []),  # no slower than that
+        ([(1.0, 1.0, 1.0, 1.0)] * 9, []),
+        ([(1.0, 1.0, 1.3, 1.0), (1.0, 1.3, 1.0, 1.0)] * 9, []),  # now this one, now that
+        ([*[(1.0, 1.0, 1.3, 1.0)] * 2, (1.0,) * 4] * 4, []),
+        ([(0.01, 0.01, 0.09, 0.01)] * 9, []),  # nothing, of a step of two seconds
+        (
+            [*[(3.0, 1.0, 1.0, 1.0)] * 3, (1.0,) * 4, *[(1.0, 1.0, 1.0, 3.0)] * 3],
+            ["rank 0 on a", "rank 3 on d"],
+        ),
+    ],
+)
+def test_who_is_slower_time_and_again_is_named(
+    project: Project, windows: list[tuple[float, ...]], accused: list[str], caplog: Any
+) -> None:
+    module, group = project.module("distributed.stragglers"), Group()
+    device = SimpleNamespace(type="cpu")
+    pace = module.Pace(group, device, None)
+    pace.open(wrapped=False)
+    figures = []
+    for group.theirs in windows:
+        figures.append(pace.window(2.0))
+    figures.append(pace.window(2.0))
+    said = [record.message.split(" holds up")[0] for record in caplog.records]
+    assert said == accused
+    assert figures[0] == {}, "nobody waits for them"
+    for theirs, figure in zip(windows, figures[1:], strict=True):
+        assert figure["slowest_rank_seconds"] == max(theirs) == theirs[figure["slowest_rank"]]
+        assert figure["median_rank_seconds"] == sorted(theirs)[1]
+
+
+def test_what_is_timed_ends_where_ranks_first_wait(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that counts its readings: what lies before a step's last arrival counts."""
+    import torch
+
+    module = project.module("distributed.stragglers")
+    ticks = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    monkeypatch.setattr(module, "time", clock)
+    model, group = torch.nn.Linear(1, 1), Group()
+    pace = module.Pace(group, SimpleNamespace(type="cpu"), model)
+    pace.open(wrapped=True)
+
+    def step(forwards: int) -> None:
+        pace.begin()
+        pace.arrive()
+        for _ in range(forwards):
+            model(torch.ones(1))
+
+    def mean() -> float:
+        pace.window(1.0)
+        return float(pace.everyone[0])
+
+    step(0)
+    assert mean() == 1
+    step(1)
+    step(3)
+    assert mean() == 3
+    step(1)
+    model.eval()
+    model(torch.ones(1))  # validation is none of it
+    model.train()
+    assert mean() == 2
+    for _ in range(module.KEPT):
+        step(0)
+    step(50)
+    assert mean() == 1, "no more are timed"
+    pace.close(None)
+    before = next(ticks)
+    model(torch.ones(1))
+    assert next(ticks) == before + 1, "the hook is gone"
+
+
+def test_the_environment_is_set_in_one_place_and_the_users_own_wins(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network, launch = project.module("distributed.network"), project.module("distributed.launch")
+    control = project.module("distributed")
+    ours = {**network.NCCL, **network.on_loopback(), **network.traces_in(project.folder)}
+    for name in ours:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "elsewhere")
+    monkeypatch.setattr(control, "pick_device", lambda name: SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(control, "die_with_the_launcher", lambda: None)
+    began = {}
+    for name in ("get_rank", "get_world_size"):
+        monkeypatch.setattr(control.dist, name, lambda: 0)
+    monkeypatch.setattr(control.dist, "init_process_group", lambda *_, **how: began.update(how))
+    control.join("cuda", timedelta(minutes=20))
+    launch.on_one_machine("/nowhere")
+    assert os.environ["NCCL_DEBUG"] == "INFO" and os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert os.environ["NCCL_SOCKET_IFNAME"] in ("lo", "lo0")
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000"
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert began["timeout"] == timedelta(minutes=40), "a save may take longer than a step"
+    # Nowhere else are any set: what there is, with its reason, can be read in one file.
+    sources = (project.folder / "src").rglob("*.py")
+    for path in (path for path in sources if path.name != "network.py"):
+        assert not any(f'"{name}"' in path.read_text("utf-8") for name in ours), path
+
+
+def test_hosts_wait_long_but_while_stepping(project: Project, tmp_path: Path) -> None:
+    """At the start and in a validation as long as it takes; in a step somewhat over its limit."""
+    network, watch = project.module("distributed.network"), project.module("distributed.watchdog")
+    metrics, control = project.module("loss"), project.module("distributed")
+    waited: list[timedelta] = []
+    work = SimpleNamespace(wait=waited.append)
+    group = control.Group()
+    limit = timedelta(seconds=6)
+    world = control.World(0, 1, None, True, limit)
+    config = SimpleNamespace(train=SimpleNamespace(steps=1, global_batch_size=1))
+    state = SimpleNamespace(config=config, world=world, step=0, spec=None, patient=False)
+    watching, journal = watch.Watch(tmp_path, state, group), metrics.Journal(tmp_path, state, group)
+    group.wait(work)
+    watching(state, None)
+    group.wait(work)
+    with journal.pause():
+        group.wait(work)
+    group.wait(work)
+    short = network.after(limit)
+    assert waited == [network.PATIENCE, short, network.PATIENCE, short]
+    assert limit + timedelta(seconds=30) < short < timedelta(minutes=2)
+    for minutes in (0.1, 1, 10, 20, 60):
+        within = network.after(timedelta(minutes=minutes))
+        assert timedelta(minutes=minutes) < within <= max(network.PATIENCE, timedelta(hours=2))

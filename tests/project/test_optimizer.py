@@ -1,0 +1,129 @@
+"""The optimizer is yours: another one in ten lines, groups with rates of their own, scaling."""
+
+import ast
+import os
+import re
+import signal
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import Project
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    folder, answers = tmp_path_factory.mktemp("optimizer"), {"parallelism": "single"}
+    with Project.imported(folder, "own_optimizer", checkpoint="dcp", **answers) as project:
+        yield project
+
+
+def readme_example(project: Project) -> str:
+    """The rendered README's own `build_optimizer`."""
+    readme = (project.folder / "README.md").read_text("utf-8")
+    blocks = re.findall(r"```python\n(.*?)\n *```", readme, flags=re.DOTALL)
+    return textwrap.dedent(next(block for block in blocks if "def build_optimizer" in block))
+
+
+def sgd(config: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=config.learning_rate, momentum=0.9)
+
+
+def adafactor(config: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=config.learning_rate)
+
+
+def adam_on_two_rates(config: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+    first, *rest = model.parameters()
+    groups = [{"params": [first], "rate_factor": 0.1}, {"params": rest}]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, amsgrad=True, fused=False)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a count in its groups and scales by it, as schedule-free optimizers do."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr, momentum=0.9)
+        for group in self.param_groups:
+            group |= {"k": 0, "weight_sum": 0.0}
+
+    def step(self, closure: Any = None) -> None:
+        """Go less far each time."""
+        for group in self.param_groups:
+            group["k"] += 1
+            group["weight_sum"] += 1 / 3
+            group["lr"] /= group["weight_sum"] + group["k"]
+        super().step(closure)
+
+
+def counting(config: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+    return Counting(model.parameters(), lr=config.learning_rate)
+
+
+@pytest.mark.parametrize("build", ["readme", sgd, adafactor, adam_on_two_rates, counting])
+def test_another_optimizer_trains_and_resumes_exactly(
+    project: Project, tmp_path, monkeypatch: pytest.MonkeyPatch, build: Any
+) -> None:
+    training = project.module("train")
+    if build == "readme":
+        text = readme_example(project)
+        assert len(ast.unparse(ast.parse(text)).splitlines()) <= 10
+        names = dict(vars(project.module("optim")))
+        exec(text, names)
+        build = names["build_optimizer"]
+    monkeypatch.setattr(training, "build_optimizer", build)
+    weights, rates = {}, set()
+
+    def run(name: str, stop_at: int = 0) -> None:
+        def watch(state: Any, record: Any) -> None:
+            if state.step == stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            rates.add(tuple(group["lr"] for group in state.optimizer.param_groups))
+            weights[name] = {k: v.clone() for k, v in state.model.state_dict().items()}
+
+        training.run(project.config(run_dir=tmp_path / name, train__steps=8), watch)
+
+    run("undisturbed")
+    run("resumed", stop_at=3)
+    assert any(not torch.equal(v, weights["undisturbed"][k]) for k, v in weights["resumed"].items())
+    run("resumed")
+    for name, tensor in weights["undisturbed"].items():
+        assert torch.equal(tensor, weights["resumed"][name]), name
+    if build is adam_on_two_rates:
+        assert all(low == pytest.approx(high / 10) for low, high in rates)
+
+
+def test_the_rate_follows_the_global_batch_as_stated(project: Project) -> None:
+    optim = project.module("optim")
+    for scaling, factor in (("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)):
+        config = optim.OptimConfig(learning_rate=0.1, scaling=scaling, base_batch_size=64)
+        for step in (0, 7, 50, 99):
+            here, there = (optim.learning_rate(config, step, 100, batch) for batch in (64, 256))
+            assert there == pytest.approx(factor * here)
+        assert max(optim.learning_rate(config, step, 100, 64) for step in range(100)) == 0.1
+
+
+def test_memory_that_cannot_be_had_is_told_before_training(
+    project: Project, tmp_path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = project.module("run.hardware")
+    run = project.module("train").run
+    settings = project.config(run_dir=tmp_path / "run", train__steps=2)
+    needed = 3 * sum(
+        parameter.nbytes for parameter in project.module("train").setup(settings).model.parameters()
+    )  # gradients and two moments
+    for free, verdict in ((needed - 1, "refused"), (needed * 1.1, "warned"), (needed * 2, "told")):
+        caplog.clear()
+        monkeypatch.setattr(memory, "free_host_memory", lambda free=free: free)
+        with caplog.at_level("INFO", memory.log.name):
+            if verdict == "refused":
+                with pytest.raises(project.module("errors").UserError, match="FSDP"):
+                    run(settings)
+                assert not (tmp_path / "run").exists()
+            else:
+                run(settings)
+        assert "expected memory per rank: parameters" in caplog.text
+        assert ("WARNING" in caplog.text) == (verdict == "warned")

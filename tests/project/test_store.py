@@ -1,0 +1,697 @@
+"""Checkpoints in an object store: a real S3 API, whose requests fail as those of real stores do."""
+
+import itertools
+import json
+import logging
+import os
+import random
+import re
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from tests.conftest import Project, bake
+from tests.project.s3 import KEY, SECRET, Request, Store, s3
+from tests.project.test_life import finish, launch
+
+SMALL, LARGE = (100, 0), (100, 6 << 20)  # of LARGE one goes in two parts
+NAMES = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    with Project.imported(tmp_path_factory.mktemp("store"), "stored", parallelism="fsdp") as it:
+        it.module("checkpoint.remote").PART = 5 << 20  # the least that S3 takes
+        it.module("checkpoint.remote").LIMIT = 200.0
+        it.module("checkpoint.retrying").PAUSES = (0.01, 0.01, 0.01)
+        yield it
+
+
+@pytest.fixture(scope="module")
+def store(project: Project) -> Iterator[Store]:
+    import fsspec
+
+    with pytest.MonkeyPatch.context() as patch, s3(patch) as it:
+        patch.setitem(fsspec.config.conf, "s3", {"config_kwargs": {"read_timeout": 200}})
+        yield it
+
+
+class Saver:
+    """Publishes made-up files where a run would its tensors."""
+
+    def __init__(
+        self, project: Project, store: Store, sizes: tuple[int, ...] = SMALL, **retention: Any
+    ) -> None:
+        self.run, self.store, self.sizes = f"made-up-{next(NAMES)}", store, sizes
+        self.remote, module = (
+            project.module("checkpoint.remote"),
+            project.module("checkpoint.publish"),
+        )
+        self.errors = project.module("checkpoint.manifest").CheckpointError
+        self.persistently = project.module("checkpoint.retrying").persistently
+        config = module.RetentionConfig(url=store.url(self.run), **retention)
+        group = project.module("distributed").Group()
+        self.directory = self.remote.located(config.url)
+        self.start = lambda: module.Snapshots(self.directory, config, group)
+        self.snapshots = self.start()
+        self.snapshots.newest_good()
+
+    def content(self, step: int) -> dict[str, bytes]:
+        """What a checkpoint holds."""
+        return {f"part-{i}": bytes([step]) * size for i, size in enumerate(self.sizes)}
+
+    def publish(self, step: int) -> None:
+        """Save, or fail."""
+
+        def write(folder: Any) -> list[str]:
+            for name, content in self.content(step).items():
+                self.persistently(lambda path=folder / name, it=content: send(path, it), folder)
+            return list(self.content(step))
+
+        def send(path: Any, content: bytes) -> None:
+            with self.remote.created(path) as stream:
+                for start in range(0, len(content), 1 << 20):
+                    stream.write(content[start : start + (1 << 20)])
+
+        self.snapshots.publish(step, write, {})
+
+    def save(self, step: int) -> bool:
+        """Whether it said that it had saved."""
+        try:
+            self.publish(step)
+        except self.errors:
+            return False
+        return True
+
+    def newest(self) -> int | None:
+        """The step that a new start goes on from; what lies there must be it, to the byte."""
+        self.snapshots = self.start()
+        found = self.snapshots.newest_good()
+        if found is None:
+            return None
+        path, manifest = found
+        objects = self.store.objects(self.run)
+        lying = {n: objects[f"{path.name}/{manifest['folder']}/{n}"] for n in manifest["files"]}
+        assert lying == self.content(manifest["step"])
+        return manifest["step"]
+
+    def assert_tidy(self) -> None:
+        """Nothing lies there that no manifest names, whole or half."""
+        objects = self.store.objects(self.run)
+        named = {"owner.json"}
+        for name in (n for n in objects if n.endswith("/manifest.json")):
+            manifest = json.loads(objects[name])
+            folder = f"{name.partition('/')[0]}/{manifest['folder']}"
+            named |= {name, *(f"{folder}/{file}" for file in manifest["files"])}
+        assert set(objects) == named
+        assert not self.store.half_uploads
+
+
+def once(how: str, kind: Any) -> Any:
+    """Fail the first request of a kind."""
+    done = []
+
+    def fault(request: Request) -> str | None:
+        if not kind(request) or done:
+            return None
+        done.append(request)
+        return how
+
+    return fault
+
+
+def test_the_manifest_goes_last_and_the_old_go_manifest_first(
+    project: Project, store: Store
+) -> None:
+    saver = Saver(project, store, keep=1)
+    assert saver.save(1)
+    store.requests.clear()
+    assert saver.save(2)
+    wrote = [r.path for r in store.requests if r.method == "PUT"]
+    assert wrote[-1].endswith("step_00000002/manifest.json") and len(wrote) == 3
+    removed = [r.path for r in store.requests if r.method in ("DELETE", "POST")]
+    removed = [p for p in removed if "part-" not in p]  # of uploads in parts
+    assert removed[0].endswith("step_00000001/manifest.json")
+    assert [n for n in store.objects(saver.run) if "manifest" in n] == [
+        "step_00000002/manifest.json"
+    ]
+    assert saver.newest() == 2
+    saver.assert_tidy()
+
+
+KINDS = {
+    "an object": lambda r: r.method == "PUT" and r.path.endswith("part-0"),
+    "a part": lambda r: r.is_part,
+    "the beginning": lambda r: r.begins_parts,
+    "the end": lambda r: r.method == "POST" and r.path.endswith("part-1") and not r.begins_parts,
+    "the manifest": lambda r: r.method == "PUT" and r.path.endswith("manifest.json"),
+    "looking": lambda r: r.method == "GET" and r.path.endswith("owner.json"),
+}
+
+
+@pytest.mark.parametrize("how", ["500", "503", "cut", "lost", "hang"])
+def test_what_fails_once_is_done_again(
+    project: Project, store: Store, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = KINDS
+    if how == "hang":  # each waits for a time-out
+        import fsspec
+
+        kinds, soon = {"a part": KINDS["a part"]}, {"config_kwargs": {"read_timeout": 1}}
+        monkeypatch.setitem(fsspec.config.conf, "s3", soon)
+    saver = Saver(project, store, LARGE)
+    for step, (what, kind) in enumerate(kinds.items(), 1):
+        fault = once(how, kind)
+        with store.failing(fault):
+            assert saver.save(step), what
+        assert fault(store.requests[0]) is None, f"{what}: no such request"
+    assert saver.newest() == len(kinds)
+    saver.assert_tidy()
+
+
+@pytest.mark.parametrize("what", KINDS)
+def test_what_goes_on_failing_leaves_the_last_good_one(
+    project: Project, store: Store, what: str
+) -> None:
+    saver = Saver(project, store, LARGE)
+    assert saver.save(1)
+    with (
+        store.failing(lambda r: "500" if KINDS[what](r) else None),
+        pytest.raises(saver.errors, match=r"step 2 was not saved.*(made to fail|Server Error)"),
+    ):
+        saver.publish(2)
+    assert saver.newest() == 1
+    saver.assert_tidy()
+    assert saver.save(2) and saver.newest() == 2
+
+
+@hypothesis_settings(max_examples=5)
+@given(st.integers(0, 2**32))
+def test_whatever_fails_the_newest_that_was_saved_is_found(
+    project: Project, store: Store, seed: int
+) -> None:
+    """Of saves during which any requests fail, some said to be there, some not."""
+    choose = random.Random(seed)
+    saver, saved = Saver(project, store, keep=2), [None]
+    for step in range(1, 5):
+        rate = choose.choice((0, 0.05, 0.3, 0.6))
+        with store.failing(
+            lambda r, rate=rate: (
+                choose.choice(("500", "cut", "lost")) if choose.random() < rate else None
+            )
+        ):
+            if saver.save(step):
+                saved.append(step)
+        if choose.random() < 0.3:
+            found = saver.newest()
+            # One that was not said to be saved may be there: only the answer was lost.
+            assert found == saved[-1] or (found == step and saved[-1] != step)
+            saver.assert_tidy()
+            saved.append(found)
+    assert saver.newest() in (saved[-1], 4)
+
+
+def test_damage_is_found_told_and_passed_over(
+    project: Project, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of every object, and in each way."""
+    parts = ("manifest.json", *(f"part-{i}" for i in range(len(SMALL))))
+    for part, how in itertools.product(parts, ("flip", "cut", "longer", "gone")):
+        saver = Saver(project, store)
+        assert saver.save(1) and saver.save(2)
+        names = [n for n in store.objects(saver.run) if n.startswith("step_00000002")]
+        (name,) = (n for n in names if n.endswith(part))
+        content = store.objects(saver.run)[name]
+        if not content and how in ("flip", "cut"):
+            continue
+        if how == "gone":
+            store.remove(saver.run, name)
+        else:
+            middle = len(content) // 2
+            flipped = content[:middle] + bytes([content[middle] ^ 16]) if content else b""
+            damaged = {"flip": flipped + content[middle + 1 :], "cut": content[:-1]}
+            store.put(saver.run, name, damaged.get(how, content + b"x"))
+        caplog.clear()
+        assert saver.newest() == 1
+        if (part, how) == ("manifest.json", "gone"):  # it looks like one that was never finished
+            saver.assert_tidy()
+            continue
+        assert "DAMAGED CHECKPOINT" in caplog.text and "going back" in caplog.text
+        assert part in caplog.text and "step_00000002/manifest.json.damaged-1" in caplog.text
+        left = set(store.objects(saver.run))
+        assert saver.save(2) and saver.newest() == 2, "the step can be saved again"
+        assert left <= set(store.objects(saver.run)), "nothing of the damaged one is removed"
+
+
+def test_what_the_store_itself_finds_changed_is_damage(project: Project, store: Store) -> None:
+    saver = Saver(project, store)
+    assert saver.save(1) and saver.save(2)
+    for name in [n for n in store.objects(saver.run) if n.startswith("step_00000002")]:
+        store.bucket().keys[f"{saver.run}/{name}"].checksum_value = "AAAAAA=="
+    assert saver.newest() == 1
+
+
+def test_damaged_ones_alone_are_no_fresh_start(project: Project, store: Store) -> None:
+    saver = Saver(project, store)
+    assert saver.save(1)
+    store.put(saver.run, "step_00000001/manifest.json", b"{}")
+    for _ in range(2):
+        with pytest.raises(saver.errors, match=r"no good checkpoint.*another --checkpoint\.url"):
+            saver.newest()
+
+
+def test_what_cannot_be_removed_is_no_failure_of_a_save(
+    project: Project, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = Saver(project, store, keep=1)
+    assert saver.save(1)
+    with store.failing(lambda r: "500" if r.method == "DELETE" else None):
+        assert saver.save(2)
+    assert "old checkpoints could not be removed" in caplog.text
+    assert saver.newest() == 2 and saver.save(3)
+    saver.assert_tidy()
+
+
+def test_half_uploads_may_be_a_secret(project: Project, store: Store) -> None:
+    """To list them takes a right of its own."""
+    with store.failing(lambda r: "403" if r.lists_uploads else None):
+        saver = Saver(project, store)
+        assert saver.save(1) and saver.newest() == 1
+
+
+class Doubled(Saver):
+    """Publishes on disk, and has that uploaded."""
+
+    def __init__(self, project: Project, store: Store, folder: Path, **retention: Any) -> None:
+        super().__init__(project, store, **retention)
+        self.mirrors = project.module("checkpoint.upload")
+        self.group, self.folder = self.snapshots.group, folder
+        snapshots = project.module("checkpoint.publish")
+        self.retention = self.snapshots.retention
+        self.snapshots = snapshots.Snapshots(folder, self.retention, self.group)
+        self.mirror = self.open()
+        self.snapshots.in_use = lambda: self.mirror.path
+
+    def open(self, identity: Any = None) -> Any:
+        """Another start."""
+        return self.mirrors.Mirror(self.directory, self.retention, self.group, identity)
+
+    def published(self) -> list[int]:
+        """The steps in the store."""
+        names = [n for n in self.store.objects(self.run) if n.endswith("/manifest.json")]
+        return sorted(int(name.partition("/")[0][5:]) for name in names)
+
+
+def test_a_slow_store_gets_what_it_can_and_the_newest(
+    project: Project, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    both = Doubled(project, store, tmp_path, keep=1)
+    assert both.mirror.newer(None) is None
+    gate = threading.Event()
+
+    def slow(request: Request) -> str | None:
+        if request.method == "PUT" and "step_00000001/" in request.path:
+            gate.wait(600)
+        return None
+
+    with store.failing(slow):
+        for step in (1, 2, 3):
+            assert both.save(step)
+            both.mirror.submit(tmp_path / f"step_{step:08d}")
+        assert both.published() == []
+        assert caplog.text.count("is left out") == 1
+        gate.set()
+        both.mirror.finish()
+    manifests = [r.path for r in store.requests if r.method == "PUT" and "manifest" in r.path]
+    assert [path.split("/")[-2] for path in manifests[-2:]] == ["step_00000001", "step_00000003"]
+    assert both.published() == [3]
+    both.assert_tidy()
+
+
+def test_who_has_lost_the_store_is_told_at_the_end(
+    project: Project, store: Store, tmp_path: Path
+) -> None:
+    """Also when the start that took over has removed what was on its way."""
+    both = Doubled(project, store, tmp_path)
+    both.mirror.newer(None)
+    reached, gate = threading.Event(), threading.Event()
+
+    def slow(request: Request) -> str | None:
+        if request.method == "PUT" and request.path.endswith("part-1"):
+            reached.set()
+            gate.wait(600)
+        return None
+
+    assert both.save(1)
+    with store.failing(slow):
+        both.mirror.submit(tmp_path / "step_00000001")
+        assert reached.wait(600)
+        assert both.start().newest_good() is None
+        gate.set()
+        with pytest.raises(project.module("errors").UserError, match="another run has taken over"):
+            both.mirror.finish()
+    assert both.published() == []
+
+
+def test_what_is_damaged_on_disk_is_not_published(
+    project: Project, store: Store, tmp_path: Path
+) -> None:
+    both = Doubled(project, store, tmp_path, keep=1)
+    both.mirror.newer(None)
+    for step in (1, 2):
+        assert both.save(step)
+        if step == 2:
+            (tmp_path / "step_00000002/part-0").write_bytes(b"x" * 100)
+        both.mirror.submit(tmp_path / f"step_{step:08d}")
+        both.mirror.copied.exception()
+    with pytest.raises(both.errors, match=r"not uploaded.*part-0 has other content"):
+        both.mirror.finish()
+    assert both.published() == [1]
+
+
+def test_what_was_uploaded_before_a_kill_is_not_sent_again(
+    project: Project, store: Store, tmp_path: Path
+) -> None:
+    both = Doubled(project, store, tmp_path)
+    assert both.mirror.newer(None) is None and both.save(1)
+    found = both.snapshots.newest_good()
+    with store.failing(
+        lambda r: (
+            "500"
+            if r.path.endswith(("part-1", "step_00000001/manifest.json")) and r.method == "PUT"
+            else None
+        )
+    ):
+        both.mirror.submit(found[0])
+        both.mirror.copied.exception()
+    mirror = both.open()
+    store.requests.clear()
+    assert mirror.newer(found) == found
+    mirror.finish()
+    sent = [r.path for r in store.requests if r.method == "PUT" and "step_" in r.path]
+    assert [path.rpartition("/")[2] for path in sent] == ["part-1", "manifest.json"]
+    assert both.published() == [1]
+    both.assert_tidy()
+
+
+def test_another_runs_checkpoints_are_left_alone(
+    project: Project, store: Store, tmp_path: Path
+) -> None:
+    """Refused before anything there is taken over."""
+    url = {"checkpoint__url": store.url("theirs")}
+    trained(project, train__steps=4, run_dir=tmp_path / "theirs", **url)
+    before, error = store.objects("theirs"), project.module("errors").UserError
+    for more in ({}, {"checkpoint__local_first": True}):
+        with pytest.raises(error, match="is of another run:\n  seed: 0 saved, 1 now"):
+            trained(project, train__seed=1, run_dir=tmp_path / "ours", **url, **more)
+    assert store.objects("theirs") == before
+
+
+def test_no_start_over_what_is_left_elsewhere(
+    project: Project, store: Store, tmp_path: Path
+) -> None:
+    url = {"checkpoint__url": store.url("elsewhere"), "run_dir": tmp_path}
+    trained(project, train__steps=4, run_dir=tmp_path)
+    with pytest.raises(project.module("errors").UserError, match="has its checkpoints in"):
+        trained(project, train__steps=8, **url)
+    both = url | {"checkpoint__local_first": True}
+    for path in (tmp_path / "checkpoints").rglob("*.distcp"):
+        path.write_bytes(b"")
+    with pytest.raises(
+        project.module("checkpoint.manifest").CheckpointError, match="no good checkpoint"
+    ):
+        trained(project, train__steps=8, **both)
+
+
+@pytest.mark.parametrize("size", LARGE)
+def test_a_stream_that_breaks_off_leaves_nothing(project: Project, store: Store, size: int) -> None:
+    """To close it alone would make an object of what it had."""
+    saver = Saver(project, store)
+    before = store.objects(saver.run)
+    path = saver.directory / "step_00000001/01234567/part-0"
+    with pytest.raises(ZeroDivisionError), path.create() as stream:
+        stream.write(bytes(size))
+        raise ZeroDivisionError
+    assert store.objects(saver.run) == before and not store.half_uploads
+
+
+def test_half_uploads_of_the_killed_are_dropped_and_nobody_elses(
+    project: Project, store: Store
+) -> None:
+    saver = Saver(project, store)
+    for run in (saver.run, f"{saver.run}-of-others"):
+        key = f"{run}/step_00000001/01234567/part-0"
+        saver.directory.store.call_s3("create_multipart_upload", Bucket="bucket", Key=key)
+    assert store.half_uploads == 2
+    assert saver.newest() is None
+    assert store.half_uploads == 1
+    store.bucket().multiparts.clear()
+
+
+def test_a_folder_leads_nowhere_else(project: Project, store: Store, tmp_path: Path) -> None:
+    """On disk, too, where checkpoints may be copied to from a store."""
+    saver, manifests = Saver(project, store), project.module("checkpoint.manifest")
+    assert saver.save(1)
+    name = "step_00000001/manifest.json"
+    whole = json.loads(store.objects(saver.run)[name])
+    for n, content in store.objects(saver.run).items():
+        (tmp_path / n).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / n).write_bytes(content)
+    checkpoint = tmp_path / "step_00000001"
+    assert manifests.verify(checkpoint)[1] == []
+    (checkpoint / whole["folder"]).rename(tmp_path / "elsewhere")
+    (checkpoint / whole["folder"]).symlink_to(tmp_path / "elsewhere")
+    assert manifests.verify(checkpoint)[1] == [f"{whole['folder']} is a link"]
+    del whole["digest"]
+    for folder in ("..", "../elsewhere", "/elsewhere", "", 7, None, ["x"]):
+        content = manifests.sealed({**whole, "folder": folder})
+        (checkpoint / "manifest.json").write_bytes(content)
+        assert manifests.verify(checkpoint)[1]
+        store.put(saver.run, name, content)
+        assert manifests.verify(saver.directory / "step_00000001")[1]
+
+
+def test_whoever_started_last_owns_the_place(project: Project, store: Store) -> None:
+    saver = Saver(project, store)
+    assert saver.save(1)
+    late, found = saver.start(), saver.newest()  # another process starts
+    assert found == 1
+    saver.snapshots, ours = late, saver.snapshots
+    with pytest.raises(project.module("errors").UserError, match="another run has taken over"):
+        saver.publish(2)
+    saver.snapshots = ours
+    assert saver.save(2) and saver.newest() == 2
+    saver.assert_tidy()
+
+
+def test_a_rank_with_another_store_is_noticed(project: Project, store: Store) -> None:
+    saver = Saver(project, store)
+    storage = saver.snapshots.storage
+
+    class Group(project.module("distributed").Group):
+        def from_first(self, action: Any) -> Any:
+            super().from_first(action)
+            return "what rank 0 has written elsewhere"
+
+    with pytest.raises(project.module("errors").UserError, match="does not see what rank 0 writes"):
+        storage.claim(Group())
+
+
+def trained(project: Project, stop_at: int = 0, **changes: Any) -> Any:
+    """A run of twelve steps in this process, told to stop at one of them if wanted."""
+
+    def observe(state: Any, record: Any) -> None:
+        if state.step == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    settings = {"train__steps": 12, "train__validate_every": 0, "checkpoint__every": 4}
+    return project.module("train").run(project.config(**settings | changes), observe)
+
+
+def alike(ones: dict[str, Any], others: dict[str, Any]) -> bool:
+    """Whether all tensors are the same, to the bit."""
+    return ones.keys() == others.keys() and all(ones[n].equal(others[n]) for n in ones)
+
+
+@pytest.mark.parametrize("checkpoint", ["dcp_async", "dcp", "torch_save"])
+def test_a_run_goes_on_elsewhere_exactly(
+    store: Store,
+    tmp_path: Path,
+    checkpoint: str,
+    caplog: pytest.LogCaptureFixture,
+    capsysbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    """Stopped, and gone on with where nothing but the store is known of it."""
+    caplog.set_level(logging.DEBUG, logger=f"stored_{checkpoint}")
+    with Project.imported(tmp_path, f"stored_{checkpoint}", checkpoint=checkpoint) as project:
+        runs, url = tmp_path / "runs", store.url(f"run-{checkpoint}")
+        trained(project, run_dir=runs / "still")
+        there = {"checkpoint__url": url}
+        assert trained(project, 6, run_dir=runs / "here", **there).status == "preempted"
+        assert not list(runs.glob("here/checkpoints"))
+        assert trained(project, run_dir=runs / "elsewhere", **there).status == "finished"
+        assert f"resuming from {url}/step_00000006" in caplog.text
+        remote = project.module("checkpoint.remote").located(url)
+        assert alike(project.tensors(remote), project.tensors(runs / "still"))
+        for run in (("--run-dir", str(runs / "elsewhere")), ("--run-dir", url)):
+            project("verify", *run)
+            assert b"step_00000012  good" in capsysbinary.readouterr().out
+        run = ("--run-dir", str(runs / "elsewhere"))
+        project("export", *run, "--to", str(tmp_path / "all.pt"))
+        moved = ("--source", str(tmp_path / "all.pt"), "--to", str(runs / "moved"))
+        for to in (moved, ("--to", str(runs / "copied"))):
+            project("export", *run, *to)
+            end = project.tensors(Path(to[-1]))
+            assert alike(end, project.tensors(runs / "still"))
+        project("infer", *run, "--device", "cpu")
+        for origin in (url, f"{url}/step_00000012"):
+            result = trained(project, run_dir=runs / "new", train__steps=1, init_from=origin)
+            assert result.status == "finished"
+            shutil.rmtree(runs / "new")
+        # Without the address it would begin anew; another run must not get it unasked.
+        told = project.refuses("train", *project.settings, *run)
+        assert f"this run has its checkpoints in {url}" in told
+        config = project.module("config").load(runs / "elsewhere/config.json")
+        assert config.checkpoint.url is None
+    said = caplog.text.encode() + b"".join(capsysbinary.readouterr())
+    written = b"".join(p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
+    objects = b"".join(store.objects(f"run-{checkpoint}").values())
+    for secret in (KEY, SECRET):
+        assert secret.encode() not in said + written + objects
+
+
+def test_a_stage_leaves_the_store_alone(
+    project: Project, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+    baseline = project.module("workflow.baseline")
+    monkeypatch.setattr(baseline, "measure", lambda config: given.append(config) or 0)
+    project("baseline", *project.settings, "--checkpoint.url", store.url("stage"))
+    assert given[0].checkpoint.url is None and not store.objects("stage")
+
+
+def test_published_on_disk_and_uploaded_behind(
+    project: Project, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    trained(project, run_dir=tmp_path / "still")
+    both = {"checkpoint__url": store.url("both"), "checkpoint__local_first": True}
+    here = tmp_path / "here"
+    assert trained(project, 6, run_dir=here, **both).status == "preempted"
+    for path in sorted((here / "checkpoints").iterdir()):
+        objects = store.objects("both")
+        manifest = json.loads(objects[f"{path.name}/manifest.json"])
+        for name in manifest["files"]:
+            lying = objects[f"{path.name}/{manifest['folder']}/{name}"]
+            assert lying == (path / name).read_bytes()
+
+    newest = here / "checkpoints/step_00000006/__0_0.distcp"
+    newest.write_bytes(newest.read_bytes()[:-1])  # what is damaged on disk is good in the store
+    assert trained(project, 8, run_dir=here, **both).status == "preempted"
+    assert f"resuming from {store.url('both')}/step_00000006" in caplog.text
+    shutil.rmtree(here)  # the machine is gone
+    assert trained(project, run_dir=here, **both).status == "finished"
+    assert f"resuming from {store.url('both')}/step_00000008" in caplog.text
+    assert alike(
+        project.tensors(here / "checkpoints/step_00000012"), project.tensors(tmp_path / "still")
+    )
+
+
+def test_a_store_that_is_down_costs_the_upload_alone(
+    project: Project, store: Store, tmp_path: Path
+) -> None:
+    both = {"checkpoint__url": store.url("down"), "checkpoint__local_first": True}
+    errors = project.module("checkpoint.manifest").CheckpointError
+    down = lambda r: "500" if "step_" in r.path and r.method == "PUT" else None  # noqa: E731
+    with store.failing(down), pytest.raises(errors, match=r"is good, but.*The same command tries"):
+        trained(project, run_dir=tmp_path, **both)
+    assert set(store.objects("down")) == {"owner.json"}
+    assert trained(project, run_dir=tmp_path, **both).status == "already finished"
+    assert "step_00000012/manifest.json" in store.objects("down")
+
+
+def test_ranks_killed_while_they_upload(project: Project, store: Store, tmp_path: Path) -> None:
+    """Two ranks, killed with their save half there; then one process; then two, disk first."""
+    folder = bake(tmp_path, parallelism="fsdp", checkpoint="dcp")
+    url, options = store.url("ranks"), ("--train.steps", "12", "--checkpoint.every", "4")
+    caught = threading.Event()
+
+    def held(request: Request) -> str | None:
+        if "step_00000008" in request.path and request.path.endswith("__1_0.distcp"):
+            caught.set()
+            return "hang"
+        return None
+
+    options += ("--checkpoint.url", url, "--train.validate-every", "0")
+    with store.failing(held), launch(folder, "killed", *options) as process:
+        assert caught.wait(600), process.communicate()[0]
+        while not any(n.startswith("step_00000008/") for n in store.objects("ranks")):
+            time.sleep(0.05)  # until rank 0 has sent its part
+    said = process.stdout.read() if process.stdout and not process.stdout.closed else ""
+    there = store.objects("ranks")
+    assert "step_00000004/manifest.json" in there
+    assert "step_00000008/manifest.json" not in there
+    with launch(folder, "elsewhere", *options, ranks=0) as process:
+        said += finish(process)
+    assert f"resuming from {url}/step_00000004" in said
+    names = [n for n in store.objects("ranks") if not n.endswith(("manifest.json", "owner.json"))]
+    folders = {name.rpartition("/")[0] for name in names}
+    assert len(folders) == 3 and len({folder.partition("/")[0] for folder in folders}) == 3
+    more = (*options, "--checkpoint.local-first", "--train.steps", "16")
+    with launch(folder, "again", *more) as process:
+        said += finish(process)
+    assert f"resuming from {url}/step_00000012" in said and "uploaded" in said
+    assert "step_00000016/manifest.json" in store.objects("ranks")
+    written = b"".join(p.read_bytes() for p in (folder / "runs").rglob("*") if p.is_file())
+    for secret in (KEY, SECRET):
+        assert secret not in said and secret.encode() not in written
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("nosuch://bucket/run", "is no address of a store"),
+        ("gs://bucket/run", "needs a package that is not here.*gcsfs"),
+        ("s3://nosuch/run", "cannot be used: The specified bucket does not exist.*AWS_ENDPOINT"),
+    ],
+)
+def test_a_place_that_cannot_be_is_told(
+    project: Project, store: Store, url: str, why: str, tmp_path: Path
+) -> None:
+    words = ("--name", f"refused-{next(NAMES)}", "--checkpoint.url", url)
+    told = project.refuses("train", *project.settings, *words)
+    assert re.search(why, told)
+
+
+@pytest.mark.parametrize("url", ["s3://key:word@bucket/run", "s3://bucket/run?secret=word"])
+def test_an_address_with_a_password_is_not_repeated(project: Project, url: str) -> None:
+    error = project.module("errors").UserError
+    for takes in (
+        project.module("checkpoint.remote").located,
+        lambda it: project.config(fresh=True, checkpoint__url=it),
+    ):
+        with pytest.raises(error, match="no credentials in an address") as refused:
+            takes(url)
+        assert "word" not in str(refused.value)
+
+
+def test_without_s3fs_the_way_to_it_is_told(
+    project: Project, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+
+    def missing(*_: Any, **__: Any) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec, "url_to_fs", missing)
+    told = project.refuses("train", *project.settings, "--checkpoint.url", "s3://bucket/run")
+    assert 'pip install -e ".[s3]"' in told

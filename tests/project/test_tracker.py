@@ -1,0 +1,411 @@
+"""A tracker's log says what metrics.jsonl says, by its own reader; a broken one changes nothing."""
+
+import contextlib
+import json
+import logging
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import Project
+
+Lines = dict[int, dict[str, float]]
+LOGGED = {"loss", "lr", "grad_norm", "samples_per_second", "data_seconds", "validation_loss"}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where W&B keeps what it keeps for a user."""
+    home = tmp_path_factory.mktemp("tracker")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+            patch.setenv(name, str(home))
+        for name in ("MLFLOW_TRACKING_URI", "WANDB_MODE", "WANDB_API_KEY"):
+            patch.delenv(name, raising=False)
+        yield home
+
+
+@contextlib.contextmanager
+def project_with(home: Path, tracker: str) -> Iterator[Project]:
+    """Its tracker is waited for as long as a busy machine may take."""
+    answers = {"parallelism": "single", "checkpoint": "torch_save", "tracker": tracker}
+    with Project.imported(home / tracker, f"with_{tracker}", **answers) as project:
+        project.module("run.tracking").PATIENCE = 150.0
+        with pytest.MonkeyPatch.context() as patch:
+            if tracker == "wandb":
+                import wandb
+
+                long = {"init_timeout": 150, "finish_timeout": 150}
+                kind = wandb.Settings
+                patch.setattr(wandb, "Settings", lambda **settings: kind(**settings | long))
+            yield project
+
+
+def train(project: Project, name: str, steps: int, stop: int = 0, **changes: Any) -> Any:
+    """Train the run `name` with a log line at every step; by an error behind step `stop`."""
+    fixed = {"run_dir": project.folder / "runs" / name, "train.steps": steps}
+    fixed |= {"train.log_every": 1, "checkpoint.every": 3, "train.validate_every": 3}
+    config = project.config(**fixed, **changes)
+
+    def observer(state: Any, record: Any) -> None:
+        if state.step == stop:
+            raise InterruptedError
+
+    project.module("train").run(config, observer)
+    return config
+
+
+def journal(run_dir: Path) -> Lines:
+    """Of metrics.jsonl, what a tracker should have."""
+    found = map(json.loads, (run_dir / "metrics.jsonl").read_text("utf-8").splitlines())
+    return {line.pop("step"): {k: v for k, v in line.items() if k != "time"} for line in found}
+
+
+def gather(points: Iterator[tuple[int, str, float]]) -> Lines:
+    lines: Lines = {}
+    for step, name, value in points:
+        assert name not in lines.setdefault(step, {}), f"{name} of step {step} is there twice"
+        lines[step][name] = value
+    return lines
+
+
+class TensorBoard:
+    """Reads event files."""
+
+    precision = 1e-6  # it holds float32
+    takes_back = True
+
+    def __init__(self, run_dir: Path) -> None:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        self.events = EventAccumulator(str(run_dir / "tensorboard"), {"scalars": 0, "tensors": 0})
+        self.events.Reload()
+
+    def lines(self) -> Lines:
+        tags = self.events.Tags()["scalars"]
+        return gather((e.step, tag, e.value) for tag in tags for e in self.events.Scalars(tag))
+
+    def texts(self, tag: str) -> list[str]:
+        found = self.events.Tensors(f"{tag}/text_summary")
+        return [value.tensor_proto.string_val[0].decode() for value in found]
+
+    def learning_rates(self) -> list[float]:
+        return [json.loads(text)["optim"]["learning_rate"] for text in self.texts("config")]
+
+    def status(self) -> str:
+        return self.texts("status")[-1]
+
+    def has(self, file: Path) -> bool:
+        return self.texts(file.name) == [str(file)]
+
+
+class WeightsAndBiases:
+    """Reads what would be sent: a log of protocol buffers in LevelDB's framing."""
+
+    precision = 0.0
+    takes_back = True
+
+    def __init__(self, run_dir: Path) -> None:
+        from wandb.proto.wandb_internal_pb2 import Record
+
+        (path,) = (run_dir / "wandb").glob("offline-run-*/run-*.wandb")  # one, and whole
+        self.folder, self.records = path.parent, []
+        data, part, at = path.read_bytes(), b"", 7
+        while at + 7 <= len(data):
+            if (room := 32768 - at % 32768) < 7:
+                at += room
+                continue
+            _, size, kind = struct.unpack_from("<IHB", data, at)
+            part += data[at + 7 : at + 7 + size]
+            at += 7 + size
+            if kind in (1, 4):  # whole, or the last part
+                self.records.append(Record.FromString(part))
+                part = b""
+
+    def of(self, kind: str) -> list[Any]:
+        return [getattr(r, kind) for r in self.records if r.WhichOneof("record_type") == kind]
+
+    def lines(self) -> Lines:
+        lines: Lines = {}
+        for record in self.of("history"):
+            values = {(i.nested_key or [i.key])[0]: json.loads(i.value_json) for i in record.item}
+            step = values["_step"]
+            assert step not in lines, f"step {step} is there twice"
+            lines[step] = {name: value for name, value in values.items() if name[0] != "_"}
+        return lines
+
+    def learning_rates(self) -> list[float]:
+        updates = [u for config in self.of("config") for u in config.update if u.key == "optim"]
+        return [json.loads(update.value_json)["learning_rate"] for update in updates]
+
+    def status(self) -> str:
+        updates = [u for summary in self.of("summary") for u in summary.update]
+        return [json.loads(u.value_json) for u in updates if u.key == "status"][-1]
+
+    def has(self, file: Path) -> bool:
+        named = [found.path for files in self.of("files") for found in files.files]
+        copy = self.folder / "files" / file.name
+        return file.name in named and copy.read_bytes() == file.read_bytes()
+
+
+class MLflow:
+    """Asks the store."""
+
+    precision = 0.0
+    takes_back = False
+
+    def __init__(self, run_dir: Path) -> None:
+        from mlflow.tracking import MlflowClient
+
+        self.client = MlflowClient(f"sqlite:///{run_dir.parent / 'mlflow.db'}")
+        self.id = json.loads((run_dir / "mlflow.json").read_text("utf-8"))["id"]
+        experiments = [e.experiment_id for e in self.client.search_experiments()]
+        runs = self.client.search_runs(experiments)
+        (self.run,) = (run for run in runs if run.info.run_name == run_dir.name)
+
+    def lines(self) -> Lines:
+        histories = (self.client.get_metric_history(self.id, k) for k in self.run.data.metrics)
+        return gather((m.step, m.key, m.value) for history in histories for m in history)
+
+    def learning_rates(self) -> list[float]:
+        first = float(self.run.data.params["optim.learning_rate"])
+        (artifact,) = (p for p in self.artifacts() if p.name == "config.json")
+        newest = json.loads(artifact.read_text("utf-8"))["optim"]["learning_rate"]
+        return [first] if newest == first else [first, newest]
+
+    def status(self) -> str:
+        names = {"FINISHED": "finished", "KILLED": "preempted", "FAILED": "failed"}
+        return names[self.run.info.status]
+
+    def artifacts(self) -> list[Path]:
+        found = [artifact.path for artifact in self.client.list_artifacts(self.id)]
+        return [Path(self.client.download_artifacts(self.id, path)) for path in found]
+
+    def has(self, file: Path) -> bool:
+        return file.read_bytes() in [path.read_bytes() for path in self.artifacts()]
+
+
+READERS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
+
+
+@pytest.mark.parametrize("tracker", READERS)
+def test_its_log_is_the_journal(home: Path, tracker: str) -> None:
+    """Of a run that began untracked, broke off, went on from before that, and got a new setting."""
+    with project_with(home, tracker) as project:
+        run_dir, read = project.folder / "runs" / "life", READERS[tracker]
+        train(project, "life", 2, track=False)
+        with pytest.raises(InterruptedError):
+            train(project, "life", 6, stop=5)
+        broken_off = read(run_dir)
+        assert broken_off.status() == "failed"
+        assert list(broken_off.lines()) == [1, 2, 3, 4, 5]
+
+        time.sleep(1)  # TensorBoard reads its files in the order of the seconds in their names
+        config = train(project, "life", 6)
+        found, wanted = read(run_dir), journal(run_dir)
+        assert list(wanted) == [1, 2, 3, 4, 5, 6]
+        assert set.union(*map(set, wanted.values())) >= LOGGED
+        if not read.takes_back:  # it keeps its first figures of what was done again
+            for step, was in broken_off.lines().items():
+                assert [was[k] for k in ("loss", "lr")] == [wanted[step][k] for k in ("loss", "lr")]
+                wanted[step] = was
+        same(found.lines(), wanted, read.precision)
+        assert found.status() == "finished"
+        assert found.learning_rates() == [config.optim.learning_rate]
+
+        train(project, "life", 7, optim__learning_rate=1e-4)
+        found = read(run_dir)
+        same({7: found.lines()[7]}, {7: journal(run_dir)[7]}, read.precision)
+        assert found.learning_rates()[-1] == 1e-4
+
+        project("report", "--run-dir", str(run_dir))
+        found = read(run_dir)
+        assert found.has(run_dir.resolve() / "report.html") and found.status() == "finished"
+        assert found.learning_rates() in ([1e-4], [config.optim.learning_rate, 1e-4])
+        assert list(found.lines()) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def same(found: Lines, wanted: Lines, precision: float) -> None:
+    assert sorted(found) == sorted(wanted)
+    for step, line in wanted.items():
+        assert found[step] == pytest.approx(line, rel=precision, abs=0), step
+
+
+def test_with_none_there_is_none(home: Path) -> None:
+    with project_with(home, "none") as project:
+        train(project, "life", 3)
+        left = {path.name for path in (project.folder / "runs/life").iterdir()}
+        assert left == {
+            ".lock",
+            "checkpoints",
+            "config.json",
+            "logs",
+            "metrics.jsonl",
+            "status.json",
+        }
+
+
+@pytest.fixture(scope="module")
+def project(home: Path) -> Iterator[Project]:
+    """A render to break the tracker of, and what its training comes to untracked."""
+    with project_with(home / "broken", "tensorboard") as project:
+        train(project, "untracked", 4, track=False)
+        project.trained = outcome(project, "untracked")
+        yield project
+
+
+def outcome(project: Project, name: str) -> dict[str, Any]:
+    run_dir = project.folder / "runs" / name
+    losses = torch.tensor([line["loss"] for line in journal(run_dir).values()])
+    return {"losses": losses, **project.tensors(run_dir)}
+
+
+class Faulty:
+    """A tracker that fails where it is told to."""
+
+    logged = 0
+    where, error = "", RuntimeError("no space left on device\nand a long story")
+
+    def __init__(self, *arguments: Any) -> None:
+        self.reach("open")
+
+    def scalars(self, step: int, values: dict[str, float], time: float) -> None:
+        self.reach("scalars")
+
+    def close(self, status: str) -> None:
+        self.reach("close")
+
+    def reach(self, where: str) -> None:
+        if where == self.where:
+            if self.error is None:
+                time.sleep(60)
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "told"),
+    [
+        ("open", Faulty.error, "RuntimeError: no space left on device"),
+        ("open", SystemExit(1), "SystemExit: 1"),
+        ("open", None, "did not open"),
+        ("scalars", ValueError(), "ValueError"),
+        ("scalars", None, "did not close"),
+        ("close", Faulty.error, "no space"),
+        ("close", None, "did not close"),
+        ("import", None, "ModuleNotFoundError"),
+        ("disk", None, "FileExistsError"),
+        ("nowhere", None, None),
+    ],
+)
+def test_a_broken_tracker_changes_nothing(
+    project: Project,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    where: str,
+    error: BaseException | None,
+    told: str | None,
+) -> None:
+    name = f"{where}-{str(told)[:9]}"
+    tracking = project.module("run.tracking")
+    monkeypatch.setattr(tracking, "PATIENCE", 1.0 if told and "did not" in told else 150.0)
+    if where == "import":
+        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    elif where == "disk":
+        (project.folder / "runs" / name).mkdir(parents=True)
+        (project.folder / "runs" / name / "tensorboard").write_text("in the way")
+    else:
+        monkeypatch.setattr(Faulty, "where", where)
+        monkeypatch.setattr(Faulty, "error", error)
+        monkeypatch.setattr(tracking, "Tracker", Faulty)
+    with caplog.at_level(logging.WARNING):
+        train(project, name, 4)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == (told is not None)
+    assert not told or (told in warnings[0] and "\n" not in warnings[0])
+    found = outcome(project, name)
+    assert found.keys() == project.trained.keys()
+    assert all(torch.equal(value, project.trained[key]) for key, value in found.items())
+
+
+def test_what_it_is_told_and_by_whom(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each finite figure once, by one thread that is not the training's; the status at the end."""
+    told: list[Any] = []
+
+    class Listener(Faulty):
+        def scalars(self, step: int, values: dict[str, float], time: float) -> None:
+            told.append((step, values, time, threading.current_thread()))
+
+        def close(self, status: str) -> None:
+            told.append(status)
+
+    tracking = project.module("run.tracking")
+    monkeypatch.setattr(tracking, "Tracker", Listener)
+    config = project.config(train__steps=3)
+    record = {"step": 1, "time": 5.0, "loss": float("nan"), "lr": 0.1, "mfu": None, "samples": 8}
+
+    def play(last: int, error: bool = False) -> list[Any]:
+        told.clear()
+        try:
+            with tracking.Tracking(config, project.folder / "runs/nothing", 0) as tracker:
+                for step in range(1, last + 1):
+                    tracker(SimpleNamespace(step=step), record if step == 1 else None)
+                assert not error, "on purpose"
+        except AssertionError:
+            assert error
+        return told
+
+    (line, status) = play(3)
+    assert line[:3] == (1, {"lr": 0.1, "samples": 8}, 5.0) and status == "finished"
+    assert line[3] is not threading.current_thread() and not line[3].is_alive()
+    assert play(2)[1] == "preempted"
+    assert play(2, error=True)[1] == "failed"
+
+
+def test_only_the_first_rank_of_a_tracked_run_has_one(project: Project) -> None:
+    companions = project.module("run.companions").companions
+    tracking, control = project.module("run.tracking"), project.module("distributed")
+
+    def trackers(rank: int, **changes: Any) -> int:
+        world = control.World(rank, 2, torch.device("cpu"))
+        state = SimpleNamespace(config=project.config(**changes), world=world, step=0)
+        found = list(companions(state, project.folder / "runs/nothing", lambda *step: None))
+        return sum(isinstance(companion, tracking.Tracking) for companion in found)
+
+    assert (trackers(0), trackers(1), trackers(0, track=False)) == (1, 0, 0)
+
+
+def test_no_report_is_handed_over_while_the_run_is_under_way(
+    project: Project, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = project.folder / "runs/untracked"
+    log_report = project.module("run.tracking").log_report
+    lock = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX)\n"
+    lock += "print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", lock, str(run_dir / ".lock")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        log_report(run_dir, project.config(), run_dir / "report.html")
+        assert "did not get report.html" in caplog.text and "in use by" in caplog.text
+    log_report(run_dir, project.config(track=False), run_dir / "report.html")
+    assert not (run_dir / "tensorboard").exists()
+    log_report(run_dir, project.config(), run_dir / "report.html")
+    assert (run_dir / "tensorboard").exists()
+
+
+def test_an_address_with_a_password_is_refused(home: Path) -> None:
+    with project_with(home / "refused", "mlflow") as project:
+        for uri in ("https://me:word@host/a", "postgresql://me:word@host/db", "http://token@host"):
+            with pytest.raises(project.module("errors").UserError, match="MLFLOW_TRACKING_URI"):
+                project.config(tracker__uri=uri)
+        for uri in ("https://host/a@b", "sqlite:////tmp/a@b.db", "http://127.0.0.1:5000"):
+            assert project.config(tracker__uri=uri).tracker.uri == uri

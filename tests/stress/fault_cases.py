@@ -1,0 +1,218 @@
+"""What happens to a run that saves, starts, stops or logs, and what is then looked at."""
+
+import errno
+import importlib
+import json
+import os
+import random
+import shutil
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from . import fault_injection
+from .fault_injection import CHANGES, OPENS, READS, WRITES, Call
+from .faulty_saves import MAKES, Fault, Saves, Variant, status
+from .storm import contents
+
+STOPS = "asked to stop, the run says why, and its restart ends with the bits of an undisturbed one"
+STARTS = "a start that cannot read or write says why in one line and changes no checkpoint"
+LOGS = "log lines and a status that cannot be written end no run, and no line is left half"
+SLOW = "with a slow rank or slow saves no save is torn, skipped or waited for in vain"
+SAID_SLOW = "a save that takes longer than its interval is waited for, and that is said"
+FLAT = "memory and descriptors do not grow over saves in the background"
+EVERYTHING = {*OPENS, *READS, *WRITES, *CHANGES} & fault_injection.NUMBERS.keys()
+
+
+def disturb(variant: Variant, troubles: list[Fault], most: int | None, hits: Counter[str]) -> None:
+    """Disturb saves at each of their calls, or at so many of them."""
+    rng = random.Random(variant.package)
+    for trouble in troubles:
+        chosen = list(range(variant.points(trouble)))
+        if most is not None:
+            chosen = rng.sample(chosen, min(most, len(chosen)))
+        for start in range(0, len(chosen), len(variant.disturbed)):
+            run = variant.run(dict(zip(variant.disturbed, chosen[start:], strict=False)), trouble)
+            hits[f"saves disturbed: {os.strerror(trouble.error)}"] += len(run.struck)
+
+
+def disturb_threads(variant: Variant, hits: Counter[str]) -> None:
+    """Refuse what a checkpointer's own threads write."""
+    trouble = Fault(errno.EIO, once=True, threads=True)
+    points = dict(zip(variant.disturbed, range(0, 99, 3), strict=False))
+    run = variant.run(points, trouble, None, {"checkpoint.threads": 3})
+    hits["saves disturbed in a thread"] += len(run.struck & run.failed)
+
+
+def stop(variant: Variant, trouble: Fault, point: int) -> None:
+    """Disturb a save of a run that shall stop then; start it again."""
+    run_dir = variant.new()
+    saves = Saves(variant.package, run_dir, variant.findings, trouble, {2: point})
+    asked = {"checkpoint.on_failure": "stop"}
+    code, log = variant.job(run_dir, saves, trouble.names, **asked)
+    saves.over()
+    told = [line for line in log.splitlines() if line.startswith("error: ")]
+    problems = []
+    if 2 in saves.failed:
+        whole = len(told) == 1 and "checkpoint of step 2 was not saved" in told[0]
+        if code != 1 or not whole or os.strerror(trouble.error) not in told[0]:
+            problems.append(f"exit code {code}, said {told}: {log[-2000:]}")
+        if status(run_dir) not in ("failed", "running" if not trouble.once else ""):
+            problems.append(f"status {status(run_dir)}")
+    elif code != 0 or told:
+        problems.append(f"exit code {code} for nothing, said {told}: {log[-2000:]}")
+    problems += ended(variant, run_dir, asked)
+    saves.count(STOPS, "runs", problems)
+
+
+def ended(variant: Variant, run_dir: Path, settings: dict[str, str] | None = None) -> list[str]:
+    """Start a run again, now undisturbed; what is not as it should be at its end."""
+    code, log = variant.job(run_dir, lambda call: 0, set(), **(settings or {}))
+    if code or status(run_dir) != "finished":
+        return [f"the restart: exit code {code}, {log[-2000:]}"]
+    problems = []
+    if contents(run_dir)[variant.steps] != variant.reference[variant.steps]:
+        problems.append("other bits at the end")
+    left = {path.name for path in run_dir.iterdir()}
+    left -= {".lock", "checkpoints", "config.json", "logs", "metrics.jsonl", "status.json"}
+    left |= {p.name for p in run_dir.glob("checkpoints/*") if not p.name[5:].isdigit()}
+    return problems + ([f"left over: {sorted(left)}"] if left else [])
+
+
+def start(variant: Variant, base: Path, rank: int, point: int, once: bool) -> bool:
+    """Refuse what a start does in the run directory from one call on; False if it has ended."""
+    run_dir = variant.new()
+    shutil.copytree(base, run_dir)
+    before, left, struck, started = contents(run_dir), point, False, False
+
+    def judge(call: Call) -> int:
+        nonlocal left, struck, started
+        # By its first log line it has started; what comes then is a save's trouble.
+        started |= call.name == "write" and call.path.endswith("/metrics.jsonl")
+        if call.rank != rank or started:
+            return 0
+        left -= 1
+        refused = left == -1 or (left < -1 and not once)
+        struck |= refused
+        return errno.EIO if refused else 0
+
+    code, log = variant.job(run_dir, judge, EVERYTHING)
+    if not struck:
+        return False
+    told = [line for line in log.splitlines() if "error: " in line]
+    reason = os.strerror(errno.EIO), str(run_dir)
+    problems = [] if code is not None else [f"it hung: {log[-2000:]}"]
+    if code and (len(told) != 1 or not all(words in told[0] for words in reason)):
+        problems.append(f"exit code {code}, said {told}: {log[-2000:]}")
+    if code and contents(run_dir) != before:
+        problems.append(f"checkpoints are {sorted(contents(run_dir))}, were {sorted(before)}")
+    if aside := [path.name for path in run_dir.glob("checkpoints/*.damaged-*")]:
+        problems.append(f"set aside: {aside}")
+    problems += ended(variant, run_dir) if code else []
+    place = f"{variant.package}, rank {rank} of {variant.ranks}, call {point}, once {once}"
+    problem = f"{place}: {'; '.join(problems)}" if problems else None
+    variant.findings.tally(STARTS, "starts").count(problem)
+    return True
+
+
+def log_lines(variant: Variant, first: int, last: int) -> None:
+    """Refuse what goes into the log and the status, from one line to another."""
+    run_dir, lines = variant.new(), 0
+
+    def judge(call: Call) -> int:
+        nonlocal lines
+        if call.name == "write" and call.path.endswith("/metrics.jsonl"):
+            lines += 1
+            return errno.ENOSPC if first <= lines < last else 0
+        return errno.ENOSPC if ".status.json" in call.path and first <= lines < last else 0
+
+    code, log = variant.job(run_dir, judge, {"write", *OPENS})
+    whole = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").open()]
+    wanted = list(range(1, first if last > variant.steps else variant.steps + 1))
+    told = [line for line in log.splitlines() if "No space left" in line]
+    said = ["WARNING: metrics.jsonl cannot be written"]
+    if last > variant.steps:
+        said += ["WARNING: status.json does not say", "WARNING: the last lines of metrics.jsonl"]
+    good = code == 0 and whole == wanted and "Traceback" not in log
+    good &= len(told) == len(said) and all(
+        t.startswith(s) for t, s in zip(told, said, strict=False)
+    )
+    problem = None if good else f"{variant.package}, {first}, {last}: {code} {whole} {log[-2000:]}"
+    variant.findings.tally(LOGS, "runs").count(problem)
+
+
+def slow(variant: Variant, seconds: float, hits: Counter[str]) -> None:
+    """Make the saves of the last rank slow, and its steps."""
+    run_dir = variant.new()
+    slowest, waits = max(0, variant.ranks - 1), run_dir.with_suffix(".waits")
+
+    def hook() -> None:
+        training = importlib.import_module(f"{variant.package}.train")
+        ours = importlib.import_module(f"{variant.package}.checkpoint.publish").Snapshots
+        step, publish = training.train_step, ours.publish
+
+        def linger(self: Any, number: int, write: Callable[[Path], Any], facts: Any) -> Any:
+            return publish(self, number, lambda at: (time.sleep(seconds), write(at))[1], facts)
+
+        recovery = importlib.import_module(f"{variant.package}.checkpoint.checkpointer").Recovery
+        say_waited = recovery._say_waited
+
+        def note(self: Any, waited: float, number: int) -> None:
+            if self.world.rank == 0:
+                with waits.open("a") as file:
+                    file.write(f"{waited}\n")
+            say_waited(self, waited, number)
+
+        recovery._say_waited = note
+        if os.environ.get("RANK", "0") == str(slowest):
+            if seconds < 1:
+                training.train_step = lambda *a: (time.sleep(0.02), step(*a))[1]
+            ours.publish = linger
+
+    every = variant.steps // 2
+    settings = {"checkpoint.every": every, "checkpoint.keep": variant.steps}
+    code, log = variant.job(run_dir, lambda call: 0, set(), hook, **settings)
+    there = contents(run_dir)
+    manifest = importlib.import_module(f"{variant.package}.checkpoint.manifest")
+    problems = [f"{code}: {log[-2000:]}"] if code != 0 else []
+    problems += [
+        t for p in manifest.published(run_dir / "checkpoints") for t in manifest.verify(p)[1]
+    ]
+    if sorted(there) != [every, 2 * every]:
+        problems.append(f"saved {sorted(there)}")
+    elif there[2 * every] != variant.reference[2 * every]:
+        problems.append("other bits at the end")
+    place = f"{variant.package}, {variant.ranks} ranks, {seconds} s"
+    problem = f"{place}: {'; '.join(problems)}" if problems else None
+    variant.findings.tally(SLOW, "runs").count(problem)
+    if variant.package.endswith("async"):
+        said = log.count(f"saves take longer than {every} steps")
+        waited = [float(line) for line in waits.read_text().splitlines()] if waits.exists() else []
+        long = seconds > 1 or max(waited, default=0.0) > 1  # also where the machine is to blame
+        problem = f"{place}: said {said} times, waited {waited}: {log[-2000:]}"
+        problem = None if said == long else problem
+        variant.findings.tally(SAID_SLOW, "runs").count(problem)
+
+
+def memory(variant: Variant, saves: int, width: int, hits: Counter[str]) -> None:
+    """Watch a process over many saves in the background."""
+    run_dir = variant.new()
+    watch = Saves(variant.package, run_dir, variant.findings)
+    settings = {"train.steps": saves, "model.width": width, "train.global_batch_size": 1}
+    code, log = variant.job(run_dir, watch, MAKES & fault_injection.NUMBERS.keys(), **settings)
+    size = sum(path.stat().st_size for path in max(run_dir.glob("checkpoints/step_*")).iterdir())
+    quarter = saves // 4
+    first, last = watch.held[quarter : 2 * quarter], watch.held[-quarter:]
+    grown = statistics.median(b for _, b in last) - statistics.median(b for _, b in first)
+    handles = statistics.median(n for n, _ in last) - statistics.median(n for n, _ in first)
+    good = code == 0 and len(watch.held) == saves and grown < size / 4 and handles <= 0
+    text = (
+        f"{grown / 1e6:.1f} MB, {handles} descriptors more, {size / 1e6:.0f} MB each, {log[-500:]}"
+    )
+    variant.findings.tally(FLAT, "saves").tried += saves - 1
+    variant.findings.tally(FLAT, "saves").count(None if good else text)
+    hits["bytes more after half of the saves"] = max(0, int(grown))
+    hits["bytes of a checkpoint, memory watched"] = size

@@ -1,0 +1,155 @@
+"""Kill training at any moment, start it again, and see that it ends as if nothing had been.
+
+Every parallelism with every kind of checkpoint. `kill -9` goes to one rank, to all of them or to
+what launched them; some kills come at a moment drawn at random from the length of a run, more
+within a phase that is waited for, so that short ones are met too. Most jobs are forked
+(forked_jobs.py, storm.py); some go through scripts/launch.sh and torchrun (launched_jobs.py).
+"""
+
+import json
+import os
+import random
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from . import kill_storm_mutants
+from .common import Findings, run_topic
+from .forked_jobs import PHASES
+from .launched_jobs import Launch
+from .storm import (
+    ENDS,
+    EVERY,
+    LOST,
+    ORPHANS,
+    WHOLE,
+    WHOM,
+    Storm,
+    contents,
+    import_all,
+    plan_of,
+    renders,
+)
+
+COMPILED = ("single_dcp_async", "ddp_torch_save", "fsdp_dcp")
+REAL = ("single_dcp", "ddp_dcp_async", "fsdp_torch_save")
+LONGER = {"train.steps": 500, "train.validate_every": 100, "checkpoint.every": 20}
+KILLS_LAUNCHED = (
+    *("one rank", "all ranks", "one rank", "one rank"),
+    *("launcher", "launcher at the start", "all ranks"),
+)
+FORKED = "A forked run computes the bits of a started one"
+Part = Callable[[Findings, Counter[str]], None]
+
+
+def launched_storm(storm: Storm, source: Path) -> None:
+    """Kills of a run that was started as users start it: torchrun restarts it, or we do."""
+    run_dir, log = storm.folder / "launched", storm.folder / "launched.log"
+    name, launch, seen = storm.plan.package, None, 0
+    for whom in KILLS_LAUNCHED if storm.plan.ranks else KILLS_LAUNCHED[:1] * 3:
+        launch = launch or Launch(source, storm.plan, run_dir, log)
+        if not launch.kill(whom, seen, storm.rng):
+            break
+        (seen, done), newest = launch.progress(), max(contents(run_dir), default=0)
+        saving = bool(list(run_dir.glob("checkpoints/.saving-*")))
+        phase = "starting" if "start" in whom else "uploading" if saving else "training"
+        storm.hits.update((whom.split(" at ")[0], "kills", "launched kills", phase))
+        lost, allowed = done - newest, storm.every * (2 if name.endswith("async") else 1)
+        problem = f"{name}, {whom} killed: {lost} steps, {allowed} allowed"
+        storm.tally(LOST).count(problem if lost > allowed else None)
+        wrong = storm.wrong(run_dir)
+        storm.tally(WHOLE).count(f"{name}, {whom}: {wrong}" if wrong else None)
+        if "launcher" in whom or not storm.plan.ranks:
+            problem = None if launch.gone() else f"{name}, {whom} killed: processes live on"
+            storm.tally(ORPHANS).count(problem)
+            launch = None
+    (launch or Launch(source, storm.plan, run_dir, log)).finish()
+    problem = storm.differences(run_dir)
+    storm.tally(ENDS, "runs").count(f"{name}, launched: {problem}" if problem else None)
+
+
+def side_by_side(findings: Findings, parts: list[Part]) -> Counter[str]:
+    """Do all parts at the same time, each in a fork; what they found comes together."""
+    forks = {}
+    for number, part in enumerate(parts):
+        folder = findings.folder / f"part-{number}"
+        folder.mkdir()
+        if (pid := os.fork()) == 0:
+            _do(part, Findings(findings.bounded, folder))
+        forks[pid] = folder / "found.json"
+    hits: Counter[str] = Counter()
+    for pid, path in forks.items():
+        if os.waitpid(pid, 0)[1]:
+            raise RuntimeError("a part of the storm broke down: see above")
+        found = json.loads(path.read_text("utf-8"))
+        most = max(hits["most lost"], found["hits"].pop("most lost", 0))
+        hits.update(found["hits"])
+        hits["most lost"] = most
+        for tally in found["tallies"]:
+            ours = findings.tally(tally["promise"], tally["unit"])
+            ours.tried += tally["tried"]
+            ours.violations += tally["violations"]
+    return hits
+
+
+def _do(part: Part, own: Findings) -> None:
+    try:
+        hits: Counter[str] = Counter()
+        part(own, hits)
+        found: dict[str, Any] = {"hits": hits, "tallies": [vars(it) for it in own.tallies]}
+        (own.folder / "found.json").write_text(json.dumps(found), "utf-8")
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(70)
+
+
+def attempt(findings: Findings) -> None:
+    """All nine variants."""
+    sources = renders(findings.folder / "renders")
+    import_all(sources)
+
+    def forked(names: list[str]) -> Part:
+        def part(found: Findings, hits: Counter[str]) -> None:
+            for number, name in enumerate(names):
+                workers = {} if number % 3 or found.bounded else {"train.loader_workers": 1}
+                plan = plan_of(name, sources[name], **workers)
+                storm = Storm(plan, found.folder / name, found, random.Random(name), hits)
+                storm.kill(1 if found.bounded else 20)
+            for name in () if found.bounded else set(names) & set(COMPILED):
+                plan = plan_of(name, sources[name], **{"compile.mode": "blocks"})
+                Storm(plan, found.folder / f"{name}_c", found, random.Random(name), hits).kill(4)
+
+        return part
+
+    def started(found: Findings, hits: Counter[str]) -> None:
+        for name in REAL[: 1 if found.bounded else None]:
+            plan = plan_of(name, sources[name], **({} if found.bounded else LONGER))
+            storm = Storm(plan, found.folder / name, found, random.Random(name), hits)
+            run_dir = storm.folder / "started"
+            Launch(sources[name], plan, run_dir, storm.folder / "started.log").finish()
+            found.tally(FORKED, "runs").count(storm.differences(run_dir))
+            if not found.bounded:
+                launched_storm(storm, sources[name])
+
+    def broken(found: Findings, hits: Counter[str]) -> None:
+        kill_storm_mutants.attempt(found, sources)
+
+    names = list(sources)
+    parts = [forked(names[::2]), forked(names[1::2]), started, broken]
+    hits = side_by_side(findings, parts)
+    figures, kills = findings.figures, hits["kills"]
+    figures["kills"], figures["kills through real starts"] = kills, hits["launched kills"]
+    figures["steps done again, mean of forked"] = round(
+        hits["lost"] / (kills - hits["launched kills"]), 2
+    )
+    figures["steps done again, most of forked"] = hits["most lost"]
+    figures["save interval, steps"] = EVERY
+    for name in (*WHOM, *PHASES[1:]):
+        figures[f"kills {'of' if name in WHOM else 'while'} {name}"] = hits[name]
+
+
+if __name__ == "__main__":
+    run_topic("kill_storm", attempt)

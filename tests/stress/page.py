@@ -1,0 +1,56 @@
+"""Writes docs/reliability.md from the results, so that no count in it is typed by hand."""
+
+import argparse
+import json
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from .common import RESULTS, ROOT
+
+TEXT = Path(__file__).parent / "page.md"
+PAGE = ROOT / "docs" / "reliability.md"
+TOPICS = ("crash_points", "kill_storm", "elastic", "damage", "hostile_files", "resources", "stops")
+
+
+def page(results: Path) -> str:
+    """The text beside this program, with the tables filled in."""
+    found = {name: json.loads((results / f"{name}.json").read_text("utf-8")) for name in TOPICS}
+    tables = {name: section(result) for name, result in found.items()}
+    tallies = [tally for result in found.values() for tally in result["tallies"]]
+    tables["tried"] = f"{sum(tally['tried'] for tally in tallies):,}"
+    tables["violations"] = f"{sum(len(tally['violations']) for tally in tallies):,}"
+    return Template(TEXT.read_text("utf-8")).substitute(tables)
+
+
+def section(result: dict[str, Any]) -> str:
+    """One topic: the counts, the figures, and on what it was tried."""
+    lines = ["| promise | tried | violations |", "|---|---|---|"]
+    for tally in result["tallies"]:
+        broken = len(tally["violations"])
+        broken = f"**{broken}**" if broken else "0"
+        lines.append(f"| {tally['promise']} | {tally['tried']:,} {tally['unit']} | {broken} |")
+    if result["figures"]:
+        lines += ["", *(f"- {name}: {value}" for name, value in result["figures"].items())]
+    machine, packages = result["machine"], result["versions"]
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items())
+    lines += [
+        "",
+        f"`{result['command']}`, {result['seconds']} s. {machine['cpu']}, "
+        f"{machine['cores']} cores, "
+        f"{machine['system']}, {machine['file_system']}. {versions}.",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser("python -m tests.stress.page", description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    given = parser.parse_args()
+    given.page.write_text(page(given.results), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""What is scarce or breaks while a run saves: room on the disk, rights, the disk itself, time.
+
+Each call that a save makes is refused once, and all from each call on, with the errors that a full
+disk, a quota, a failing disk, a read-only file system and lost rights give (fault_injection.py);
+and real file systems are filled, closed and broken (faulty_disks.py). Runs are forked, on one rank
+and two, with each way to save. Each call of a start is refused as well, and stops are disturbed;
+then one rank is slow, a save takes longer than its interval, and the memory of a process is watched
+over a hundred saves.
+"""
+
+import errno
+import itertools
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.common import render
+
+from . import fault_injection, faulty_disks, resource_mutants
+from .common import Findings, run_topic
+from .fault_cases import disturb, disturb_threads, log_lines, memory, slow, start, stop
+from .faulty_saves import Fault, Variant
+from .kill_storm import Part, side_by_side
+from .prepare_checkpoints import ANSWERS
+from .storm import import_all
+
+
+def scarcity(variants: list[Variant], found: Findings, hits: Counter[str]) -> None:
+    """Real file systems that fill up, close or fail."""
+    reason = faulty_disks.own_mounts()
+    for kind, points in faulty_disks.KINDS.items():
+        try:
+            if reason and kind is not faulty_disks.NoRights:
+                raise OSError(reason)
+            for variant in variants:
+                trouble = kind(folder=variant.folder / kind.__name__)
+                chosen = points[:: 4 if found.bounded else 1]
+                run = variant.run(
+                    dict(zip(variant.disturbed, chosen, strict=False)), trouble, trouble.place
+                )
+                hits[f"saves disturbed by a real file system: {kind.__name__}"] += len(run.struck)
+        except (OSError, subprocess.SubprocessError) as error:
+            print(f"NOT TRIED: {kind.__doc__} ({error})", file=sys.stderr, flush=True)
+            hits[f"not tried: {kind.__name__}, {error}"] += 1
+
+
+def whole(variants: list[Variant], found: Findings, hits: Counter[str]) -> None:
+    """All that is refused to some variants."""
+    bounded = found.bounded
+    for variant in variants:
+        rank = max(0, variant.ranks - 1) if "dcp" in variant.package else 0
+        some = [Fault(errno.EDQUOT), Fault(errno.EROFS), Fault(errno.EACCES, once=True)]
+        full = not variant.ranks and not variant.package.endswith("async")
+        most = 3 if bounded else None if full else 55
+        disturb(variant, [Fault(errno.ENOSPC)], most, hits)
+        disturb(variant, [Fault(errno.EIO, once=True, rank=rank)], most, hits)
+        disturb(variant, [] if bounded else [*some, Fault(errno.EIO)], 11, hits)
+        rng = random.Random(1)
+        for trouble in (Fault(errno.ENOSPC), Fault(errno.EIO, once=True))[bounded:]:
+            for _ in range(1 if bounded else 4):
+                stop(variant, trouble, rng.randrange(variant.points(trouble)))
+        base = variant.new()
+        variant.job(base, lambda call: 0, set(), **{"train.steps": variant.steps - 2})
+        for rank in range(max(1, variant.ranks)):
+            points = rng.sample(range(100), 2) if bounded else itertools.count()
+            for point in points:
+                if not start(variant, base, rank, point, once=point % 2 == 0):
+                    break
+
+
+def rest(variants: list[Variant], found: Findings, hits: Counter[str]) -> None:
+    """What is not of refused saves."""
+    plain, ranks = variants
+    disturb_threads(plain, hits)
+    for first, last in ((3, 6), (3, 1000)):
+        log_lines(plain, first, last)
+    slow(ranks, 0.1, hits)
+    slow(plain, 3.0, hits)
+    if not found.bounded:
+        slow(ranks, 3.0, hits)
+    memory(plain, 24 if found.bounded else 104, 128 if found.bounded else 512, hits)
+
+
+def attempt(findings: Findings) -> None:
+    """All ways to save, on one plain process and on two ranks."""
+    if reason := fault_injection.cannot():
+        raise SystemExit(f"NOT TRIED: {reason}")
+    findings.folder.chmod(0o755)  # some ranks are nobody
+    names = rendered(findings.folder / "renders")
+    plans = [(name, ranks) for name in names for ranks in (0, 2)]
+    if findings.bounded:
+        plans = [plans[0], plans[5]]
+
+    def part(of: list[tuple[str, int]], *doing: Callable[..., None]) -> Part:
+        def do(found: Findings, hits: Counter[str]) -> None:
+            found.folder.chmod(0o755)
+            steps = 8 if found.bounded or of in (last, broken) else 24
+            variants = [Variant(*it, found.folder / f"{it[0]}-{it[1]}", found, steps) for it in of]
+            for action in doing:
+                action(variants, found, hits)
+
+        return do
+
+    last, broken = [(names[2], 0), (names[2], 2)], [(names[2], 0), (names[0], 0)]
+    parts = [*(part([plan], whole) for plan in plans), part(last, rest)]
+    parts += [part(plans[:1] if findings.bounded else plans[::2], scarcity)]
+    parts += [part(broken, resource_mutants.attempt)]
+    hits = side_by_side(findings, parts)
+    del hits["most lost"]  # of a storm
+    findings.figures.update(hits)
+
+
+def rendered(folder: Path) -> list[str]:
+    """A package for each way to save, imported."""
+    names = []
+    for answer in ANSWERS:
+        names.append(f"resources_{answer}")
+        (folder / answer).mkdir(parents=True)
+        answers = {"checkpoint": answer, "parallelism": "ddp", "tracker": "none"}
+        source = render(folder / answer, package_name=names[-1], **answers)
+        sys.path.insert(0, str(source))
+    import_all(names)
+    return names
+
+
+if __name__ == "__main__":
+    run_topic("resources", attempt)

@@ -1,0 +1,262 @@
+"""A storm of kills over the forked runs of one plan, and what is compared with a run in peace."""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import render
+
+from .common import Findings, Tally
+from .forked_jobs import DONE, PATIENCE, PHASES, PID, RESTORED, SAVING, Job, Plan
+
+TASKS = ("language_model", "image_classifier")
+PARALLELISMS = ("single", "ddp", "fsdp")
+CHECKPOINTS = ("torch_save", "dcp", "dcp_async")
+WHOM = ("one rank", "all ranks", "launcher")
+EVERY, STEPS = 4, 16
+SETTINGS = {
+    "train.steps": STEPS,
+    "train.log_every": 1,
+    "train.validate_every": 6,
+    "checkpoint.every": EVERY,
+    "checkpoint.keep": 2,
+}
+COMMON_PHASES = (
+    *("starting", "setting up", "restoring", "training", "validating"),
+    *("uploading", "hashing", "renaming", "pruning"),
+)
+ENDS = "A run that was killed and restarted ends with the bits of an undisturbed one"
+WHOLE = "After a kill each checkpoint there is holds the bits of the undisturbed run's"
+ORPHANS = "Nothing of a killed job lives on, DataLoader workers included"
+LOST = "A kill costs no more than a save interval and the upload under way"
+NEWEST = "A restart goes on from the newest checkpoint that was published"
+
+
+def renders(folder: Path) -> dict[str, Path]:
+    """All nine variants by name, rendered and on the path; tasks alternate."""
+    sources = {}
+    for i, (parallelism, checkpoint) in enumerate(
+        (p, c) for p in PARALLELISMS for c in CHECKPOINTS
+    ):
+        name = f"{parallelism}_{checkpoint}"
+        (folder / name).mkdir(parents=True)
+        answers = {"parallelism": parallelism, "checkpoint": checkpoint, "task": TASKS[i % 2]}
+        sources[name] = render(folder / name, package_name=name, tracker="none", **answers)
+        sys.path.insert(0, str(sources[name]))
+    return sources
+
+
+def plan_of(name: str, source: Path, **more: Any) -> Plan:
+    """The run of a variant: two ranks, or one plain process."""
+    settings = SETTINGS | ({"train.precision": "bf16"} if name.startswith("fsdp") else {})
+    if name.split("_")[0] != "single":
+        settings |= {"parallel.timeout_minutes": 1.0}
+    if "vocabulary" in (source / name / "data.py").read_text("utf-8"):
+        text = source / "text.txt"
+        text.write_text("Was ever woman in this humour wooed? " * 100, "utf-8")
+        settings |= {"data.path": text}
+    return Plan(name, settings | more, 0 if name.startswith("single") else 2)
+
+
+def contents(run_dir: Path) -> dict[int, dict[str, str]]:
+    """Digests of the files of each published checkpoint, by step."""
+    found = {}
+    for path in run_dir.glob("checkpoints/step_????????"):
+        files = json.loads((path / "manifest.json").read_text("utf-8"))["files"]
+        # DCP's index has a random name of the save in it; all tensors are in the other files.
+        digests = {name: entry["sha256"] for name, entry in files.items() if name != ".metadata"}
+        found[int(path.name[5:])] = digests
+    return found
+
+
+def losses(run_dir: Path) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm by step, from the whole lines of the log."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text("utf-8").split("\n")[:-1] if path.exists() else []
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in map(json.loads, lines)}
+
+
+@dataclass
+class Storm:
+    """Kills the runs of one plan, chain after chain, and compares them with an undisturbed one."""
+
+    plan: Plan
+    folder: Path
+    findings: Findings
+    rng: random.Random
+    hits: Counter[str]
+    """Kills by phase and by whom they went to, over all storms."""
+    undisturbed: dict[int, dict[str, str]] = field(default_factory=dict)
+    expected: dict[int, tuple[float, float]] = field(default_factory=dict)
+    seconds: float = 0.0
+    chains: int = 0
+    target: tuple[str, int, str | None] | None = None
+    """Whom to kill, in which rank's which phase, if that shall not be drawn."""
+
+    def __post_init__(self) -> None:
+        """Run it undisturbed."""
+        self.steps, self.every = (
+            self.plan.settings[name] for name in ("train.steps", "checkpoint.every")
+        )
+        self.folder.mkdir(parents=True)
+        started = time.monotonic()
+        run_dir = self.folder / "undisturbed"
+        plan = Plan(
+            self.plan.package, self.plan.settings | {"checkpoint.keep_every": 1}, self.plan.ranks
+        )
+        job = Job(plan, run_dir, self.folder / "undisturbed.log")
+        if job.gone() is None or job.code:
+            raise RuntimeError(f"{plan.package}: {job.log.read_text('utf-8')[-3000:]}")
+        self.seconds = time.monotonic() - started
+        self.undisturbed, self.expected = contents(run_dir), losses(run_dir)
+        assert len(self.expected) == self.steps
+        assert sorted(self.undisturbed) == list(range(self.every, self.steps + 1, self.every))
+
+    def kill(self, times: int) -> None:
+        """Chains of kills, until there were so many."""
+        done = 0
+        while done < times:
+            self.chains += 1
+            run_dir = self.folder / f"chain-{self.chains}"
+            for _ in range(min(6, times - done)):
+                if self._kill_once(run_dir):
+                    done += 1
+                else:
+                    break
+            self._end(run_dir)
+
+    def tally(self, promise: str, unit: str = "kills") -> Tally:
+        """Of all storms together."""
+        return self.findings.tally(promise, unit)
+
+    def _draw(self) -> tuple[str, int, str | None]:
+        """Whom to kill, of which rank it depends, and in which phase (None: whenever)."""
+        if self.target:
+            return self.target
+        rank = self.rng.randrange(max(1, self.plan.ranks))
+        kinds = WHOM if self.plan.ranks else WHOM[:1]
+        whom = min(kinds, key=lambda it: (self.hits[it], self.rng.random()))
+        phases = list(COMMON_PHASES)
+        phases += ["staging"] * self.plan.package.endswith("async")
+        phases += ["compiling"] * ("compile.mode" in self.plan.settings)
+        if rank:  # what only rank 0 does, or others have nothing to do with
+            only_first = {"renaming", "pruning"}
+            only_first |= {"hashing"} if self.plan.package.endswith("torch_save") else set()
+            phases = [phase for phase in phases if phase not in only_first]
+        rare = sorted(phases, key=lambda it: (self.hits[it], self.rng.random()))
+        return whom, rank, self.rng.choice(rare[:3]) if self.rng.random() < 0.6 else None
+
+    def _kill_once(self, run_dir: Path) -> bool:
+        """One run up to a kill; False if it ended before."""
+        whom, rank, phase = self._draw()
+        before = max(contents(run_dir), default=0)
+        armed = (-1, 0, 0)
+        if phase:
+            skip = 0 if phase in ("starting", "setting up", "restoring") else self.rng.randrange(3)
+            armed = (PHASES.index(phase), skip, rank)
+        log = self.folder / f"chain-{self.chains}.log"
+        job = Job(self.plan, run_dir, log, armed)
+        place = f"{self.plan.package}, {whom} killed, rank {rank}, phase {phase}"
+        moment = PATIENCE if phase else self.rng.uniform(0, self.seconds)
+        if (call := job.wait(moment)) is None and phase:
+            job.gone(0)
+            self.tally(ENDS, "runs").count(f"{place}: it hung, {_end_of(log)}")
+            return False
+        if call == b"!":
+            time.sleep(10 ** self.rng.uniform(-5, -2.3))
+        deadline = time.monotonic() + 1
+        while not job.board.of(rank)[PID] and time.monotonic() < deadline:
+            time.sleep(0.001)
+        at = job.board.most(DONE)
+        for pid in job.victims(whom, rank) if call != b"" else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        left = job.gone(20.0)
+        done, saving = job.board.most(DONE), job.board.of(0)[SAVING]
+        if job.code == 0:
+            return False  # it was over
+        if call == b"":
+            self.tally(ENDS, "runs").count(f"{place}: it failed unkilled, {_end_of(log)}")
+            return False
+        self.hits.update(job.phases(whom, rank) | {whom, "kills"})
+        problem = f"{place}: still there after 20 s" if left is None else None
+        # The kernel ends a rank when its launcher has ended: some short steps later. One that is
+        # not ended at all trains on to the last step.
+        if at <= self.steps // 2 and done == self.steps:
+            problem = f"{place}: trained on from step {at} to the end"
+        self.tally(ORPHANS).count(problem)
+        there = contents(run_dir)
+        wrong = self.wrong(run_dir)
+        self.tally(WHOLE).count(f"{place}: steps {wrong}" if wrong else None)
+        self._resumed(job, before, place)
+        newest = max(there, default=0)
+        allowed = self.every + (done - saving if saving else 0)
+        lost = done - newest if done else 0
+        self.hits["lost"] += max(0, lost)
+        self.hits["most lost"] = max(self.hits["most lost"], lost)
+        problem = f"{place}: {lost} steps, {allowed} allowed" if lost > allowed else None
+        self.tally(LOST).count(problem)
+        return True
+
+    def _resumed(self, job: Job, newest: int, place: str) -> None:
+        if newest and (restored := job.board.most(RESTORED)):
+            problem = None if restored - 1 == newest else f"{place}: {restored - 1} not {newest}"
+            self.tally(NEWEST, "restarts").count(problem)
+
+    def _end(self, run_dir: Path) -> None:
+        log, before = (
+            self.folder / f"chain-{self.chains}-end.log",
+            max(contents(run_dir), default=0),
+        )
+        job = Job(self.plan, run_dir, log)
+        if job.gone() is None or job.code:
+            problem = f"the restart did not end well, {_end_of(log)}"
+        else:
+            problem = self.differences(run_dir)
+        place = f"{self.plan.package}, chain {self.chains}"
+        self._resumed(job, before, place)
+        self.tally(ENDS, "runs").count(f"{place}: {problem}" if problem else None)
+
+    def wrong(self, run_dir: Path) -> list[int]:
+        """Steps whose published checkpoints are not those of the undisturbed run."""
+        there = contents(run_dir)
+        return [step for step, files in there.items() if files != self.undisturbed.get(step)]
+
+    def differences(self, run_dir: Path) -> str | None:
+        """What is not as in the undisturbed run, if anything."""
+        there = contents(run_dir)
+        if there.get(self.steps) != self.undisturbed[self.steps]:
+            return "other bits in the last checkpoint"
+        if losses(run_dir) != self.expected:
+            return "another log of losses"
+        left = [p.name for p in run_dir.glob("checkpoints/*") if not p.name.startswith("step_")]
+        left += [p.name for p in run_dir.glob("checkpoints/*damaged*")]
+        return f"left over: {left}" if left else None
+
+
+def import_all(names: Iterable[str]) -> None:
+    """Import what a rank needs, so that a fork has it; nothing here may compute."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # a process with threads cannot be forked; read by torch
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    for name in names:
+        for part in ("__main__", "train"):
+            importlib.import_module(f"{name}.{part}")
+    for part in ("torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.tensor"):
+        importlib.import_module(part)
+    gc.collect()
+    gc.freeze()
+
+
+def _end_of(log: Path) -> str:
+    return " | ".join(log.read_text("utf-8", "replace").splitlines()[-4:])

@@ -1,0 +1,31 @@
+"""Hostile files do nothing, and the program that says so would notice if they did."""
+
+from pathlib import Path
+
+from tests.stress import hostile_files
+from tests.stress.common import Findings
+
+
+def test_hostile_files_do_nothing_and_would_be_noticed(tmp_path: Path) -> None:
+    paths = hostile_files.saved(tmp_path)
+    findings = Findings(True, tmp_path)
+    hostile_files.probe(findings, paths, mutants=40)
+    for tally in findings.tallies:
+        assert tally.tried and not tally.violations, tally.promise
+
+    for path in paths:  # as DCP itself reads its index, but for what is then made of it
+        module = next(path.glob("*/checkpoint/shards.py"))
+        safe = 'top = fields(Decoder(content, ALLOWED).load(), "Metadata")'
+        text = module.read_text()
+        assert safe in text
+        module.write_text(text.replace(safe, f"pickle.loads(content[:]); {safe}"))
+        module = next(path.glob("*/compile_cache.py"))
+        safe = "if hashlib.sha256(content).hexdigest() != digest:"
+        text = module.read_text()
+        assert safe in text
+        module.write_text(text.replace(safe, "if False:"))
+    broken = Findings(True, tmp_path)
+    hostile_files.probe(broken, paths, mutants=0, stop=120)
+    executed = next(it for it in broken.tallies if it.promise == hostile_files.EXECUTED).violations
+    assert any("the tell-tale file is there" in it for it in executed if "changed bytes" in it)
+    assert any("compile cache" not in problem for problem in executed)

@@ -1,0 +1,1 @@
+"""Of the template itself: answers, renders, updates, documentation, demo, benchmarks."""

@@ -1,0 +1,84 @@
+"""What the documentation shows was cut from a render of today."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.stress import page as reliability
+
+SCRIPT = ROOT / "scripts/cut_docs.py"
+PAGE = """# Page
+
+<!-- cut: tree -->
+<!-- end -->
+In between.
+
+<!-- cut: code src/my_training_run/model.py compute_loss -->
+<!-- end -->
+
+<!-- cut: output python -c 'print("shown")' -->
+<!-- end -->
+The end.
+"""
+
+
+def test_the_documentation_is_current() -> None:
+    """When this fails: `make docs`, and look at what has changed."""
+    outcome = subprocess.run(
+        [sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, timeout=1500
+    )
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    cuts = re.findall("<!-- cut: ([a-z]+) ", (ROOT / "README.md").read_text("utf-8"))
+    assert {"tree", "code", "output", "refusal"} == set(cuts)
+
+
+def test_a_stale_block_is_named_and_mended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = importlib.util.spec_from_file_location("cut", SCRIPT)
+    assert spec and spec.loader
+    cut = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(cut)
+    page = tmp_path / "page.md"
+    page.write_text(PAGE, "utf-8")
+    lines = {3: "tree", 7: "code", 10: "output"}
+
+    assert cut.main(["--check", str(page)]) == 1
+    assert page.read_text("utf-8") == PAGE
+    named = re.findall(r"^.*page\.md:(\d+): stale: (\w+)", capsys.readouterr().out, re.MULTILINE)
+    assert {int(line): kind for line, kind in named} == lines
+
+    assert cut.main([str(page)]) == 0
+    mended = page.read_text("utf-8")
+    assert re.sub(r"```.*?```\n", "", mended, flags=re.DOTALL) == PAGE
+    for text in (
+        "```\nmy-training-run/\n  scripts/launch.sh    Start training under torchrun",
+        "```python\ndef compute_loss(",
+        "```console\n$ python -c 'print(\"shown\")'\nshown\n```\n<!-- end -->\nThe end.\n",
+    ):
+        assert text in mended
+    assert cut.main(["--check", str(page)]) == 0
+
+    page.write_text(mended.replace("In between.", "<!-- cut: tree -->"), "utf-8")
+    with pytest.raises(ValueError, match="has no end"):
+        cut.main(["--check", str(page)])
+
+
+def test_the_page_of_reliability_is_what_the_results_say() -> None:
+    """When this fails: `make torture`, or `python -m tests.stress.page` after a single topic."""
+    shown, results = reliability.PAGE.read_text("utf-8"), reliability.RESULTS
+    assert reliability.page(results) == shown
+    for topic in reliability.TOPICS:
+        result = json.loads((results / f"{topic}.json").read_text("utf-8"))
+        assert not result["bounded"]
+        assert all(it["tried"] and not it["violations"] for it in result["tallies"]), topic
+    readme = (ROOT / "README.md").read_text("utf-8")
+    told = re.search(r"Tried on them: (.*?)\n- ", readme, re.DOTALL)
+    figures = re.findall(r"\d[\d,]*\d", told[1])
+    assert len(figures) == 4 and all(figure in shown for figure in figures)

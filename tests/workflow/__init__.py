@@ -1,0 +1,1 @@
+"""Of the stages of the workflow, and of their order and report."""

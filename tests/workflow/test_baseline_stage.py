@@ -1,0 +1,187 @@
+"""The baseline's gate: each check passes where it should and fails where it is made to."""
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Project
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    with Project.imported(tmp_path_factory.mktemp("baseline"), "based", parallelism="ddp") as it:
+        it.module("workflow.baseline").MEASURED = 12
+        yield it
+
+
+def measure(project: Project, run_dir: Path, **changes: Any) -> tuple[dict[str, str], dict]:
+    """The status of each check, and the figures."""
+    # Wider than the tiny preset: data for a step of a millisecond would be waited for too long.
+    wide = {"model__width": 192, "train__micro_batch_size": 8, "train__steps": 20}
+    config = project.config(run_dir=run_dir, **wide | changes)
+    code = project.module("workflow.baseline").measure(config)
+    content = json.loads((run_dir / "workflow/baseline.json").read_text())
+    assert code == (content["status"] == "fail")
+    return {check["name"]: check["status"] for check in content["checks"]}, content["figures"]
+
+
+def test_a_sound_project_passes(project: Project, tmp_path: Path) -> None:
+    found, figures = measure(project, tmp_path)
+    wait = found.pop("data_wait")  # may be long on a busy machine; judged below
+    assert wait in ("pass", "fail")
+    passed = ("adds_up", "deterministic", "loss_falls", "throughput")
+    assert found == dict.fromkeys(passed, "pass")
+    seconds = figures["step_seconds"]
+    assert 0 < seconds["p10"] <= seconds["median"] <= seconds["p90"]
+    assert figures["samples_per_second"] == pytest.approx(8 / seconds["median"])
+    assert figures["tokens_per_second"] == pytest.approx(32 * figures["samples_per_second"])
+    assert figures["mfu"] == pytest.approx(
+        figures["flops_per_sample"] * figures["samples_per_second"] / figures["peak_flops"]
+    )
+    # Of a transformer: 6 FLOPs a parameter and token, and the attention.
+    per_token = figures["flops_per_sample"] / 32
+    assert 6 * figures["parameters"] <= per_token <= 9 * figures["parameters"]
+    assert figures["peak_memory_bytes"] > 4 * figures["parameters"]
+
+
+def test_randomness_without_a_seed_is_found(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = project.module("train")
+    compute = training.compute_loss
+
+    def noisy(model: Any, batch: Any) -> Any:
+        loss = compute(model, batch)
+        return loss._replace(total=loss.total * (1 + 1e-3 * random.random()))
+
+    monkeypatch.setattr(training, "compute_loss", noisy)
+    assert measure(project, tmp_path)[0]["deterministic"] == "fail"
+
+
+def test_a_loss_that_does_not_fall_is_found(project: Project, tmp_path: Path) -> None:
+    found, _ = measure(project, tmp_path, optim__learning_rate=3.0, optim__warmup_steps=0)
+    assert found["loss_falls"] == "fail"
+
+
+def judged_sums(project: Project, run_dir: Path, batch: int, change: Any) -> dict[str, str]:
+    """The check of a project whose compute_loss is changed so."""
+    sizes = {"train__global_batch_size": batch, "train__micro_batch_size": batch}
+    config = project.config(run_dir=run_dir, **sizes)
+    baseline, state = project.module("workflow.baseline"), project.module("train").setup(config)
+    compute = project.module("model").compute_loss
+    stage = project.module("workflow.gates").Stage("baseline", config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(baseline, "compute_loss", lambda model, batch: change(compute(model, batch)))
+        baseline.judge_sums(stage, state)
+    state.loader.close()
+    assert state.module.training
+    return stage.checks[0]
+
+
+def test_a_loss_that_is_no_sum_is_found(project: Project, tmp_path: Path) -> None:
+    import torch
+
+    def judged(change: Any, batch: int = 7) -> dict[str, str]:
+        return judged_sums(project, tmp_path, batch, change)
+
+    assert judged(lambda loss: loss)["status"] == "pass"  # though its halves are not alike
+    assert judged(lambda loss: loss, batch=1)["status"] == "not_measured"
+    mean = judged(lambda loss: loss._replace(total=loss.total / loss.count))
+    assert mean["status"] == "fail" and "loss of 7 samples" in mean["measured"]
+    share = judged(lambda loss: loss._replace(metrics={"right": torch.tensor(0.5)}))
+    assert share["status"] == "fail" and "right of 7 samples" in share["measured"]
+    counted = judged(lambda loss: loss._replace(count=1))
+    assert counted["status"] == "fail" and "count of 7 samples" in counted["measured"]
+    noisy = judged(lambda loss: loss._replace(total=loss.total * (1 + torch.rand(()))))
+    assert noisy["status"] == "not_measured" and "random" in noisy["measured"]
+
+
+def test_a_loss_that_is_none_is_refused(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = project.module("train")
+    compute = training.compute_loss
+    monkeypatch.setattr(training, "compute_loss", lambda model, batch: compute(model, batch).total)
+    said = project.refuses("train", "--run-dir", str(tmp_path / "run"))
+    assert "compute_loss returned a Tensor: it must return a LossSum" in said
+
+
+def test_slow_data_is_found(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = project.module("data").Chunks
+    fetch, since = chunks.__getitems__, [time.perf_counter()]
+
+    def slow(self: Any, ids: Any) -> Any:
+        """Takes as long as the step did, whatever the machine."""
+        time.sleep(min(time.perf_counter() - since[0], 1))
+        found = fetch(self, ids)
+        since[0] = time.perf_counter()
+        return found
+
+    monkeypatch.setattr(chunks, "__getitems__", slow)
+    found, figures = measure(project, tmp_path)
+    assert found["data_wait"] == "fail"
+    assert figures["data_wait"]["median"] > 0.3
+
+
+def test_the_share_of_waiting_is_judged(project: Project, tmp_path: Path) -> None:
+    """From recordings made up, either side of the limit."""
+    import numpy as np
+
+    baseline, measuring = project.module("workflow.baseline"), project.module("workflow.measuring")
+    state = project.module("train").setup(project.config(run_dir=tmp_path))
+    every_third = np.resize([0.0, 0.0, 1.0], 30)  # as of workers that bring three at once
+    for share, status in ((0.04, "pass"), (0.06, "fail"), (every_third, "fail")):
+        steps = measuring.Steps(np.linspace(2, 1, 30), np.full(30, 0.1), np.full(30, 0.1) * share)
+        stage = project.module("workflow.gates").Stage("baseline", state.config)
+        baseline.judge(stage, state, steps, steps, (2.0, 1.0))
+        assert {check["name"]: check["status"] for check in stage.checks}["data_wait"] == status
+
+
+def test_what_is_the_same_depends_on_the_kernels(project: Project, tmp_path: Path) -> None:
+    """To the bit on a CPU; on a GPU about, unless it was asked to be deterministic."""
+    import numpy as np
+
+    baseline, gates = project.module("workflow.baseline"), project.module("workflow.gates")
+
+    def judged(changes: list[float], cpu: bool, deterministic: bool = False) -> str:
+        config = project.config(run_dir=tmp_path, train__deterministic=deterministic)
+        stage = gates.Stage("baseline", config)
+        losses = np.linspace(3, 2, len(changes))
+        baseline.judge_losses(stage, losses, losses * (1 + np.array(changes)), cpu)
+        return stage.checks[0]["status"]
+
+    assert judged([0, 0, 0], cpu=True) == judged([0, 0, 0], cpu=False) == "pass"
+    assert judged([0, 0, float("nan")], cpu=False) == "fail"
+    for changes, gpu in (([0, 1e-9, 1e-3], "pass"), ([0, 0, 0.1], "fail"), ([1e-3, 0, 0], "fail")):
+        assert judged(changes, cpu=True) == judged(changes, cpu=False, deterministic=True) == "fail"
+        assert judged(changes, cpu=False) == gpu
+
+
+def test_a_rate_of_almost_nothing_is_found(project: Project, tmp_path: Path) -> None:
+    """A batch of one: the losses of a few batches differ by more than training teaches."""
+    one = {"train__global_batch_size": 1, "train__micro_batch_size": 1}
+    assert measure(project, tmp_path, **one)[0]["loss_falls"] == "pass"
+    found, _ = measure(project, tmp_path, optim__learning_rate=1e-30, **one)
+    assert found["loss_falls"] == "fail"
+
+
+def test_a_gpu_is_known_by_its_whole_name(project: Project, monkeypatch) -> None:
+    import torch
+
+    flops, cuda = project.module("run.hardware"), torch.device("cuda", 0)
+    for name, peak in (
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA RTX A1000", None),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert flops.peak_flops(cuda) == peak

@@ -1,0 +1,377 @@
+"""The restore drill: it passes where it should, and each of its checks fails where it should.
+
+On two ranks, with every process and every kill, it passes in test_whole_workflow.py.
+"""
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import ROOT, Project
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable")
+Checks = dict[str, dict[str, str]]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Each thread that saved would have a pool of its own, more of them than there are cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    answers = {"parallelism": "single", "checkpoint": "torch_save"}
+    with Project.imported(tmp_path_factory.mktemp("drill"), "drilled_one", **answers) as project:
+        yield project
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    answers = {"parallelism": "ddp", "checkpoint": "dcp_async"}
+    with Project.imported(tmp_path_factory.mktemp("drill"), "drilled_many", **answers) as project:
+        yield project
+
+
+class Stand:
+    """A project with a baseline, whose drill can be run."""
+
+    def __init__(self, project: Project, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
+        self.project, self.run_dir, self.patch = project, run_dir, patch
+        self.checkpoint = project.module("workflow.checkpoint")
+        self.drill = project.module("workflow.drill")
+        self.gates = project.module("workflow.gates")
+        self.config = project.config(run_dir=run_dir, train__steps=400, checkpoint__every=100)
+        baseline = self.gates.Stage("baseline", self.config)
+        baseline.check("throughput", True, measured="so", wanted="measured")
+        baseline.figures |= {"step_seconds": {"median": 0.01}, "parameters": 40_000}
+        baseline.close()
+
+    def in_this_process(self) -> "Stand":
+        """No processes: the tasks run here, one after the other, and nothing is killed."""
+
+        def child(drill: Any, ranks: int, task: str, *words: str) -> dict[str, Any]:
+            self.drill.main([str(drill.folder), task, *words])
+            return json.loads((drill.folder / f"{task}.json").read_text())
+
+        def kill(*arguments: Any) -> Any:
+            raise self.project.module("errors").RankError("nothing is killed here")
+
+        self.patch.setattr(self.checkpoint.Drill, "child", child)
+        self.patch.setattr(self.checkpoint, "Killing", kill)
+        self.patch.setattr(self.drill, "costs", lambda *arguments: arguments[1].mkdir())
+        return self
+
+    def __call__(self) -> Checks:
+        """Run the stage; its checks by name."""
+        code = self.checkpoint.measure(self.config)
+        content = self.gates.read_stage(self.run_dir, "checkpoint")
+        assert code == (content["status"] == "fail")
+        assert not (self.run_dir / "workflow/.drill").exists()
+        self.figures = content["figures"]
+        checks = {check["name"]: check for check in content["checks"]}
+        assert len(content["checks"]) == len(checks) == 4
+        return checks
+
+
+@pytest.fixture
+def on_one(single: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stand:
+    return Stand(single, tmp_path / "run", monkeypatch)
+
+
+@pytest.fixture
+def on_many(several: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stand:
+    return Stand(several, tmp_path / "run", monkeypatch)
+
+
+def statuses(checks: Checks) -> dict[str, str]:
+    return {name: check["status"] for name, check in checks.items()}
+
+
+def test_it_passes_in_one_process(on_one: Stand) -> None:
+    """Nothing but the kills in processes of their own."""
+    killing, costs = on_one.checkpoint.Killing, on_one.drill.costs
+    on_one.in_this_process().patch.setattr(on_one.checkpoint, "Killing", killing)
+    on_one.patch.setattr(on_one.drill, "costs", costs)
+    checks = on_one()
+    assert statuses(checks) == {
+        "roundtrip": "pass",
+        "corrupt_newest": "pass",
+        "reshard": "not_measured",
+        "killed_while_saving": "pass",
+    }
+    assert "rendered for one" in checks["reshard"]["measured"]
+    assert on_one.figures["world_sizes"] == [1]
+
+
+def test_a_restore_that_changes_one_number_is_found(on_one: Stand) -> None:
+    reading = on_one.project.module("checkpoint.reader")
+    read = reading.OneFile.read
+
+    def read_almost(self: Any, targets: dict[str, Any], group: Any) -> None:
+        read(self, targets, group)
+        last = max(name for name in targets if name.startswith("optimizer."))
+        targets[last].view(-1)[-1].add_(1e-6)
+
+    on_one.in_this_process().patch.setattr(reading.OneFile, "read", read_almost)
+    check = on_one()["roundtrip"]
+    assert check["status"] == "fail" and "1 tensors differ, such as optimizer." in check["measured"]
+
+
+def test_randomness_of_its_own_is_found(on_one: Stand) -> None:
+    on_one.in_this_process().patch.setattr(
+        on_one.project.module("train"), "seed_step", lambda *arguments: None
+    )
+    override = on_one.project.module("config").override
+    on_one.config = override(on_one.config, {"model.dropout": 0.2})
+    check = on_one()["roundtrip"]
+    assert check["status"] == "fail" and "losses differ" in check["measured"]
+    assert "tensors the same to the bit" in check["measured"]
+
+
+def test_a_reader_that_ignores_hashes_is_found(on_one: Stand) -> None:
+    manifest = on_one.project.module("checkpoint.manifest")
+    on_one.in_this_process().patch.setattr(manifest, "check_file", lambda path, entry: None)
+    checks = on_one()
+    assert checks["roundtrip"]["status"] == "pass"
+    assert checks["corrupt_newest"]["status"] == "fail"
+    assert "state.pt, byte" in checks["corrupt_newest"]["measured"]
+
+
+def test_a_restore_that_fails_fails_the_checks_that_hang_on_it(on_one: Stand) -> None:
+    manifest = on_one.project.module("checkpoint.manifest")
+    on_one.in_this_process().patch.setattr(manifest, "check_file", lambda path, entry: "bad day")
+    found = statuses(on_one())
+    assert found["roundtrip"] == found["corrupt_newest"] == "fail"
+    assert on_one.figures == {}
+
+
+@pytest.mark.parametrize("fault", ["none", "differs", "refused", "breaks"])
+def test_resharding_is_judged(on_many: Stand, fault: str) -> None:
+    """The chain of world sizes in one process, which shows how it is judged."""
+    on_many.in_this_process()
+    load_into, setup = on_many.drill.load_into, on_many.drill.setup
+
+    def load_another(state: Any, run_dir: Path, group: Any) -> dict[str, str]:
+        found = load_into(state, run_dir, group)
+        return {**found, next(iter(found)): "0"} if run_dir.name == "again" else found
+
+    def refuse(config: Any, world: Any) -> Any:
+        refused = sys._getframe(1).f_code.co_name == "reload"
+        if refused:
+            raise on_many.project.module("errors").UserError("it does not fit")
+        return setup(config, world)
+
+    def break_down(*arguments: str) -> None:
+        raise on_many.project.module("errors").RankError("it broke")
+
+    if fault == "breaks":
+        on_many.patch.setattr(on_many.drill, "reload", break_down)
+    elif fault == "differs":
+        on_many.patch.setattr(on_many.drill, "load_into", load_another)
+    elif fault == "refused":
+        on_many.patch.setattr(on_many.drill, "setup", refuse)
+    checks = on_many()
+    wanted = {"none": "pass", "refused": "not_measured"}.get(fault, "fail")
+    assert checks["reshard"]["status"] == wanted
+    assert checks["roundtrip"]["status"] == checks["corrupt_newest"]["status"] == "pass"
+    said = {"none": "to the bit", "differs": "on 3: 1 tensors differ", "breaks": "it broke"}
+    said["refused"] = "it does not fit"
+    assert said[fault] in checks["reshard"]["measured"]
+
+
+def test_which_world_sizes_there_can_be(
+    on_one: Stand, on_many: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    override = on_many.project.module("config").override
+    for gpus, ranks, batch, sizes in (
+        (0, 0, 8, (2, 3)),
+        (0, 1, 8, (0, 0)),
+        (0, 4, 8, (4, 5)),
+        (0, 0, 2, (2, 0)),
+        (0, 0, 1, (0, 0)),
+        (1, 0, 8, (0, 0)),
+        (2, 0, 8, (2, 0)),
+        (8, 0, 8, (8, 4)),
+        (8, 0, 4, (4, 2)),
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        kind = "cuda" if gpus else "cpu"
+        settings = {"workflow.ranks": ranks, "device": kind, "train.global_batch_size": batch}
+        config = override(on_many.config, settings)
+        *found, why = on_many.checkpoint.world_sizes(config, torch.device(kind))
+        assert tuple(found) == sizes and bool(why) == (sizes == (0, 0))
+    assert on_one.checkpoint.world_sizes(on_one.config, torch.device("cpu"))[:2] == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "said"),
+    [
+        ("none", "pass", "3 kills"),
+        ("torn", "fail", "damaged-1"),
+        ("forgets", "fail", "went on from step 0"),
+        ("leaves", "fail", "left over: .saving-step_"),
+        ("differs", "fail", "1 tensors differ, such as w"),
+        ("quick", "not_measured", "no kill met a save"),
+    ],
+)
+def test_kills_are_judged(on_one: Stand, fault: str, status: str, said: str) -> None:
+    """By stand-ins for a run, each with a fault of its own."""
+    if fault in ("torn", "quick"):  # which are not met, however often they are tried
+        on_one.patch.setattr(on_one.project.module("workflow.killing"), "TRIES", 1)
+    killing = kill(on_one, fault)
+    judging = on_one.project.module("workflow.judging")
+    truth = judging.Undisturbed(
+        {step: 1 / step for step in range(1, 13)}, {"w": "earlier"}, {"w": "right"}, exact=True
+    )
+    stage = on_one.gates.Stage("checkpoint", on_one.config)
+    judging.judge_kills(stage, killing, truth)
+    assert stage.status == status, stage.checks
+    assert said in stage.checks[0]["measured"]
+    if fault == "none":
+        assert [kill.moment for kill in killing.kills] == list(on_one.checkpoint.MOMENTS)
+        assert [kill.saving - kill.newest for kill in killing.kills] == [3, 3, 0]
+
+
+def kill(stand: Stand, fault: str) -> Any:
+    folder = stand.run_dir
+    stand.patch.syspath_prepend(str(ROOT / "tests/project/drills"))
+    processes = stand.project.module("workflow.processes")
+    killing = stand.project.module("workflow.killing").Killing(
+        lambda: processes.started(0, str(folder), fault, module="saver"), folder, "killed", 12
+    )
+    return killing()
+
+
+def test_a_restart_that_breaks_down_is_quoted(on_one: Stand) -> None:
+    error = on_one.project.module("errors").RankError
+    with pytest.raises(error, match="no good checkpoint is left"):
+        kill(on_one, "broken")
+
+
+@given(st.floats(1e-4, 100), st.floats(60, 1e7), st.floats(0, 1e3), st.floats(1, 10), st.booleans())
+def test_the_interval_loses_the_least(
+    interval: Any, cost: float, failures: float, restart: float, least: float, floor: bool
+) -> None:
+    """No other on a fine grid, at or above the floor, loses less."""
+    least *= math.sqrt(2 * cost * failures) if floor else 0
+    best = interval.best_interval(cost, failures, least)
+    assert best >= least
+    share = interval.lost_share(best, cost, restart, failures)
+    grid = (best * 10 ** (k / 50) for k in range(-150, 151))
+    others = [interval.lost_share(t, cost, restart, failures) for t in grid if t >= least]
+    assert share <= min(others) * (1 + 1e-12)
+
+
+@pytest.fixture(scope="module")
+def interval(single: Project) -> Any:
+    return single.module("workflow.interval")
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "upload", "advice"),
+    [
+        # 20 ms a save and a failure a day: every 58.8 s, which are 588 steps of 100 ms.
+        (400, 1000, 1.0, None),
+        (100, 1000, 1.0, "--checkpoint.every 590:"),
+        (5000, 9000, 1.0, "--checkpoint.every 590:"),
+        (0, 9000, 1.0, "--checkpoint.every 590:"),
+        (0, 300, 1.0, None),
+        (100, 300, 1.0, "only at its end"),
+        (400, 1000, 50.0, "a save takes longer than the 400 steps"),
+        (1000, 9000, 200.0, "--checkpoint.every 2000: a save takes longer"),
+    ],
+)
+def test_the_interval_is_advised(
+    on_one: Stand, interval: Any, every: int, steps: int, upload: float, advice: str | None
+) -> None:
+    changes = {"checkpoint.every": every, "train.steps": steps}
+    config = on_one.project.module("config").override(on_one.config, changes)
+    stage = on_one.gates.Stage("checkpoint", config)
+    figures = {
+        "blocked_seconds": {"median": 0.02},
+        "save_seconds": {"median": upload},
+        "restart_seconds": {"total": 10.0},
+    }
+    interval.judge_interval(stage, figures, 0.1)
+    assert figures["interval_steps"] == max(588, 10 * upload)
+    assert [advice in text for text in stage.advice] == ([True] if advice else [])
+
+
+def test_what_kernels_that_are_not_deterministic_can_tell(on_one: Stand) -> None:
+    judging = on_one.project.module("workflow.judging")
+    for exact, shift, same in ((True, 1e-7, False), (False, 1e-7, True), (False, 0.1, False)):
+        truth = judging.Undisturbed({1: 3.0, 2: 2.0}, {"w": "a"}, {"w": "b"}, exact)
+        assert truth.same_losses([2.0])[0] and truth.same_end({"w": "b"})[0]
+        assert truth.same_losses([2.0 + shift])[0] == same
+        assert truth.same_end({"w": "c"})[0] != exact
+    truth = judging.Undisturbed({1: 3.0, 2: math.nan}, {}, {}, exact=False)
+    assert truth.same_losses([3.0, math.nan])[0]
+    assert not truth.same_losses([3.0 + 1e-7, 2.0])[0]  # as where a line is missing
+    assert not truth.same_losses([math.nan, math.nan])[0]
+
+
+def test_it_needs_a_whole_baseline(on_one: Stand) -> None:
+    path = on_one.gates.stage_file(on_one.run_dir, "baseline")
+    whole = json.loads(path.read_text())
+    for figures in ({}, {**whole["figures"], "step_seconds": 3}, {"parameters": "many"}):
+        path.write_text(json.dumps({**whole, "figures": figures}))
+        with pytest.raises(ValueError, match=r"damaged.*measure again with `.* baseline"):
+            on_one()
+    path.write_text(path.read_text()[:50])
+    with pytest.raises(ValueError, match=r"damaged.*measure again with `.* baseline"):
+        on_one()
+    path.unlink()
+    with pytest.raises(ValueError, match=r"checkpoint needs what baseline measures: run `.*"):
+        on_one()
+
+
+def test_an_old_baseline_is_told(on_one: Stand, capsys: pytest.CaptureFixture[str]) -> None:
+    override = on_one.project.module("config").override
+    for changes, old in (
+        ({}, False),
+        ({"checkpoint.every": 7, "workflow.ranks": 1}, False),
+        ({"train.micro_batch_size": 2}, True),
+        ({"model.width": 64}, True),
+    ):
+        capsys.readouterr()
+        on_one.checkpoint.from_baseline(override(on_one.config, changes))
+        assert ("measured with other code or settings" in capsys.readouterr().out) == old
+
+
+def test_a_full_disk_is_told_before(on_one: Stand) -> None:
+    usage = SimpleNamespace(free=1_000_000)
+    on_one.patch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ValueError, match=r"needs about 1.92 MB .* 1 MB are free"):
+        on_one()
+    assert not (on_one.run_dir / "workflow/.drill").exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_nothing_of_a_drill_stays(on_one: Stand, error: Callable[[], BaseException]) -> None:
+    """Whatever ended it, nor of one before that was killed and could not tidy up."""
+    left = on_one.run_dir / "workflow/.drill/undisturbed"
+    left.mkdir(parents=True)
+
+    def run(drill: Any, step_seconds: float) -> None:
+        assert not left.exists()
+        (drill.folder / "one").mkdir()
+        raise error()
+
+    on_one.patch.setattr(on_one.checkpoint.Drill, "run", run)
+    with pytest.raises(error):
+        on_one()
+    assert [path.name for path in left.parents[1].iterdir()] == ["baseline.json"]

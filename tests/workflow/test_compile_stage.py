@@ -1,0 +1,520 @@
+"""The compile stage and the carried caches: each check passes, and fails when it should."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import Project
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    folder = tmp_path_factory.mktemp("compile")
+    with Project.imported(folder, "compile_stage_run", parallelism="single") as project:
+        yield project
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler(project: Project) -> Iterator[None]:
+    project.module("compile").forget_compiling()
+    yield
+    project.module("compile").forget_compiling()
+
+
+class Breaks(nn.Module):
+    """Ends its graph at a data-dependent branch, in a print and inside a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Break three times."""
+        x = self.linear(x)
+        if x.sum() > 0:  # break: branch
+            x = x * 2
+        print("a print", end="")  # break: print
+        return looping(x)
+
+
+def looping(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(2):
+        x = x + 1
+        print("in a loop", end="")  # break: loop
+    return x
+
+
+class Counts(nn.Module):
+    """Is compiled again at each call: a number of its own changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Count."""
+        self.calls += 1  # the guard
+        return self.linear(x) * self.calls
+
+
+def line_of(mark: str) -> int:
+    lines = Path(__file__).read_text("utf-8").splitlines()
+    return next(n for n, line in enumerate(lines, 1) if line.endswith(f"# {mark}"))
+
+
+def compiled(project: Project, model: nn.Module, calls: int = 3, **settings: Any) -> Any:
+    """Call a model some times that the project has compiled; the module that tells of it."""
+    compilation = project.module("compile")
+    config = compilation.CompileConfig(mode="full", backend="eager", **settings)
+    compilation.compile_model(model, [], config)
+    for _ in range(calls):
+        model(torch.randn(3, 4))
+    return compilation
+
+
+def test_graph_breaks_are_named_with_their_place(project: Project) -> None:
+    told = compiled(project, Breaks())
+    found = {int(it.where.rpartition(":")[2]): it for it in told.graph_breaks()}
+    assert {Path(it.where.rpartition(":")[0]).name for it in found.values()} == {
+        Path(__file__).name
+    }
+    assert "Data-dependent" in found[line_of("break: branch")].reason
+    for mark in ("break: print", "break: loop"):
+        assert "builtin" in found[line_of(mark)].reason
+    assert len(found) == 3, "each place once"
+    assert f"graph breaks: {len(found)}" in told.compile_summary()
+
+
+@pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())])
+def test_a_plain_model_has_nothing_to_tell(project: Project, model: nn.Module) -> None:
+    """Though its forward is torch's own, which compile() in place would pass over."""
+    told = compiled(project, model)
+    assert (told.graph_breaks(), told.recompiles(), told.limits_hit()) == ([], [], [])
+    assert told.graphs() == 1 and told.compile_seconds() > 0
+
+
+def test_recompiles_are_named_with_their_guard_until_the_limit(project: Project) -> None:
+    told = compiled(project, Counts(), calls=3)
+    assert len(told.recompiles()) == 2 and not told.limits_hit()
+    for finding in told.recompiles():
+        assert finding.reason.startswith("self.calls == ")
+        assert finding.where.endswith(f"{Path(__file__).name}:{line_of('the guard')}")
+    told.forget_compiling()
+    told = compiled(project, Counts(), calls=12)
+    assert len(told.recompiles()) == torch._dynamo.config.recompile_limit - 1
+    (limit,) = told.limits_hit()
+    assert limit.reason.startswith("self.calls == ") and limit.where
+    assert "recompile limit hit" in told.compile_summary()
+
+
+def test_eagerly_means_eager(project: Project) -> None:
+    model, calls = nn.Linear(4, 4), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return lambda *a: (calls.append(1), graph(*a))[1]
+
+    compilation = project.module("compile")
+    compilation.compile_model(model, [], compilation.CompileConfig(mode="full", backend=backend))
+    with project.module("compile").eagerly(model):
+        model(torch.ones(2, 4))
+    assert not calls
+    model(torch.ones(2, 4))
+    assert calls
+
+
+def cold(project: Project, tmp_path: Path, **changes: Any) -> dict[str, Any]:
+    """The trial of one mode, in this process and without a code generator."""
+    trial = project.module("workflow.compile_trial")
+    changes = {"compile__mode": "full", "compile__backend": "aot_eager", **changes}
+    return trial.attempt("cold", project.config(run_dir=tmp_path, **changes), tmp_path)
+
+
+@pytest.fixture
+def quick(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short windows."""
+    trial = project.module("workflow.compile_trial")
+    monkeypatch.setattr(trial, "WINDOW", 0.01)
+    monkeypatch.setattr(trial, "SECONDS", 0.1)
+
+
+@pytest.fixture
+def gate(project: Project, tmp_path: Path) -> Any:
+    """Judge figures of modes; the checks by name, and the stage."""
+
+    def judge(modes: dict[str, Any], dynamic: Any = None, **changes: Any) -> Any:
+        config = project.config(run_dir=tmp_path, **changes)
+        stage = project.module("workflow.gates").Stage("compile", config)
+        project.module("workflow.compile").judge(stage, modes, dynamic)
+        return SimpleNamespace(stage=stage, **{check["name"]: check for check in stage.checks})
+
+    return judge
+
+
+def assert_all_but_speed_pass(stage: Any) -> None:
+    """Of a real trial; whether its speed can be told depends on what else this machine does."""
+    statuses = {check["name"]: check["status"] for check in stage.checks}
+    assert statuses.pop("speedup") in ("pass", "not_measured")
+    passed = dict.fromkeys(
+        ("compiles", "graph_breaks", "recompiles", "recompile_limit", "numerics"), "pass"
+    )
+    assert statuses == passed, stage.checks
+
+
+def test_a_mode_is_tried_and_judged(project: Project, tmp_path: Path, quick: None, gate) -> None:
+    figures = cold(project, tmp_path)
+    judged = gate({"full": figures, "blocks": {"skipped": "blocks(model) names no block"}})
+    assert_all_but_speed_pass(judged.stage)
+    assert "not tried, blocks(model) names no block" in judged.compiles["measured"]
+    full = judged.stage.figures["modes"]["full"]
+    assert full["graphs"] >= 1 and full["graph_breaks"] == full["recompiles"] == []
+    assert not full["random"] and full["compile_seconds"]["warm"] is None
+    assert full["speedup"]["low"] <= full["speedup"]["value"] <= full["speedup"]["high"]
+    assert set(full["step_seconds"]) == {"median", "p10", "p90", "n"}
+    json.dumps(judged.stage.figures)
+
+
+def test_dropout_is_compared_with_the_same_masks(project: Project, tmp_path: Path, quick) -> None:
+    figures = cold(project, tmp_path, model__dropout=0.3, compile__mode="blocks")
+    assert figures["random"]
+    assert figures["difference"]["loss"] < 1e-5
+
+
+def test_other_numbers_fail(project: Project, tmp_path: Path, quick, gate, monkeypatch) -> None:
+    """Compiled code that is a little wrong is found."""
+    good = cold(project, tmp_path)
+    trial = project.module("workflow.compile_trial")
+    follow = trial.follow
+
+    def wrong(state: Any) -> Any:
+        course = follow(state)
+        if state.config.compile.mode != "none":
+            course = course._replace(gradients=[1.05 * it for it in course.gradients])
+        return course
+
+    monkeypatch.setattr(trial, "follow", wrong)
+    bad = cold(project, tmp_path)
+    assert bad["difference"]["gradients"] == pytest.approx(0.05, rel=0.01)
+    assert gate({"full": good}).numerics["status"] == "pass"
+    assert gate({"full": bad}).numerics["status"] == "fail"
+    nan = good | {"difference": {"loss": float("nan"), "gradients": 0.0}}
+    assert gate({"full": nan}).numerics["status"] == "fail"
+    rounded = good | {"precise": False, "difference": {"loss": 1e-3, "gradients": 0.05}}
+    assert gate({"full": rounded}).numerics["status"] == "pass"
+    assert gate({"full": rounded | {"precise": True}}).numerics["status"] == "fail"
+
+
+def test_differences_are_relative(project: Project) -> None:
+    trial = project.module("workflow.compile_trial")
+    course = trial.Course([2.0, 1.0], [torch.ones(4), torch.zeros(2)], False)
+    assert trial.difference(course, course) == {"loss": 0.0, "gradients": 0.0}
+    other = trial.Course([2.0, 1.1], [torch.ones(4) * 1.5, torch.zeros(2)], False)
+    assert trial.difference(course, other) == pytest.approx({"loss": 0.1, "gradients": 0.5})
+    assert trial.difference(course, course._replace(gradients=[]))["gradients"] == float("inf")
+
+
+FIGURES = {
+    "windows": {"eager": [1.0] * 8, "compiled": [0.5] * 8},
+    "eager_step_seconds": {"median": 1.0, "p10": 1.0, "p90": 1.0, "n": 8},
+    "step_seconds": {"median": 0.5, "p10": 0.5, "p90": 0.5, "n": 8},
+    "compile_seconds": {"cold": 10.0, "warm": 2.0},
+    "graphs": 1,
+    "graph_breaks": [],
+    "recompiles": [],
+    "limits_hit": [],
+    "random": False,
+    "precise": True,
+    "difference": {"loss": 0.0, "gradients": 0.0},
+    "peak_memory_bytes": 10**6,
+    "cache_bytes": 1000,
+    "restart": {"saved": 8.0},
+}
+HERE = {"where": "model.py:7", "reason": "a print"}
+NOWHERE = {"where": "", "reason": "a print"}
+
+
+@pytest.mark.parametrize("check", ["graph_breaks", "recompiles"])
+def test_a_finding_must_have_a_place(gate, check: str) -> None:
+    fine = gate({"full": FIGURES | {check: [HERE]}})
+    assert fine.stage.status == "pass"
+    assert "model.py:7: a print" in getattr(fine, check)["measured"]
+    assert getattr(gate({"full": FIGURES | {check: [NOWHERE]}}), check)["status"] == "fail"
+    many = [HERE | {"where": f"model.py:{line}"} for line in range(20)]
+    told = getattr(gate({"full": FIGURES | {check: many}}), check)["measured"]
+    assert "full 20; " in told and "model.py:5: a print; 14 more" in told
+
+
+def test_a_graph_break_fails_where_it_would_end_training(gate) -> None:
+    figures = {"full": FIGURES | {"graph_breaks": [HERE]}}
+    assert gate(figures, compile__fullgraph=True).graph_breaks["status"] == "fail"
+    assert gate({"full": FIGURES}, compile__fullgraph=True).graph_breaks["status"] == "pass"
+
+
+def test_the_recompile_limit_fails(gate) -> None:
+    hit = gate({"full": FIGURES | {"limits_hit": [HERE]}})
+    assert hit.recompile_limit["status"] == "fail"
+    assert "model.py:7" in hit.recompile_limit["measured"]
+    assert gate({"full": FIGURES}).recompile_limit["status"] == "pass"
+
+
+def test_a_mode_that_breaks_down_fails_and_a_missing_compiler_is_not_measured(gate) -> None:
+    broken = gate({"blocks": FIGURES, "full": {"error": "RuntimeError: no such luck"}})
+    assert broken.compiles["status"] == "fail" and "no such luck" in broken.compiles["measured"]
+    assert broken.stage.figures["best"] == "blocks"
+    lacking = {"error": "InductorError: InvalidCxxCompiler: No working C++ compiler found"}
+    nothing = gate({"blocks": lacking, "full": lacking})
+    assert nothing.stage.status == "not_measured"
+    assert {check["status"] for check in nothing.stage.checks} == {"not_measured"}
+    assert nothing.stage.figures["best"] == "none"
+    assert [c["name"] for c in nothing.stage.checks if c["advice"]] == ["compiles"]
+    bug = {"error": "InductorError: CppCompileError", "whole": "expected ';' before '}'"}
+    assert gate({"full": bug}).compiles["status"] == "fail"
+    bare = bug | {"whole": "CppCompileError: fatal error: Python.h: No such file or directory"}
+    assert gate({"full": bare}).compiles["status"] == "not_measured"
+    idle = gate({"full": FIGURES | {"graphs": 0}})
+    assert idle.compiles["status"] == "fail" and "graphs 0" in idle.compiles["measured"]
+    failed = FIGURES | {"restart": {"error": "OSError: gone"}}
+    failed["compile_seconds"] = {"cold": 1.0, "warm": None}
+    assert gate({"full": failed}).compiles["status"] == "fail"
+
+
+def test_an_error_of_the_compiler_is_a_finding(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no_such" in cold(project, tmp_path, compile__backend="no_such")["error"]
+    refused = cold(project, tmp_path, data__path=tmp_path / "nothing")  # a mistake of the user's
+    assert set(refused) == {"refused"}
+    stage, folder = project.module("workflow.compile"), tmp_path / "trial"
+    monkeypatch.setattr(stage, "started", lambda *_, **__: contextlib.nullcontext())
+    write = (folder / "cold.json").write_text
+    monkeypatch.setattr(stage, "finish", lambda *_: write(json.dumps(refused)) and "")
+    with pytest.raises(project.module("errors").UserError, match="nothing"):
+        stage.trial("cold", project.config(run_dir=tmp_path), folder)
+
+
+def test_verdicts_need_more_than_noise(project: Project) -> None:
+    stage = project.module("workflow.compile")
+    noise = [1 + 0.05 * (-1) ** k for k in range(12)]
+    assert stage.verdict([2 * x for x in noise], [1.0] * 12)[1] == "faster"
+    assert stage.verdict(noise, [1.0] * 12)[1] == "within noise"
+    wild = [1 + 0.6 * (-1) ** k for k in range(12)]
+    assert stage.verdict(wild, [1.0] * 12)[1] == "too noisy to tell"
+    assert stage.verdict([0.8 * x for x in noise], [1.0] * 12)[1] == "slower"
+    speedup, _ = stage.verdict([2.0] * 12, [1.0] * 12)
+    assert (speedup.low, speedup.value, speedup.high) == (2.0, 2.0, 2.0)
+
+
+def test_advice_names_the_mode_and_what_it_earns(gate) -> None:
+    slow = FIGURES | {"windows": {"eager": [1.0] * 8, "compiled": [2.0] * 8}, "hints": ["try x"]}
+    judged = gate({"blocks": FIGURES, "full": slow})
+    assert judged.stage.figures["best"] == "blocks"
+    assert judged.stage.figures["cache"] == {"bytes": 1000, "seconds_saved": 8.0}
+    text = " ".join(judged.stage.advice)
+    assert "--compile.mode blocks" in text and "after 20 steps" in text and "try x" not in text
+    assert "faster" in judged.speedup["measured"] and "slower" in judged.speedup["measured"]
+    assert judged.speedup["status"] == "pass", "told, not judged"
+    none = gate({"full": slow})
+    assert none.stage.figures["best"] == "none" and "--compile.mode none" in none.stage.advice[0]
+    assert "try x" in none.stage.advice[1]
+    wild = [1 + 0.6 * (-1) ** k for k in range(12)]
+    noisy = gate({"full": FIGURES | {"windows": {"eager": wild, "compiled": [1.0] * 12}}})
+    assert noisy.speedup["status"] == noisy.stage.status == "not_measured"
+    assert noisy.stage.figures["best"] == "none" and not noisy.stage.advice
+    much = FIGURES | {"windows": {"eager": [1.0] * 8, "compiled": [0.1] * 8}}
+    assert gate({"blocks": FIGURES, "full": much}).stage.figures["best"] == "full"
+    assert gate({"blocks": FIGURES, "full": FIGURES}).stage.figures["best"] == "blocks"
+
+
+def test_shapes_that_vary(project: Project, tmp_path: Path, gate) -> None:
+    trial = project.module("workflow.compile_trial")
+    config = project.config(run_dir=tmp_path, compile__mode="blocks", compile__backend="eager")
+    found = trial.attempt("vary", config, tmp_path)
+    assert found["varied"] == "batch size and length" and found["shapes"] == 3
+    graphs = {name: found[name]["graphs"] for name in ("true", "none", "false")}
+    assert graphs["true"] < graphs["false"] == 3 and graphs["none"] > 1
+    assert all(found[name]["recompiles"] == graphs[name] - 1 for name in graphs)
+    advice = gate({"full": FIGURES}, found | {"backend": "eager"}).stage.advice
+    assert any("--compile.dynamic True, 2 graphs for 3 shapes" in line for line in advice)
+
+
+def test_what_may_be_cut(project: Project) -> None:
+    trial = project.module("workflow.compile_trial")
+    words, mask = torch.zeros(3, 16, dtype=torch.long), torch.zeros(3, 16, dtype=torch.bool)
+    nested = {"in": [words, {"mask": mask}], "label": torch.zeros(3), "name": "x"}
+    assert trial.common_length(nested) == 16
+    shorter = trial.cut(nested, 12)
+    assert [tuple(leaf.shape) for leaf in trial.leaves(shorter)] == [(3, 12), (3, 12), (3,)]
+    assert trial.common_length({"images": torch.zeros(3, 16, 16)}) is None
+    assert trial.common_length([words, words[:, :8]]) is None
+    assert trial.common_length([torch.zeros(3)]) is None
+
+
+# The carried cache.
+
+
+@pytest.fixture
+def place(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A crafted cache in a directory, and what torch was given of it."""
+    cache = project.module("compile_cache")
+    given: list[bytes] = []
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", lambda b: given.append(b) or b)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "local"))
+    machine = cache.machine_of(torch.device("cpu"))
+    directory = tmp_path / "compile_cache"
+    facts = {"machine": machine, "cold_seconds": 9.0}
+    cache.save(directory, "cpu_0", cache.pack([b"one", b"two"]), facts)
+    return SimpleNamespace(module=cache, directory=directory, given=given, machine=machine)
+
+
+def test_a_cache_comes_back_as_it_was_saved(place) -> None:
+    note = place.module.load(place.directory, "cpu_0", place.machine)
+    assert place.given == [b"one", b"two"] and note["cold_seconds"] == 9.0
+    for path in (place.directory, *place.directory.iterdir()):
+        assert not path.stat().st_mode & 0o077, "for nobody else"
+    place.module.save(place.directory, "cpu_0", place.module.pack([b"three"]), {})
+    assert len(list(place.directory.iterdir())) == 2, "the old one is gone"
+
+
+def no_whole_note(place: Any) -> None:
+    (place.directory / "cpu_0.json").write_text("{")
+
+
+def another_torch(place: Any) -> None:
+    place.machine["torch"] = "2.0.0"
+
+
+def another_cpu(place: Any) -> None:
+    place.machine["CPU"] = "abacus"
+
+
+def tampered(place: Any) -> None:
+    (data,) = place.directory.glob("*.zip")
+    with open(data, "r+b") as file:
+        file.write(b"X")
+
+
+def copied(place: Any) -> None:
+    (data,) = place.directory.glob("*.zip")
+    shutil.copy2(data, data.with_name("copy"))
+    os.replace(data.with_name("copy"), data)
+
+
+def missing(place: Any) -> None:
+    next(place.directory.glob("*.zip")).unlink()
+
+
+def linked(place: Any) -> None:
+    (data,) = place.directory.glob("*.zip")
+    data.rename(data.with_name("elsewhere"))
+    data.symlink_to(data.with_name("elsewhere"))
+
+
+def group_may_write_the_file(place: Any) -> None:
+    next(place.directory.glob("*.zip")).chmod(0o660)
+
+
+def group_may_write_the_note(place: Any) -> None:
+    (place.directory / "cpu_0.json").chmod(0o660)
+
+
+def group_may_write_the_directory(place: Any) -> None:
+    place.directory.chmod(0o770)
+
+
+def of_another_user(place: Any) -> None:
+    place.monkeypatch.setattr(os, "geteuid", lambda: 12345)
+
+
+REFUSED = {
+    no_whole_note: "not whole",
+    another_torch: "another torch",
+    another_cpu: "another CPU",
+    tampered: "sha256",
+    copied: "copied",
+    missing: "missing",
+    linked: "Too many levels of symbolic links",
+    group_may_write_the_file: "others can write",
+    group_may_write_the_note: "others can write",
+    group_may_write_the_directory: "others can write",
+    of_another_user: "another user",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
+def test_what_is_not_ours_is_left_alone(project, place, change, monkeypatch, caplog) -> None:
+    place.monkeypatch = monkeypatch
+    change(place)
+    monkeypatch.setattr(place.module, "machine_of", lambda device: place.machine)
+    config = project.module("compile").CompileConfig(mode="full")
+    world = project.module("distributed").World(0, 1, torch.device("cpu"))
+    caplog.set_level(logging.WARNING)
+    with place.module.CompileCache(place.directory, config, world) as cache:
+        assert not cache.loaded
+    assert not place.given, "torch has seen nothing of it"
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert REFUSED[change] in record.getMessage() and "left alone" in record.getMessage()
+
+
+def test_one_rank_writes_for_each_device(project: Project, place) -> None:
+    config = project.module("compile").CompileConfig(mode="full")
+    world = project.module("distributed").World
+
+    def cache(rank: int, size: int, device: str) -> Any:
+        where = world(rank, size, torch.device(device))
+        return place.module.CompileCache(place.directory, config, where)
+
+    assert [cache(rank, 3, "cpu").writes for rank in range(3)] == [True, False, False]
+    nodes = [cache(rank, 4, f"cuda:{rank % 2}") for rank in range(4)]
+    assert [it.writes for it in nodes] == [True, True, False, False]
+    assert nodes[3].name == nodes[1].name != nodes[0].name
+    assert cache(0, 1, "cuda:1").writes
+    off = dataclasses.replace(config, cache=False)
+    plain = world(0, 1, torch.device("cpu"))
+    assert place.module.CompileCache(place.directory, config, plain).enabled
+    assert not place.module.CompileCache(place.directory, off, plain).enabled
+
+
+def test_training_goes_on_beside_a_cache_that_is_not_ours(
+    project: Project, place: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    tampered(place)
+    create = place.module.CompileCache.__init__
+
+    def as_for_inductor(self: Any, *arguments: Any) -> None:
+        create(self, *arguments)
+        self.enabled = True
+
+    monkeypatch.setattr(place.module.CompileCache, "__init__", as_for_inductor)
+    how = {"compile__mode": "blocks", "compile__backend": "eager", "train__steps": 2}
+    caplog.set_level(logging.INFO)
+    config = project.config(run_dir=place.directory.parent, **how)
+    result = project.module("train").run(config)
+    assert (result.status, place.given) == ("finished", [])
+    assert "left alone" in caplog.text and "graph breaks: 0" in caplog.text
+    assert "started warm" not in caplog.text
+
+
+def test_a_restart_is_warm_though_the_local_cache_is_gone(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Any
+) -> None:
+    """Inductor itself, in two processes: what the second needs, it finds."""
+    monkeypatch.chdir(project.folder)
+    stage = project.module("workflow.compile")
+    config = project.config(run_dir=tmp_path / "run", model__layers=1)
+    figures = stage.try_mode(config, "blocks", tmp_path)
+    assert stage.worked(figures), figures
+    assert figures["restart"]["hits"] > 0 and figures["restart"]["misses"] == 0
+    assert figures["restart"]["saved"] is not None
+    judged = gate({"blocks": figures})
+    assert_all_but_speed_pass(judged.stage)
+    assert "with the carried cache" in judged.compiles["measured"]

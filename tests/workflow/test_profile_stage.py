@@ -1,0 +1,423 @@
+"""The profile stage: whatever holds a step up on purpose is named, and time is divided exactly."""
+
+import gzip
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import Project, bake, drill
+
+STEPS = ("--train.micro-batch-size", "8", "--profile.wait", "1")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    folder = tmp_path_factory.mktemp("profile")
+    with Project.imported(folder, "profiled", parallelism="single") as it:
+        it.module("workflow.profile").SECONDS = 0.1
+        yield it
+
+
+@pytest.fixture(scope="module")
+def traces(project: Project) -> Any:
+    return project.module("workflow.trace")
+
+
+def profile(project: Project, name: str, *words: str, code: int = 0) -> dict[str, Any]:
+    """What the stage wrote for a run of its own."""
+    place = project.folder / "runs" / name
+    dispatch = project.module("__main__").dispatch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(project.folder)
+        assert dispatch(["profile", *Project.settings, *STEPS, "--name", name, *words]) == code
+    return json.loads((place / "workflow/profile.json").read_text())
+
+
+def statuses(content: dict[str, Any]) -> dict[str, str]:
+    return {check["name"]: check["status"] for check in content["checks"]}
+
+
+def holds_up(project: Project, patch: pytest.MonkeyPatch, how: str) -> None:
+    """Make a step of the project slow in a way of its own."""
+    training = project.module("train")
+    build, compute_loss = training.build_datasets, training.compute_loss
+    lengths = iter(range(32, 0, -1))
+
+    class Slow:
+        def __init__(self, dataset: Any) -> None:
+            self.dataset = dataset
+
+        def __len__(self) -> int:
+            return len(self.dataset)
+
+        def __getitems__(self, ids: list[int]) -> Any:
+            time.sleep(0.5)  # many times what the rest takes, on a slow machine too
+            return self.dataset.__getitems__(ids)
+
+    def slow_datasets(config: Any) -> Any:
+        train, *rest = build(config)
+        return Slow(train), *rest
+
+    def python(model: Any, batch: Any) -> Any:
+        total = 0
+        for i in range(3_000_000):
+            total += i
+        return compute_loss(model, batch)
+
+    def big_kernel(model: Any, batch: Any) -> Any:
+        matrix = torch.ones(1500, 1500)
+        matrix @ matrix
+        return compute_loss(model, batch)
+
+    def varying(model: Any, batch: Any) -> Any:
+        return compute_loss(model, {"tokens": batch["tokens"][:, : next(lengths) + 1]})
+
+    if how == "input":
+        patch.setattr(training, "build_datasets", slow_datasets)
+    else:
+        change = {"host": python, "kernel": big_kernel, "recompiling": varying}[how]
+        patch.setattr(training, "compute_loss", change)
+
+
+def test_what_holds_a_step_up_is_named(
+    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for how, part, tip in (
+        ("input", "data", "--train.loader-workers"),
+        ("host", "host", "to move the Python work there out of the step"),
+        ("kernel", "kernels", "--compile.mode blocks"),
+    ):
+        with monkeypatch.context() as patch:
+            holds_up(project, patch, how)
+            content = profile(project, how)
+        figures = content["figures"]
+        assert figures["diagnosis"] == f"{how}-bound"
+        assert figures["shares"][part] == max(figures["shares"].values()) > 0.5
+        assert sum(figures["shares"].values()) == pytest.approx(1)
+        assert statuses(content) | {"idle_overhead": ""} == {
+            "trace": "pass",
+            "recompiles": "pass",
+            "shares": "pass",
+            "idle_overhead": "",  # a busy machine may keep it from being decided
+        }
+        assert tip in content["advice"][0] and f"{how}-bound: " in content["advice"][0]
+        assert figures["recompiles"] == 0 and figures["steps"] == 3
+        assert (project.folder / figures["trace"]).exists()
+        output = capsys.readouterr().out
+        assert "top operators" in output and "https://ui.perfetto.dev" in output
+    assert figures["operators"][0]["name"] == "aten::mm"
+    assert figures["operators"][0]["calls"] >= 3
+    assert figures["step_seconds"]["n"] >= 8
+
+
+def test_recompiling_wins_over_everything(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holds_up(project, monkeypatch, "recompiling")
+    torch.compiler.reset()
+    few = ("--model.layers", "1", "--profile.warmup", "1", "--profile.active", "2")
+    compiled = ("--compile.mode", "full", "--compile.backend", "eager", "--compile.dynamic")
+    content = profile(project, "varying", *few, *compiled, "False", code=1)
+    assert content["figures"]["diagnosis"] == "recompiling"
+    assert content["figures"]["recompiles"] == 2  # one in each traced step
+    assert statuses(content)["recompiles"] == "fail"
+    assert "--compile.dynamic True" in content["advice"][0]
+    torch.compiler.reset()
+
+
+def test_a_damaged_trace_fails(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = project.module("workflow.profile")
+    trace_steps = stage.trace_steps
+
+    def damaging(*arguments: Any) -> list[Path]:
+        written = trace_steps(*arguments)
+        for path in written:
+            path.write_bytes(path.read_bytes()[:-1000])
+        return written
+
+    monkeypatch.setattr(stage, "trace_steps", damaging)
+    content = profile(project, "damaged", code=1)
+    assert statuses(content)["trace"] == content["status"] == "fail"
+    assert "not a whole trace" in content["checks"][0]["measured"]
+    assert content["figures"]["diagnosis"] is None
+
+
+def test_what_is_no_trace_is_refused(traces: Any, tmp_path: Path) -> None:
+    whole = gzip.compress(json.dumps({"traceEvents": []}).encode())
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 0xFF
+    for content in (b"", b"{}", whole[:-3], bytes(flipped), gzip.compress(b"[]")):
+        path = tmp_path / "trace.json.gz"
+        path.write_bytes(content)
+        with pytest.raises(traces.TraceError, match="not a whole trace"):
+            traces.read_trace(path)
+    path.write_bytes(whole)
+    with pytest.raises(traces.TraceError, match="no step"):
+        traces.breakdown(traces.read_trace(path))
+
+
+def test_idle_overhead_both_ways(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measuring = project.module("workflow.measuring")
+    stage = project.module("workflow.profile")
+    gate = project.module("workflow.gates").Stage("profile", project.config(run_dir=tmp_path))
+    for interval in ((0.001, 0.0009, 0.0011), (0.03, 0.02, 0.04), (0.01, 0.008, 0.012)):
+        stage.judge_idle(gate, measuring.Interval(*interval), 1e-6)
+    found = [check["status"] for check in gate.checks]
+    assert found == ["pass", "fail", "not_measured"]
+    assert "too noisy here" in gate.checks[2]["measured"]
+
+    class Busy(stage.Profiler):
+        def __call__(self, state: Any, record: Any = None) -> None:
+            time.sleep(0.02)
+
+    monkeypatch.setattr(stage, "Profiler", Busy)
+    content = profile(project, "busy", code=1)
+    assert statuses(content)["idle_overhead"] == "fail"
+    assert content["figures"]["idle_overhead"]["low"] > 0.01
+
+
+def test_a_device_that_no_trace_tells_of(project: Project, traces: Any, tmp_path: Path) -> None:
+    stage = project.module("workflow.profile")
+    for unseen, status in ((False, "pass"), (True, "not_measured")):
+        gate = project.module("workflow.gates").Stage("profile", project.config(run_dir=tmp_path))
+        events = [step(0, 100), event("cpu_op", "aten::mm", 10, 20)]
+        if not unseen:
+            events.append(event("kernel", "gemm", 20, 90))
+        stage.judge_steps(gate, torch.device("cuda"), [traces.breakdown(events)], 1e-4)
+        assert {check["name"]: check["status"] for check in gate.checks}["shares"] == status
+        assert gate.figures.get("diagnosis") == (None if unseen else "kernel-bound")
+
+
+def test_windows_of_a_run(project: Project, traces: Any, tmp_path: Path) -> None:
+    """They end at multiples of `every`, also after a resume; else torch is left alone."""
+    run = project.module("train").run
+    tracing = []
+
+    def observe(state: Any, record: Any) -> None:
+        tracing.append((state.step, torch.autograd._profiler_enabled()))
+
+    window = {"profile__every": 6, "profile__warmup": 1, "profile__active": 2}
+    config = project.config(run_dir=tmp_path, train__steps=9, **window)
+    assert run(config, observe).status == "finished"
+    override = project.module("config").override
+    assert run(override(config, {"train.steps": 20}), observe).status == "finished"
+    found = sorted((tmp_path / "traces").iterdir())
+    assert [path.name[:13] for path in found] == ["step_00000006", "step_00000012", "step_00000018"]
+    assert [step for step, _ in tracing] == list(range(1, 21))
+    # An observer comes after the profiler: it sees what the next step will run under.
+    assert {step for step, on in tracing if on} == {4, 5, 10, 11, 16, 17}
+    for path in found:
+        assert len(traces.breakdown(traces.read_trace(path)).seconds) == 2
+
+
+def test_a_window_that_is_cut_off_leaves_nothing(project: Project, tmp_path: Path) -> None:
+    profiling = project.module("profiler")
+    training = project.module("train")
+    state = training.setup(project.config())
+    plan = profiling.ProfileConfig(every=5, warmup=1, active=3)
+    with profiling.Profiler(plan, tmp_path / "traces", state) as profiler:
+        for _ in range(3):
+            training.train_step(state, state.loader.next())
+            profiler(state)
+        assert "next" in vars(state.loader)  # annotated, while a window is open
+    assert "next" not in vars(state.loader)
+    assert not torch.autograd._profiler_enabled()
+    assert not profiler.written and not (tmp_path / "traces").exists()
+
+
+def test_advice_knows_what_was_measured(project: Project, traces: Any, tmp_path: Path) -> None:
+    diagnosis = project.module("workflow.diagnosis")
+    gates = project.module("workflow.gates")
+    empty = traces.Breakdown(np.ones((1, 5)), 0, True, traces.Gap(0.0, "a", "b"), [])
+
+    def told(name: str, found: Any = empty, shares: Any = (0.2,) * 5, **changes: Any) -> str:
+        named = dict(zip(traces.PARTS, shares, strict=True))
+        return diagnosis.advice(name, named, found, project.config(run_dir=tmp_path, **changes))
+
+    assert "--compile.mode blocks" in told("kernel-bound")
+    assert "--train.precision bf16" in told("kernel-bound", train__precision="fp32")
+    assert "bf16" not in told("kernel-bound", empty._replace(device=False))
+    assert "--train.micro-batch-size 8" in told("host-bound")
+    gap = empty._replace(longest_gap=traces.Gap(0.9, "aten::mm", "aten::add"))
+    assert "after aten::mm and before aten::add" in told("host-bound", gap)
+    assert "Python work" in told("host-bound", gap) and "Python" not in told("host-bound")
+    assert "--train.loader-workers 6" in told("input-bound", train__loader_workers=3)
+    assert "uint8" in told("input-bound", shares=(0.1, 0, 0.2, 0, 0.7))
+    assert "--train.global-batch-size" in told("communication-bound")
+    for best, wanted in (("none", "the loop itself has little left"), ("full", "mode full, which")):
+        stage = gates.Stage("compile", project.config(run_dir=tmp_path))
+        stage.figures["best"] = best
+        stage.close()
+        assert wanted in told("kernel-bound")
+    assert "--compile.mode" not in told("kernel-bound", compile__mode="full")
+    shares = dict(zip(traces.PARTS, (0.2, 0.3, 0.4, 0.0, 0.1), strict=True))
+    assert diagnosis.diagnose(shares, 0) == "kernel-bound"
+    assert diagnosis.diagnose(shares, 1) == "recompiling"
+    assert list(diagnosis.others("kernel-bound", shares)) == ["input-bound", "host-bound"]
+    shares = project.module("workflow.profile").without_tracing(shares, 1.25)
+    assert shares == pytest.approx(
+        {"data": 0.25, "host": 0.125, "kernels": 0.5, "communication": 0, "copies": 0.125}
+    )
+
+
+def test_self_times_are_those_of_torch(project: Project, traces: Any, tmp_path: Path) -> None:
+    def work() -> None:
+        with torch.profiler.record_function("ProfilerStep#0"):
+            x = torch.randn(64, 64, requires_grad=True)
+            for _ in range(5):
+                torch.nn.functional.gelu(x @ x).sum().backward()
+
+    work()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as torchs:
+        work()
+    torchs.export_chrome_trace(str(tmp_path / "trace.json.gz"))
+    found = traces.breakdown(traces.read_trace(tmp_path / "trace.json.gz")).operators
+    ours = {operator.name: (operator.self_seconds, operator.calls) for operator in found}
+    for average in torchs.key_averages():
+        if not average.key.startswith("ProfilerStep"):
+            seconds, calls = ours.pop(average.key)
+            assert calls >= average.count  # which does not count what calls itself, overloaded
+            assert seconds == pytest.approx(average.self_cpu_time_total / 1e6, abs=2e-6, rel=0.01)
+    assert not ours
+
+
+# Crafted traces, as torch.profiler writes them.
+
+
+def event(cat: str, name: str, start: float, end: float, tid: int = 1, **args: Any) -> dict:
+    place = {"pid": 0, "tid": 7} if cat in ("kernel", "gpu_memcpy", "gpu_memset") else {"pid": 50}
+    base = {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": end - start, "args": args}
+    return base | {"tid": tid} | place
+
+
+def step(start: float, end: float, number: int = 0) -> dict:
+    return event("user_annotation", f"ProfilerStep#{number}", start, end)
+
+
+def test_a_gpus_time_is_divided_without_counting_twice(traces: Any) -> None:
+    events = [
+        step(0, 100),
+        step(100, 200, 1),
+        event("gpu_user_annotation", "ProfilerStep#0", 0, 300, tid=7),
+        event("user_annotation", traces.WAITING, 0, 15),
+        event("cpu_op", "aten::mm", 15, 18, **{"External id": 3}),
+        event("cpu_op", "aten::mm", 19, 20, tid=2, **{"External id": 4}),  # backward's thread
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 10, 20),
+        event("kernel", "gemm", 20, 60, **{"External id": 3}),
+        event("kernel", "gemm", 40, 70, **{"External id": 4}),  # on another stream
+        event("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 50, 90),
+        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 85, 95),
+        event("kernel", "gemm", 190, 230),  # beyond the last step
+    ]
+    found = traces.breakdown(events)
+    parts = dict(zip(traces.PARTS, (found.seconds * 1e6).round(6).T.tolist(), strict=True))
+    assert parts == {
+        "data": [10, 0],
+        "copies": [10, 0],
+        "kernels": [60, 10],  # 20 to 70, 85 to 95; 190 to 200
+        "communication": [15, 0],  # 70 to 85
+        "host": [5, 90],
+    }
+    assert found.device
+    gap = found.longest_gap
+    assert gap.seconds == pytest.approx(90e-6)
+    assert gap.after.startswith("Memcpy DtoD") and gap.before == "gemm"
+    times = {operator.name: operator for operator in found.operators}
+    assert times["aten::mm"].self_seconds == pytest.approx(70e-6) and times["aten::mm"].calls == 2
+
+
+def test_a_cpus_time_is_divided_without_counting_twice(traces: Any) -> None:
+    events = [
+        step(0, 100),
+        event("user_annotation", traces.WAITING, 0, 20),
+        event("cpu_op", "aten::stack", 5, 15),  # by the loader
+        event("cpu_op", "autograd::engine::evaluate_function: AccumulateGrad", 20, 60),
+        event("cpu_op", "torch::autograd::AccumulateGrad", 20, 60),  # a hook sleeps in it
+        event("cpu_op", "aten::mm", 20, 30),
+        event("cpu_op", "aten::linalg_vector_norm", 70, 90),  # of a sharded tensor
+        event("cpu_op", "_c10d_functional::wait_tensor", 75, 85),
+        event("user_annotation", "gloo:all_reduce", 25, 40, tid=2),
+        event("user_annotation", "gloo:all_reduce", 74, 85, tid=3),
+        event("user_annotation", "## Call CompiledFxGraph f ##", 95, 100),
+    ]
+    found = traces.breakdown(events)
+    parts = dict(zip(traces.PARTS, (found.seconds[0] * 1e6).round(6).tolist(), strict=True))
+    assert parts == {"data": 20, "kernels": 25, "communication": 20, "host": 35, "copies": 0}
+    assert not found.device and found.longest_gap.seconds == pytest.approx(30e-6)
+
+
+# What each kind of event is, in a trace with a GPU and in one without, and how it ranks there.
+KINDS = {
+    ("user_annotation", "waiting for data"): ((3, "data"), (0, "data")),
+    ("user_annotation", "gloo:all_reduce"): (None, (3, "communication")),
+    ("cpu_op", "aten::mm"): (None, (2, "kernels")),
+    ("cpu_op", "c10d::allreduce_"): (None, (1, "communication")),
+    ("cpu_op", "autograd::engine::evaluate_function: X"): (None, None),
+    ("cpu_op", "_compile.compile_inner (dynamo_timed)"): (None, None),
+    ("kernel", "gemm"): ((0, "kernels"), None),
+    ("kernel", "ncclDevKernel_AllGather"): ((1, "communication"), None),
+    ("gpu_memcpy", "Memcpy HtoD"): ((2, "copies"), None),
+    ("gpu_memset", "Memset"): ((0, "kernels"), None),
+}
+TIMES = st.tuples(st.integers(-50, 350), st.integers(0, 200))
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(list(KINDS)), TIMES, st.booleans()), max_size=25),
+    st.lists(st.integers(1, 100), min_size=1, max_size=3),
+)
+def test_shares_add_up_whatever_happened(traces: Any, crafted: Any, lengths: list[int]) -> None:
+    ends = np.cumsum(lengths).tolist()
+    steps = [step(e - n, e, i) for i, (e, n) in enumerate(zip(ends, lengths, strict=True))]
+    events = [event(*kind, at, at + n, tid=1 + away) for kind, (at, n), away in crafted]
+    found = traces.breakdown(steps + events)
+    shares = found.shares
+    assert sum(shares.values()) == pytest.approx(1)
+    assert all(0 <= share <= 1 for share in shares.values())
+    assert found.seconds.sum(axis=1) * 1e6 == pytest.approx(lengths)
+    assert 0 <= found.longest_gap.seconds <= shares["host"] * found.seconds.sum() + 1e-12
+
+    counted = dict.fromkeys(traces.PARTS, 0)  # moment by moment, where no interval is cut
+    for moment in range(ends[-1]):
+        layers = [
+            KINDS[kind][not found.device]
+            for kind, (at, n), away in crafted
+            if at <= moment < at + n
+            and (not away or kind[0] not in ("cpu_op", "user_annotation") or "gloo" in kind[1])
+        ]
+        counted[min(filter(None, layers), default=(9, "host"))[1]] += 1
+    for part, share in shares.items():
+        assert share * ends[-1] == pytest.approx(counted[part], abs=1e-6)
+
+
+def test_ranks_that_wait_are_told_why(tmp_path: Path) -> None:
+    """A slow all-reduce is communication; a rank that is late is judged by what makes it late."""
+    names = {"profiled_ddp": "ddp", "profiled_fsdp": "fsdp"}
+    sources = {n: bake(tmp_path / n, package_name=n, parallelism=p) for n, p in names.items()}
+    sources = {name: folder / "src" for name, folder in sources.items()}
+    (tmp_path / "text.txt").write_text("Was ever woman in this humour wooed? " * 100)
+    output = drill("profiled.py", (2, str(tmp_path), *names), sources=sources)
+    for name in names:
+        assert f"{name} was profiled on 2 ranks" in output, output
+    slow, late = (
+        json.loads((tmp_path / name / "workflow/profile.json").read_text())["figures"]
+        for name in names
+    )
+    assert slow["diagnosis"] == "communication-bound"
+    assert {max(shares, key=shares.get) for shares in slow["ranks"]} == {"communication"}
+    assert late["diagnosis"] == "input-bound"
+    assert late["shares"] == late["ranks"][1]
+    assert [max(it, key=it.get) for it in late["ranks"]] == ["communication", "data"]
+    assert late["waiting_for_ranks"] > 0.1
+    assert "most of all for rank 1" in output

@@ -1,0 +1,457 @@
+"""The scale stage: every check passes where it should, fails where it should, and says why not.
+
+A real run of two gloo ranks (FSDP whose model looks at its rank; DDP that is right runs in
+test_whole_workflow.py); the rest judges made-up records or measures in this process.
+"""
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import Project
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny models are no faster on two, and on a busy machine far slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    with Project.imported(tmp_path_factory.mktemp("scale"), "scaled") as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    """With a loss that is a thousandth larger on rank 1."""
+    where = tmp_path_factory.mktemp("sharded")
+    with Project.imported(where, "sharded", parallelism="fsdp") as it:
+        model = it.folder / "src/sharded/model.py"
+        text = model.read_text("utf-8").replace("import math\n", "import math\nimport os\n")
+        right = 'reduction="sum")\n'
+        assert right in text
+        wrong = right + '    total = total * (1 + 1e-3 * int(os.environ.get("RANK", 0)))\n'
+        model.write_text(text.replace(right, wrong), "utf-8")
+        yield it
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    where = tmp_path_factory.mktemp("alone")
+    with Project.imported(where, "on_its_own", parallelism="single") as it:
+        yield it
+
+
+def stage_of(project: Project, run: str) -> dict[str, Any]:
+    with_path = project.folder / "runs" / run / "workflow/scale.json"
+    return json.loads(with_path.read_text("utf-8"))
+
+
+def statuses(content: dict[str, Any]) -> dict[str, str]:
+    return {check["name"]: check["status"] for check in content["checks"]}
+
+
+def test_what_depends_on_the_rank_is_found(
+    sharded: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale, worker = sharded.module("workflow.scale"), sharded.module("workflow.scale_worker")
+    start = scale.run_ranks
+
+    def run_ranks(folder: Path, ranks: int, threads: int) -> dict[str, Any]:
+        """One rank in this process, which has imported all that it needs."""
+        if ranks > 1:
+            return start(folder, ranks, threads)
+        monkeypatch.setattr(worker.sys, "argv", ["worker", str(folder)])
+        assert worker.main() == 0
+        return json.loads((folder / "1.json").read_text("utf-8"))
+
+    monkeypatch.setattr(scale, "run_ranks", run_ranks)
+    with pytest.raises(AssertionError):
+        sharded("scale", *sharded.settings, "--workflow.ranks", "2", "--name", "wrong")
+    content = stage_of(sharded, "wrong")
+    assert content["status"] == "fail"
+    assert {name for name, status in statuses(content).items() if status == "fail"} == {
+        "same_losses"
+    }
+    (failed,) = (check for check in content["checks"] if check["status"] == "fail")
+    assert "depends on the rank" in failed["advice"]
+    one, two = content["figures"]["memory"]["1"], content["figures"]["memory"]["2"]
+    for part in ("gradients", "optimizer"):
+        assert two[part] == one[part] / 2
+    assert two["gathered"] > 0
+    assert content["figures"]["choice"]["rendered"] == "FSDP"
+    change = """cruft update --variables-to-update '{"parallelism": "ddp"}'"""
+    assert any(change in text for text in content["advice"])
+
+
+def test_a_project_for_one_process_says_what_it_cannot_measure(
+    alone: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = record(1.0)
+    found["strong"] |= {"samples_per_second": 8.0}
+    monkeypatch.setattr(alone.module("workflow.scale"), "run_ranks", lambda *_: found)
+    alone("scale", *alone.settings, "--workflow.ranks", "2", "--name", "one")
+    content = stage_of(alone, "one")
+    assert content["status"] == "not_measured"
+    checks = {check["name"]: check for check in content["checks"]}
+    assert checks.pop("memory")["status"] == "pass"
+    for check in checks.values():
+        assert check["status"] == "not_measured"
+        assert "render it with ddp or fsdp" in check["measured"]
+    assert content["figures"]["ranks"] == [1] and not content["figures"]["weak_efficiency"]
+    assert content["figures"]["choice"]["rendered"] is None
+    assert any('\'{"parallelism": "ddp"}\'' in text for text in content["advice"])
+
+
+def test_a_model_too_large_for_one_process(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale, control = project.module("workflow.scale"), project.module("distributed")
+
+    def run_ranks(*arguments: Any) -> None:
+        raise control.RankError(f"it ended with exit code 1:\n{problem}")
+
+    monkeypatch.setattr(scale, "run_ranks", run_ranks)
+    problem = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    project("scale", *project.settings, "--name", "large")
+    content = stage_of(project, "large")
+    assert set(statuses(content).values()) == {"not_measured"}
+    assert "out of memory" in content["checks"][0]["measured"]
+    assert '{"parallelism": "fsdp"}' in content["advice"][0]
+    problem = "ZeroDivisionError"
+    assert "ZeroDivisionError" in project.refuses("scale", *project.settings)
+
+
+def test_numbers_of_processes(project: Project, sharded: Project) -> None:
+    def sizes(which: Project, **changes: Any) -> tuple[list[int], str]:
+        scale = which.module("workflow.scale")
+        config = which.config(**{"train__global_batch_size": 64, **changes})
+        return scale.world_sizes(config, torch.device("cpu"))
+
+    assert sizes(project) == ([1, 2], "")
+    assert sizes(project, workflow__ranks=5) == ([1, 2, 4, 5], "")
+    assert sizes(project, workflow__ranks=8) == ([1, 2, 4, 8], "")
+    assert sizes(project, workflow__ranks=1)[0] == [1] and sizes(project, workflow__ranks=1)[1]
+    only, reason = sizes(project, train__global_batch_size=1)
+    assert only == [1] and "nothing to share out" in reason
+    assert sizes(sharded, workflow__ranks=8, parallel__replicate=4) == ([1, 4, 8], "")
+    only, reason = sizes(sharded, workflow__ranks=6, parallel__replicate=4)
+    assert only == [1] and "--parallel.replicate 4 does not divide 6" in reason
+    with pytest.raises(project.module("errors").UserError, match="raise the batch"):
+        sizes(project, workflow__ranks=65)
+
+
+def record(step: float, ranks: int = 1, **memory: Any) -> dict[str, Any]:
+    """What a rank of a well-behaved project leaves."""
+    pace = {"interval": [step, 0.9 * step, 1.1 * step], "communication": 0.0 if ranks == 1 else 0.1}
+    sizes = {"parameters": 100, "gradients": 100, "optimizer": 200, "activations": 100}
+    return {
+        "nature": {"statistics": None, "random": False, "always_random": False, "optimizer": "A"},
+        "losses": [3.0, 2.0],
+        "gradient_norms": [1.0, 0.5],
+        "strong": dict(pace),
+        "weak": dict(pace),
+        "noise_scale": {"value": 100.0, "seen": 512, "step": 12},
+        "memory": {
+            **sizes,
+            "gathered": 0,
+            "predicted": 500,
+            "measured": 550,
+            "whole": 40,
+            "sharded": False,
+            "distributed": ranks > 1,
+            "traffic": 100,
+            "micro_batches": 1,
+            "recomputed": False,
+            "guessed": False,
+            "capacity": 10_000,
+            **memory,
+        },
+    }
+
+
+class Judged:
+    """The functions of `scale` on records, with the one check that each leaves."""
+
+    def __init__(self, project: Project, name: str) -> None:
+        self.project, self.name = project, name
+
+    def __call__(self, *arguments: Any) -> tuple[str, str, str]:
+        """Status, what was measured, advice."""
+        gates, scale = (self.project.module(f"workflow.{name}") for name in ("gates", "scale"))
+        stage = gates.Stage("scale", self.project.config())
+        getattr(scale, self.name)(stage, *arguments)
+        (check,) = stage.checks
+        return check["status"], check["measured"], check["advice"]
+
+
+def test_losses_are_judged(project: Project) -> None:
+    judged = Judged(project, "judge_losses")
+    records = {1: record(1.0), 2: record(0.5, 2), 4: record(0.3, 4)}
+    assert judged(records, "")[0] == "pass"
+    assert judged(records, "why not")[:2] == ("not_measured", "why not")
+    for key, value, status in (
+        ("losses", 2.0 * (1 + 5e-5), "pass"),
+        ("losses", 2.0 * (1 + 2e-4), "fail"),
+        ("losses", float("nan"), "fail"),
+        ("gradient_norms", 0.5 * (1 + 5e-4), "pass"),
+        ("gradient_norms", 0.5 * (1 + 2e-3), "fail"),
+    ):
+        changed = copy.deepcopy(records)
+        changed[2][key][1] = value
+        assert judged(changed, "")[0] == status, (key, value)
+    for key, value, status, text in (
+        ("random", True, "pass", "without dropout"),
+        ("always_random", True, "not_measured", "in evaluation too"),
+        ("statistics", "stem.bn", "not_measured", "stem.bn"),
+    ):
+        changed = copy.deepcopy(records)
+        changed[1]["nature"][key] = value
+        found = judged(changed, "")
+        assert found[0] == status and text in found[1], found
+
+
+def test_efficiencies_are_judged(project: Project) -> None:
+    scale = project.module("workflow.scale")
+    records = {1: record(1.0), 2: record(0.625, 2)}
+    assert scale.efficiencies("strong", records)[2][0] == pytest.approx(0.8)
+    assert scale.efficiencies("weak", records)[2][0] == pytest.approx(1.6)
+    _, low, high = scale.efficiencies("strong", records)[2]
+    assert low < 0.8 < high
+
+    judged = Judged(project, "judge_efficiency")
+    for device, kind, step, cores, status in (
+        ("cpu", "weak", 3.0, 2, "pass"),  # recorded, whatever it is
+        ("cpu", "weak", 1.0, 1, "not_measured"),
+        ("cpu", "weak", float("nan"), 2, "fail"),
+        ("cpu", "weak", 0.5, 2, "not_measured"),  # one alone was held up by something else
+        ("cuda", "weak", 1.2, 1, "pass"),
+        ("cuda", "weak", 1.3, 1, "fail"),
+        ("cuda", "strong", 0.9, 1, "pass"),
+        ("cuda", "strong", 1.1, 1, "fail"),  # two are slower than one
+        ("cuda", "strong", 0.3, 1, "not_measured"),
+    ):
+        records = {1: record(1.0), 2: record(step, 2)}
+        assert judged(kind, records, "", device, cores)[0] == status, (device, kind, step)
+    assert judged("weak", records, "why not", "cuda", 2)[:2] == ("not_measured", "why not")
+    slow = {1: record(1.0), 2: record(2.0, 2)}
+    assert "share" in judged("weak", slow, "", "cuda", 2)[2]
+    slow[2]["weak"]["communication"] = 0.5
+    assert "synchronisations" in judged("weak", slow, "", "cuda", 2)[2]
+
+
+def test_memory_is_judged(project: Project) -> None:
+    judged = Judged(project, "judge_memory")
+    for changes, status in (
+        ({}, "pass"),
+        ({"measured": 740}, "pass"),
+        ({"measured": 760}, "fail"),
+        ({"measured": 340}, "pass"),
+        ({"measured": 320}, "fail"),
+        ({"measured": None}, "not_measured"),
+        ({"activations": None, "predicted": None}, "not_measured"),
+        ({"recomputed": True}, "not_measured"),
+        ({"guessed": True}, "not_measured"),
+    ):
+        assert judged({1: record(1.0), 2: record(1.0, 2, **changes)})[0] == status, changes
+
+
+def test_ddp_or_fsdp(project: Project) -> None:
+    sizing = project.module("workflow.sizing")
+
+    def chosen(capacity: int | None, device: str = "cuda", **memory: Any) -> dict[str, Any]:
+        ours = record(1.0, 4, capacity=capacity, **memory)["memory"]
+        return sizing.choose(record(1.0)["memory"], ours, 4, device)
+
+    roomy = chosen(1000)
+    # 400 of state and 100 of activations; sharded 100 and 100 and 40 that are gathered.
+    assert roomy["numbers"]["bytes_per_rank"] == {"DDP": 500, "FSDP": 240}
+    assert roomy["numbers"]["bytes_sent_per_step"] == {"DDP": 150, "FSDP": 225}
+    assert roomy["name"] == "DDP" and "as rendered" in sizing.explain(roomy)
+    assert chosen(None)["name"] == "DDP"
+    assert chosen(589)["name"] == "DDP"
+    tight = chosen(588)
+    assert tight["name"] == "FSDP" and '{"parallelism": "fsdp"}' in sizing.explain(tight)
+    assert "as rendered" in sizing.explain(chosen(588, sharded=True))
+    assert chosen(2300, "cpu")["name"] == "FSDP"  # four ranks share it
+    assert chosen(2400, "cpu")["name"] == "DDP"
+    # 0.85 * 200 = 170, of which 140 are on top: 400 / 30 ranks.
+    small = chosen(200)
+    assert small["numbers"]["enough_ranks"] == 14 and "FSDP on 14 ranks" in sizing.explain(small)
+    assert chosen(100)["numbers"]["enough_ranks"] is None
+    accumulated = chosen(1000, micro_batches=3)["numbers"]["bytes_sent_per_step"]
+    assert accumulated == {"DDP": 150, "FSDP": 0.75 * 700}
+
+
+def test_advice_on_the_batch(project: Project) -> None:
+    sizing = project.module("workflow.sizing")
+
+    def advice(batch: int, optimizer: str = "AdamW", **noise: Any) -> str:
+        one = record(1.0)
+        one["nature"]["optimizer"] = optimizer
+        one["noise_scale"] = one["noise_scale"] | noise if noise != {"noise": None} else None
+        return sizing.advice_on_batch(batch, 4, one)
+
+    assert "--train.global-batch-size 64 --optim.scaling sqrt --optim.base-batch-size 16" in (
+        advice(16)
+    )
+    assert "--train.global-batch-size 100 --optim.scaling linear" in advice(32, "SGD")
+    assert "a larger batch than 100 would bring little" in advice(100)
+    assert "above 512 samples" in advice(128, value=None) and "batch-size 512" in (
+        advice(128, value=None)
+    )
+    assert advice(16, noise=None).endswith("on any number of ranks")
+
+
+def test_the_noise_scale_is_found_where_it_is_known(project: Project) -> None:
+    """Gradients of samples drawn around a known mean with a known variance."""
+    noise = project.module("workflow.noise")
+    generator = torch.Generator().manual_seed(0)
+    size, count, samples = 2000, 64, 4
+    signal = torch.randn(size, generator=generator)
+    for variance in (1.0, 25.0):
+        truth = size * variance / float(signal.square().sum())
+        each = torch.randn(count, samples, size, generator=generator) * variance**0.5
+        gradients = signal + each.mean(1)
+        squares = float(gradients.square().sum(1).mean())
+        found = noise.noise_scale(squares, float(gradients.mean(0).square().sum()), samples, count)
+        assert found["value"] == pytest.approx(truth, rel=0.1), variance
+        assert found["seen"] == 256
+    drowned = torch.randn(count, size, generator=generator)
+    square = float(drowned.mean(0).square().sum())
+    squares = float(drowned.square().sum(1).mean())
+    assert noise.noise_scale(squares, square, samples, count)["value"] is None
+
+
+class Statistics(nn.Module):
+    """Batch statistics, in a module that is known for them or in a buffer of one's own."""
+
+    def __init__(self, norm: nn.Module, width: int, own: bool) -> None:
+        super().__init__()
+        self.norm, self.own = norm, own
+        self.batch = nn.Identity() if own else nn.BatchNorm1d(width)
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise; x is [batch, time, width]."""
+        x = self.batch(self.norm(x).transpose(1, 2)).transpose(1, 2)
+        if self.own and self.training:
+            self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        return x
+
+
+class Noise(nn.Module):
+    """Draws in training, or always."""
+
+    def __init__(self, norm: nn.Module, always: bool) -> None:
+        super().__init__()
+        self.norm, self.always = norm, always
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise; x is [batch, time, width]."""
+        x = self.norm(x)
+        return x + 0.1 * torch.rand_like(x) if self.always or self.training else x
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (None, {"statistics": None, "random": False, "always_random": False}),
+        (lambda norm: Statistics(norm, 32, own=False), {"statistics": "norm.batch"}),
+        (lambda norm: Statistics(norm, 32, own=True), {"statistics": "norm.mean"}),
+        (lambda norm: Noise(norm, False), {"random": True, "always_random": False}),
+        (lambda norm: Noise(norm, True), {"random": True, "always_random": True}),
+    ],
+)
+def test_what_hinders_equal_losses_is_noticed(
+    project: Project, monkeypatch: pytest.MonkeyPatch, module: Any, expected: dict[str, Any]
+) -> None:
+    training, worker = project.module("train"), project.module("workflow.scale_worker")
+    build = training.build_model
+
+    def changed(config: Any, spec: Any) -> nn.Module:
+        model = build(config, spec)
+        model.norm = module(model.norm) if module else model.norm
+        return model
+
+    monkeypatch.setattr(training, "build_model", changed)
+    config = project.config()
+    world = training.parallel.setup(config.parallel, config.device)
+    nature = worker.nature_of(config, world)
+    assert nature["optimizer"] == "AdamW"
+    assert expected.items() <= nature.items()
+    if nature["random"] and not nature["always_random"]:
+        seed = training.seed_step
+        losses = []
+        for rank in (0, 1):  # as if it were of that rank
+
+            def as_rank(seeds: int, step: int, _: int, device: Any, rank: int = rank) -> None:
+                seed(seeds, step, rank, device)
+
+            monkeypatch.setattr(training, "seed_step", as_rank)
+            for random in (True, False):
+                told = nature | {"random": random}
+                losses.append(worker.compare(config, world, told)["losses"])
+        assert losses[0] == losses[2], "evaluation draws nothing"
+        assert losses[1] != losses[3]
+
+
+def test_the_noise_scale_is_of_the_run_where_it_has_got(project: Project) -> None:
+    worker, noise = project.module("workflow.scale_worker"), project.module("workflow.noise")
+    settings = ("--train.steps", "6", "--checkpoint.every", "6", "--train.validate-every", "0")
+    project("train", *project.settings, *settings, "--name", "short")
+    config = project.config(run_dir=project.folder / "runs/short")
+    world = worker.parallel.setup(config.parallel, config.device)
+    state = worker.setup(config, world)
+    untrained = {name: value.clone() for name, value in state.model.state_dict().items()}
+    noise.go_to_the_run(state)
+    assert state.step == 6
+    saved = project.tensors(config.run_dir)
+    for name, value in state.model.state_dict().items():
+        assert torch.equal(value, saved[f"model.{name}"])
+        assert not torch.equal(value, untrained[name])
+
+
+def test_memory_that_is_kept_and_allocated_is_counted(project: Project) -> None:
+    allocations = project.module("workflow.allocations")
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
+        held = [torch.empty(1 << 18) for _ in range(4)]
+        held.pop()
+        with record_function(allocations.STEPS):
+            pass
+        held.append(torch.empty(1 << 17))
+        held.clear()
+    counted = allocations.allocated(traced)
+    assert max(counted) == (3 * (1 << 18) + (1 << 17)) * 4
+    assert counted[-1] == 0
+
+    worker, config = project.module("workflow.scale_worker"), project.config()
+    state = worker.setup(config, worker.parallel.setup(config.parallel, config.device))
+    few = allocations.kept_for_backward(state)
+    twice = project.config(train__micro_batch_size=8)
+    state = worker.setup(twice, state.world)
+    assert 1.8 * few < allocations.kept_for_backward(state) < 2.1 * few
+
+
+def test_settings_that_are_right_only_together_travel(project: Project, tmp_path: Path) -> None:
+    """As the settings of a run, and those of the stage's processes, do."""
+    settings, config = project.module("settings"), project.module("config")
+    odd = settings.override(config.Config(), {"model.heads": 5, "model.width": 100})
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(settings.to_json(odd)), "utf-8")
+    assert settings.from_json(config.Config(), file) == odd
+    with pytest.raises(project.module("errors").UserError, match=r"model\.size is not a setting"):
+        settings.override(odd, {"model.size": 3})

@@ -1,0 +1,392 @@
+"""The workflow: gates that are read back and believed only when whole, stages in order, the report.
+
+The stages themselves are tested in test_*_stage.py; here they are stand-ins that write what they
+are told to.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import Project
+
+STAGES = ("baseline", "compile", "profile", "scale", "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    with Project.imported(tmp_path_factory.mktemp("gates"), "gated", parallelism="single") as it:
+        yield it
+
+
+def write_stage(project: Project, run_dir: Path, name: str, passed: bool | None = True) -> Path:
+    """What a stage with one check leaves behind."""
+    gates = project.module("workflow.gates")
+    stage = gates.Stage(name, project.config(run_dir=run_dir), figures=dict(FIGURES[name]))
+    stage.check("c", passed, measured="1 < 2", wanted="<b>", advice="try --that")
+    stage.advise("more & better: `python -m <it>`")
+    assert stage.close() == (passed is False)
+    return gates.stage_file(run_dir, name)
+
+
+def spread(median: float) -> dict[str, float]:
+    return {"median": median, "p10": 0.9 * median, "p90": 1.2 * median, "n": 40}
+
+
+RATE = {"step_seconds": spread(0.05), "samples_per_second": 320.0, "communication": 0.1}
+PARTS = ("parameters", "gradients", "optimizer", "activations", "predicted", "measured")
+FIGURES: dict[str, dict[str, Any]] = {
+    "baseline": {
+        "losses": [3.0, 2.5, 2.0],
+        "step_seconds": spread(0.06),
+        "samples_per_second": 133.0,
+        "tokens_per_second": 4000.0,
+        "mfu": 0.4,
+        "peak_memory_bytes": 4e8,
+    },
+    "compile": {
+        "modes": {
+            "full": {
+                "step_seconds": spread(0.05),
+                "compile_seconds": {"cold": 19.0, "warm": 3.0},
+                "speedup": {"value": 1.2, "low": 1.1, "high": 1.3},
+            }
+        },
+        "best": "full",
+    },
+    "profile": {
+        "shares": {"data": 0.1, "host": 0.2, "kernels": 0.7, "communication": 0, "copies": 0},
+        "diagnosis": "kernel-bound",
+        "operators": 2 * [{"name": "aten::mm", "self_seconds": 0.1, "share": 0.5, "calls": 9}],
+    },
+    "scale": {
+        "strong": {"1": RATE, "2": RATE},
+        "weak": {"1": RATE, "2": RATE},
+        "strong_efficiency": {"2": 0.9},
+        "memory": {n: dict.fromkeys(PARTS, 1e6) for n in ("1", "2")},
+    },
+    "checkpoint": {
+        "blocked_seconds": spread(0.01),
+        "save_seconds": spread(0.1),
+        "restart_seconds": {"launch": 3.0, "restore": 0.2, "first_step": 0.1, "total": 3.3},
+        "interval_seconds": 41.0,
+        "hours_between_failures": 24.0,
+    },
+}
+
+
+def test_a_gate_is_as_good_as_its_worst_check(project: Project, tmp_path: Path, capsys) -> None:
+    gates = project.module("workflow.gates")
+    for outcomes, worst in (
+        ([True, True], "pass"),
+        ([True, None], "not_measured"),
+        ([None, False, True], "fail"),
+        ([], "not_measured"),
+    ):
+        stage = gates.Stage("baseline", project.config(run_dir=tmp_path))
+        for outcome in outcomes:
+            stage.check("it", outcome, measured="so", wanted="such", advice="do this")
+        assert stage.close() == (worst == "fail")
+        content = gates.read_stage(tmp_path, "baseline")
+        assert content["status"] == worst
+        assert [bool(check["advice"]) for check in content["checks"]] == [
+            outcome is not True for outcome in outcomes
+        ]
+    assert "FAIL it: so (wanted: such)\n     do this" in capsys.readouterr().out
+
+
+def test_damaged_results_are_refused_with_the_command_to_run(
+    project: Project, tmp_path: Path
+) -> None:
+    gates, error = project.module("workflow.gates"), project.module("errors").UserError
+    path = write_stage(project, tmp_path, "baseline")
+    whole = json.loads(path.read_text())
+    assert gates.read_stage(tmp_path, "baseline") == whole
+    assert gates.read_stage(tmp_path, "compile") is None
+    with pytest.raises(
+        error, match=r"scale needs what compile measures: run `.* compile --run-dir"
+    ):
+        gates.need_stage(tmp_path, "compile", "scale")
+
+    broken: list[Any] = [[], None, {**whole, "stage": "scale"}, {**whole, "status": "fail"}]
+    broken += [{k: v for k, v in whole.items() if k != key} for key in whole]
+    broken += [{**whole, key: 7} for key in ("checks", "figures", "machine", "settings", "code")]
+    broken += [{**whole, "checks": [{**whole["checks"][0], "status": "good"}]}]
+    broken += [{**whole, "checks": [{"name": "x"}]}, {**whole, "checks": []}]
+    texts = [json.dumps(content) for content in broken]
+    for text in [*texts, "", path.read_text()[:-20], "\x00" * 30]:
+        path.write_text(text)
+        with pytest.raises(error, match=r"is damaged \(.*\): measure again with `python -m gated"):
+            gates.read_stage(tmp_path, "baseline")
+        with pytest.raises(error, match="damaged"):
+            project("report", "--run-dir", str(tmp_path))
+
+
+def test_a_place_that_cannot_be_written_is_told_before(project: Project, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    where = ("--run-dir", str(tmp_path / "file/run"))
+    assert "cannot be written to" in project.refuses("baseline", *project.settings, *where)
+
+
+def test_another_setting_makes_a_measurement_stale(project: Project, tmp_path: Path) -> None:
+    gates = project.module("workflow.gates")
+    write_stage(project, tmp_path, "baseline")
+    content = gates.read_stage(tmp_path, "baseline")
+    same = {"run_dir": tmp_path, "name": "x", "workflow__again": True, "workflow__go_on": True}
+    assert gates.is_current(content, project.config(**same))
+    for change in ({"train__seed": 1}, {"model__width": 64}, {"workflow__ranks": 3}):
+        assert not gates.is_current(content, project.config(**same, **change))
+    assert not gates.is_current({**content, "code": "another"}, project.config(**same))
+    elsewhere = {**content, "machine": {**content["machine"], "device": "NVIDIA H100"}}
+    assert not gates.is_current(elsewhere, project.config(**same))
+    older = {**content, "versions": {"torch": "2.9.0"}}
+    assert not gates.is_current(older, project.config(**same))
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60))
+def test_a_median_lies_in_its_interval(project: Project, values: list[float]) -> None:
+    found = project.module("workflow.measuring").median_interval(values)
+    assert min(values) <= found.low <= found.value <= found.high <= max(values)
+
+
+def test_the_interval_of_a_median_covers_it(project: Project) -> None:
+    """Of many samples of a known distribution, 95 % have the true median in their interval."""
+    import numpy as np
+
+    median_interval = project.module("workflow.measuring").median_interval
+    generator = np.random.default_rng(0)
+    for size in (8, 9, 15, 40):
+        found = [median_interval(generator.exponential(size=size)) for _ in range(600)]
+        covered = np.mean([f.low <= np.log(2) <= f.high for f in found])
+        assert covered > 0.94, (size, covered)
+        assert size == 8 or covered < 0.99
+
+
+class Conducted:
+    """Runs `workflow` with stand-ins for its stages, in this process instead of one each."""
+
+    def __init__(self, project: Project, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
+        self.project, self.run_dir = project, run_dir
+        self.ran: list[str] = []
+        self.outcomes: dict[str, Any] = {}
+        sequence = project.module("workflow.sequence")
+        patch.setattr(sequence, "subprocess", SimpleNamespace(Popen=self.popen))
+        patch.setattr(sequence.signal, "signal", lambda *_: None)
+
+    def popen(self, command: list[str]) -> Any:
+        """Stands in for subprocess.Popen."""
+        name = command[3]
+        assert command[1:4] == ["-m", "gated", name]
+        self.ran.append(name)
+        outcome = self.outcomes.get(name, True)
+        if outcome == "broken":
+            code = 1  # as an exception that nobody caught
+        else:
+            write_stage(self.project, self.run_dir, name, outcome)
+            code = int(outcome is False)
+        return self.Process(code)
+
+    class Process:
+        """One that is over."""
+
+        def __init__(self, code: int) -> None:
+            self.wait = lambda: code
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *exception: object) -> None:
+            """Nothing to wait for."""
+
+    def __call__(self, *words: str) -> tuple[int, list[str]]:
+        """The exit code, and the stages that were run."""
+        self.ran.clear()
+        main = self.project.module("__main__")
+        settings = (*Project.settings, "--run-dir", str(self.run_dir), *words)
+        settings = [str(self.project.folder / w) if w == "text.txt" else w for w in settings]
+        return main.dispatch(["workflow", *settings]), list(self.ran)
+
+
+def test_stages_run_in_order_and_resume_where_they_stopped(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    workflow = Conducted(project, tmp_path, monkeypatch)
+    workflow.outcomes = {"profile": False}
+    assert workflow() == (1, list(STAGES[:3]))
+    assert "stopped at profile" in capsys.readouterr().out
+    workflow.outcomes = {"scale": None}
+    assert workflow() == (0, list(STAGES[2:]))  # not measured here is no failure
+    assert workflow() == (0, [])
+    assert workflow("--train.seed", "5")[1] == list(STAGES)
+    assert workflow("--workflow.again") == (0, list(STAGES))
+    workflow.outcomes = {"baseline": False, "checkpoint": False}
+    assert workflow("--workflow.again", "--workflow.go-on") == (1, list(STAGES))
+    assert workflow("--workflow.go-on")[1] == ["baseline", "checkpoint"]
+    assert "workflow" in (tmp_path / "report.html").read_text()
+
+
+def test_a_stage_that_breaks_down_is_no_pass(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    workflow = Conducted(project, tmp_path, monkeypatch)
+    assert workflow()[0] == 0
+    workflow.outcomes = {"compile": "broken"}  # with the file of the time before still there
+    assert workflow("--workflow.again") == (1, ["baseline", "compile"])
+    assert "compile broke down (exit code 1)" in capsys.readouterr().out
+    (tmp_path / "workflow/baseline.json").write_text("{}")
+    workflow.outcomes = {}
+    assert workflow() == (0, ["baseline"])
+    assert "damaged" in capsys.readouterr().out
+
+
+def test_who_is_stopped_twice_leaves_once(project: Project) -> None:
+    """As by `timeout`, which tells its child and the group: nothing is said of the second."""
+    stopped = f"""
+import atexit, os, signal, sys
+from {project.name}.commands import exit_code, leave
+
+def stop():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def command():
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        stop()
+    finally:
+        stop()
+        print("put in order")
+        signal.signal(signal.SIGTERM, leave)  # as a stage does that has started something
+
+atexit.register(stop)
+sys.exit(exit_code(command))
+"""
+    outcome = subprocess.run(
+        [sys.executable, "-c", stopped],
+        env={**os.environ, "PYTHONPATH": str(project.folder / "src")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (outcome.returncode, outcome.stdout + outcome.stderr) == (143, "put in order\n")
+
+
+def test_what_the_workflow_starts_itself_refuses_torchrun(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("baseline", "compile", "scale", "checkpoint", "workflow", "report"):
+        assert "run it without torchrun" in project.refuses(name)
+
+
+LOOK = """<script>addEventListener("load", () => {
+  const pictures = [...document.images].map(picture => {
+    const canvas = document.createElement("canvas");
+    const context = canvas.getContext("2d");
+    canvas.width = 240; canvas.height = 140;
+    if (picture.naturalWidth) context.drawImage(picture, 0, 0, 240, 140);
+    const found = new Set(new Uint32Array(context.getImageData(0, 0, 240, 140).data.buffer));
+    return {name: picture.alt, width: picture.naturalWidth, colors: found.size};
+  });
+  const wide = document.documentElement.scrollWidth > innerWidth;
+  document.title = JSON.stringify({pictures, wide, links: [...document.links].length});
+});</script>"""
+
+
+def look_at(page: Path, folder: Path, width: int) -> tuple[dict[str, Any], list[str]]:
+    """What a browser finds on a page, and what it says on its console."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if not browser:
+        pytest.skip("REPORT NOT LOOKED AT: no chromium here (Debian: apt-get install chromium)")
+    copy = folder / f"seen-{width}.html"
+    copy.write_text(page.read_text("utf-8") + LOOK, "utf-8")
+    options = [
+        *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+        *("--enable-logging=stderr", "--virtual-time-budget=4000", "--dump-dom"),
+        *(f"--window-size={width},900", f"--user-data-dir={folder / 'browser'}"),
+    ]
+    outcome = subprocess.run(
+        [browser, *options, copy.as_uri()], capture_output=True, text=True, timeout=300
+    )
+    title = re.search(r"<title>(\{.*?\})</title>", outcome.stdout)
+    assert title, outcome.stderr
+    return json.loads(title[1]), re.findall(r".*CONSOLE.*", outcome.stderr)
+
+
+def test_the_report_can_be_looked_at(project: Project, tmp_path: Path, capsys) -> None:
+    """In a browser, on a laptop and a phone: no error, no picture missing or empty."""
+    project("train", *Project.settings, "--run-dir", str(tmp_path))
+    for name in STAGES:
+        write_stage(project, tmp_path, name, passed=None if name == "profile" else name != "scale")
+    capsys.readouterr()
+    project("report", "--run-dir", str(tmp_path))
+    page = Path(capsys.readouterr().out.strip())
+    text = page.read_text("utf-8")
+    assert page == tmp_path / "report.html"
+    assert not re.search(r"""(src|href)=["'](?!data:|#)""", text), "it is not self-contained"
+    assert "&lt;b&gt;" in text and "more &amp; better: <code>python -m &lt;it&gt;</code>" in text
+    for width in (1280, 500):
+        seen, console = look_at(page, tmp_path, width)
+        assert not console
+        assert not seen["wide"], f"it has to be scrolled sideways at {width}"
+        assert seen["links"] == len(STAGES)
+        assert len(seen["pictures"]) == 9
+        for picture in seen["pictures"]:
+            assert picture["width"] > 100 and picture["colors"] > 20, picture
+    empty = tmp_path / "empty.html"
+    empty.write_text("<img alt=x src=gone.png><script>nothing.here()</script>")
+    seen, console = look_at(empty, tmp_path, 1280)
+    assert seen["pictures"][0]["width"] == 0 and len(console) == 1
+
+
+def test_what_is_not_finite_is_null(project: Project, tmp_path: Path) -> None:
+    """As any reader of JSON wants it, and as the report can draw it."""
+    stage = project.module("workflow.gates").Stage("baseline", project.config(run_dir=tmp_path))
+    stage.figures |= FIGURES["baseline"] | {"losses": [2.0, float("nan"), 1.0], "far": (1e400,)}
+    stage.close()
+    text = (tmp_path / "workflow/baseline.json").read_text()
+    figures = json.loads(text, parse_constant=lambda word: pytest.fail(word))["figures"]
+    assert figures["losses"] == [2.0, None, 1.0] and figures["far"] == [None]
+    project("report", "--run-dir", str(tmp_path))
+
+
+def test_an_efficiency_that_was_not_measured_is_no_tile(project: Project) -> None:
+    report = project.module("workflow.report")
+    for status, shown in (("pass", True), ("not_measured", False)):
+        check = {"name": "strong_efficiency", "status": status}
+        scale = {"figures": FIGURES["scale"], "checks": [check]}
+        tiles = dict(report.tiles(dict.fromkeys(FIGURES) | {"scale": scale}, []))
+        assert ("strong efficiency, 2 ranks" in tiles) is shown
+
+
+def test_figures_of_an_older_version_are_told(project: Project, tmp_path: Path) -> None:
+    path = write_stage(project, tmp_path, "checkpoint")
+    content = json.loads(path.read_text())
+    del content["figures"]["restart_seconds"]["launch"]
+    path.write_text(json.dumps(content))
+    said = project.refuses("report", "--run-dir", str(tmp_path))
+    assert "KeyError('launch')" in said and "--workflow.again" in said
+
+
+def test_a_report_of_what_there_is(project: Project, tmp_path: Path) -> None:
+    assert "nothing to report" in project.refuses("report", "--run-dir", str(tmp_path))
+    write_stage(project, tmp_path, "baseline")
+    project("report", "--run-dir", str(tmp_path))
+    text = (tmp_path / "report.html").read_text("utf-8")
+    assert text.count("not run") == 4
+    assert f"python -m gated compile --run-dir {tmp_path}" in text
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    project("report", "--run-dir", str(tmp_path))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo\n{"step": 2, "loss": 2.0}\n')
+    assert "line 1 is damaged" in project.refuses("report", "--run-dir", str(tmp_path))
