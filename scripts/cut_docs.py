@@ -11,7 +11,7 @@ code FILE NAME …    functions or classes of a file
 output COMMAND      a command, typed in the project's folder, and what it prints
 refusal COMMAND     the same of a command that has to fail
 calls NAME …        the calls of a batch, a save or a restore, followed through a real one
-sizes               the lines of Python that the smallest, the default and the fullest answers render
+sizes               the lines of Python that the smallest, default and fullest answers render
 """
 
 import ast
@@ -159,7 +159,7 @@ def calls(project: Path, words: list[str]) -> str:
 
 
 def sizes(project: Path, words: list[str]) -> str:
-    """A table of renders: their answers, and the lines of Python in the package and in its tests."""
+    """A table of renders: their answers, the lines of Python of the package and of its tests."""
     rows = ["| render | package | its tests |", "|---|---|---|"]
     for name, answers in RENDERS.items():
         folder = project.parent / name

@@ -2,8 +2,8 @@
 
 python scripts/follow_calls.py PACKAGE      in a render's folder, with its src on PYTHONPATH
 
-Prints JSON: {"batch": [[file, function], …], "save": …, "restore": …}. A function inside another counts
-as the outer one, and each function counts once.
+Prints JSON: {"batch": [[file, function], …], "save": …, "restore": …}. A function inside another
+counts as the outer one, and each function counts once.
 
 - batch: every function of the package that is entered from `Loader.next` to `compute_loss`;
 - save: the functions on the stack whenever a save makes, opens, syncs or renames something in the
@@ -51,9 +51,9 @@ class Followed:
 
     def effect(self, event: str, arguments: tuple[Any, ...]) -> None:
         """An audit hook: what concerns the folder has its stack noted."""
-        if self.on and event in ("os.mkdir", "os.rename", "open"):
-            if any(self.folder in str(argument) for argument in arguments[:2]):
-                self.note_stack()
+        concerned = any(self.folder in str(argument) for argument in arguments[:2])
+        if self.on and event in ("os.mkdir", "os.rename", "open") and concerned:
+            self.note_stack()
 
     def take(self) -> list[Call]:
         """Stop, and return the calls."""
