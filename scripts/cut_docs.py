@@ -9,6 +9,9 @@ the default answers render,
 tree NAME …         the files, each with the first line of its docstring; the names given come first
 code FILE NAME …    functions or classes of a file
 output COMMAND      a command, typed in the project's folder, and what it prints
+refusal COMMAND     the same of a command that has to fail
+calls NAME …        the calls of a batch, a save or a restore, followed through a real one
+sizes               the lines of Python that the smallest, default and fullest answers render
 """
 
 import ast
@@ -27,6 +30,17 @@ from cookiecutter.main import cookiecutter
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = "gh:org/cookiecutter-pytorch-training"
 WIDTH = 100
+RENDERS = {
+    "smallest": {
+        **{"parallelism": "single", "checkpoint": "torch_save", "tracker": "none"},
+        "workflow": "baseline",
+    },
+    "default": {},
+    "fullest": {
+        **{"parallelism": "fsdp", "storage": "object_store", "tracker": "mlflow"},
+        "cluster": "kubernetes",
+    },
+}
 BLOCK = re.compile(r"(<!-- cut: (\w+)(.*?) -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 
 
@@ -123,12 +137,58 @@ def output(project: Path, words: list[str], refused: bool = False) -> str:
     return block("console", f"$ {command}", ended.stdout.rstrip())
 
 
+def calls(project: Path, words: list[str]) -> str:
+    """What a reader follows, in order, for each of `words`: batch, save, restore."""
+    command = [
+        sys.executable,
+        str(ROOT / "scripts/follow_calls.py"),
+        project.name.replace("-", "_"),
+    ]
+    environment = os.environ | {"PYTHONPATH": "src", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
+    if ended.returncode:
+        raise RuntimeError(ended.stderr)
+    followed = json.loads(ended.stdout.splitlines()[-1])
+    paragraphs = []
+    for name in words:
+        files = len({file for file, _ in followed[name]})
+        steps = ", ".join(f"`{file}` {function}" for file, function in followed[name])
+        text = f"**A {name}**, {len(followed[name])} calls in {files} files: {steps}."
+        paragraphs.append(textwrap.fill(text, 120, break_long_words=False))
+    return "\n\n".join(paragraphs) + "\n\n"
+
+
+def sizes(project: Path, words: list[str]) -> str:
+    """A table of renders: their answers, the lines of Python of the package and of its tests."""
+    rows = ["| render | package | its tests |", "|---|---|---|"]
+    for name, answers in RENDERS.items():
+        folder = project.parent / name
+        rendered = Path(
+            cookiecutter(
+                str(ROOT),
+                output_dir=str(folder),
+                no_input=True,
+                accept_hooks=False,
+                config_file=str(project.parent / "config"),
+                extra_context=answers,
+            )
+        )
+        package, tests = (
+            sum(path.read_text("utf-8").count("\n") for path in (rendered / part).rglob("*.py"))
+            for part in ("src", "tests")
+        )
+        told = ", ".join(answers.values()) or "no answer given"
+        rows.append(f"| {name} ({told}) | {package:,} lines | {tests:,} |")
+    return "\n".join(rows) + "\n"
+
+
 def block(language: str, *lines: str) -> str:
     """A block of Markdown."""
     return "\n".join([f"```{language}", *lines, "```\n"])
 
 
 KINDS = {"tree": tree, "code": code, "output": output, "refusal": refusal}
+KINDS |= {"calls": calls, "sizes": sizes}
 
 
 def main(arguments: list[str]) -> int:

@@ -34,8 +34,21 @@ def test_the_documentation_is_current() -> None:
         [sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, timeout=1500
     )
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    cuts = re.findall("<!-- cut: ([a-z]+) ", (ROOT / "README.md").read_text("utf-8"))
-    assert {"tree", "code", "output", "refusal"} == set(cuts)
+    cuts = re.findall("<!-- cut: ([a-z]+)", (ROOT / "README.md").read_text("utf-8"))
+    assert {"tree", "code", "output", "refusal", "sizes"} == set(cuts)
+
+
+# Calls and files that a reader follows, at most; docs/design.md lists them.
+HOPS = {"batch": (20, 7), "save": (16, 8), "restore": (16, 8)}
+
+
+@pytest.mark.parametrize("name", HOPS)
+def test_a_batch_a_save_and_a_restore_are_short_to_follow(name: str) -> None:
+    page = (ROOT / "docs/design.md").read_text("utf-8")
+    told = re.search(rf"\*\*A {name}\*\*, (\d+) calls in (\d+) files", page)
+    assert told, f"docs/design.md does not list the calls of a {name}"
+    calls, files = map(int, told.groups())
+    assert calls <= HOPS[name][0] and files <= HOPS[name][1]
 
 
 def test_a_stale_block_is_named_and_mended(
