@@ -1,5 +1,5 @@
-# `make demo` shows what the template gives, `make test` proves it, `make torture` tries to break it,
-# `make benchmark` measures it.
+# `make demo` shows what the template gives, `make test` tests it, `make torture` tries to break it,
+# `make matrix` trains every combination of answers, `make benchmark` measures it.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -14,7 +14,7 @@ PEERS := build/benchmark
 TOPICS := loop save restore sampler shards startup workflow
 TORTURE := crash_points kill_storm elastic damage hostile_files resources stops
 
-.PHONY: demo test torture lint docs benchmark clean
+.PHONY: demo test torture matrix lint docs benchmark clean
 
 demo: $(VENV)/.demo
 	@scripts/demo.sh $(abspath $(BIN))
@@ -24,6 +24,10 @@ test: $(VENV)/.test
 
 torture: $(VENV)/.test
 	@for topic in $(TORTURE); do $(BIN)/python -m tests.stress.$$topic || exit 1; done
+	@$(BIN)/python -m tests.stress.page
+
+matrix: $(VENV)/.test
+	@$(BIN)/python -m scripts.matrix
 	@$(BIN)/python -m tests.stress.page
 
 lint: $(VENV)/.test

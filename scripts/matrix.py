@@ -196,8 +196,8 @@ def run(packages: Iterator[Package], jobs: int) -> list[Package]:
                 running.remove(package)
                 over.append(package)
                 shutil.rmtree(package.project, ignore_errors=True)
-                if package.problem:
-                    print(f"FAILED {label(package.answers[0])}\n{package.problem}", flush=True)
+                outcome = f"FAILED: {package.problem}" if package.problem else "ok"
+                print(f"{label(package.answers[0])}: {outcome}", flush=True)
             time.sleep(0.02)
 
     for package in packages:

@@ -1,4 +1,4 @@
-"""What all tests share: rendering the template by either of Cookiecutter's roads."""
+"""Helpers that all tests share: render the template, run its commands, import its modules."""
 
 import contextlib
 import importlib
@@ -19,19 +19,18 @@ from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).parents[1]
 PROJECT = "{{cookiecutter.project_slug}}"
-sys.path.insert(0, str(ROOT))  # for local_extensions, benchmarks and tests
-# One thread for each worker of pytest-xdist and what it starts: more than the cores only get in
-# each other's way. Set before torch is imported, which reads it then.
+# One thread for each worker of pytest-xdist and for each process it starts: more threads than cores
+# slow each other down. torch reads this when it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# Machines differ in speed. What is drawn is the same each time, so that no change is refused for
-# what it has not changed: `pytest --hypothesis-profile anew` draws anew.
+# Machines differ in speed, so there is no deadline. Hypothesis draws the same examples each time, so
+# that no change fails by chance: `pytest --hypothesis-profile anew` draws others.
 settings.register_profile("anew", deadline=None, database=None, derandomize=False)
 settings.register_profile("template", settings.get_profile("anew"), derandomize=True)
 settings.load_profile("template")
 
 
-# What takes long, the longest first, so that no worker is left with it at the end.
+# Slow tests, the slowest first: started last, one of them would run alone at the end.
 LONG = (
     "cluster/test_slurm",
     "workflow/test_whole_workflow",
@@ -52,16 +51,17 @@ LONG = (
     "project/test_tracker",
     "workflow/test_profile_stage",
     "template/test_render",
+    "template/test_matrix",
     "template/test_demo",
     "template/test_benchmarks",
     "template/test_answers.py::test_all_answers_together",
 )
 # Files whose tests share nothing.
-APART = {"test_answers", "test_benchmarks", "test_life"}
+APART = {"test_answers", "test_benchmarks", "test_life", "test_matrix"}
 
 
 class Scheduling(LoadScopeScheduling):
-    """The tests of a file go to one worker, since they share what was rendered.
+    """The tests of a file go to one worker, since they share renders.
 
     (Marks that group tests are silently ignored under pytest 9.2: pytest-xdist#1386.)
     """

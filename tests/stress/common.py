@@ -1,4 +1,4 @@
-"""What all topics share: counting what was tried and what broke, results, the page.
+"""What all topics share: counts of tries and violations, the command line, the result file.
 
 Each topic is a program, `python -m tests.stress.TOPIC`, which writes results/TOPIC.json;
 `--bounded` tries a part of it in seconds, as `make test` does. One violation makes it exit with 1.
@@ -26,13 +26,13 @@ class Tally:
 
     promise: str
     unit: str
-    """What was tried: "states", "kills", "flipped bits"."""
+    """The word for one try, in the plural: "states", "kills", "flipped bits"."""
     tried: int = 0
     violations: list[str] = field(default_factory=list)
-    """What happened instead, each with what it takes to see it again."""
+    """A line for each violation, with what it takes to reproduce it."""
 
     def count(self, problem: str | None = None) -> None:
-        """One try; `problem` says what broke the promise, if anything did."""
+        """Count one try; `problem` says how it broke the promise, None that it did not."""
         self.tried += 1
         if problem:
             self.violations.append(problem)
@@ -41,7 +41,7 @@ class Tally:
 
 @dataclass
 class Findings:
-    """What a topic has found: tallies by name, and figures that are no yes or no."""
+    """The findings of a topic: tallies, and figures that are not counts of tries."""
 
     bounded: bool
     folder: Path
@@ -50,7 +50,7 @@ class Findings:
     figures: dict[str, float | str] = field(default_factory=dict)
 
     def tally(self, promise: str, unit: str) -> Tally:
-        """The tally of a promise, made when it is first asked for."""
+        """The tally of a promise, made at the first call."""
         for tally in self.tallies:
             if tally.promise == promise:
                 return tally
@@ -59,7 +59,7 @@ class Findings:
 
 
 def run_topic(topic: str, attempt: Callable[[Findings], None]) -> None:
-    """The command line of a topic: try everything in a temporary folder, write `<topic>.json`."""
+    """Run a topic's command line: try everything in a temporary folder, write `<topic>.json`."""
     parser = argparse.ArgumentParser(f"python -m tests.stress.{topic}")
     parser.add_argument("--bounded", action="store_true", help="a part of it, in seconds")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result")

@@ -97,7 +97,7 @@ def show(names: Iterable[str]) -> int:
     return end
 
 
-class Referee:
+class Supervisor:
     """Answers the calls of some processes under a folder; all else is let be."""
 
     def __init__(self, folder: Path, judge: Judge) -> None:
@@ -108,7 +108,7 @@ class Referee:
         self.poll.register(self.ours, select.POLLIN)
 
     def join(self, rank: int, names: Iterable[str]) -> None:
-        """In a forked process: let this referee judge its calls of these names."""
+        """In a forked process: let this supervisor judge its calls of these names."""
         end = show(names)
         socket.send_fds(self.theirs, [struct.pack("i", rank)], [end])
         os.close(end)

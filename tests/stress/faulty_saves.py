@@ -19,7 +19,7 @@ from typing import Any
 from . import fault_injection
 from .common import Findings
 from .damage import TEXT
-from .fault_injection import CHANGES, READS, WRITES, Call, Referee
+from .fault_injection import CHANGES, READS, WRITES, Call, Supervisor
 from .forked_jobs import Job, Plan
 from .storm import contents
 
@@ -250,19 +250,19 @@ class Variant:
         """Run to the end with its calls judged: exit code (None: it hung), what it printed."""
         log = self.folder / f"{run_dir.name}-{time.monotonic_ns()}.log"
         run_dir.mkdir(parents=True, exist_ok=True)
-        referee = Referee(run_dir, judge)
+        supervisor = Supervisor(run_dir, judge)
 
         def prepare(package: str) -> None:
             hook()
             if self.sabotage:
                 self.sabotage(package)
             if names:
-                referee.join(int(os.environ.get("RANK", "0")), names)
+                supervisor.join(int(os.environ.get("RANK", "0")), names)
 
         plan = Plan(self.package, self.settings() | more, self.ranks, prepare)
         job = Job(plan, run_dir, log)
-        ended = referee.serve(job.calls, SECONDS)
-        referee.close()
+        ended = supervisor.serve(job.calls, SECONDS)
+        supervisor.close()
         gone = job.gone(SECONDS if ended else 0)
         return None if gone is None else job.code, log.read_text("utf-8", "replace")
 
