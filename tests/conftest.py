@@ -19,11 +19,11 @@ from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).parents[1]
 PROJECT = "{{cookiecutter.project_slug}}"
-# One thread for each worker of pytest-xdist and for each process it starts: more threads than cores
+# One thread for each worker of pytest-xdist and each process it starts: more threads than cores
 # slow each other down. torch reads this when it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# Machines differ in speed, so there is no deadline. Hypothesis draws the same examples each time, so
+# Machines differ in speed: no deadline. Hypothesis draws the same examples each time, so
 # that no change fails by chance: `pytest --hypothesis-profile anew` draws others.
 settings.register_profile("anew", deadline=None, database=None, derandomize=False)
 settings.register_profile("template", settings.get_profile("anew"), derandomize=True)
