@@ -55,7 +55,7 @@ TAKEN = {*DEPENDENCIES, *PROVIDED, *IMPORTED_BY_TORCH, *COMMANDS}
 _STDLIB = sys.stdlib_module_names | {"annotationlib", "compression", "profiling", "test"}
 
 # Folders and modules of the rendered tree, and folders that its .gitignore leaves out.
-_TREE = {"build", "conftest", "dist", "env", "runs", "scripts", "src", "tests", "venv"}
+_TREE = {"build", "conftest", "dist", "env", "runs", "src", "tests", "venv"}
 
 
 def _line_problem(text: str, limit: int) -> str | None:
