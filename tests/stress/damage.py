@@ -206,7 +206,7 @@ def seen(findings: Findings, target: Target, what: str, named: str, damage: Dama
 def resume(findings: Findings, target: Target, rng: random.Random) -> None:
     """Let a run go on over damage; then over nothing but damage."""
     training = importlib.import_module(f"{target.package}.train")
-    errors = importlib.import_module(f"{target.package}.distributed.world").RankError
+    errors = importlib.import_module(f"{target.package}.errors").RankError
     wanted, step = tensors(target, target.before), int(target.before.name[5:])
     for _ in range(2 if findings.bounded else 12):
         copy = findings.folder / "resumed"
