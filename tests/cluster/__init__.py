@@ -1,1 +1,1 @@
-"""Of jobs on several hosts: Slurm, Kubernetes, elastic launches."""
+"""Tests of several hosts: Slurm, Kubernetes, elastic launches, hybrid sharding."""

@@ -1,1 +1,1 @@
-"""Of what a rendered project does: training, data, checkpoints, logs, trackers."""
+"""Tests of a rendered project: training, data, checkpoints, logs, trackers, your own models."""

@@ -1,1 +1,1 @@
-"""Programs that try to break what the template promises; `make torture` runs all of them."""
+"""Stress tests: programs that try to break what the template promises (`make torture`)."""

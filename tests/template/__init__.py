@@ -1,1 +1,1 @@
-"""Of the template itself: answers, renders, updates, documentation, demo, benchmarks."""
+"""Tests of the template: answers, renders, updates, documentation, demo, benchmarks, matrix."""

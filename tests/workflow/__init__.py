@@ -1,1 +1,1 @@
-"""Of the stages of the workflow, and of their order and report."""
+"""Tests of the stages of the workflow, their order and their report."""
