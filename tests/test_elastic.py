@@ -58,12 +58,12 @@ def test_who_stops_waits_to_be_told_where_machines_come_and_go(
 
 @pytest.mark.parametrize("machines", ["two", "0", "1:", "1:2:3", "1;2"])
 def test_a_wrong_number_of_machines_is_told_at_once(project: Project, machines: str) -> None:
-    command = ["bash", "scripts/launch.sh", "-n", "1", "train"]
+    command = ["bash", "launch.sh", "-n", "1", "train"]
     environment = {**os.environ, "NNODES": machines}
     done = subprocess.run(
         command, cwd=project.folder, env=environment, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 2 and done.stderr.startswith("NNODES wants a number of machines")
+    assert done.returncode == 2 and done.stderr.startswith("NNODES needs a number of machines")
 
 
 def test_who_stops_hears_no_more_but_its_children_do(project: Project) -> None:

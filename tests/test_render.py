@@ -54,10 +54,10 @@ RENDERS = choose_renders()
 PACKAGE = "src/my_training_run"
 CLUSTER = {
     "none": set(),
-    "slurm": {"scripts/train.sbatch"},
+    "slurm": {"train.sbatch"},
     "kubernetes": {
-        *("Dockerfile", ".dockerignore", "scripts/entrypoint.sh", "scripts/volume.yaml"),
-        *("scripts/trainjob.yaml", "scripts/pytorchjob.yaml"),
+        *("Dockerfile", ".dockerignore", "entrypoint.sh", "volume.yaml"),
+        *("trainjob.yaml", "pytorchjob.yaml"),
     },
 }
 # The files of a question: what may differ when only its answer does.
@@ -89,7 +89,7 @@ MODULES = {
 }
 FILES = {
     *("pyproject.toml", "README.md", ".gitignore", ".gitattributes", ".pre-commit-config.yaml"),
-    *(".github/dependabot.yml", ".github/workflows/ci.yml", "scripts/launch.sh", "LICENSE"),
+    *(".github/dependabot.yml", ".github/workflows/ci.yml", "launch.sh", "LICENSE"),
     *(".cookiecutter.json", f"{PACKAGE}/workflow/report.html", "tests/test_ranks.py"),
     *(f"tests/{n}.py" for n in ("conftest", "test_sampling", "test_snapshots", "test_training")),
     *(f"{PACKAGE}/{at}{name}.py" for at, names in MODULES.items() for name in names.split()),

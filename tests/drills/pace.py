@@ -64,7 +64,7 @@ def main(folder: Path, packages: list[str]) -> None:
         changes |= {"train.log_every": 2, "train.validate_every": 0, "checkpoint.every": 4}
         changes |= {"data.path": folder / "text.txt"}
         config = configuration.override(configuration.preset("tiny"), changes)
-        world = world or training.parallel.setup(config.parallel, "cpu")
+        world = world or training.join(config.parallel, "cpu")
         module, function = (training, "compute_loss") if where == "step" else (sampling, "fetch")
         before = getattr(module, function)
         setattr(module, function, slowed(before, slow == RANK))
