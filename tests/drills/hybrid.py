@@ -24,7 +24,7 @@ def main(folder: Path, ddp: str, fsdp: str) -> None:
     for name, (package, changes) in ways.items():
         training = importlib.import_module(f"{package}.train")
         config = importlib.import_module(f"{package}.config")
-        memory = importlib.import_module(f"{package}.run.memory")
+        memory = importlib.import_module(f"{package}.run.hardware")
         changes |= {"device": "cpu", "run_dir": folder / name, "train.steps": STEPS}
         changes |= {"train.log_every": 1, "data.path": folder / "text.txt"}
         settings = config.override(config.preset("tiny"), changes)
