@@ -6,7 +6,7 @@ how it is read in checkpoint/reader.py.
 
 from dataclasses import dataclass
 
-from ..distributed.buffers import agree_on_buffers
+from ..distributed.parallel import agree_on_buffers
 from .checkpointer import Recovery, share_of
 from .publish import RetentionConfig
 from .writing import write_shards

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..distributed.buffers import agree_on_buffers
+from ..distributed.parallel import agree_on_buffers
 from .checkpointer import Recovery, share_of
 from .publish import RetentionConfig
 from .reader import Tensors

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch.distributed.tensor import DTensor
 
-from ..distributed.buffers import agree_on_buffers
+from ..distributed.parallel import agree_on_buffers
 from .checkpointer import Recovery
 from .publish import RetentionConfig
 from .reader import WHOLE_FILE, Tensors

@@ -1,7 +1,7 @@
 """Jobs whose world changes: machines fail, leave and join, and the samples stay what they were.
 
 Several launchers on this machine stand for as many machines, with one process each, in an elastic
-job of scripts/launch.sh (NNODES=1:3, torchrun's rendezvous): one is killed with all it started, one
+job of launch.sh (NNODES=1:3, torchrun's rendezvous): one is killed with all it started, one
 is told to stop, others join. In other runs the launcher is killed, and started by hand with
 another number of processes. A recorder in the render (sample_recorder.py) writes down which samples
 each rank asks for; all is compared with a run on one process that nobody disturbs.

@@ -8,7 +8,7 @@ import pytest
 
 from {{ cookiecutter.package_name }}.checkpoint.manifest import CheckpointError, published, verify
 from {{ cookiecutter.package_name }}.checkpoint.publish import RetentionConfig, Snapshots
-from {{ cookiecutter.package_name }}.distributed.agreement import Group
+from {{ cookiecutter.package_name }}.distributed import Group
 
 
 def write(directory: Path) -> list[str]:

@@ -16,9 +16,8 @@ from {{ cookiecutter.package_name }}.__main__ import main
 from {{ cookiecutter.package_name }}.checkpoint import staging
 from {{ cookiecutter.package_name }}.checkpoint.decoding import Decoder
 from {{ cookiecutter.package_name }}.checkpoint.transfer import load_weights
-from {{ cookiecutter.package_name }}.distributed.agreement import Group
-from {{ cookiecutter.package_name }}.distributed.stop import Control
-from {{ cookiecutter.package_name }}.distributed.world import World
+from {{ cookiecutter.package_name }}.distributed import Group
+from {{ cookiecutter.package_name }}.distributed.stop import Stop
 from {{ cookiecutter.package_name }}.errors import RankError, UserError
 from {{ cookiecutter.package_name }}.model import build_model
 from {{ cookiecutter.package_name }}.run.directory import RunDirectory
@@ -134,12 +133,6 @@ def test_bfloat16_learns_what_float32_does(tmp_path: Path) -> None:
     assert losses(tmp_path / "bf16") == pytest.approx(losses(tmp_path / "fp32"), rel=0.1)
 
 
-def test_fewer_samples_than_ranks_are_refused() -> None:
-    world = World(rank=0, size=9, device=torch.device("cpu"))
-    with pytest.raises(UserError, match="8 is below the 9 ranks"):
-        setup(tiny(Path("unused"), train__global_batch_size=8), world)
-
-
 def test_a_finished_run_says_so_and_can_be_prolonged(tmp_path: Path) -> None:
     train(tiny(tmp_path, train__steps=5))
     assert run(tiny(tmp_path, train__steps=5)).status == "already finished"
@@ -222,14 +215,14 @@ def test_a_checkpoint_holds_its_own_step(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_a_stop_before_the_first_step_is_no_dead_end(tmp_path: Path, monkeypatch) -> None:
-    enter = Control.__enter__
+    enter = Stop.__enter__
 
-    def enter_signalled(self: Control) -> Control:
+    def enter_signalled(self: Stop) -> Stop:
         self.signal = signal.SIGTERM
         return enter(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Control, "__enter__", enter_signalled)
+        patch.setattr(Stop, "__enter__", enter_signalled)
         assert run(tiny(tmp_path)).status == "preempted"
     assert run(tiny(tmp_path)).status == "finished"
 

@@ -47,7 +47,7 @@ def main(task: str, folder: Path, packages: list[str]) -> None:
                 "train.steps": STEPS,
             },
         )
-        world = world or package.parallel.setup(settings.parallel, "cpu")
+        world = world or package.join(settings.parallel, "cpu")
         group = package.Group(world)
         if task == "write":
 
@@ -73,7 +73,7 @@ def main(task: str, folder: Path, packages: list[str]) -> None:
         del state
     if world.rank == 0:
         print(f"{count} checkpoints read by {len(packages)} projects on {world.size} ranks")
-    package.parallel.teardown(world)
+    package.leave(world)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ def main(folder: Path, ddp: str, fsdp: str) -> None:
     for name, (package, changes) in ways.items():
         training = importlib.import_module(f"{package}.train")
         config = importlib.import_module(f"{package}.config")
-        memory = importlib.import_module(f"{package}.run.memory")
+        memory = importlib.import_module(f"{package}.run.hardware")
         changes |= {"device": "cpu", "run_dir": folder / name, "train.steps": STEPS}
         changes |= {"train.log_every": 1, "data.path": folder / "text.txt"}
         settings = config.override(config.preset("tiny"), changes)
-        world = world or training.parallel.setup(settings.parallel, "cpu")
+        world = world or training.join(settings.parallel, "cpu")
 
         def watch(
             state: Any,
@@ -84,7 +84,7 @@ def main(folder: Path, ddp: str, fsdp: str) -> None:
         del state
     if world.rank == 0:
         print(f"{len(ways)} ways agree")
-    training.parallel.teardown(world)
+    training.leave(world)
 
 
 if __name__ == "__main__":

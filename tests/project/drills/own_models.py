@@ -54,7 +54,7 @@ def main(folder: Path, packages: list[str]) -> None:
             return settings, final, seen
 
         if world is None:
-            world = training.parallel.setup(config.Config().parallel, "cpu")
+            world = training.join(config.Config().parallel, "cpu")
         where = f"{world.size}/{name}"
         settings, undisturbed, losses[name] = go(f"{where}/whole", world)
         assert losses[name][-1] < losses[name][0], (name, losses[name])
@@ -87,7 +87,7 @@ def main(folder: Path, packages: list[str]) -> None:
     if world.rank == 0:
         (folder / f"{world.size}.json").write_text(json.dumps(losses))
         print(f"{len(packages)} models trained on {world.size} ranks")
-    training.parallel.teardown(world)
+    training.leave(world)
 
 
 if __name__ == "__main__":

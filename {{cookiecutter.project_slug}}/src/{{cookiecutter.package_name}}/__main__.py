@@ -16,7 +16,7 @@ from .checkpoint.transfer import export as write_export
 from .commands import PROGRAM, ask, exit_code
 from .config import Config, Place
 from .distributed import Group
-from .distributed.elastic import TO_BE_RESTARTED
+from .distributed.stop import TO_BE_RESTARTED
 from .errors import UserError
 from .infer import InferConfig
 from .model import PRESETS

@@ -208,7 +208,6 @@ class Loader:
         self.source = _MicroBatches(dataset, order, plan)
         self.plan, self.workers, self.pin = plan, workers, pin
         self.seconds = 0.0
-        self.pace: Any = None  # told when the rank turns to a step (distributed/stragglers.py)
         self.iterator: Any = None
         self.seek(0)
 
@@ -220,15 +219,11 @@ class Loader:
     def next(self) -> list[Any]:
         """The micro-batches of one step, in the order of the plan."""
         started = time.perf_counter()
-        if self.pace:
-            self.pace.begin()
         if self.workers and self.iterator is None:
             self.iterator = iter(self._worker_loader())
         batches = self.of(self.step, self.plan) if self.iterator is None else self._of_workers()
         self.step += 1
         self.seconds += time.perf_counter() - started
-        if self.pace:
-            self.pace.arrive()
         return batches
 
     def of(self, step: int, plan: list[Share]) -> list[Any]:

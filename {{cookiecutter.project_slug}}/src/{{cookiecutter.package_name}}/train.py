@@ -18,11 +18,9 @@ from .compile import checkpoint_activations, compile_model
 from .config import Config
 from .data import build_datasets
 from .device import move, set_up_torch
-from .distributed import Group, World, parallel
-from .distributed.buffers import RunningBuffers, agree_on_buffers
-from .distributed.elastic import outcome
-from .distributed.stop import Control
-from .distributed.watchdog import Watch
+from .distributed import Group, World, join, leave, parallel, watchdog
+from .distributed.buffers import RunningBuffers
+from .distributed.stop import Stop
 from .errors import UserError
 from .loss import checked, judge_step, loss_vector, means
 from .model import blocks, build_model, compute_loss
@@ -31,6 +29,7 @@ from .run.companions import companions, garbage_collected_by_hand
 from .run.directory import RunDirectory
 from .run.hardware import check_memory, expected_memory, forward_flops, peak_flops
 from .run.journal import Journal
+from .run.logs import say
 from .sampling import GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
 from .settings import to_json
 
@@ -62,9 +61,6 @@ class State:
     bad_steps: Tensor | int = 0
     """Since the last log line: steps skipped for a loss or gradient that was not finite."""
     grad_norm: Tensor | float = 0.0
-    patient: bool = (
-        False  # while what is going on may take longer than a step (distributed/watchdog.py)
-    )
 
 
 Observer = Callable[[State, dict[str, Any] | None], None]
@@ -81,7 +77,7 @@ class Result:
 
 def setup(config: Config, world: World | None = None) -> State:
     """Build everything a step needs; `world` only if the caller has set it up already."""
-    world = world or parallel.setup(config.parallel, config.device)
+    world = world or join(config.parallel, config.device)
     settings, batch_size = config.train, config.train.global_batch_size
     world.check_batch(batch_size)
     set_up_torch(settings.seed, settings.deterministic)
@@ -151,7 +147,7 @@ def validate(state: State, stopped: Callable[[], object] = bool) -> dict[str, fl
     """
     config, world = state.config.train, state.world
     chosen = fixed_subset(len(state.validation), config.validate_samples)
-    agree_on_buffers(state.model, world)
+    parallel.agree_on_buffers(state.model, world)
     state.module.eval()
     sums, loss = 0.0, None
     for start in range(0, len(chosen), config.global_batch_size):
@@ -173,19 +169,21 @@ def run(config: Config, observer: Observer | None = None) -> Result:
 
     `observer(state, record)` is called after every step, with the log line if there was one.
     """
-    world = parallel.setup(config.parallel, config.device)
+    world = join(config.parallel, config.device)
     result = _run(config, world, observer or (lambda state, record: None))
-    parallel.teardown(world)  # only now that the frame which held model and optimizer is gone
+    leave(world)  # only now that the frame which held model and optimizer is gone
     return result
 
 
 def _run(config: Config, world: World, observer: Observer) -> Result:
     group, kept = Group(world), config.checkpoint
     with contextlib.ExitStack() as stack:
-        control = stack.enter_context(Control(group))  # the first: a stop may come early
+        stopping = stack.enter_context(Stop(group))  # the first: a stop may come early
         state, settings = setup(config, world), config.train
         run_dir = stack.enter_context(RunDirectory(config.directory, group, config.fresh, kept.far))
-        watch = stack.enter_context(Watch(run_dir.path, state, group))
+        watchers = list(watchdog(run_dir.path, world, group, state.module, say))
+        for watcher in watchers:
+            stack.enter_context(watcher)
         checkpointer = stack.enter_context(start(state, run_dir, group))
         if state.step >= settings.steps:
             checkpointer.close()
@@ -194,15 +192,21 @@ def _run(config: Config, world: World, observer: Observer) -> Result:
         stack.callback(state.loader.close)
         journal = stack.enter_context(Journal(run_dir.path, state, group))
         stack.enter_context(garbage_collected_by_hand())
-        watchers = [stack.enter_context(it) for it in companions(state, run_dir.path, train_step)]
+        others = companions(state, run_dir.path, train_step, group)
+        others = [stack.enter_context(it) for it in others]
         validation, stop = {}, 0
         while state.step < settings.steps:
-            stop, save_failed = control.exchange(checkpointer.failed)
+            stop, save_failed = stopping.poll(checkpointer.failed)
             if save_failed:
-                checkpointer.settle()
+                with group.patience():
+                    checkpointer.settle()
             if stop:
                 break
-            train_step(state, state.loader.next())
+            batches = state.loader.next()
+            for watcher in watchers:
+                if hasattr(watcher, "before_step"):
+                    watcher.before_step(state)
+            train_step(state, batches)
 
             log_now, validate_now, save_now = (
                 state.step == settings.steps or (every > 0 and state.step % every == 0)
@@ -211,18 +215,22 @@ def _run(config: Config, world: World, observer: Observer) -> Result:
             record = journal.line(state) if log_now or validate_now else None
             if validate_now:
                 with journal.pause():
-                    validation = validate(state, lambda: control.exchange(checkpointer.failed)[0])
+                    validation = validate(state, lambda: stopping.poll(checkpointer.failed)[0])
                 record.update(validation)
+            for watcher in watchers:
+                watcher.after_step(state, record)
             journal.step(record)
-            for watcher in (watch, *watchers):
-                watcher(state, record)
+            for other in others:
+                other(state, record)
             if save_now:
-                checkpointer.save(state.step, (record or {}).get("validation_loss"))
+                with group.patience():
+                    checkpointer.save(state.step, (record or {}).get("validation_loss"))
             observer(state, record)
         if stop:
             log.info("%s: saving step %d, then stopping", signal.Signals(stop).name, state.step)
-        checkpointer.finish(state.step)
-        status = outcome(stop, control)
+        with group.patience():
+            checkpointer.finish(state.step)
+        status = stopping.outcome(stop)
         blocked = checkpointer.blocked_seconds
         run_dir.record_status(status, step=state.step, checkpoint_blocked_seconds=blocked)
         return Result(status, state.step, validation)

@@ -63,8 +63,8 @@ class Parts:
             dcp.load(
                 dict(targets),
                 storage_reader=PlainReader(self.path, self.index),
-                process_group=group.group,
-                no_dist=not group.group,
+                process_group=group.process_group,
+                no_dist=not group.process_group,
             )
 
 

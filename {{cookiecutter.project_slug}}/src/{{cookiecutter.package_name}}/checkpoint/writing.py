@@ -42,7 +42,9 @@ def write_shards(folder: Place, tensors: Tensors, group: Group, threads: int) ->
     # Files are synced once, together with their directory, by whoever publishes them.
     writer = ShardWriter(folder, threads)
     with as_snapshot_errors("writing"):
-        dcp.save(tensors, storage_writer=writer, process_group=group.group, no_dist=not group.group)
+        process_group = group.process_group
+        no_dist = not process_group
+        dcp.save(tensors, storage_writer=writer, process_group=process_group, no_dist=no_dist)
     return [*writer.names, DCP_INDEX] if group.rank == 0 else writer.names
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ..checkpoint.manifest import CheckpointError
+from ..distributed import Group, parallel
 from ..errors import UserError
 from ..sampling import Share, shares
 
@@ -24,8 +24,8 @@ class StopAtBadStep:
     not finite are halved again, down to single samples.
     """
 
-    def __init__(self, train_step: Any) -> None:
-        self.train_step = train_step
+    def __init__(self, train_step: Any, group: Group) -> None:
+        self.train_step, self.group = train_step, group
 
     def __enter__(self) -> "StopAtBadStep":
         """Nothing to set up."""
@@ -38,10 +38,11 @@ class StopAtBadStep:
         """Look at the step just done (its count moves to the log line, where there is one)."""
         if not (record["skipped_steps"] if record else int(state.bad_steps)):
             return
-        step, state.patient = state.step - 1, True
+        step = state.step - 1
         log.info("step %d was not finite: looking for the samples that make it so", state.step)
         ids = state.loader.source.order.ids(step).tolist()
-        found = self._search(state, step, 0, len(ids))
+        with self.group.patience():
+            found = self._search(state, step, 0, len(ids))
         alone = f"on their own, those of samples {', '.join(str(ids[place]) for place in found)}"
         together = f"on their own, those of no sample: only together, in this batch of {ids[:64]}"
         error = UserError(
@@ -96,7 +97,7 @@ def refuse_odd_numbers(
     verify, and push out the good ones. Buffers may be infinite, as masks are.
     """
     for (kind, name, *rest), value in tensors:
-        tensor = (value.to_local() if isinstance(value, DTensor) else value).detach()
+        tensor = parallel.local_part(value).detach()
         if not tensor.is_floating_point() or not tensor.numel():
             continue
         if tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16:

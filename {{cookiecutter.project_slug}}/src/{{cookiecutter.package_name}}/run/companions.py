@@ -8,16 +8,19 @@ from typing import Any
 
 from ..compile import ShelteredCompilers
 from ..compile_cache import CompileCache
+from ..distributed import Group
 from ..profiler import Profiler
 from .bad_steps import StopAtBadStep
 from .tracking import Tracking
 
 
-def companions(state: Any, directory: Path, train_step: Callable[..., None]) -> Iterator[Any]:
+def companions(
+    state: Any, directory: Path, train_step: Callable[..., None], group: Group
+) -> Iterator[Any]:
     """Those that the settings ask for: context managers, called after a step as an observer is."""
     config = state.config
     if config.train.on_bad_step == "stop":
-        yield StopAtBadStep(train_step)
+        yield StopAtBadStep(train_step, group)
     if config.track and state.world.rank == 0:
         yield Tracking(config, directory, state.step)
     if config.compile.mode != "none":

@@ -18,8 +18,7 @@ from ..checkpoint.manifest import best_by_validation, published, verify
 from ..checkpoint.publish import storage_of
 from ..checkpoint.remote import Place, RemotePath, located
 from ..checkpoint.retrying import StoreError
-from ..distributed import Group
-from ..distributed.elastic import launcher
+from ..distributed import Group, launcher
 from ..errors import UserError
 from ..files import naming, write_json
 from .logs import ONLY_IN_FILES, logging_to, open_log

@@ -15,8 +15,6 @@ from typing import Any
 from tqdm import tqdm
 
 from ..distributed import Group
-from ..distributed.network import PATIENCE
-from ..distributed.stragglers import Pace
 from ..errors import UserError
 from ..files import naming
 from ..loss import means
@@ -39,14 +37,10 @@ class Journal:
         self.lines = self.first and not sys.stderr.isatty()
         self.bad_in_a_row = 0
         self.mark = (state.step, time.perf_counter(), 0.0, 0.0)
-        self.pace = Pace(group, state.world.device, state.module) if group.size > 1 else None
 
     def __enter__(self) -> "Journal":
         """Open the log, after cutting off what a restored run will write again; RankError."""
         self.group.from_first(self._open)
-        if self.pace:
-            self.pace.open(wrapped=self.state.module is not self.state.model)
-            self.state.loader.pace = self.pace
         self.bar = tqdm(
             total=self.total,
             initial=self.state.step,
@@ -59,8 +53,6 @@ class Journal:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Close the log; the bar stays as it is."""
         self.bar.close()
-        if self.pace:
-            self.pace.close(kind)
         if self.first:
             try:
                 self.file.close()
@@ -106,7 +98,7 @@ class Journal:
         if state.peak_flops and state.forward_flops:
             flops = 3 * rate * state.forward_flops  # backward takes twice what forward does
             record["mfu"] = flops / (state.peak_flops * state.world.size)
-        return record | (self.pace.window(record["step_seconds"]) if self.pace else {})
+        return record
 
     def step(self, record: dict[str, Any] | None) -> None:
         """Count one step; write and show its record if it has one."""
@@ -158,10 +150,9 @@ class Journal:
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Do not count what happens meanwhile (validation) as training."""
-        started, self.state.patient = time.perf_counter(), True
-        before, self.group.limit = self.group.limit, PATIENCE
-        yield
-        self.state.patient, self.group.limit = False, before
+        started = time.perf_counter()
+        with self.group.patience():
+            yield
         self.mark = (self.mark[0], self.mark[1] + time.perf_counter() - started, *self.mark[2:])
 
     def _judge(self, state: Any, steps: int, bad: int) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from ..config import Config
 from ..device import move
-from ..distributed import parallel
+from ..distributed import join, leave, parallel
 from ..loss import checked, loss_vector, means
 from ..model import compute_loss
 from ..run.hardware import cpu_peak_flops, forward_flops, in_units, peak_flops, peak_memory
@@ -34,7 +34,7 @@ def measure(config: Config) -> int:
     """Measure and judge; 0 when the gate is passed, 1 when it is not."""
     stage = Stage("baseline", config)
     config = override(config, {"compile.mode": "none"})
-    world = parallel.setup(config.parallel, config.device)
+    world = join(config.parallel, config.device)
     print(
         f"     the first {WARMUP + MEASURED} steps, fewer if they are slow, twice ...", flush=True
     )
@@ -48,7 +48,7 @@ def measure(config: Config) -> int:
         stage.figures["gpu_utilisation"] = spread(utilisation)
         print(f"     GPU utilisation {describe(stage.figures['gpu_utilisation'], unit=' %')}")
     del state
-    parallel.teardown(world)
+    leave(world)
     return stage.close()
 
 

@@ -18,7 +18,7 @@ import torch
 from .. import compile as compilation
 from ..compile_cache import CompileCache, lookups
 from ..config import Config
-from ..distributed import World, parallel
+from ..distributed import World, join
 from ..errors import UserError
 from ..files import write_json
 from ..loss import means
@@ -45,7 +45,7 @@ class Course(NamedTuple):
 
 def cold(config: Config, folder: Path) -> dict[str, Any]:
     """Compile with nothing cached; compare with eager steps, in numbers and in time."""
-    world = parallel.setup(config.parallel, config.device)
+    world = join(config.parallel, config.device)
     state = setup(override(config, {"compile.mode": "none"}), world)
     if config.compile.mode == "blocks" and not list(blocks(state.model)):
         return {"skipped": "blocks(model) names no block"}
@@ -77,7 +77,7 @@ def cold(config: Config, folder: Path) -> dict[str, Any]:
 
 def warm(config: Config, folder: Path) -> dict[str, Any]:
     """The same start again, with nothing but what the run carries."""
-    world = parallel.setup(config.parallel, config.device)
+    world = join(config.parallel, config.device)
     state = setup(config, world)
     with CompileCache(folder / "compile_cache", config.compile, world) as cache:
         follow(state)
@@ -90,7 +90,7 @@ def warm(config: Config, folder: Path) -> dict[str, Any]:
 
 def vary(config: Config, folder: Path) -> dict[str, Any]:
     """Steps whose batches vary in size, and in length if they can, for each `compile.dynamic`."""
-    world = parallel.setup(config.parallel, config.device)
+    world = join(config.parallel, config.device)
     state = setup(override(config, {"compile.mode": "none"}), world)
     batches, varied = batches_that_vary(state)
     del state

@@ -21,8 +21,8 @@ from ..checkpoint.manifest import MANIFEST, published, read_manifest
 from ..checkpoint.reader import DCP_INDEX, flat
 from ..commands import exit_code
 from ..config import Config, load
-from ..distributed import Group, parallel
-from ..distributed.buffers import agree_on_buffers
+from ..distributed import Group, join, leave
+from ..distributed.parallel import agree_on_buffers
 from ..errors import RankError, UserError
 from ..files import write_json
 from ..run.directory import RunDirectory
@@ -85,7 +85,7 @@ def train(config: Config, folder: Path, name: str) -> None:
 
 def reload(config: Config, folder: Path, source: str, target: str = "") -> None:
     """Load the newest checkpoint of FOLDER/source, and save it again in FOLDER/target, if any."""
-    world = parallel.setup(config.parallel, config.device)
+    world = join(config.parallel, config.device)
     found: dict[str, Any] = {}
     try:
         state = setup(config, world)
@@ -101,7 +101,7 @@ def reload(config: Config, folder: Path, source: str, target: str = "") -> None:
         del state
     if world.rank == 0:
         write_json(folder / "reload.json", found)
-    parallel.teardown(world)
+    leave(world)
 
 
 def fresh(config: Config, folder: Path, source: str = "") -> None:
@@ -109,7 +109,7 @@ def fresh(config: Config, folder: Path, source: str = "") -> None:
 
     If there is a `source`, its checkpoint is loaded and saved again in FOLDER/again.
     """
-    world = parallel.setup(config.parallel, config.device)
+    world = join(config.parallel, config.device)
     state, group = setup(config, world), Group(world)
     original = folder / "undisturbed"
     found: dict[str, Any] = {"roundtrip": roundtrip(state, original, group)}
@@ -124,7 +124,7 @@ def fresh(config: Config, folder: Path, source: str = "") -> None:
         write_json(folder / "fresh.json", found)
     state.loader.close()
     del state
-    parallel.teardown(world)
+    leave(world)
 
 
 def roundtrip(state: State, run_dir: Path, group: Group) -> dict[str, Any]:

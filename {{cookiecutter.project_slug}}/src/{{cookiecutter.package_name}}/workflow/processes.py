@@ -40,7 +40,7 @@ def started(
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    # Without this the store outlives a restart; see scripts/launch.sh.
+    # Without this the store outlives a restart; see launch.sh.
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with contextlib.ExitStack() as stack:
         stopping = signal.signal(signal.SIGTERM, leave)

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..commands import exit_code
 from ..config import Config
-from ..distributed import Group, World, parallel
+from ..distributed import Group, World, join, leave
 from ..errors import RankError
 from ..files import write_json
 from ..settings import from_json, override
@@ -35,12 +35,12 @@ def main() -> int:
     """Measure on however many ranks there are."""
     folder = Path(sys.argv[1])
     config = from_json(Config(), folder / "settings.json", leave_out=("fresh", "init_from"))
-    world = parallel.setup(config.parallel, config.device)
+    world = join(config.parallel, config.device)
     one = folder / "1.json"
     record = examine(config, world, json.loads(one.read_text("utf-8")) if one.exists() else None)
     if world.rank == 0:
         write_json(folder / f"{world.size}.json", record)
-    parallel.teardown(world)
+    leave(world)
     return 0
 
 

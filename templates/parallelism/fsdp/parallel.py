@@ -9,17 +9,18 @@ import contextlib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import UserError
-from .world import World, join, leave
+from .agreement import agree_on_buffers as agree_on_buffers
+from .agreement import all_reduce as all_reduce
+from .world import World
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,6 @@ def check_ranks(config: ParallelConfig, ranks: int) -> None:
     """UserError when the work cannot be spread over so many processes."""
     if config.replicate and ranks % config.replicate:
         raise UserError(f"--parallel.replicate {config.replicate} does not divide {ranks} ranks")
-
-
-def setup(config: ParallelConfig, device: str) -> World:
-    """Join the process group that torchrun announces, if any."""
-    return join(device, timedelta(minutes=config.timeout_minutes))
 
 
 def place(
@@ -112,8 +108,40 @@ def accumulate(module: nn.Module, last: bool) -> contextlib.AbstractContextManag
 
 
 def local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts of the tensors that this process holds."""
-    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    """The parts of the tensors that this rank holds."""
+    return [local_part(tensor) for tensor in tensors]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor, gathered: to be called on all ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A whole `source`, the same on all ranks, laid out over them as `target` is."""
+    if not isinstance(target, DTensor):
+        return source
+    mesh, placements = target.device_mesh, target.placements
+    return distribute_tensor(source, mesh, placements, src_data_rank=None)  # without sending it
+
+
+def copies(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
+    """How many ranks hold the same part of a tensor as this one, and its place among them."""
+    if not isinstance(tensor, DTensor):
+        return size, rank
+    count, place = 1, 0
+    mesh = tensor.device_mesh
+    for length, mine, placement in zip(
+        mesh.shape, mesh.get_coordinate(), tensor.placements, strict=True
+    ):
+        if placement.is_replicate():
+            count, place = count * length, place * length + mine
+    return count, place
 
 
 def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
@@ -121,15 +149,3 @@ def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
     # Left to itself it would go through DTensors one by one.
     norm = torch.nn.utils.get_total_norm(gradients, foreach=world.distributed or None)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def all_reduce(tensor: torch.Tensor, world: World) -> torch.Tensor:
-    """Sum over the ranks, in place."""
-    if world.distributed:
-        dist.all_reduce(tensor)
-    return tensor
-
-
-def teardown(world: World) -> None:
-    """Leave the process group; call it when model and optimizer are gone."""
-    leave(world)

@@ -6,14 +6,14 @@ Under torchrun there is a process group; a plain process runs without one, as on
 import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .world import World, join, leave
+from .agreement import agree_on_buffers as agree_on_buffers
+from .agreement import all_reduce as all_reduce
+from .world import World
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,6 @@ class ParallelConfig:
 
 def check_ranks(config: ParallelConfig, ranks: int) -> None:
     """UserError when the work cannot be spread over so many processes; any number will do."""
-
-
-def setup(config: ParallelConfig, device: str) -> World:
-    """Join the process group that torchrun announces, if any."""
-    return join(device, timedelta(minutes=config.timeout_minutes))
 
 
 def place(
@@ -74,23 +69,31 @@ def accumulate(module: nn.Module, last: bool) -> contextlib.AbstractContextManag
 
 
 def local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts of the tensors that this process holds: all of them."""
+    """The parts of the tensors that this rank holds: all of them."""
     return tensors
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds: all of it."""
+    return tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor."""
+    return tensor
+
+
+def like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A whole `source`, laid out over the ranks as `target` is."""
+    return source
+
+
+def copies(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
+    """How many ranks hold the same part of a tensor as this one, and its place among them."""
+    return size, rank
 
 
 def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
     """2-norm of all gradients together, a scalar on the device, the same on every rank."""
     # As torch.nn.utils.get_total_norm, which first sorts by device and dtype for twice the cost.
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-
-
-def all_reduce(tensor: torch.Tensor, world: World) -> torch.Tensor:
-    """Sum over the ranks, in place."""
-    if world.distributed:
-        dist.all_reduce(tensor)
-    return tensor
-
-
-def teardown(world: World) -> None:
-    """Leave the process group; call it when model and optimizer are gone."""
-    leave(world)
