@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .buffers import agree_on_buffers  # noqa: F401
 from .world import World, join, leave
 
 
@@ -76,6 +77,31 @@ def accumulate(module: nn.Module, last: bool) -> contextlib.AbstractContextManag
 def local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """The parts of the tensors that this process holds: all of them."""
     return tensors
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds: all of it."""
+    return tensor
+
+
+def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Like `tensor`, with `part` in place of the part that this rank holds."""
+    return part
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor."""
+    return tensor
+
+
+def like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A whole `source`, laid out as `target` is."""
+    return source
+
+
+def copies(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
+    """How many ranks hold the same part of a tensor as this one, and its place among them."""
+    return size, rank
 
 
 def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import UserError
+from .buffers import agree_on_buffers  # noqa: F401
 from .world import World, join, leave
 
 
@@ -114,6 +115,45 @@ def accumulate(module: nn.Module, last: bool) -> contextlib.AbstractContextManag
 def local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """The parts of the tensors that this process holds."""
     return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Like `tensor`, with `part` in place of the part that this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return part
+    return DTensor(part, tensor._spec, requires_grad=False)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor, gathered: to be called on all ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A whole `source`, the same on all ranks, laid out over them as `target` is."""
+    if not isinstance(target, DTensor):
+        return source
+    mesh, placements = target.device_mesh, target.placements
+    return distribute_tensor(source, mesh, placements, src_data_rank=None)  # without sending it
+
+
+def copies(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
+    """How many ranks hold the same part of a tensor as this one, and its place among them."""
+    if not isinstance(tensor, DTensor):
+        return size, rank
+    count, place = 1, 0
+    mesh = tensor.device_mesh
+    for length, mine, placement in zip(
+        mesh.shape, mesh.get_coordinate(), tensor.placements, strict=True
+    ):
+        if placement.is_replicate():
+            count, place = count * length, place * length + mine
+    return count, place
 
 
 def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:

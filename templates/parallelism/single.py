@@ -9,6 +9,7 @@ from torch import nn
 
 from ..device import pick_device
 from ..errors import UserError
+from .buffers import agree_on_buffers  # noqa: F401
 from .world import World, launched_ranks
 
 
@@ -58,6 +59,31 @@ def accumulate(module: nn.Module, last: bool) -> contextlib.AbstractContextManag
 def local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """The parts of the tensors that this process holds."""
     return tensors
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds: all of it."""
+    return tensor
+
+
+def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Like `tensor`, with `part` in place of the part that this rank holds."""
+    return part
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor."""
+    return tensor
+
+
+def like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A whole `source`, laid out as `target` is."""
+    return source
+
+
+def copies(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
+    """How many ranks hold the same part of a tensor as this one, and its place among them."""
+    return size, rank
 
 
 def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:

@@ -23,10 +23,10 @@ class Group:
 
     def __init__(self, world: World | None = None) -> None:
         self.rank, self.size = (world.rank, world.size) if world else (0, 1)
-        self.group = None
+        self.process_group = None
         if world and world.distributed:
-            self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
-            dist.barrier(self.group)  # only now may rank 0 leave, and its store with it
+            self.process_group = dist.new_group(backend="gloo", timeout=PATIENCE)
+            dist.barrier(self.process_group)  # only now may rank 0 leave, and its store with it
 
     def agree(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank; rank 0 gets all results, the others their own in a list.
@@ -35,9 +35,9 @@ class Group:
         """
         outcome = self._attempt(action)
         gathered = [outcome]
-        if self.group is not None:
+        if self.process_group is not None:
             gathered = [outcome] * self.size if self.rank == 0 else None
-            dist.gather_object(outcome, gathered, group_dst=0, group=self.group)
+            dist.gather_object(outcome, gathered, group_dst=0, group=self.process_group)
         failed = None
         if gathered:
             failed = [(r, *o[:2]) for r, o in enumerate(gathered) if o[0]]
@@ -52,9 +52,9 @@ class Group:
 
     def all_max(self, values: torch.Tensor) -> dist.Work | None:
         """Start an element-wise maximum over the ranks, in place (CPU tensor)."""
-        if self.group is None:
+        if self.process_group is None:
             return None
-        return dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        return dist.all_reduce(values, dist.ReduceOp.MAX, group=self.process_group, async_op=True)
 
     def wait(self, work: dist.Work) -> None:
         """Wait for what was started; RankError when some rank has not come within `limit`."""
@@ -64,10 +64,10 @@ class Group:
             raise RankError(f"a rank did not answer the others: {error}") from error
 
     def _broadcast(self, value: Any) -> Any:
-        if self.group is None:
+        if self.process_group is None:
             return value
         box = [value]
-        dist.broadcast_object_list(box, group_src=0, group=self.group)
+        dist.broadcast_object_list(box, group_src=0, group=self.process_group)
         return box[0]
 
     @staticmethod

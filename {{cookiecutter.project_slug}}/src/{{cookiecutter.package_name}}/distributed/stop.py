@@ -49,7 +49,7 @@ class Control:
     def exchange(self, failed: bool = False) -> tuple[int, bool]:
         """Send this rank's flags; return (stop signal or 0, a save failed) as of the last call."""
         self.heeded = True
-        if self.group.group is None:
+        if self.group.process_group is None:
             return self.signal or 0, failed
         if self.pending is None:
             self._send(failed)

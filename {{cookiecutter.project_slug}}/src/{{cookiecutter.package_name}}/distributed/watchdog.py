@@ -55,7 +55,7 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         """Start the thread; say where NCCL is to write its own account of a hang."""
-        if self.group.group is not None:
+        if self.group.process_group is not None:
             stamp = self.group.from_first(lambda: time.strftime("%Y%m%d-%H%M%S", time.gmtime()))
             self.folder = self.run_dir / f"hang-{stamp}"
             prefer(traces_in(self.run_dir))

@@ -2,14 +2,10 @@
 
 import dataclasses
 import logging
-import math
-from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from ..checkpoint.manifest import CheckpointError
 from ..errors import UserError
 from ..sampling import Share, shares
 
@@ -87,24 +83,13 @@ class _Still:
         pass
 
 
-def refuse_odd_numbers(
-    tensors: Iterable[tuple[tuple[str, ...], torch.Tensor]], weights: Set[str]
-) -> None:
-    """CheckpointError for a NaN in any tensor, or an infinity in one of the trained `weights`.
+def step_unless(bad: torch.Tensor | bool, optimizer: torch.optim.Optimizer) -> None:
+    """Step the optimizer unless `bad` is set.
 
-    Steps that are not finite are skipped, so there should be none; but a checkpoint with them would
-    verify, and push out the good ones. Buffers may be infinite, as masks are.
+    Fused optimizers decide on the device, by what gradient scalers use; others make the host wait.
     """
-    for (kind, name, *rest), value in tensors:
-        tensor = (value.to_local() if isinstance(value, DTensor) else value).detach()
-        if not tensor.is_floating_point() or not tensor.numel():
-            continue
-        if tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16:
-            array = tensor.numpy()  # on one thread, as staging.copy_on_one_core does it
-            extremes = [float(array.min()), float(array.max())]
-        else:
-            wide = tensor.float() if tensor.itemsize == 1 else tensor  # float8 has no order
-            extremes = torch.stack(torch.aminmax(wide)).tolist()
-        weight = kind == "model" and name in weights
-        if any(math.isnan(x) or (weight and math.isinf(x)) for x in extremes):
-            raise CheckpointError(f"{'.'.join((kind, name, *rest))} is not finite")
+    if isinstance(bad, torch.Tensor) and getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.found_inf = bad.float()
+        optimizer.step()
+    elif not bad:
+        optimizer.step()
