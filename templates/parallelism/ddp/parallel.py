@@ -78,6 +78,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Like `tensor`, with `part` as the part that this rank holds."""
+    return part
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor."""
     return tensor

@@ -117,6 +117,13 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Like `tensor`, with `part` as the part that this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return part
+    return DTensor(part, tensor._spec, requires_grad=False)
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor, gathered: to be called on all ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -61,6 +61,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Like `tensor`, with `part` in its place."""
+    return part
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor."""
     return tensor

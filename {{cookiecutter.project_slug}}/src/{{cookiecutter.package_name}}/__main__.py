@@ -11,6 +11,8 @@ from pathlib import Path
 
 from . import commands
 from . import config as configuration
+from .checkpoint.publish import list_checkpoints
+from .checkpoint.storage import on_disk
 from .checkpoint.transfer import ExportConfig
 from .checkpoint.transfer import export as write_export
 from .commands import PROGRAM, ask, exit_code
@@ -20,9 +22,8 @@ from .distributed.stop import TO_BE_RESTARTED
 from .errors import UserError
 from .infer import InferConfig
 from .model import PRESETS
-from .run.directory import list_checkpoints, summary
+from .run.directory import summary
 from .run.logs import log_to_console
-from .settings import on_disk
 from .workflow import STAGES
 
 log = logging.getLogger(__package__)

@@ -12,7 +12,6 @@ from typing import TypeVar
 import torch.distributed as dist
 import tyro
 
-from .checkpoint.retrying import StoreError
 from .distributed import launched_ranks
 from .errors import RankError, UserError
 
@@ -53,7 +52,7 @@ def exit_code(command: Callable[[], int]) -> int:
     """Run a command: 0 when all is well, 1 when something went wrong, 2 for bad input."""
     try:
         code = command()
-    except (UserError, RankError, StoreError, PermissionError) as error:
+    except (UserError, RankError, PermissionError) as error:
         code = 2 if isinstance(error, UserError) else 1
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)

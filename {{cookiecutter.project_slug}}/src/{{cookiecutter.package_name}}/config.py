@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from .checkpoint.remote import located
+from .checkpoint.storage import ELSEWHERE, located, on_disk
 from .checkpoint.writer import CheckpointConfig
 from .compile import CompileConfig
 from .data import DataConfig
@@ -16,7 +16,7 @@ from .model import PRESETS, ModelConfig
 from .optim import OptimConfig
 from .profiler import ProfileConfig
 from .run.tracker import TrackerConfig
-from .settings import from_json, on_disk, override
+from .settings import from_json, override
 from .workflow import WorkflowConfig
 
 
@@ -83,7 +83,9 @@ class Place:
         """The run directory; UserError for a name that leads elsewhere."""
         if self.name != Path(self.name).name:
             raise UserError(f"--name {self.name}: a plain name is wanted; for a place, --run-dir")
-        return self.run_dir or Path("runs") / self.name
+        directory = self.run_dir or Path("runs") / self.name
+        located(directory)  # UserError for an address that this project cannot open
+        return directory
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,8 @@ class Config(Place):
 
     def __post_init__(self) -> None:
         """Check what only the whole can tell (UserError)."""
-        if self.fresh and (url := self.checkpoint.url):
-            raise UserError(f"--fresh leaves {url} as it is: give another --checkpoint.url")
+        if self.fresh:
+            self.checkpoint.check_fresh()
         if self.fresh and self.init_from:
             if self.init_from.resolve().is_relative_to(self.directory.resolve()):
                 raise UserError("--fresh would move what --init-from reads: take another --name")
@@ -134,4 +136,4 @@ def load(path: Path) -> Config:
     of_that_run = ("name", "run_dir", "fresh", "init_from", "init_strict")
     # A run of another answer has other settings there, which change nothing of what is computed.
     lenient = ("parallel", "checkpoint", "tracker")
-    return on_disk(from_json(Config(), path, leave_out=of_that_run, lenient=lenient))
+    return on_disk(from_json(Config(), path, of_that_run, lenient, ELSEWHERE))

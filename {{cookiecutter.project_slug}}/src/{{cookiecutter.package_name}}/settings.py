@@ -3,8 +3,9 @@
 import dataclasses
 import json
 import logging
+import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,11 +36,16 @@ def to_json(config: Any) -> dict[str, Any]:
 
 
 def from_json(
-    config: C, path: Path, leave_out: Iterable[str] = (), lenient: Iterable[str] = ()
+    config: C,
+    path: Path,
+    leave_out: Iterable[str] = (),
+    lenient: Iterable[str] = (),
+    elsewhere: Mapping[str, str] = types.MappingProxyType({}),
 ) -> C:
     """Override `config` by what a JSON file holds, except the top-level names in `leave_out`.
 
-    Below the names in `lenient`, what is no setting here is left out with a line that says so.
+    Below the names in `lenient`, what is no setting here is left out with a line that says so;
+    `elsewhere` names the answers that such settings need.
     """
     try:
         content = json.loads(path.read_text("utf-8"))
@@ -48,17 +54,16 @@ def from_json(
         raise UserError(f"{path} is not a config.json that can be read ({error})") from error
     tolerated = [name for name in changes if name.split(".")[0] in lenient]
     config = override(config, {k: v for k, v in changes.items() if k not in tolerated})
+    unknown = []
     for name in tolerated:
         try:
             config = override(config, {name: changes[name]})
-        except UserError as error:
-            log.info("left out of %s: %s", path, error)
+        except UserError:
+            answer = f" ({elsewhere[name]})" if changes[name] and name in elsewhere else ""
+            unknown.append(f"{name}{answer}")
+    if unknown:
+        log.info("left out of %s, no settings of this project: %s", path, ", ".join(unknown))
     return config
-
-
-def on_disk(config: C) -> C:
-    """The settings without a store: for what measures this machine, or is another run."""
-    return override(config, {"checkpoint.url": None, "checkpoint.local_first": False})
 
 
 class _Changes(dict):

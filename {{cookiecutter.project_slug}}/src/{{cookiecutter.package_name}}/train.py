@@ -10,10 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .checkpoint.checkpointer import agree_on_identity, identity_of
-from .checkpoint.optimizers import step_unless
+from .checkpoint.checkpointer import Checkpointer, agree_on_identity, identity_of
 from .checkpoint.transfer import load_weights
-from .checkpoint.writer import Checkpointer
 from .compile import checkpoint_activations, compile_model
 from .config import Config
 from .data import build_datasets
@@ -25,6 +23,7 @@ from .errors import UserError
 from .loss import checked, judge_step, loss_vector, means
 from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer, set_learning_rate
+from .run.bad_steps import step_unless
 from .run.companions import companions, garbage_collected_by_hand
 from .run.directory import RunDirectory
 from .run.hardware import check_memory, expected_memory, forward_flops, peak_flops

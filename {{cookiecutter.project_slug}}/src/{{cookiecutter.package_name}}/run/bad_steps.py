@@ -2,14 +2,10 @@
 
 import dataclasses
 import logging
-import math
-from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
 
-from ..checkpoint.manifest import CheckpointError
-from ..distributed import Group, parallel
 from ..errors import UserError
 from ..sampling import Share, shares
 
@@ -24,8 +20,8 @@ class StopAtBadStep:
     not finite are halved again, down to single samples.
     """
 
-    def __init__(self, train_step: Any, group: Group) -> None:
-        self.train_step, self.group = train_step, group
+    def __init__(self, train_step: Any) -> None:
+        self.train_step = train_step
 
     def __enter__(self) -> "StopAtBadStep":
         """Nothing to set up."""
@@ -38,11 +34,10 @@ class StopAtBadStep:
         """Look at the step just done (its count moves to the log line, where there is one)."""
         if not (record["skipped_steps"] if record else int(state.bad_steps)):
             return
-        step = state.step - 1
+        step, state.patient = state.step - 1, True
         log.info("step %d was not finite: looking for the samples that make it so", state.step)
         ids = state.loader.source.order.ids(step).tolist()
-        with self.group.patience():
-            found = self._search(state, step, 0, len(ids))
+        found = self._search(state, step, 0, len(ids))
         alone = f"on their own, those of samples {', '.join(str(ids[place]) for place in found)}"
         together = f"on their own, those of no sample: only together, in this batch of {ids[:64]}"
         error = UserError(
@@ -88,24 +83,13 @@ class _Still:
         pass
 
 
-def refuse_odd_numbers(
-    tensors: Iterable[tuple[tuple[str, ...], torch.Tensor]], weights: Set[str]
-) -> None:
-    """CheckpointError for a NaN in any tensor, or an infinity in one of the trained `weights`.
+def step_unless(bad: torch.Tensor | bool, optimizer: torch.optim.Optimizer) -> None:
+    """Step the optimizer unless `bad` is set.
 
-    Steps that are not finite are skipped, so there should be none; but a checkpoint with them would
-    verify, and push out the good ones. Buffers may be infinite, as masks are.
+    Fused optimizers decide on the device, by what gradient scalers use; others make the host wait.
     """
-    for (kind, name, *rest), value in tensors:
-        tensor = parallel.local_part(value).detach()
-        if not tensor.is_floating_point() or not tensor.numel():
-            continue
-        if tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16:
-            array = tensor.numpy()  # on one thread, as staging.copy_on_one_core does it
-            extremes = [float(array.min()), float(array.max())]
-        else:
-            wide = tensor.float() if tensor.itemsize == 1 else tensor  # float8 has no order
-            extremes = torch.stack(torch.aminmax(wide)).tolist()
-        weight = kind == "model" and name in weights
-        if any(math.isnan(x) or (weight and math.isinf(x)) for x in extremes):
-            raise CheckpointError(f"{'.'.join((kind, name, *rest))} is not finite")
+    if isinstance(bad, torch.Tensor) and getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.found_inf = bad.float()
+        optimizer.step()
+    elif not bad:
+        optimizer.step()

@@ -14,12 +14,10 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.manifest import best_by_validation, published, verify
-from ..checkpoint.publish import storage_of
-from ..checkpoint.remote import Place, RemotePath, located
-from ..checkpoint.retrying import StoreError
-from ..distributed import Group, launcher
-from ..errors import UserError
+from ..checkpoint.paths import checkpoints_of, published
+from ..distributed import Group
+from ..distributed.elastic import launcher
+from ..errors import RankError, UserError
 from ..files import naming, write_json
 from .logs import ONLY_IN_FILES, logging_to, open_log
 
@@ -176,19 +174,6 @@ class RunDirectory:
                     nonce.unlink(missing_ok=True)
 
 
-def checkpoints_of(run: Place) -> Place:
-    """Where a run has its checkpoints: in the store that its settings name, else in itself.
-
-    A URL is the place itself.
-    """
-    if isinstance(run, RemotePath):
-        return run
-    url = None
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        url = json.loads((run / "config.json").read_text("utf-8"))["checkpoint"]["url"]
-    return located(url) if url else run / "checkpoints"
-
-
 def summary(run_dir: Path, step: int) -> list[str]:
     """What a run measured up to `step` and where it lies, from its files."""
     log_file = run_dir / "metrics.jsonl"
@@ -206,34 +191,11 @@ def summary(run_dir: Path, step: int) -> list[str]:
     status = json.loads((run_dir / "status.json").read_text())
     blocked = status.get("checkpoint_blocked_seconds", 0.0)
     directory, names = checkpoints_of(run_dir), "not to be listed now"
-    with contextlib.suppress(StoreError):
+    with contextlib.suppress(RankError):
         names = ", ".join(path.name for path in published(directory)) or "none"
-    where = f" in {directory}" if isinstance(directory, RemotePath) else ""
+    where = "" if isinstance(directory, Path) else f" in {directory}"
     lines.append(
         f"checkpoints: {names}{where} (saving held training up for {blocked:.2f} s in all)"
     )
     lines.append(f"everything is in {run_dir}")
     return lines
-
-
-def list_checkpoints(run_dir: Path) -> tuple[list[str], bool]:
-    """Verify all checkpoints of a run: a line for each, and whether one is damaged."""
-    directory = checkpoints_of(located(run_dir))
-    found = {path: verify(path) for path in published(directory)}
-    if not found:
-        raise UserError(f"there are no checkpoints in {directory}: train first")
-    best = best_by_validation({path: m for path, (m, problems) in found.items() if not problems})
-    lines = []
-    for path, (manifest, problems) in found.items():
-        if not path.exists():
-            continue  # pruned by a run that is under way
-        if problems:
-            lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")
-            continue
-        size = sum(entry["size"] for entry in manifest["files"].values()) / 1e6
-        line = f"{path.name}  good  {size:,.1f} MB in {len(manifest['files'])} files"
-        if (loss := manifest.get("validation_loss")) is not None:
-            line += f"  validation loss {loss:.4f}"
-        lines.append(line + ("  best" if path == best else ""))
-    lines += [f"{name}  set aside" for name in storage_of(directory).damaged()]
-    return lines, any(problems and path.exists() for path, (_, problems) in found.items())

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..checkpoint.checkpointer import local_part, replicas_of
 from ..device import move, pick_device
+from ..distributed import parallel
 from ..errors import UserError
 
 log = logging.getLogger(__name__)
@@ -56,13 +56,13 @@ def expected_memory(model: nn.Module, optimizer: torch.optim.Optimizer, staged_b
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     parameters = gradients = state = staging = 0
     for tensor in [*model.parameters(), *model.buffers()]:
-        size = local_part(tensor).nbytes
+        size = parallel.local_part(tensor).nbytes
         moments = int(factor * size) if id(tensor) in trained else 0
         parameters += size
         gradients += size if tensor.requires_grad else 0
         state += moments
         if staged_by:
-            copies, _ = replicas_of(tensor, 0, staged_by)
+            copies, _ = parallel.copies(tensor, 0, staged_by)
             staging += (size + moments) // copies
     return Memory(parameters, gradients, state, staging, measured is None)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.manifest import published
+from ..checkpoint.publish import published
 from ..config import Config
 from ..device import pick_device
 from ..distributed import Group

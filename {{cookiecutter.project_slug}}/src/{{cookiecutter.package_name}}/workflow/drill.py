@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..checkpoint.checkpointer import model_tensors
-from ..checkpoint.manifest import MANIFEST, published, read_manifest
-from ..checkpoint.reader import DCP_INDEX, flat
+from ..checkpoint.manifest import MANIFEST, read_manifest
+from ..checkpoint.publish import published
+from ..checkpoint.reader import DCP_INDEX
+from ..checkpoint.tensors import flat, model_tensors
 from ..commands import exit_code
 from ..config import Config, load
 from ..distributed import Group, join, leave
@@ -194,14 +195,14 @@ def costs(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
     staging, settling), `published` from the call until the checkpoint is there.
     """
     checkpointer = start(state, RunDirectory(run_dir, group), group)
-    publish, published_at = checkpointer.snapshots.publish, []
+    publish, published_at = checkpointer.publisher.publish, []
 
     def publish_and_note(*arguments: Any) -> Path:
         path = publish(*arguments)
         published_at.append(time.perf_counter())
         return path
 
-    checkpointer.snapshots.publish = publish_and_note
+    checkpointer.publisher.publish = publish_and_note
     quiet = record_steps(state, QUIET).seconds[1:]
     began = time.perf_counter()
     saves = [timed_save(state, published_at, group)]
