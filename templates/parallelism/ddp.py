@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .buffers import agree_on_buffers as agree_on_buffers
 from .world import World, join, leave
 
 
@@ -94,3 +95,13 @@ def all_reduce(tensor: torch.Tensor, world: World) -> torch.Tensor:
 def teardown(world: World) -> None:
     """Leave the process group; call it when model and optimizer are gone."""
     leave(world)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return tensor
+
+
+def copies(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
+    """How many ranks hold the same part of a tensor as this one, and its place among them."""
+    return size, rank

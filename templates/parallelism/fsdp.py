@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..errors import UserError
+from .buffers import agree_on_buffers as agree_on_buffers
 from .world import World, join, leave
 
 
@@ -133,3 +134,22 @@ def all_reduce(tensor: torch.Tensor, world: World) -> torch.Tensor:
 def teardown(world: World) -> None:
     """Leave the process group; call it when model and optimizer are gone."""
     leave(world)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def copies(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
+    """How many ranks hold the same part of a tensor as this one, and its place among them."""
+    if not isinstance(tensor, DTensor):
+        return size, rank
+    count, place = 1, 0
+    mesh = tensor.device_mesh
+    for length, mine, placement in zip(
+        mesh.shape, mesh.get_coordinate(), tensor.placements, strict=True
+    ):
+        if placement.is_replicate():
+            count, place = count * length, place * length + mine
+    return count, place

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..device import pick_device
 from ..errors import UserError
+from .buffers import agree_on_buffers as agree_on_buffers
 from .world import World, launched_ranks
 
 
@@ -73,3 +74,13 @@ def all_reduce(tensor: torch.Tensor, world: World) -> torch.Tensor:
 
 def teardown(world: World) -> None:
     """Nothing to leave."""
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return tensor
+
+
+def copies(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
+    """How many ranks hold the same part of a tensor as this one, and its place among them."""
+    return size, rank

@@ -22,7 +22,6 @@ from typing import Any
 
 from ..distributed import Group
 from ..errors import RankError, UserError
-from ..fingerprint import identity_differences
 from .manifest import (
     MANIFEST,
     PUBLISHED,
@@ -35,6 +34,7 @@ from .manifest import (
     step_name,
 )
 from .remote import RemotePath
+from .tensors import identity_differences
 
 log = logging.getLogger(__name__)
 OWNER = "owner.json"

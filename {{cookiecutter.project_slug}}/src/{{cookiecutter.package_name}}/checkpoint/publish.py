@@ -19,9 +19,11 @@ object store the manifest alone publishes, written last: object_storage.py.
 """
 
 import contextlib
+import json
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ..distributed import Group
@@ -39,7 +41,7 @@ from .manifest import (
     verify,
 )
 from .object_store import ObjectStorage
-from .remote import Place, RemotePath, check_address
+from .remote import Place, RemotePath, check_address, located
 
 log = logging.getLogger(__name__)
 Writer = Callable[[Place], Iterable[str]]  # writes a rank's files into a folder, and names them
@@ -191,3 +193,39 @@ def storage_of(
     if isinstance(directory, RemotePath):
         return ObjectStorage(directory, identity)
     return DiskStorage(directory)
+
+
+def checkpoints_of(run: Place) -> Place:
+    """Where a run has its checkpoints: in the store that its settings name, else in itself.
+
+    A URL is the place itself.
+    """
+    if isinstance(run, RemotePath):
+        return run
+    url = None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        url = json.loads((run / "config.json").read_text("utf-8"))["checkpoint"]["url"]
+    return located(url) if url else run / "checkpoints"
+
+
+def list_checkpoints(run_dir: Path) -> tuple[list[str], bool]:
+    """Verify all checkpoints of a run: a line for each, and whether one is damaged."""
+    directory = checkpoints_of(located(run_dir))
+    found = {path: verify(path) for path in published(directory)}
+    if not found:
+        raise UserError(f"there are no checkpoints in {directory}: train first")
+    best = best_by_validation({path: m for path, (m, problems) in found.items() if not problems})
+    lines = []
+    for path, (manifest, problems) in found.items():
+        if not path.exists():
+            continue  # pruned by a run that is under way
+        if problems:
+            lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")
+            continue
+        size = sum(entry["size"] for entry in manifest["files"].values()) / 1e6
+        line = f"{path.name}  good  {size:,.1f} MB in {len(manifest['files'])} files"
+        if (loss := manifest.get("validation_loss")) is not None:
+            line += f"  validation loss {loss:.4f}"
+        lines.append(line + ("  best" if path == best else ""))
+    lines += [f"{name}  set aside" for name in storage_of(directory).damaged()]
+    return lines, any(problems and path.exists() for path, (_, problems) in found.items())

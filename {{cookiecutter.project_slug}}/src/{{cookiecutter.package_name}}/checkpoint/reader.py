@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..distributed import Group
 from ..errors import RankError, UserError
-from ..run.directory import checkpoints_of
 from .archives import fetched, load_tensors
 from .manifest import MANIFEST, CheckpointError, data_of, published, step_name, verify
+from .publish import checkpoints_of
 from .remote import Place, RemotePath, located
 from .shards import DCP_INDEX, PlainReader, read_index
 

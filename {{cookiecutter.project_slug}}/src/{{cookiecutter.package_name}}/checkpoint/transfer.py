@@ -21,13 +21,13 @@ from torch import nn
 from ..distributed import Group
 from ..errors import UserError
 from ..files import sync_directory, write_json
-from ..fingerprint import of_place
-from ..run.directory import RunDirectory, checkpoints_of
+from ..run.directory import RunDirectory
 from .checkpointer import forms_of, nest
 from .manifest import MANIFEST, MANIFEST_LIMIT, CheckpointError
-from .publish import RetentionConfig, Snapshots
+from .publish import RetentionConfig, Snapshots, checkpoints_of
 from .reader import NOTE, SAFETENSORS, OneFile, Parts, Tensors, find_tensors, open_tensors
 from .remote import Place, RemotePath
+from .tensors import of_place
 from .writing import write_shards
 
 MODEL, OPTIMIZER = "model", "optimizer"

@@ -15,12 +15,11 @@ from typing import Any
 
 from ..distributed import Group
 from ..errors import RankError, UserError
-from ..fingerprint import identity_differences
-from ..run.directory import checkpoints_of
 from .manifest import CheckpointError, data_of, has_sizes, published, read_manifest, shared_out
-from .publish import RetentionConfig, Snapshots
+from .publish import RetentionConfig, Snapshots, checkpoints_of
 from .remote import PART, RemotePath
 from .retrying import persistently
+from .tensors import identity_differences
 
 log = logging.getLogger(__name__)
 Found = tuple[Any, dict[str, Any]] | None  # a checkpoint and its manifest

@@ -1,7 +1,8 @@
 """Agreement between the ranks' host sides, over gloo groups of its own."""
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ class Group:
 
     def __init__(self, world: World | None = None) -> None:
         self.rank, self.size = (world.rank, world.size) if world else (0, 1)
-        self.group = None
+        self.group, self.patient = None, 0
         if world and world.distributed:
             self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
             dist.barrier(self.group)  # only now may rank 0 leave, and its store with it
@@ -43,6 +44,15 @@ class Group:
             failed = [(r, *o[:2]) for r, o in enumerate(gathered) if o[0]]
         _raise_if(self._broadcast(failed))
         return [value for _, _, value in gathered or [outcome]]
+
+    @contextlib.contextmanager
+    def patience(self) -> Iterator[None]:
+        """What may take longer than a step."""
+        before, self.limit, self.patient = self.limit, PATIENCE, self.patient + 1
+        try:
+            yield
+        finally:
+            self.limit, self.patient = before, self.patient - 1
 
     def from_first(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 only and give its result to all; RankError on all if it failed."""

@@ -10,15 +10,12 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Literal
-
-from .stop import Control
+from typing import Any, Literal
 
 TOLD_WITHIN = 5.0  # seconds; torchrun looks ten times a second for machines that want to join
-TO_BE_RESTARTED = 75  # exit code (EX_TEMPFAIL): any but 0 is torchrun's reason to restart
 
 
-def outcome(stop: int, control: Control) -> Literal["finished", "preempted", "regrouping"]:
+def outcome(stop: int, control: Any) -> Literal["finished", "preempted", "regrouping"]:
     """How a run has ended for this rank, once all is saved; `stop` is what the ranks agreed on.
 
     For a machine that joins each of the others tells its own ranks to stop, one a moment after the

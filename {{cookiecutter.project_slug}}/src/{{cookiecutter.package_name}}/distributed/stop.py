@@ -68,5 +68,22 @@ class Control:
         self.signal = number
 
 
+TO_BE_RESTARTED = 75
+
+
+class Stop(Control):
+    """The control word of the loop."""
+
+    def poll(self, failed: bool) -> tuple[int, bool]:
+        """Send this rank's flags; return those of the last call."""
+        return self.exchange(failed)
+
+    def outcome(self, stop_signal: int) -> str:
+        """How a run has ended for this rank."""
+        from .elastic import outcome
+
+        return outcome(stop_signal, self)
+
+
 def _hear_no_more(number: int, frame: types.FrameType | None) -> None:
     """Unlike SIG_IGN, nothing that a child process would inherit."""

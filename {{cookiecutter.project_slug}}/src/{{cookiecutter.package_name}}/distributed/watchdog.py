@@ -31,12 +31,43 @@ import torch
 import torch.distributed as dist
 
 from ..files import write_json
-from ..run import logs
 from .agreement import Group
 from .network import PATIENCE, TRACE, after, prefer, traces_in
+from .stragglers import Pace
+from .world import World
 
 REPORTING_SECONDS = 10.0
 SUSPENDED_SECONDS = 5.0  # not to have been scheduled for so long is to have been stopped
+
+
+def watchdog(run_dir: Path, world: World, group: Group, module: Any, say: Any) -> list[Any]:
+    """The hang watchdog and the search for stragglers, as callbacks."""
+    watch = Watch(run_dir, world, group, say)
+    return [watch, Stragglers(group, world, module)] if group.size > 1 else [watch]
+
+
+class Stragglers:
+    """Which rank the others wait for."""
+
+    def __init__(self, group: Group, world: World, module: Any) -> None:
+        self.pace, self.module = Pace(group, world.device, module), module
+
+    def __enter__(self) -> "Stragglers":
+        self.pace.open(wrapped=type(self.module).__name__ == "DistributedDataParallel")
+        return self
+
+    def __exit__(self, kind: Any, *rest: object) -> None:
+        self.pace.close(kind)
+
+    def before_step(self, state: Any) -> None:
+        """The batch is there."""
+        self.pace.arrive()
+
+    def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
+        """Add figures to the record."""
+        if record is not None:
+            record.update(self.pace.window(record["step_seconds"]))
+        self.pace.begin()
 
 
 class Watch:
@@ -45,8 +76,8 @@ class Watch:
     On a plain process, which nobody waits for, it does nothing.
     """
 
-    def __init__(self, run_dir: Path, state: Any, group: Group) -> None:
-        self.run_dir, self.state, self.group = run_dir, state, group
+    def __init__(self, run_dir: Path, world: World, group: Group, say: Any) -> None:
+        self.run_dir, self.world, self.group, self.say = run_dir, world, group, say
         self.limit = PATIENCE.total_seconds()
         self.began = self.longest = 0.0
         self.over = threading.Event()
@@ -67,13 +98,13 @@ class Watch:
         """Stop watching."""
         self.over.set()
 
-    def __call__(self, state: Any, record: dict[str, Any] | None) -> None:
+    def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
         """A step is done; from now on the next one has its time."""
-        now, limit = time.monotonic(), state.world.step_limit.total_seconds()
+        now, limit = time.monotonic(), self.world.step_limit.total_seconds()
         if self.limit == limit:  # not the first step, which may compile
             self.longest = max(self.longest, min(now - self.began, limit))
         self.began, self.limit = now, limit
-        self.group.limit = after(state.world.step_limit)
+        self.group.limit = after(self.world.step_limit)
 
     def _watch(self) -> None:
         last = time.monotonic()
@@ -82,13 +113,12 @@ class Watch:
             if now - last > SUSPENDED_SECONDS:
                 self.began += now - last  # the whole job may have been: that is no hang
             last = now
-            saves = self.state.checkpointer and self.state.checkpointer.busy
-            slow = PATIENCE.total_seconds() if saves or self.state.patient else 0.0
+            slow = PATIENCE.total_seconds() if self.group.patient else 0.0
             if now - self.began > max(self.limit, slow):
                 try:
                     self._report()
                 except OSError as error:  # the disk may be what hangs
-                    logs.say(f"error: no step was finished in time, and {error}")
+                    self.say(f"error: no step was finished in time, and {error}")
                 finally:
                     os._exit(1)
 
@@ -124,7 +154,7 @@ class Watch:
         if torch.cuda.is_available():
             lines.append(f"the latter are for `torchfrtrace --prefix {TRACE} {self.folder}`")
         text = "\n  ".join(lines)
-        logs.say(f"error: {text}")
+        self.say(f"error: {text}")
         write_json(self.run_dir / "status.json", {"status": "failed", "reason": reason})
         (self.folder / "verdict.txt").write_text(text + "\n", "utf-8")
 
