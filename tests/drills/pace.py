@@ -64,18 +64,18 @@ def main(folder: Path, packages: list[str]) -> None:
         changes |= {"train.log_every": 2, "train.validate_every": 0, "checkpoint.every": 4}
         changes |= {"data.path": folder / "text.txt"}
         config = configuration.override(configuration.preset("tiny"), changes)
-        world = world or training.parallel.setup(config.parallel, "cpu")
+        world = world or training.join(config.parallel, "cpu")
         module, function = (training, "compute_loss") if where == "step" else (sampling, "fetch")
         before = getattr(module, function)
         setattr(module, function, slowed(before, slow == RANK))
-        training._run(config, world, noisy)
+        training._run(config, world, [SimpleNamespace(after_step=noisy)])
         setattr(module, function, before)
         if RANK == 0:
             lines = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
             found[name] = [line.get("slowest_rank") for line in lines]
     try:
         config = configuration.override(config, {"run_dir": folder / "broken"})
-        training._run(config, world, fail)
+        training._run(config, world, [SimpleNamespace(after_step=fail)])
     except ValueError:
         pass
     control = importlib.import_module(f"{packages[1]}.distributed.world")

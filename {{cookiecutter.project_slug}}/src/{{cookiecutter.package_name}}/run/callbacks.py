@@ -35,30 +35,34 @@ class Harmless:
     """A callback whose errors do not end the run: the first is a warning, then it is left out."""
 
     def __init__(self, callback: Any) -> None:
-        self.callback, self.left_out = callback, False
+        self.callback, self.error = callback, None
+        self.stack = contextlib.ExitStack()
         for name in METHODS:
             if hasattr(callback, name):
                 setattr(self, name, self._guarded(getattr(callback, name)))
 
     def __enter__(self) -> "Harmless":
         """Enter it, if it is a context manager."""
-        self._guarded(getattr(self.callback, "__enter__", bool))()
+        if hasattr(self.callback, "__enter__"):
+            self._guarded(self.stack.enter_context)(self.callback)
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        """Leave it."""
-        self._guarded(getattr(self.callback, "__exit__", lambda *_: None))(*exception)
+    def __exit__(self, *exception: Any) -> None:
+        """Leave it if it was entered, even after an error."""
+        error, self.error = self.error, None
+        self._guarded(self.stack.__exit__, error is None)(*exception)
 
-    def _guarded(self, method: Callable[..., object]) -> Callable[..., None]:
+    def _guarded(self, method: Callable[..., object], warn: bool = True) -> Callable[..., None]:
         def call(*arguments: Any) -> None:
-            if self.left_out:
+            if self.error:
                 return
             try:
                 method(*arguments)
             except Exception as error:
-                self.left_out = True
-                name = type(self.callback).__name__
-                log.warning("%s is left out from here on, training is not: %r", name, error)
+                self.error = error
+                if warn:
+                    name = type(self.callback).__name__
+                    log.warning("%s is left out from here on, training is not: %r", name, error)
 
         return call
 
