@@ -5,6 +5,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
