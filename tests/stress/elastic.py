@@ -247,7 +247,7 @@ def prepare(folder: Path, name: str, task: str) -> Path:
     source = render(folder / name, tracker="none", package_name=name, **answers)
     package = source / name
     shutil.copy(Path(__file__).with_name("sample_recorder.py"), package)
-    for file, what in (("data.py", "build_datasets"), ("run/companions.py", "companions")):
+    for file, what in (("data.py", "build_datasets"), ("callbacks.py", "callbacks")):
         at = ".." if "/" in file else "."
         text = (
             f"\n\nfrom {at} import sample_recorder\n\n{what} = sample_recorder.of_{what}({what})\n"

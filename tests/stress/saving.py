@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def main(folder: Path, jobs: list[tuple[str, str, int]]) -> None:
 
         walk = importlib.import_module(f"{package}.checkpoint.reader").walk
         note = functools.partial(note_state, folder / "expected" / run, walk)
-        train._run(settings, world, note)
+        train._run(settings, world, [SimpleNamespace(after_step=note)])
     train.leave(world)
 
 

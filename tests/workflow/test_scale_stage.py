@@ -448,10 +448,10 @@ def test_memory_that_is_kept_and_allocated_is_counted(project: Project) -> None:
 
 def test_settings_that_are_right_only_together_travel(project: Project, tmp_path: Path) -> None:
     """As the settings of a run, and those of the stage's processes, do."""
-    settings, config = project.module("settings"), project.module("config")
-    odd = settings.override(config.Config(), {"model.heads": 5, "model.width": 100})
+    config = project.module("config")
+    odd = config.override(config.Config(), {"model.heads": 5, "model.width": 100})
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(settings.to_json(odd)), "utf-8")
-    assert settings.from_json(config.Config(), file) == odd
+    file.write_text(json.dumps(config.to_json(odd)), "utf-8")
+    assert config.from_json(config.Config(), file) == odd
     with pytest.raises(project.module("errors").UserError, match=r"model\.size is not a setting"):
-        settings.override(odd, {"model.size": 3})
+        config.override(odd, {"model.size": 3})

@@ -8,6 +8,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def main(folder: Path, packages: list[str]) -> None:
                 if state.step == settings.train.steps:
                     final.update({k: whole(v) for k, v in state.model.state_dict().items()})
 
-            training._run(settings, world, watch)
+            training._run(settings, world, [SimpleNamespace(after_step=watch)])
             return settings, final, seen
 
         if world is None:

@@ -72,14 +72,14 @@ def main(folder: Path, packages: list[str]) -> None:
         module, function = (training, "compute_loss") if where == "step" else (sampling, "fetch")
         before = getattr(module, function)
         setattr(module, function, slowed(before, slow == RANK))
-        training._run(config, world, noisy)
+        training._run(config, world, [SimpleNamespace(after_step=noisy)])
         setattr(module, function, before)
         if RANK == 0:
             lines = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
             found[name] = [line.get("slowest_rank") for line in lines]
     try:
         config = configuration.override(config, {"run_dir": folder / "broken"})
-        training._run(config, world, fail)
+        training._run(config, world, [SimpleNamespace(after_step=fail)])
     except ValueError:
         pass
     cut_off(packages[1], world)

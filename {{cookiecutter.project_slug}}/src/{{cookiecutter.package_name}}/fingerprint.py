@@ -1,4 +1,4 @@
-"""Which data a run is of, in 16 letters."""
+"""Fingerprints of data, in 16 letters: a run resumes on the data it was started with."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ PROBE_BYTES = 4096
 
 
 def of_bytes(*parts: Any) -> str:
-    """Of data in memory, every byte of it (arrays), and of what is stated (numbers, text)."""
+    """Of data in memory: every byte of arrays, and numbers and text as they are."""
     digest = hashlib.sha256()
     for part in parts:
         content = repr(part).encode() if isinstance(part, int | str) else memoryview(part).cast("B")
@@ -23,8 +23,8 @@ def of_bytes(*parts: Any) -> str:
 def of_files(root: Path, files: Sequence[Path], *stated: int | str) -> str:
     """Of files too large to read: their names below `root`, their sizes, and probes of the content.
 
-    At most a megabyte is read, spread evenly, whatever the data's size. What keeps every size and
-    every probed place as they were is not noticed.
+    At most a megabyte is read, spread evenly, whatever the data's size. A change that keeps every
+    size and every probed range is not noticed.
     """
     names = [file.relative_to(root).as_posix() for file in files]
     sizes = [file.stat().st_size for file in files]

@@ -9,14 +9,13 @@ import time
 import numpy as np
 import torch
 
-from ..config import Config
+from ..config import Config, override
 from ..device import move
 from ..distributed import join, leave, parallel
 from ..loss import checked, loss_vector, means
 from ..model import compute_loss
 from ..run.hardware import cpu_peak_flops, forward_flops, in_units, peak_flops, peak_memory
 from ..sampling import fetch, seed_step
-from ..settings import override
 from ..train import State, setup, train_step
 from .gates import Stage
 from .measuring import Steps, describe, differences, record_steps, spread, synchronize

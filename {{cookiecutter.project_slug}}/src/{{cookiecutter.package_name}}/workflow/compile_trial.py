@@ -15,18 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import compile as compilation
-from ..compile_cache import CompileCache, lookups
-from ..config import Config
-from ..distributed import World, join
+from ..config import Config, from_json, override
+from ..distributed import World, parallel
 from ..errors import UserError
 from ..files import write_json
 from ..loss import means
 from ..model import blocks
 from ..run.hardware import peak_memory
 from ..sampling import Share, fetch
-from ..settings import from_json, override
 from ..train import State, setup, train_step
+from . import findings as compilation
+from .findings import CompileCache, lookups
 from .measuring import has_drawn, spread, synchronize
 
 STEPS = 5  # that are compared with eager
@@ -45,7 +44,7 @@ class Course(NamedTuple):
 
 def cold(config: Config, folder: Path) -> dict[str, Any]:
     """Compile with nothing cached; compare with eager steps, in numbers and in time."""
-    world = join(config.parallel, config.device)
+    world = parallel.setup(config.parallel, config.device)
     state = setup(override(config, {"compile.mode": "none"}), world)
     if config.compile.mode == "blocks" and not list(blocks(state.model)):
         return {"skipped": "blocks(model) names no block"}
@@ -77,7 +76,7 @@ def cold(config: Config, folder: Path) -> dict[str, Any]:
 
 def warm(config: Config, folder: Path) -> dict[str, Any]:
     """The same start again, with nothing but what the run carries."""
-    world = join(config.parallel, config.device)
+    world = parallel.setup(config.parallel, config.device)
     state = setup(config, world)
     with CompileCache(folder / "compile_cache", config.compile, world) as cache:
         follow(state)
@@ -90,7 +89,7 @@ def warm(config: Config, folder: Path) -> dict[str, Any]:
 
 def vary(config: Config, folder: Path) -> dict[str, Any]:
     """Steps whose batches vary in size, and in length if they can, for each `compile.dynamic`."""
-    world = join(config.parallel, config.device)
+    world = parallel.setup(config.parallel, config.device)
     state = setup(override(config, {"compile.mode": "none"}), world)
     batches, varied = batches_that_vary(state)
     del state

@@ -11,25 +11,22 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..checkpoint.manifest import MANIFEST, read_manifest
-from ..checkpoint.publish import published
-from ..checkpoint.reader import DCP_INDEX
-from ..checkpoint.tensors import flat, model_tensors
-from ..commands import exit_code
-from ..config import Config, load
-from ..distributed import Group, join, leave
-from ..distributed.parallel import agree_on_buffers
-from ..errors import RankError, UserError
+from ..checkpoint.checkpointer import model_tensors
+from ..checkpoint.manifest import MANIFEST, published, read_manifest
+from ..checkpoint.reader import DCP_INDEX, flat
+from ..config import Config, load, override
+from ..distributed import Group, parallel
+from ..errors import RankError, UserError, exit_code
 from ..files import write_json
 from ..run.directory import RunDirectory
 from ..run.hardware import check_memory, expected_memory
 from ..run.logs import log_to_console
-from ..settings import override
 from ..train import State, run, setup, start, train_step
 from .gates import PACKAGE
 from .measuring import record_steps, spread, synchronize
@@ -79,14 +76,14 @@ def train(config: Config, folder: Path, name: str) -> None:
             digests[state.step] = digests_of(state, Group(state.world))
 
     with Notes() as notes:
-        run(override(config, {"run_dir": folder / name}), look)
+        run(override(config, {"run_dir": folder / name}), [SimpleNamespace(after_step=look)])
     if os.environ.get("RANK", "0") == "0":
         write_json(folder / "train.json", {"digests": digests})
 
 
 def reload(config: Config, folder: Path, source: str, target: str = "") -> None:
     """Load the newest checkpoint of FOLDER/source, and save it again in FOLDER/target, if any."""
-    world = join(config.parallel, config.device)
+    world = parallel.setup(config.parallel, config.device)
     found: dict[str, Any] = {}
     try:
         state = setup(config, world)
@@ -102,7 +99,7 @@ def reload(config: Config, folder: Path, source: str, target: str = "") -> None:
         del state
     if world.rank == 0:
         write_json(folder / "reload.json", found)
-    leave(world)
+    parallel.teardown(world)
 
 
 def fresh(config: Config, folder: Path, source: str = "") -> None:
@@ -110,7 +107,7 @@ def fresh(config: Config, folder: Path, source: str = "") -> None:
 
     If there is a `source`, its checkpoint is loaded and saved again in FOLDER/again.
     """
-    world = join(config.parallel, config.device)
+    world = parallel.setup(config.parallel, config.device)
     state, group = setup(config, world), Group(world)
     original = folder / "undisturbed"
     found: dict[str, Any] = {"roundtrip": roundtrip(state, original, group)}
@@ -125,7 +122,7 @@ def fresh(config: Config, folder: Path, source: str = "") -> None:
         write_json(folder / "fresh.json", found)
     state.loader.close()
     del state
-    leave(world)
+    parallel.teardown(world)
 
 
 def roundtrip(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
@@ -195,14 +192,14 @@ def costs(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
     staging, settling), `published` from the call until the checkpoint is there.
     """
     checkpointer = start(state, RunDirectory(run_dir, group), group)
-    publish, published_at = checkpointer.publisher.publish, []
+    publish, published_at = checkpointer.snapshots.publish, []
 
     def publish_and_note(*arguments: Any) -> Path:
         path = publish(*arguments)
         published_at.append(time.perf_counter())
         return path
 
-    checkpointer.publisher.publish = publish_and_note
+    checkpointer.snapshots.publish = publish_and_note
     quiet = record_steps(state, QUIET).seconds[1:]
     began = time.perf_counter()
     saves = [timed_save(state, published_at, group)]
@@ -259,7 +256,7 @@ def digests_of(state: State, group: Group) -> Digests:
 
     Where ranks hold different ones, all of them: no restored state can be equal to that.
     """
-    agree_on_buffers(state.model, state.world)
+    parallel.agree_on_buffers(state.model, state.world)
     mine: Digests = {}
     for name, tensor in flat(state.checkpointer.tensors()):
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

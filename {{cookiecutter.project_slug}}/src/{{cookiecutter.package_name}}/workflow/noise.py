@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.publish import checkpoints_of, published
+from ..checkpoint.manifest import published
+from ..checkpoint.paths import checkpoints_of
 from ..checkpoint.reader import find_checkpoint
 from ..checkpoint.transfer import load_weights
 from ..device import move

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..commands import leave
-from ..errors import RankError
+from ..errors import RankError, leave
 from ..run.hardware import usable_cores
 from .gates import PACKAGE
 

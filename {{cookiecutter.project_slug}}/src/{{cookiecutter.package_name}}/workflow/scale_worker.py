@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..commands import exit_code
-from ..config import Config
-from ..distributed import Group, World, join, leave
-from ..errors import RankError
+from ..config import Config, from_json, override
+from ..distributed import Group, World, parallel
+from ..errors import RankError, exit_code
 from ..files import write_json
-from ..settings import from_json, override
 from ..train import State, setup, train_step
 from .allocations import memory_of, peak_of_steps
 from .measuring import Steps, has_drawn, median_interval, record_steps, spread
@@ -35,12 +33,12 @@ def main() -> int:
     """Measure on however many ranks there are."""
     folder = Path(sys.argv[1])
     config = from_json(Config(), folder / "settings.json", leave_out=("fresh", "init_from"))
-    world = join(config.parallel, config.device)
+    world = parallel.setup(config.parallel, config.device)
     one = folder / "1.json"
     record = examine(config, world, json.loads(one.read_text("utf-8")) if one.exists() else None)
     if world.rank == 0:
         write_json(folder / f"{world.size}.json", record)
-    leave(world)
+    parallel.teardown(world)
     return 0
 
 

@@ -1,7 +1,7 @@
-"""A run's log handed on to an experiment tracker, which never holds training up nor stops it.
+"""Logs a run to its experiment tracker, which neither holds training up nor ends it.
 
-Only one thread, a daemon, ever calls the tracker. What goes wrong there is one warning, and then
-the run goes on untracked; its next start hands over what the tracker has missed.
+Only one thread, a daemon, calls the tracker. An error there is one warning, and the run goes on
+untracked; its next start logs the lines that the tracker has missed.
 """
 
 import itertools
@@ -10,25 +10,33 @@ import logging
 import math
 import queue
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ..distributed import Group
 from ..errors import UserError
-from ..settings import to_json
+from ..files import to_json
 from .directory import RunDirectory
-from .tracker import Tracker
+from .journal import read_records
+from .tracker_adapter import Tracker, TrackerConfig
 
+__all__ = ["TrackerConfig", "log_report", "tracking"]
 log = logging.getLogger(__name__)
-PATIENCE = 20.0  # seconds to wait for a tracker to open, and to close
+OPENING = 20.0  # seconds to wait for a tracker to open, and to close
+
+
+def tracking(config: Any, run_dir: Path, step: int) -> "tuple[Tracking, ...]":
+    """The callbacks that log to the tracker, from `step` on."""
+    return (Tracking(config, run_dir, step),)
 
 
 class Tracking:
-    """The tracker of a run at `step`; called after each step, as an observer is.
+    """A callback: hands each record to the tracker.
 
-    `status` is how the run stands, if it is not running, and `settings` what it was started with.
+    `status` is the run's, if it is not running now, and `settings` are those it was started with.
     """
+
+    harmless = True
 
     def __init__(
         self,
@@ -42,39 +50,41 @@ class Tracking:
         self.settings = settings or to_json(config)
         self.items: queue.SimpleQueue[dict[str, Any] | Path | str] = queue.SimpleQueue()
         self.opened, self.off = threading.Event(), threading.Event()
-        self.thread = threading.Thread(target=self._work, args=(step,), daemon=True)
+        self.thread = threading.Thread(target=self._work, daemon=True)
 
     def __enter__(self) -> "Tracking":
-        """Open the tracker: before the first step, lest a loader's fork finds imports half done."""
+        """Open the tracker, before a loader forks while the thread imports modules."""
         self.thread.start()
-        if not self.opened.wait(PATIENCE):
-            self._give_up(f"it did not open within {PATIENCE:.0f} s")
+        if not self.opened.wait(OPENING):
+            self._give_up(f"it did not open within {OPENING:.0f} s")
         return self
 
-    def __call__(self, state: Any, record: dict[str, Any] | None) -> None:
-        """Hand over the log line of a step, if it has one."""
+    def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
+        """Hand over the record of a step, if it has one."""
         self.step = state.step
         if record and not self.off.is_set():
             self.items.put(dict(record))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Close the tracker, saying how the run ended."""
+        """Close the tracker with the run's status."""
         status = self.status
         if status == "running":
             done = self.step >= self.config.train.steps
             status = "failed" if kind else "finished" if done else "preempted"
         self.items.put(status)
         if not self.off.is_set():
-            self.thread.join(PATIENCE)
+            self.thread.join(OPENING)
             if self.thread.is_alive():
-                self._give_up(f"it did not close within {PATIENCE:.0f} s")
+                self._give_up(f"it did not close within {OPENING:.0f} s")
 
-    def _work(self, step: int) -> None:
+    def _work(self) -> None:
+        step = self.step
         try:
             tracker = Tracker(self.config.tracker, self.run_dir, self.settings, step, self.status)
             self.opened.set()
             logged = tracker.logged
-            for item in itertools.chain(lines(self.run_dir, step), iter(self.items.get, None)):
+            before = read_records(self.run_dir, step) if step else ()  # by earlier starts
+            for item in itertools.chain(before, iter(self.items.get, None)):
                 if self.off.is_set():
                     return
                 if isinstance(item, str):
@@ -95,25 +105,14 @@ class Tracking:
             log.warning("the tracker is left out from here on, training is not: %s", problem)
 
 
-def lines(run_dir: Path, step: int) -> Iterator[dict[str, Any]]:
-    """The lines of metrics.jsonl up to a step: of this run's earlier starts."""
-    path = run_dir / "metrics.jsonl"
-    if step and path.exists():
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                if not line.endswith("\n") or (record := json.loads(line))["step"] > step:
-                    return  # what is being written now
-                yield record
-
-
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """The figures of a log line, but for those that are not finite."""
+    """The finite figures of a record."""
     named = {name: value for name, value in record.items() if name not in ("step", "time")}
     return {name: v for name, v in named.items() if v is not None and math.isfinite(v)}
 
 
 def log_report(run_dir: Path, config: Any, path: Path) -> None:
-    """Hand a file to the tracker's run of a run directory that has trained and is not at it."""
+    """Give a run's report to its tracker, while the run itself is not training."""
     if not config.track:
         return
     try:
@@ -122,10 +121,10 @@ def log_report(run_dir: Path, config: Any, path: Path) -> None:
                 json.loads((run_dir / name).read_text("utf-8"))
                 for name in ("config.json", "status.json")
             )
-            step = max((record["step"] for record in lines(run_dir, 2**63)), default=0)
-            # One that is said to be running, though nobody holds its directory, was killed.
+            step = max((record["step"] for record in read_records(run_dir)), default=0)
+            # A run whose status is "running" though nobody holds its directory was killed.
             status = "failed" if found["status"] == "running" else found["status"]
-            with Tracking(config, run_dir, step, status, settings) as tracking:
-                tracking.items.put(path)
+            with Tracking(config, run_dir, step, status, settings) as callback:
+                callback.items.put(path)
     except UserError as error:
         log.warning("the tracker did not get %s: %s", path.name, error)
