@@ -1,13 +1,13 @@
 """The commands: `python -m` this package, or the project's console script."""
 
 import argparse
-import importlib
 import logging
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from . import commands
 from . import config as configuration
@@ -22,17 +22,18 @@ from .infer import InferConfig
 from .model import PRESETS
 from .run.directory import list_checkpoints, summary
 from .run.logs import log_to_console
-from .settings import on_disk
-from .workflow import STAGES
+from .workflow import COMMANDS as MEASURING
+from .workflow import run_command
 
 log = logging.getLogger(__package__)
+C = TypeVar("C", bound=Config)
 
 
 def train(arguments: list[str]) -> int:
     """Train, or go on training: the same command resumes an interrupted run."""
     from .train import run
 
-    config = parse_config(train, arguments)
+    config = parse_config(train, Config, arguments)
     result = run(config)
     log.info("%s at step %d", result.status, result.step)
     if os.environ.get("RANK", "0") == "0":
@@ -45,30 +46,18 @@ def train(arguments: list[str]) -> int:
     return TO_BE_RESTARTED if result.status == "regrouping" else 0
 
 
-def stage(name: str) -> Callable[[list[str]], int]:
-    """The command of a stage of the workflow."""
+def measuring(name: str) -> Callable[[list[str]], int]:
+    """A command of the workflow."""
 
-    def run_stage(arguments: list[str]) -> int:
-        module = importlib.import_module(f"{__package__}.workflow.{name}")
-        return module.measure(on_disk(parse_config(run_stage, arguments)))
+    def command(arguments: list[str]) -> int:
+        def parse(kind: type) -> Any:
+            parser = parse_config if issubclass(kind, Config) else ask
+            return parser(command, kind, arguments)
 
-    run_stage.__name__, run_stage.__doc__ = name, STAGES[name]
-    return run_stage
+        return run_command(name, arguments, parse)
 
-
-def workflow(arguments: list[str]) -> int:
-    """Run all five stages in their order, up to the first failed gate; then write the report."""
-    from .workflow.sequence import run_all
-
-    return run_all(parse_config(workflow, arguments), arguments)
-
-
-def report(arguments: list[str]) -> int:
-    """Write report.html: loss, throughput, scaling, memory, checkpoints, verdicts, advice."""
-    from .workflow.report import publish_report
-
-    print(publish_report(ask(report, Place, arguments).directory))
-    return 0
+    command.__name__, command.__doc__ = name, MEASURING[name]
+    return command
 
 
 def verify(arguments: list[str]) -> int:
@@ -124,10 +113,10 @@ def infer(arguments: list[str]) -> int:
     return 0
 
 
-COMMANDS = (train, *map(stage, STAGES), workflow, report, verify, export, infer)
+COMMANDS = (train, *map(measuring, MEASURING), verify, export, infer)
 
 
-def parse_config(command: Callable[..., int], arguments: list[str]) -> Config:
+def parse_config(command: Callable[..., int], kind: type[C], arguments: list[str]) -> C:
     """Settings from --preset or --config, then from the other options."""
     parser = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
     either = parser.add_mutually_exclusive_group()
@@ -139,7 +128,7 @@ def parse_config(command: Callable[..., int], arguments: list[str]) -> Config:
         f" Start from --preset NAME ({', '.join(PRESETS)}) or from the settings of another run "
         "(--config runs/NAME/config.json); the options below go over them."
     )
-    return ask(command, Config, rest, more, default=base)
+    return ask(command, kind, rest, more, default=kind(**vars(base)))
 
 
 def dispatch(arguments: list[str]) -> int:

@@ -17,7 +17,6 @@ from .optim import OptimConfig
 from .profiler import ProfileConfig
 from .run.tracker import TrackerConfig
 from .settings import from_json, on_disk, override
-from .workflow import WorkflowConfig
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,6 @@ class Config(Place):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-    workflow: WorkflowConfig = field(default_factory=WorkflowConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
@@ -131,7 +129,7 @@ def preset(name: str = "default") -> Config:
 
 def load(path: Path) -> Config:
     """The settings of a saved config.json, without what belongs to that run alone."""
-    of_that_run = ("name", "run_dir", "fresh", "init_from", "init_strict")
+    of_that_run = ("name", "run_dir", "fresh", "init_from", "init_strict", "workflow")
     # A run of another answer has other settings there, which change nothing of what is computed.
     lenient = ("parallel", "checkpoint", "tracker")
     return on_disk(from_json(Config(), path, leave_out=of_that_run, lenient=lenient))

@@ -24,13 +24,14 @@ from ..files import write_json
 from ..run.directory import RunDirectory
 from ..run.hardware import in_units
 from ..settings import override, to_json
-from . import gates, processes, scale
+from . import processes, scale
+from . import stage as gates
 from .drill import EVERY, STEPS, bytes_of
-from .gates import Stage
+from .stage import Stage
 from .interval import judge_interval
 from .judging import Undisturbed, judge_flips, judge_kills, judge_reshard, judge_roundtrip
 from .killing import MOMENTS, PATIENCE, Killing, losses_of
-from .measuring import describe
+from .timing import describe
 
 AT_ONCE = 4  # checkpoints on disk, at the height of the drill
 
