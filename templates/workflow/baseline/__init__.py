@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 STAGES = {
-    "baseline": "Measure one eager process: determinism, learning, throughput, waiting.",
+    "baseline": "Measure one eager process: determinism, learning, throughput, waiting for data.",
 }
 COMMANDS = STAGES
 

@@ -16,26 +16,18 @@ from typing import Any
 
 from ..errors import UserError
 
-MODULES = {
-    "baseline": (
-        "baseline",
-        "Measure one eager process: determinism, learning, throughput, waiting.",
-    ),
-    "compile": (
-        "compile",
-        "Try torch.compile: graph breaks, recompiles, same numbers, speedup.",
-    ),
-    "profile": (
-        "profile",
-        "Trace some steps for Perfetto: where the time goes, and what to try.",
-    ),
-    "scale": ("scale", "Run on 1 to n processes: same losses, efficiency, memory, DDP or FSDP."),
-    "checkpoint": ("recovery", "Drill the recovery: restore, reshard, kill, damage; when to save."),
+ABOUT = {
+    "baseline": "Measure one eager process: determinism, learning, throughput, waiting for data.",
+    "compile": "Try torch.compile: graph breaks, recompiles, same numbers, speedup, warm caches.",
+    "profile": "Trace some steps for Perfetto: where a step's time goes, and what to try next.",
+    "scale": "Run on 1 to n processes: same losses, efficiency, memory per rank, DDP or FSDP.",
+    "checkpoint": "Drill the recovery: restore, reshard, kill, damage; say how often to save.",
 }
+MODULES = {name: name for name in ABOUT} | {"checkpoint": "recovery"}
 STAGES = {
     name: about
-    for name, (module, about) in MODULES.items()
-    if (Path(__file__).parent / f"{module}.py").exists()
+    for name, about in ABOUT.items()
+    if (Path(__file__).parent / f"{MODULES[name]}.py").exists()
 }
 """The stages of this project, in the order in which they build on each other."""
 COMMANDS = STAGES | {
@@ -81,7 +73,7 @@ def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -
     config = on_disk(parse(StageConfig))
     if name == "workflow":
         return run_stages(config, arguments)
-    return importlib.import_module(f"{__name__}.{MODULES[name][0]}").measure(config)
+    return importlib.import_module(f"{__name__}.{MODULES[name]}").measure(config)
 
 
 def run_stages(config: Any, arguments: list[str]) -> int:

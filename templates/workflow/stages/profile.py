@@ -43,11 +43,8 @@ def measure(config: Config) -> int:
     state = setup(config, world)
     plan = config.profile
     if world.rank == 0:
-        print(
-            f"     tracing {plan.active} steps after {plan.wait + plan.warmup}, {plan.repeat} times, "
-            "then timing steps while no profiler is at work ...",
-            flush=True,
-        )
+        steps = f"{plan.active} steps after {plan.wait + plan.warmup}, {plan.repeat} times"
+        print(f"     tracing {steps}; then timing steps without a trace ...", flush=True)
     traces = trace_steps(plan, config.directory / "traces", state, train_step)
     ranks = group.agree(lambda: read_back(traces))
     idle, seconds = idle_costs(state, group)

@@ -27,10 +27,10 @@ from ..settings import override, to_json
 from . import processes, scale
 from . import stage as gates
 from .drill import EVERY, STEPS, bytes_of
-from .stage import Stage
 from .interval import judge_interval
 from .judging import Undisturbed, judge_flips, judge_kills, judge_reshard, judge_roundtrip
 from .killing import MOMENTS, PATIENCE, Killing, losses_of
+from .stage import Stage
 from .timing import describe
 
 AT_ONCE = 4  # checkpoints on disk, at the height of the drill

@@ -7,8 +7,8 @@ from typing import Any
 
 from . import timing as measuring
 from .drill import EVERY, STEPS, Digests
-from .stage import Stage
 from .killing import MOMENTS, Killing
+from .stage import Stage
 
 NEAR = 1e-3  # of losses by kernels that are not deterministic, relative
 

@@ -18,9 +18,9 @@ from ..files import write_json
 from ..run.hardware import in_units
 from ..settings import to_json
 from . import processes
+from .sizing import advice_on_batch, change_to, choose, explain
 from .stage import PACKAGE, Stage, machine
 from .timing import difference
-from .sizing import advice_on_batch, change_to, choose, explain
 
 TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}  # relative
 FACTOR = 1.5  # between predicted and measured memory

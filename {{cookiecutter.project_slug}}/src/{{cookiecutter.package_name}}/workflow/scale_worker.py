@@ -22,9 +22,9 @@ from ..files import write_json
 from ..settings import from_json, override
 from ..train import State, setup, train_step
 from .allocations import memory_of, peak_of_steps
+from .noise import go_to_the_run, gradient_norms, noise_scale
 from .stage import StageConfig
 from .timing import Steps, has_drawn, median_interval, record_steps, spread
-from .noise import go_to_the_run, gradient_norms, noise_scale
 
 COMPARED = 12  # steps whose losses are compared
 WINDOW, WINDOWS = 6, 6  # steps in a row, and how often; the first of a window is not counted
