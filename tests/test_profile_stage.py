@@ -253,7 +253,7 @@ def test_advice_knows_what_was_measured(project: Project, traces: Any, tmp_path:
     assert "--train.loader-workers 6" in told("input-bound", train__loader_workers=3)
     assert "uint8" in told("input-bound", shares=(0.1, 0, 0.2, 0, 0.7))
     assert "--train.global-batch-size" in told("communication-bound")
-    nothing_left = "Try a leaner model; the loop itself has little left"  # no stage `scale` here
+    nothing_left = "a leaner model; the loop itself has little left"
     for best, wanted in (("none", nothing_left), ("full", "mode full, which")):
         compiled = stages.Stage("compile", project.config(run_dir=tmp_path))
         compiled.figures["best"] = best

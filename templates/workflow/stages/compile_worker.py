@@ -106,7 +106,8 @@ def vary(config: Config) -> Figures:
     """Graphs and recompiles for batches that vary in shape, with each `compile.dynamic`."""
     world = parallel.setup(config.parallel, config.device)
     batches, varied = batches_that_vary(setup(override(config, {"compile.mode": "none"}), world))
-    figures: Figures = {"varied": varied, "shapes": len(batches)}
+    backend = config.compile.backend
+    figures: Figures = {"varied": varied, "shapes": len(batches), "backend": backend}
     for name, dynamic in DYNAMIC.items():
         forget_compiling()
         state = setup(override(config, {"compile.dynamic": dynamic}), world)

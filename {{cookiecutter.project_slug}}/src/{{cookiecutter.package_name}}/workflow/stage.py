@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -18,7 +19,6 @@ from typing import Any
 
 import torch
 
-from ..commands import PROGRAM
 from ..config import Config
 from ..errors import UserError
 from ..files import write_json
@@ -167,10 +167,12 @@ def effective(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def command(name: str, run_dir: Path) -> str:
     """What to type to run a command for this run directory."""
-    if run_dir == Path("runs/default"):
-        return f"{PROGRAM} {name}"
-    named = run_dir == Path("runs") / run_dir.name
-    return f"{PROGRAM} {name} " + (f"--name {run_dir.name}" if named else f"--run-dir {run_dir}")
+    words = ["python", "-m", PACKAGE, name]
+    if run_dir != Path("runs") / run_dir.name:
+        words += ["--run-dir", str(run_dir)]
+    elif run_dir.name != "default":
+        words += ["--name", run_dir.name]
+    return shlex.join(words)
 
 
 @functools.cache
