@@ -1,5 +1,6 @@
 """The baseline's gate: each check passes where it should and fails where it is made to."""
 
+import contextlib
 import json
 import random
 import time
@@ -16,6 +17,22 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     with Project.imported(tmp_path_factory.mktemp("baseline"), "based", parallelism="ddp") as it:
         it.module("workflow.baseline").MEASURED = 12
         yield it
+
+
+def test_it_can_be_the_only_stage(tmp_path: Path) -> None:
+    answers = {"parallelism": "single", "checkpoint": "torch_save", "tracker": "none"}
+    with Project.imported(tmp_path, "baseline_only", workflow="baseline", **answers) as alone:
+        workflow = alone.module("workflow")
+        assert list(workflow.COMMANDS) == list(workflow.STAGES) == ["baseline"]
+        for name in ("compile", "profile", "scale", "checkpoint", "workflow", "report"):
+            assert "there is no command" in alone.refuses(name)
+        with contextlib.chdir(alone.folder):
+            code = alone.module("__main__").dispatch(["baseline", *Project.settings])
+        content = json.loads((alone.folder / "runs/default/workflow/baseline.json").read_text())
+        assert code == (content["status"] == "fail")
+        checks = {check["name"]: check["status"] for check in content["checks"]}
+        assert checks.pop("data_wait") in ("pass", "fail")  # steps of a millisecond
+        assert set(checks.values()) == {"pass"} and len(checks) == 4
 
 
 def measure(project: Project, run_dir: Path, **changes: Any) -> tuple[dict[str, str], dict]:

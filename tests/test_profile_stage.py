@@ -420,4 +420,4 @@ def test_ranks_that_wait_are_told_why(tmp_path: Path) -> None:
     assert late["shares"] == late["ranks"][1]
     assert [max(it, key=it.get) for it in late["ranks"]] == ["communication", "data"]
     assert late["waiting_for_ranks"] > 0.1
-    assert "most of all for rank 1" in output
+    assert "mostly for rank 1" in output

@@ -246,6 +246,33 @@ def test_a_stage_that_breaks_down_is_no_pass(
     assert "damaged" in capsys.readouterr().out
 
 
+def test_the_settings_of_stages_are_none_of_a_run(project: Project, tmp_path: Path) -> None:
+    project("train", *Project.settings, "--train.steps", "2", "--run-dir", str(tmp_path))
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert "workflow" not in content
+    with pytest.raises(SystemExit):
+        project("train", *Project.settings, "--workflow.ranks", "2")
+    content["workflow"] = {"ranks": 2, "go_on": False}  # as older versions wrote it
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = project.module("config").load(tmp_path / "config.json")
+    assert config.train.steps == 2 and not hasattr(config, "workflow")
+
+
+def test_the_commands_can_be_listed_without_torch(project: Project) -> None:
+    listing = (
+        f"import sys, {project.name}.workflow as w; print(*w.COMMANDS, 'torch' in sys.modules)"
+    )
+    outcome = subprocess.run(
+        [sys.executable, "-c", listing],
+        env={**os.environ, "PYTHONPATH": str(project.folder / "src")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    *names, torch_is_imported = outcome.stdout.split()
+    assert names[-2:] == ["workflow", "report"] and torch_is_imported == "False"
+
+
 def test_who_is_stopped_twice_leaves_once(project: Project) -> None:
     """As by `timeout`, which tells its child and the group: nothing is said of the second."""
     stopped = f"""

@@ -54,7 +54,9 @@ def late_rank(training):
 
 def main(folder: Path, ddp: str, fsdp: str) -> None:
     """Profile a step of each kind; the test reads what rank 0 wrote."""
-    parallels = [importlib.import_module(f"{package}.distributed.parallel") for package in (ddp, fsdp)]
+    parallels = [
+        importlib.import_module(f"{package}.distributed.parallel") for package in (ddp, fsdp)
+    ]
     teardown = parallels[0].teardown
     world = parallels[0].setup(parallels[0].ParallelConfig(), "cpu")
     for parallel in parallels:  # both share one process group

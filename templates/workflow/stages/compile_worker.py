@@ -248,9 +248,8 @@ def measure_kind(kind: str, config: Config) -> Figures:
 
 def graph_breaks() -> list[Finding]:
     """Where a graph had to end early, each place once."""
-    found = []
+    found, torch_itself = [], str(Path(torch.__file__).parent)
     for entry in dynamo.graph_break_reasons:
-        torch_itself = str(Path(torch.__file__).parent)
         stack = [f for f in entry.user_stack if not f.filename.startswith(torch_itself)]
         frame = (stack or entry.user_stack or [None])[-1]
         reason = entry.reason
@@ -262,7 +261,10 @@ def graph_breaks() -> list[Finding]:
             path = entry.fail_user_frame_filename or entry.co_filename
             line = entry.fail_user_frame_lineno or entry.co_firstlineno
             found.append(_finding(path, line, entry.fail_reason or ""))
-    return list({finding.where or finding.reason: finding for finding in reversed(found)}.values())
+    unique: dict[str, Finding] = {}
+    for finding in found:
+        unique.setdefault(finding.where or finding.reason, finding)
+    return list(unique.values())
 
 
 def recompiles() -> list[Finding]:
