@@ -111,12 +111,12 @@ def run_stages(config: Any, arguments: list[str]) -> int:
 
 def earlier_status(config: Any, name: str) -> str | None:
     """The status of a stage that need not be measured again, else None."""
-    from .stage import is_current, read_stage
+    from .stage import is_current, read_stage, stage_file
 
     try:
         content = read_stage(config.directory, name)
-    except UserError as error:
-        print(f"measuring again: {error}")
+    except UserError:
+        print(f"measuring again: {stage_file(config.directory, name)} is damaged")
         return None
     if not content or config.workflow.force or content["status"] == "fail":
         return None
