@@ -53,7 +53,7 @@ class Stand:
         self.project, self.run_dir, self.patch = project, run_dir, patch
         self.checkpoint = project.module("workflow.checkpoint")
         self.drill = project.module("workflow.drill")
-        self.gates = project.module("workflow.gates")
+        self.gates = project.module("workflow.stage")
         self.config = project.config(run_dir=run_dir, train__steps=400, checkpoint__every=100)
         baseline = self.gates.Stage("baseline", self.config)
         baseline.check("throughput", True, measured="so", wanted="measured")

@@ -189,7 +189,7 @@ class Judged:
 
     def __call__(self, *arguments: Any) -> tuple[str, str, str]:
         """Status, what was measured, advice."""
-        gates, scale = (self.project.module(f"workflow.{name}") for name in ("gates", "scale"))
+        gates, scale = (self.project.module(f"workflow.{name}") for name in ("stage", "scale"))
         stage = gates.Stage("scale", self.project.config())
         getattr(scale, self.name)(stage, *arguments)
         (check,) = stage.checks

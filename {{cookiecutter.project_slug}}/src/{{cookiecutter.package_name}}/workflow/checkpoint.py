@@ -16,20 +16,22 @@ from typing import Any
 import torch
 
 from ..checkpoint.manifest import published
-from ..config import Config, override, to_json
+from ..config import Config
 from ..device import pick_device
 from ..distributed import Group
 from ..errors import RankError, UserError
 from ..files import write_json
 from ..run.directory import RunDirectory
 from ..run.hardware import in_units
-from . import gates, processes, scale
+from ..settings import override, to_json
+from . import processes, scale
+from . import stage as gates
 from .drill import EVERY, STEPS, bytes_of
-from .gates import Stage
 from .interval import judge_interval
 from .judging import Undisturbed, judge_flips, judge_kills, judge_reshard, judge_roundtrip
 from .killing import MOMENTS, PATIENCE, Killing, losses_of
-from .measuring import describe
+from .stage import Stage
+from .timing import describe
 
 AT_ONCE = 4  # checkpoints on disk, at the height of the drill
 

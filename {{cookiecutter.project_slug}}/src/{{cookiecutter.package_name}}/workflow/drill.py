@@ -28,8 +28,8 @@ from ..run.directory import RunDirectory
 from ..run.hardware import check_memory, expected_memory
 from ..run.logs import log_to_console
 from ..train import State, run, setup, start, train_step
-from .gates import PACKAGE
-from .measuring import record_steps, spread, synchronize
+from .stage import PACKAGE
+from .timing import record_steps, spread, synchronize
 
 STARTED = time.time()  # the imports are over
 STEPS, EVERY = 12, 3  # of a run of the drill, and between its saves

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from .gates import Stage
+from .stage import Stage
 
 
 def best_interval(cost: float, failures: float, least: float = 0.0) -> float:

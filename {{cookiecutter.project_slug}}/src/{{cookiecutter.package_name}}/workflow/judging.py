@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from math import nan
 from typing import Any
 
-from . import measuring
+from . import timing as measuring
 from .drill import EVERY, STEPS, Digests
-from .gates import Stage
 from .killing import MOMENTS, Killing
+from .stage import Stage
 
 NEAR = 1e-3  # of losses by kernels that are not deterministic, relative
 

@@ -16,7 +16,7 @@ from ..errors import UserError
 from ..run.hardware import in_units
 from ..run.tracker import log_report
 from . import STAGES, plots
-from .gates import PACKAGE, command, read_stage
+from .stage import PACKAGE, command, read_stage
 
 Figures = dict[str, Any]
 
@@ -60,7 +60,7 @@ def write_report(run_dir: Path) -> Path:
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"figures in {run_dir / 'workflow'} are damaged or of an older version of this project "
-            f"({error!r}): measure again with `{command('workflow', run_dir)} --workflow.again`"
+            f"({error!r}): measure again with `{command('workflow', run_dir)} --workflow.force`"
         ) from error
     path = run_dir / "report.html"
     temporary = path.with_name(".report.html")

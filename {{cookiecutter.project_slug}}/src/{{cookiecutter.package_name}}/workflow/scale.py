@@ -17,9 +17,9 @@ from ..errors import RankError, UserError
 from ..files import write_json
 from ..run.hardware import in_units
 from . import processes
-from .gates import PACKAGE, Stage, machine
-from .measuring import difference
 from .sizing import advice_on_batch, change_to, choose, explain
+from .stage import PACKAGE, Stage, machine
+from .timing import difference
 
 TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}  # relative
 FACTOR = 1.5  # between predicted and measured memory

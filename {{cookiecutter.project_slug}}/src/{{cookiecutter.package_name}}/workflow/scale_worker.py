@@ -20,8 +20,9 @@ from ..errors import RankError, exit_code
 from ..files import write_json
 from ..train import State, setup, train_step
 from .allocations import memory_of, peak_of_steps
-from .measuring import Steps, has_drawn, median_interval, record_steps, spread
 from .noise import go_to_the_run, gradient_norms, noise_scale
+from .stage import StageConfig
+from .timing import Steps, has_drawn, median_interval, record_steps, spread
 
 COMPARED = 12  # steps whose losses are compared
 WINDOW, WINDOWS = 6, 6  # steps in a row, and how often; the first of a window is not counted
@@ -32,7 +33,7 @@ SECONDS = 3.0  # for the timed steps, where steps are slow
 def main() -> int:
     """Measure on however many ranks there are."""
     folder = Path(sys.argv[1])
-    config = from_json(Config(), folder / "settings.json", leave_out=("fresh", "init_from"))
+    config = from_json(StageConfig(), folder / "settings.json", leave_out=("fresh", "init_from"))
     world = parallel.setup(config.parallel, config.device)
     one = folder / "1.json"
     record = examine(config, world, json.loads(one.read_text("utf-8")) if one.exists() else None)
