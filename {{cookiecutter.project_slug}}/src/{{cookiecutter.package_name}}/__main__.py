@@ -49,7 +49,8 @@ def stage(name: str) -> Callable[[list[str]], int]:
     """The command of a stage of the workflow."""
 
     def run_stage(arguments: list[str]) -> int:
-        module = importlib.import_module(f"{__package__}.workflow.{name}")
+        file = {"checkpoint": "recovery"}.get(name, name)
+        module = importlib.import_module(f"{__package__}.workflow.{file}")
         return module.measure(on_disk(parse_config(run_stage, arguments)))
 
     run_stage.__name__, run_stage.__doc__ = name, STAGES[name]
