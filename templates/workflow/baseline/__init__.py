@@ -20,7 +20,7 @@ class WorkflowConfig:
 
 def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:
     """Run one of `COMMANDS`; `parse(kind)` reads settings of that kind from the arguments."""
-    from ..settings import on_disk
+    from ..checkpoint.storage import on_disk
     from .baseline import measure
     from .stage import StageConfig
 

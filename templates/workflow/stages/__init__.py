@@ -61,14 +61,14 @@ class WorkflowConfig:
 
 def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:
     """Run one of `COMMANDS`; `parse(kind)` reads settings of that kind from the arguments."""
-    from ..config import Place
-    from ..settings import on_disk
+    from ..checkpoint.storage import on_disk
+    from ..config import RunLocation
     from .stage import StageConfig
 
     if name == "report":
         from .report import publish_report
 
-        print(publish_report(parse(Place).directory))
+        print(publish_report(parse(RunLocation).directory))
         return 0
     config = on_disk(parse(StageConfig))
     if name == "workflow":
@@ -83,7 +83,7 @@ def run_stages(config: Any, arguments: list[str]) -> int:
     continues an interrupted workflow. The first failed gate ends it, unless
     `--workflow.keep-going`. At the end it writes the report.
     """
-    from ..commands import leave
+    from ..errors import leave
     from .report import publish_report
 
     signal.signal(signal.SIGTERM, leave)

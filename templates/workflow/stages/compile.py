@@ -10,11 +10,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..config import Config
+from ..config import Config, override
 from ..errors import RankError, UserError
-from ..files import write_json
+from ..files import to_json, write_json
 from ..run.hardware import in_units
-from ..settings import override, to_json
 from .compile_worker import DYNAMIC, STEPS, Finding
 from .processes import finish, started
 from .stage import PACKAGE, Stage

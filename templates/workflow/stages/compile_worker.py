@@ -24,15 +24,14 @@ from torch._inductor.utils import fresh_cache
 from torch.utils import _pytree as pytree
 
 from ..compile import compile_seconds, graphs
-from ..config import Config
-from ..distributed import parallel
+from ..config import Config, from_json, override
+from ..distributed import join
 from ..errors import UserError
 from ..files import write_json
 from ..loss import means
 from ..model import blocks
 from ..run.hardware import peak_memory
 from ..sampling import Share, fetch
-from ..settings import from_json, override
 from ..train import State, setup, train_step
 from .stage import StageConfig
 from .timing import has_drawn, spread, synchronize
@@ -67,7 +66,7 @@ class FirstSteps(NamedTuple):
 
 def cold(config: Config) -> Figures:
     """Compile with nothing cached; compare with eager steps, in numbers and in time."""
-    world = parallel.setup(config.parallel, config.device)
+    world = join(config.parallel, config.device)
     state = setup(override(config, {"compile.mode": "none"}), world)
     if config.compile.mode == "blocks" and not list(blocks(state.model)):
         return {"skipped": "blocks(model) names no block"}
@@ -104,7 +103,7 @@ def warm(config: Config) -> Figures:
 
 def vary(config: Config) -> Figures:
     """Graphs and recompiles for batches that vary in shape, with each `compile.dynamic`."""
-    world = parallel.setup(config.parallel, config.device)
+    world = join(config.parallel, config.device)
     batches, varied = batches_that_vary(setup(override(config, {"compile.mode": "none"}), world))
     backend = config.compile.backend
     figures: Figures = {"varied": varied, "shapes": len(batches), "backend": backend}

@@ -21,20 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from ..checkpoint.disk import RESERVED
-from ..checkpoint.manifest import MANIFEST, PUBLISHED, published, step_name
-from ..checkpoint.reader import DCP_INDEX, flat
-from ..commands import exit_code
-from ..config import Config, load
-from ..distributed import Group, World, parallel
-from ..distributed.buffers import agree_on_buffers
-from ..errors import RankError, UserError
+from ..checkpoint import MANIFEST, PUBLISHED, step_name
+from ..checkpoint.paths import published
+from ..checkpoint.publish import RESERVED
+from ..checkpoint.reader import DCP_INDEX
+from ..checkpoint.tensors import flat
+from ..config import Config, load, override
+from ..distributed import Group, World, join, leave, parallel
+from ..errors import RankError, UserError, exit_code
 from ..files import write_json
-from ..run.directory import RunDirectory
 from ..run.logs import log_to_console
-from ..settings import override
 from ..train import State, run, setup, start, train_step
 from . import processes
 from .stage import PACKAGE
@@ -55,13 +52,13 @@ def main(words: list[str]) -> int:
     config = load(folder / "settings.json")
     if task == "train":
         recorder = Recorder(folder / "restart.json")
-        run(override(config, {"run_dir": folder / names[0]}), recorder.after_step)
+        run(override(config, {"run_dir": folder / names[0]}), [recorder])
         result: dict[str, Any] = {"digests": recorder.digests}
     else:
-        world = parallel.setup(config.parallel, config.device)
+        world = join(config.parallel, config.device)
         action = {"reload": reload, "examine": examine}[task]
         result = action(config, world, *(folder / name for name in names))
-        parallel.teardown(world)  # only now that nothing refers to the model
+        leave(world)  # only now that nothing refers to the model
     if os.environ.get("RANK", "0") == "0":
         write_json(folder / f"{task}.json", result)
     return 0
@@ -93,7 +90,7 @@ def reload(config: Config, world: World, source: Path, target: Path) -> dict[str
         digests, step = load_into(state, source, group), state.step
     except UserError as error:  # too large for so few processes
         return {"refused": str(error)}
-    checkpointer = start(state, RunDirectory(target, group), group)  # finds nothing there
+    checkpointer = start(state, target, group)  # finds nothing there
     checkpointer.save(step)
     checkpointer.close()
     state.loader.close()
@@ -175,7 +172,7 @@ def flip_bit(path: Path, offset: int) -> None:
 
 def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
     """Save again and again, each time when the save before is published: what each of them cost."""
-    checkpointer = start(state, RunDirectory(run_dir, group), group)
+    checkpointer = start(state, run_dir, group)
     quiet = record_steps(state, QUIET_STEPS).seconds[1:]
     began = time.perf_counter()
     saves = [time_save(state, run_dir, group)]
@@ -222,7 +219,7 @@ def load_into(state: State, run_dir: Path, group: Group) -> Digests:
         for tensor in state.model.state_dict().values():
             tensor.fill_(7)
     state.optimizer.state.clear()
-    start(state, RunDirectory(run_dir, group), group).close()
+    start(state, run_dir, group).close()
     return digests_of(state, group)
 
 
@@ -231,11 +228,12 @@ def digests_of(state: State, group: Group) -> Digests:
 
     Where ranks hold different values, all of theirs: no restored state can be equal to that.
     """
-    agree_on_buffers(state.model, state.world)
+    parallel.agree_on_buffers(state.model, state.world)
     digests: Digests = {}
     for name, tensor in flat(state.checkpointer.tensors()):
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        content = whole.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        content = (
+            parallel.whole(tensor).detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        )
         digests[name] = hashlib.sha256(content).hexdigest()
     ranks = group.agree(lambda: digests)
     return {name: " ".join(sorted({other[name] for other in ranks})) for name in digests}

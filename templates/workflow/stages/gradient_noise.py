@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.manifest import published
-from ..checkpoint.paths import checkpoints_of
+from ..checkpoint.paths import checkpoints_of, published
 from ..checkpoint.reader import find_checkpoint
 from ..checkpoint.transfer import load_weights
 from ..device import move

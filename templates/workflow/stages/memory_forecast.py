@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ..checkpoint.checkpointer import local_part
 from ..config import Config
 from ..data import build_datasets
 from ..device import move
@@ -90,7 +89,7 @@ def memory_of(state: State, alone: State | None, measured: int | None) -> dict[s
     in_blocks = sorted(sum(p.numel() for p in block.parameters()) for block in inner)
     itemsize, total = state.compute_dtype.itemsize, sum(p.numel() for p in parameters)
     whole = itemsize * (total - sum(in_blocks[:-2]))
-    sharded = any(local_part(p).numel() < p.numel() for p in parameters)
+    sharded = any(parallel.local_part(p).numel() < p.numel() for p in parameters)
     sizes = {
         "parameters": needed.parameters,
         "gradients": needed.gradients,

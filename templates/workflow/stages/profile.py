@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..config import Config
-from ..distributed import Group, parallel
+from ..distributed import Group, join, leave
 from ..profiler import Profiler, trace_steps
 from ..run.hardware import usable_cores
 from ..train import State, setup, train_step
@@ -38,7 +38,7 @@ Shares = dict[str, float]
 def measure(config: Config) -> int:
     """Measure and judge; 0 when the gate is passed, 1 when it is not."""
     stage = Stage("profile", config)
-    world = parallel.setup(config.parallel, config.device)
+    world = join(config.parallel, config.device)
     group = Group(world)
     state = setup(config, world)
     plan = config.profile
@@ -52,7 +52,7 @@ def measure(config: Config) -> int:
     if world.rank == 0:
         judge(stage, world.device, ranks, traces[-1], idle, seconds)
     del state
-    parallel.teardown(world)
+    leave(world)
     return stage.close() if world.rank == 0 else 0
 
 

@@ -17,15 +17,16 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.manifest import PUBLISHED, published, read_manifest
-from ..config import Config
+from ..checkpoint import PUBLISHED
+from ..checkpoint.manifest import read_manifest
+from ..checkpoint.paths import published
+from ..config import Config, override
 from ..device import pick_device
 from ..distributed import Group
 from ..errors import RankError, UserError
-from ..files import write_json
+from ..files import to_json, write_json
 from ..run.directory import RunDirectory
 from ..run.hardware import in_units
-from ..settings import override, to_json
 from . import processes
 from .drill import EVERY, PATIENCE, STEPS, Digests, kill_in_save, losses_of, whole
 from .processes import most_ranks, named, refusal

@@ -15,14 +15,12 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..commands import exit_code
-from ..config import Config
+from ..config import Config, from_json, override
 from ..device import pick_device
-from ..distributed import Group, World, parallel
-from ..errors import RankError
-from ..files import write_json
+from ..distributed import Group, World, join, leave
+from ..errors import RankError, exit_code
+from ..files import to_json, write_json
 from ..run.hardware import in_units
-from ..settings import from_json, override, to_json
 from ..train import State, setup, train_step
 from . import memory_forecast as forecast
 from . import processes
@@ -250,12 +248,12 @@ def main() -> int:
     """Measure on as many ranks as this process was started with."""
     folder = Path(sys.argv[1])
     config = from_json(Config(), folder / "settings.json", leave_out=("fresh", "init_from"))
-    world = parallel.setup(config.parallel, config.device)
+    world = join(config.parallel, config.device)
     file = folder / "1.json"
     record = examine(config, world, json.loads(file.read_text("utf-8")) if file.exists() else {})
     if world.rank == 0:
         write_json(folder / f"{world.size}.json", record)
-    parallel.teardown(world)
+    leave(world)
     return 0
 
 

@@ -21,9 +21,8 @@ import torch
 
 from ..config import Config
 from ..errors import UserError
-from ..files import write_json
+from ..files import to_json, write_json
 from ..run.hardware import cpu_name, device_name, usable_cores
-from ..settings import to_json
 from . import WorkflowConfig
 
 STATUSES = ("fail", "not_measured", "pass")  # the worst first
