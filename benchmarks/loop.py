@@ -23,6 +23,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -161,7 +162,7 @@ def ours(task: Task, tick: Tick) -> None:
     """The rendered project's own `run`, told apart by nothing but its model and data."""
     train = importlib.import_module(f"{PACKAGE}.train")
     logging.getLogger(PACKAGE).setLevel(logging.ERROR)
-    train.run(task.config, lambda state, record: tick())
+    train.run(task.config, [SimpleNamespace(after_step=lambda state, record: tick())])
 
 
 def accelerate(task: Task, tick: Tick) -> None:
@@ -263,9 +264,9 @@ def measure(folder: Path, smoke: bool) -> dict[str, Any]:
     logging.getLogger("lightning").setLevel(logging.ERROR)
     source = render(folder, own_model=True, tracker="none")  # the peers log nowhere either
     sys.path.insert(0, str(source))
-    settings = importlib.import_module(f"{PACKAGE}.settings")
+    settings = importlib.import_module(f"{PACKAGE}.config")
     config = settings.override(
-        importlib.import_module(f"{PACKAGE}.config").Config(),
+        settings.Config(),
         {
             "run_dir": folder / "run",
             "device": "cpu",

@@ -130,7 +130,7 @@ def store(clients: int) -> dict[str, float]:
 
 def groups(ranks: int, lazy: bool, package: str) -> dict[str, float]:
     """Ranks join, make a `Group`, and agree on what each would write."""
-    control = importlib.import_module(f"{package}.distributed.world")
+    control = importlib.import_module(f"{package}.distributed")
     os.environ |= {LAZY: str(int(lazy)), "GLOO_SOCKET_IFNAME": "lo"}
     server = Store()
 
@@ -145,13 +145,12 @@ def groups(ranks: int, lazy: bool, package: str) -> dict[str, float]:
             before = len(os.listdir("/proc/self/fd"))
             group = control.Group(control.World(rank, ranks, torch.device("cpu"), True))
             found = {"group_cpu_seconds": time.process_time() - cpu}
-            word = torch.zeros(2, dtype=torch.int32)
             calls = {
                 "agree": lambda: group.agree(
                     lambda: {f"__{rank}_0.distcp": {"size": 123_456_789, "sha256": "0" * 64}}
                 ),
                 "from_first": lambda: group.from_first(lambda: "checkpoints/step_00000120"),
-                "word": lambda: group.all_max(word).wait(),
+                "word": lambda: group.maximum([0, 0])(),
             }
             for name, call in calls.items():
                 call()

@@ -35,7 +35,7 @@ class Bench:
         self.folder = folder
         layers, width = PARAMETERS[smoke]
         self.train = self.part("dcp_async", "train")
-        override = self.part("dcp_async", "settings").override
+        override = self.part("dcp_async", "config").override
         config = override(
             self.part("dcp_async", "config").Config(),
             {

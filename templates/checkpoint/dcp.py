@@ -1,36 +1,54 @@
 """Checkpoints by torch.distributed.checkpoint, every rank its part, while training waits.
 
-They load into any number of ranks. How a checkpoint is published is told in checkpoint/publish.py,
-how it is read in checkpoint/reader.py.
+They load into any number of ranks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..distributed.buffers import agree_on_buffers
-from .checkpointer import Recovery, share_of
-from .publish import RetentionConfig
-from .writing import write_shards
+import torch
+from torch import nn
+
+from ..distributed import Group
+from .parts import write_tensors
+from .publish import Write
+from .storage import StorageConfig
+from .tensors import Tensors, refuse_nan, share_of
+
+__all__ = ["CheckpointConfig", "Writer", "write_tensors"]
 
 
 @dataclass(frozen=True)
-class CheckpointConfig(RetentionConfig):
+class CheckpointConfig(StorageConfig):
     """Saved in parts, by all ranks at once."""
 
     threads: int = 1
     """Files that each rank writes in parallel."""
 
 
-class Checkpointer(Recovery):
+class Writer:
     """Saves in the loop; every rank goes on when the checkpoint is published."""
 
-    def _save(self, step: int, validation_loss: float | None) -> None:
-        agree_on_buffers(self.model, self.world)
-        part = share_of(self.tensors(), self.world.rank, self.world.size)
-        threads = self.snapshots.retention.threads
-        self.publish(
-            step,
-            lambda folder: write_shards(folder, part, self.group, threads),
-            part,
-            validation_loss,
-        )
-        self.last_saved = step
+    stages = False
+    failed = False
+
+    def __init__(
+        self, config: CheckpointConfig, group: Group, model: nn.Module, device: torch.device
+    ) -> None:
+        self.config, self.group, self.model = config, group, model
+
+    def save(self, tensors: Tensors, publish: Callable[[Write], object]) -> None:
+        """Save the tensors; `publish` publishes what the function given to it writes."""
+        part = share_of(tensors, self.group.rank, self.group.size)
+        self.group.agree(lambda: refuse_nan(part, self.model))
+        publish(lambda folder: write_tensors(folder, part, self.group, self.config.threads))
+
+    def before_optimizer_step(self) -> float:
+        """Nothing to wait for."""
+        return 0.0
+
+    def settle(self) -> None:
+        """Nothing is in flight after a save that waits."""
+
+    def close(self) -> None:
+        """Nothing runs in the background."""

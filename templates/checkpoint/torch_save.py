@@ -1,48 +1,77 @@
 """Checkpoints as one `torch.save` file, gathered on rank 0 while training waits.
 
-The simplest thing to open elsewhere: `torch.load("state.pt")["model"]`. How a checkpoint is
-published is told in checkpoint/publish.py, how it is read in checkpoint/reader.py.
+The simplest thing to open elsewhere: `torch.load("state.pt")["model"]`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-from torch.distributed.tensor import DTensor
+import torch
+from torch import nn
 
-from ..distributed.buffers import agree_on_buffers
-from .checkpointer import Recovery
-from .publish import RetentionConfig
-from .reader import WHOLE_FILE, Tensors
-from .writing import write_whole
+from ..distributed import Group, parallel
+from ..files import naming
+from .paths import Place, create, persistently
+from .publish import Write
+from .reader import WHOLE_FILE
+from .storage import StorageConfig
+from .tensors import Tensors, refuse_nan
 
 
 @dataclass(frozen=True)
-class CheckpointConfig(RetentionConfig):
+class CheckpointConfig(StorageConfig):
     """Saved whole, by rank 0."""
 
 
-class Checkpointer(Recovery):
+class Writer:
     """Saves in the loop; every rank goes on when the checkpoint is published."""
 
-    def _save(self, step: int, validation_loss: float | None) -> None:
-        agree_on_buffers(self.model, self.world)
+    stages = False
+    failed = False
 
-        def write(directory: Path) -> list[str]:
-            gathered = dict(self._gather(self.tensors()))
-            if self.world.rank != 0:
-                return []
-            write_whole(directory / WHOLE_FILE, gathered)
-            return [WHOLE_FILE]
+    def __init__(
+        self, config: CheckpointConfig, group: Group, model: nn.Module, device: torch.device
+    ) -> None:
+        self.group, self.model = group, model
 
-        self.publish(step, write, self.tensors(), validation_loss)
-        self.last_saved = step
+    def save(self, tensors: Tensors, publish: Callable[[Write], object]) -> None:
+        """Save the tensors; `publish` publishes what the function given to it writes."""
+        self.group.agree(lambda: refuse_nan(tensors, self.model))
+        publish(lambda folder: write_tensors(folder, tensors, self.group))
 
-    def _gather(self, tree: Tensors) -> Iterator[tuple[str, object]]:
-        """Whole tensors in host memory on rank 0, one after the other; None on the other ranks."""
-        for key, value in tree.items():
-            if isinstance(value, dict):
-                yield key, dict(self._gather(value))
-                continue
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            yield key, whole.cpu() if self.world.rank == 0 else None
+    def before_optimizer_step(self) -> float:
+        """Nothing to wait for."""
+        return 0.0
+
+    def settle(self) -> None:
+        """Nothing is in flight after a save that waits."""
+
+    def close(self) -> None:
+        """Nothing runs in the background."""
+
+
+def write_tensors(folder: Place, tensors: Tensors, group: Group) -> list[str]:
+    """Write all tensors into one file, on rank 0; the names of this rank's files."""
+    gathered = gather(tensors, group)
+    if group.rank != 0:
+        return []
+    path = folder / WHOLE_FILE
+
+    def write() -> None:
+        with naming(path), create(path) as file:
+            torch.save(gathered, file)
+
+    persistently(write, path)
+    return [WHOLE_FILE]
+
+
+def gather(tree: Tensors, group: Group) -> Tensors:
+    """Whole tensors in host memory on rank 0, gathered one by one; None on the other ranks."""
+    gathered: Tensors = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            gathered[key] = gather(value, group)
+        else:
+            whole = parallel.whole(value)
+            gathered[key] = whole.cpu() if group.rank == 0 else None
+    return gathered

@@ -26,23 +26,23 @@ class TrackerConfig:
         """Check the values (UserError)."""
         if self.uri and "@" in self.uri.partition("://")[2].partition("/")[0]:
             raise UserError(
-                "--tracker.uri is saved with the run, so no user and password belong there: put it "
-                "into MLFLOW_TRACKING_URI, or them into MLFLOW_TRACKING_USERNAME and _PASSWORD"
+                "--tracker.uri is saved with the run, so it must not hold a password: set "
+                "MLFLOW_TRACKING_URI instead, or MLFLOW_TRACKING_USERNAME and _PASSWORD"
             )
 
 
 class Tracker:
-    """The log of a run; lines up to `logged` are in it.
+    """The log of a run; it has the records up to step `logged`.
 
-    MLflow takes nothing back: of steps that were rolled back the first figures stay, and of
-    parameters the first values (the artifact config.json has the newest).
+    MLflow changes nothing that it has: steps that were rolled back keep their first figures, and
+    parameters their first values (the artifact config.json has the newest).
     """
 
     def __init__(
         self, config: TrackerConfig, run_dir: Path, settings: dict[str, Any], step: int, status: str
     ) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # or each table it makes is told
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # else it reports each table it makes
         from mlflow.entities import Metric, Param
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
@@ -55,7 +55,7 @@ class Tracker:
         note = run_dir / "mlflow.json"
         run = None
         if note.exists():
-            with contextlib.suppress(MlflowException):  # it is another store's
+            with contextlib.suppress(MlflowException):  # it is in another store
                 run = self.client.get_run(json.loads(note.read_text("utf-8"))["id"])
         if run is None:
             experiment = self._experiment(config.experiment, artifacts)
@@ -82,7 +82,7 @@ class Tracker:
         self.client.log_artifact(self.id, str(path))
 
     def close(self, status: str) -> None:
-        """End the log, with a word on how the run stands."""
+        """End the log with the run's status."""
         if status != self.status:
             self.client.set_terminated(self.id, STATUS.get(status, "FINISHED"))
 

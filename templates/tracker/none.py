@@ -1,6 +1,5 @@
 """No experiment tracker: metrics.jsonl is the log."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,24 +7,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TrackerConfig:
-    """Logging elsewhere: none."""
+    """An experiment tracker: none."""
 
 
-class Tracker:
-    """Logs nothing."""
+def tracking(config: Any, run_dir: Path, step: int) -> tuple[Any, ...]:
+    """The callbacks that log to the tracker."""
+    return ()
 
-    logged = sys.maxsize
 
-    def __init__(
-        self, config: TrackerConfig, run_dir: Path, settings: dict[str, Any], step: int, status: str
-    ) -> None:
-        pass
-
-    def scalars(self, step: int, values: dict[str, float], time: float) -> None:
-        """Nothing to log to."""
-
-    def file(self, path: Path) -> None:
-        """Nothing to hand it to."""
-
-    def close(self, status: str) -> None:
-        """Nothing to close."""
+def log_report(run_dir: Path, config: Any, path: Path) -> None:
+    """Give a run's report to its tracker."""

@@ -12,9 +12,9 @@ class TrackerConfig:
 
 
 class Tracker:
-    """The log of a run, cut off behind `step`; lines up to `logged` are in it.
+    """The log of a run, cut off after `step`; it has the records up to step `logged`.
 
-    It holds float32. Of a file TensorBoard can but tell where it lies.
+    It holds float32. TensorBoard cannot hold a file, so its path is logged.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Tracker:
             known = json.loads(self.note.read_text("utf-8") or "{}")
         self.logged = min(step, known.get("step", 0))
         self.settings = settings
-        # A reader drops what it has found of this step and later ones, in the files before.
+        # Readers then ignore this step and later ones in the files of earlier starts.
         self.writer = SummaryWriter(folder, purge_step=self.logged + 1)
         if known.get("settings") != settings:
             text = json.dumps(settings, indent=2).replace("\n", "\n    ")
@@ -43,17 +43,17 @@ class Tracker:
         self._flush(step)
 
     def file(self, path: Path) -> None:
-        """Tell where a file lies."""
+        """Log the path of a file."""
         self.writer.add_text(path.name, str(path.resolve()), self.logged)
 
     def close(self, status: str) -> None:
-        """End the log, with a word on how the run stands."""
+        """End the log with the run's status."""
         if status != self.status:
             self.writer.add_text("status", status, self.logged)
         self.writer.close()
 
     def _flush(self, step: int) -> None:
-        """Have on disk what is logged, since a run may be killed, and then note that it is."""
+        """Write the records to disk, as a run may be killed, then the step of the last one."""
         self.writer.flush()
         self.logged = step
         self.note.write_text(json.dumps({"step": step, "settings": self.settings}), "utf-8")

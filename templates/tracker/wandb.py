@@ -13,18 +13,18 @@ class TrackerConfig:
     """Logging to Weights & Biases; the key comes from `wandb login` or WANDB_API_KEY."""
 
     mode: Literal["offline", "online"] = "offline"
-    """offline: for `wandb sync` to send, some day or never."""
+    """offline: `wandb sync` can send it later."""
     project: str = __package__.split(".")[0]
     entity: str | None = None
-    """The team or user that the project belongs to."""
+    """The team or user that owns the project."""
 
 
 class Tracker:
-    """The log of a run; lines up to `logged` are in it.
+    """The log of a run; it has the records up to step `logged`.
 
-    What is offline cannot be gone on with (one `wandb sync` of a run replaces the one before), so
-    each start writes it anew and whole; at the end only the newest is left. On a server nothing can
-    be taken back: of steps that were rolled back the first figures stay.
+    An offline log cannot be continued (one `wandb sync` of a run replaces the one before), so each
+    start writes the whole log anew; at the end only the newest is left. A server changes nothing
+    that it has: steps that were rolled back keep their first figures.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Tracker:
         self.run.save(copy, base_path=self.run.dir, policy="now")
 
     def close(self, status: str) -> None:
-        """End the log, with a word on how the run stands."""
+        """End the log with the run's status."""
         folder = Path(self.run.dir).parent
         self.run.summary["status"] = status
         self.run.finish(exit_code=int(status == "failed"))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run a command as in a pod of scripts/trainjob.yaml: process 1 of its own namespace, user 1000
+# Run a command as in a pod of trainjob.yaml: process 1 of its own namespace, user 1000
 # without any right but to read, and nothing to write to but /tmp, /dev/shm and runs.
 #
 #   unshare --uts --mount --pid --fork --kill-child bash tests/cluster/pod.sh NAME ROOT PROJECT RUNS PYTHON \

@@ -14,8 +14,8 @@ from tests.conftest import Project
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     folder = tmp_path_factory.mktemp("elastic")
-    answers = {"parallelism": "single", "checkpoint": "torch_save"}
-    with Project.imported(folder, "elastic_single", **answers) as project:
+    answers = {"parallelism": "ddp", "checkpoint": "torch_save"}
+    with Project.imported(folder, "elastic_ddp", **answers) as project:
         yield project
 
 
@@ -24,7 +24,7 @@ def test_what_torchrun_starts_again_is_not_set_aside(
 ) -> None:
     """Also when its count of restarts says 0, as it does when a machine has joined."""
     runs, started_by = project.folder / "runs", ["one on a", "one on b"]
-    monkeypatch.setattr("elastic_single.run.directory.launcher", lambda: started_by[-1])
+    monkeypatch.setattr("elastic_ddp.run.directory.launcher", lambda: started_by[-1])
     project("train", *project.settings, "--fresh", "--train.steps", "1")
     project("train", *project.settings, "--fresh", "--train.steps", "2")
     assert {path.name for path in runs.iterdir()} == {"default"}
@@ -34,7 +34,7 @@ def test_what_torchrun_starts_again_is_not_set_aside(
 
 
 def test_a_launcher_keeps_its_name(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = project.module("distributed.elastic").launcher
+    launcher = project.module("distributed").launcher
     assert launcher() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert launcher() == launcher() and str(os.getppid()) in launcher()
@@ -43,41 +43,41 @@ def test_a_launcher_keeps_its_name(project: Project, monkeypatch: pytest.MonkeyP
 def test_who_stops_waits_to_be_told_where_machines_come_and_go(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ending = project.module("distributed.elastic")
-    with project.module("distributed.stop").Control(project.module("distributed").Group()) as it:
-        monkeypatch.setattr(ending, "TOLD_WITHIN", 0.05)
+    world, group = project.module("distributed.world"), project.module("distributed").Group()
+    with project.module("distributed.stop").Stop(group) as stop:
+        monkeypatch.setattr(world, "TOLD_WITHIN", 0.05)
         monkeypatch.setenv("NNODES", "1:3")
-        assert ending.outcome(0, it) == "finished"
-        assert ending.outcome(signal.SIGTERM, it) == "regrouping"
+        assert stop.outcome(0) == "finished"
+        assert stop.outcome(signal.SIGTERM) == "regrouping"
         monkeypatch.setenv("NNODES", "3")
-        assert ending.outcome(signal.SIGTERM, it) == "preempted"
-        monkeypatch.setattr(ending, "TOLD_WITHIN", 60)
+        assert stop.outcome(signal.SIGTERM) == "preempted"
+        monkeypatch.setattr(world, "TOLD_WITHIN", 60)
         monkeypatch.setenv("NNODES", "1:3")
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        assert ending.outcome(signal.SIGTERM, it) == "preempted"
+        assert stop.outcome(signal.SIGTERM) == "preempted"
 
 
 @pytest.mark.parametrize("machines", ["two", "0", "1:", "1:2:3", "1;2"])
 def test_a_wrong_number_of_machines_is_told_at_once(project: Project, machines: str) -> None:
-    command = ["bash", "scripts/launch.sh", "-n", "1", "train"]
+    command = ["bash", "launch.sh", "-n", "1", "train"]
     environment = {**os.environ, "NNODES": machines}
     done = subprocess.run(
         command, cwd=project.folder, env=environment, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 2 and done.stderr.startswith("NNODES wants a number of machines")
+    assert done.returncode == 2 and done.stderr.startswith("NNODES needs a number of machines")
 
 
 def test_who_stops_hears_no_more_but_its_children_do(project: Project) -> None:
     """A second signal on the way out does no harm; who was not told to stop gives all back."""
-    control = project.module("distributed")
+    stops, group = project.module("distributed.stop"), project.module("distributed").Group()
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        with control.Control(control.Group()):
+        with stops.Stop(group):
             pass
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-        with control.Control(control.Group()) as it:
+        with stops.Stop(group) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
-            assert it.exchange() == (signal.SIGTERM, False)
+            assert stop.poll() == (signal.SIGTERM, False)
         assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -87,22 +87,22 @@ def test_a_job_of_many_ranks_makes_room_for_its_connections(
     project: Project, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Few ranks change nothing; many connect as needed and may open more files, if allowed to."""
-    network, lazy = project.module("distributed.network"), "TORCH_GLOO_LAZY_INIT"
-    files, set_to = network.resource.RLIMIT_NOFILE, []
-    monkeypatch.setattr(network.resource, "setrlimit", lambda *limits: set_to.append(limits))
+    world, lazy = project.module("distributed.world"), "TORCH_GLOO_LAZY_INIT"
+    files, set_to = world.resource.RLIMIT_NOFILE, []
+    monkeypatch.setattr(world.resource, "setrlimit", lambda *limits: set_to.append(limits))
 
     def left(ranks: int, soft: int, hard: int) -> tuple[list[tuple[int, tuple[int, int]]], bool]:
-        monkeypatch.setattr(network.resource, "getrlimit", lambda _: (soft, hard))
+        monkeypatch.setattr(world.resource, "getrlimit", lambda _: (soft, hard))
         set_to.clear(), caplog.clear()
-        network.make_room(ranks)
+        world.make_room(ranks)
         return list(set_to), bool(caplog.records)
 
     monkeypatch.setenv(lazy, "")  # and as it was before, afterwards
     monkeypatch.delenv(lazy)
-    assert left(network.MANY - 1, 1024, 1 << 20) == ([], False) and lazy not in os.environ
+    assert left(world.MANY_RANKS - 1, 1024, 1 << 20) == ([], False) and lazy not in os.environ
     assert left(1000, 1024, 1 << 20) == ([(files, (5024, 1 << 20))], False)
     assert os.environ[lazy] == "1"
-    assert left(1000, 1024, network.resource.RLIM_INFINITY)[0][0][1][0] == 5024
+    assert left(1000, 1024, world.resource.RLIM_INFINITY)[0][0][1][0] == 5024
     assert left(1000, 8192, 1 << 20) == ([], False)
     assert left(1000, 1024, 4096) == ([(files, (4096, 4096))], True)
     assert left(1000, 4096, 4096) == ([], True)

@@ -1,4 +1,4 @@
-"""Hosts that are cut off: network namespaces on this machine, scripts/launch.sh on each of them."""
+"""Hosts that are cut off: network namespaces on this machine, launch.sh on each of them."""
 
 import contextlib
 import os
@@ -95,7 +95,7 @@ class Hosts:
     def launch(self, name: str, *options: str, **variables: str) -> None:
         """The line that a user types on each of several machines."""
         command = within(self.space(name), BECOME, name, str(self.folder / "hosts"))
-        command += ["scripts/launch.sh", "-n", "1", "train", *TINY, *options]
+        command += ["./launch.sh", "-n", "1", "train", *TINY, *options]
         env = environment(
             self.project,
             RDZV_ENDPOINT="h1:29500",

@@ -43,7 +43,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def manifests(project: Path) -> dict[str, Manifest]:
     """All of them, by their kind."""
-    texts = [path.read_text("utf-8") for path in project.glob("scripts/*.yaml")]
+    texts = [path.read_text("utf-8") for path in project.glob("*.yaml")]
     found = [manifest for text in texts for manifest in yaml.safe_load_all(text)]
     return {manifest["kind"]: manifest for manifest in found}
 
@@ -102,7 +102,7 @@ def test_a_wrong_manifest_is_refused(
 def test_names_fit_together(manifests: dict[str, Manifest], tmp_path: Path) -> None:
     """Runtime, job and claim; and they are DNS labels (RFC 1035) with any slug."""
     long = bake(tmp_path, cluster="kubernetes", project_slug="0_" + "a" * 38)
-    texts = [path.read_text("utf-8") for path in long.glob("scripts/*.yaml")]
+    texts = [path.read_text("utf-8") for path in long.glob("*.yaml")]
     others = {m["kind"]: m for text in texts for m in yaml.safe_load_all(text)}
     for found in (manifests, others):
         name = found["TrainJob"]["metadata"]["name"]
@@ -124,7 +124,7 @@ def test_pods_are_confined_and_have_time_to_save(
     template = pod(manifests[kind])
     (container,) = template["containers"]
     assert container["name"] == {"TrainingRuntime": "node", "PyTorchJob": "pytorch"}[kind]
-    grace = re.search(r"GRACE_SECONDS:-(\d+)", (project / "scripts/launch.sh").read_text("utf-8"))
+    grace = re.search(r"GRACE_SECONDS:-(\d+)", (project / "launch.sh").read_text("utf-8"))
     assert grace and template["terminationGracePeriodSeconds"] > int(grace[1])
     assert template["securityContext"]["runAsNonRoot"]
     assert container["securityContext"] == {

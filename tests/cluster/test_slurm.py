@@ -1,4 +1,4 @@
-"""scripts/train.sbatch on a real Slurm, all of whose nodes are this machine (slurm-wlm, munge)."""
+"""train.sbatch on a real Slurm, all of whose nodes are this machine (slurm-wlm, munge)."""
 
 import contextlib
 import json
@@ -164,7 +164,7 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
 
 
 class Job:
-    """A run by scripts/train.sbatch, slow for as long as it is not let go."""
+    """A run by train.sbatch, slow for as long as it is not let go."""
 
     def __init__(self, slurm: Slurm, name: str, nodes: str, *options: str) -> None:
         self.slurm, self.name, self.run = slurm, name, slurm.project / "runs" / name
@@ -177,7 +177,7 @@ class Job:
     def submit(self, *options: str) -> None:
         """Type the line; once more it is the same line."""
         settings = (*TINY, *SETTINGS, "--name", self.name)
-        line = (*self.line, "scripts/train.sbatch", *settings, *options)
+        line = (*self.line, "train.sbatch", *settings, *options)
         self.ids.append(self.slurm(*line, SLOW=str(self.slow)))
 
     def step(self) -> int:

@@ -116,7 +116,7 @@ def trainers(pid: int) -> list[int]:
 
 def launch(project: Path, run: str, *options: str, ranks: int = 2, **more: str) -> Any:
     """Training on ranks, or on none of them in a plain process."""
-    command = ["bash", "scripts/launch.sh", "-n", str(ranks)]
+    command = ["bash", "launch.sh", "-n", str(ranks)]
     if not ranks:
         command = [sys.executable, "-m", PACKAGE]
     return start(project, *command, "train", *TINY, "--name", run, *options, **more)
@@ -262,7 +262,7 @@ def test_the_commands_of_its_readme_work(tmp_path: Path) -> None:
         new = [line for line in lines if line not in typed and not re.search("NNODES|s3://", line)]
         typed += new
         if new and new[0] != lines[0]:  # they need a run
-            new.insert(0, "scripts/launch.sh -n 2 train")
+            new.insert(0, "./launch.sh -n 2 train")
         for line in new:
             if line == f"python -m {PACKAGE} workflow":
                 continue

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,20 +146,18 @@ def test_a_run_appends_to_its_log_and_one_that_never_began_leaves_none(project: 
 class Group:
     """Ranks whose figures are made up: what the one at hand sends is what all have sent."""
 
-    rank, size = 0, 4
+    rank, size, resumed = 0, 4, 0.0
 
     def __init__(self) -> None:
-        self.theirs: list[float] = []
+        self.theirs: tuple[float, ...] = (0.0,) * 4
+        self.sent: list[float] = []
 
     def agree(self, action: Any) -> list[str]:
         return ["a", "b", "c", "d"]
 
-    def all_max(self, values: Any) -> None:
-        for rank, value in enumerate(self.theirs):
-            values[rank] = value
-
-    def wait(self, work: None) -> None:
-        pass
+    def maximum(self, values: list[float]) -> Callable[[], list[float]]:
+        self.sent, theirs = values, list(self.theirs)
+        return lambda: theirs
 
 
 @pytest.mark.parametrize(
@@ -182,14 +180,15 @@ class Group:
 def test_who_is_slower_time_and_again_is_named(
     project: Project, windows: list[tuple[float, ...]], accused: list[str], caplog: Any
 ) -> None:
-    module, group = project.module("distributed.stragglers"), Group()
-    device = SimpleNamespace(type="cpu")
-    pace = module.Pace(group, device, None)
-    pace.open(wrapped=False)
+    module, group = project.module("distributed.watchdog"), Group()
+    stragglers = module.Stragglers(group, SimpleNamespace(type="cpu"), None)
     figures = []
-    for group.theirs in windows:
-        figures.append(pace.window(2.0))
-    figures.append(pace.window(2.0))
+    with stragglers:
+        for group.theirs in [*windows, (0.0,) * 4]:
+            record = {"step_seconds": 2.0}
+            stragglers.before_step(None)
+            stragglers.after_step(None, record)
+            figures.append({name: value for name, value in record.items() if "rank" in name})
     said = [record.message.split(" holds up")[0] for record in caplog.records]
     assert said == accused
     assert figures[0] == {}, "nobody waits for them"
@@ -204,39 +203,43 @@ def test_what_is_timed_ends_where_ranks_first_wait(
     """By a clock that counts its readings: what lies before a step's last arrival counts."""
     import torch
 
-    module = project.module("distributed.stragglers")
+    module = project.module("distributed.watchdog")
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
     monkeypatch.setattr(module, "time", clock)
     model, group = torch.nn.Linear(1, 1), Group()
-    pace = module.Pace(group, SimpleNamespace(type="cpu"), model)
-    pace.open(wrapped=True)
+    # Any module stands for one under DDP, which needs a process group.
+    monkeypatch.setattr(module, "DistributedDataParallel", torch.nn.Linear)
+    stragglers = module.Stragglers(group, SimpleNamespace(type="cpu"), model)
 
-    def step(forwards: int) -> None:
-        pace.begin()
-        pace.arrive()
+    def step(forwards: int, record: dict[str, float] | None = None) -> None:
+        stragglers.before_step(None)
         for _ in range(forwards):
             model(torch.ones(1))
+        stragglers.after_step(None, record)
 
-    def mean() -> float:
-        pace.window(1.0)
-        return float(pace.everyone[0])
+    def mean_after(forwards: int) -> float:
+        step(forwards, {"step_seconds": 1.0})
+        return group.sent[0]
 
-    step(0)
-    assert mean() == 1
-    step(1)
-    step(3)
-    assert mean() == 3
-    step(1)
-    model.eval()
-    model(torch.ones(1))  # validation is none of it
-    model.train()
-    assert mean() == 2
-    for _ in range(module.KEPT):
+    with stragglers:
+        assert mean_after(5) == 0, "the first step has no beginning"
+        assert mean_after(0) == 1
+        step(1)
+        assert mean_after(3) == 3
+        stragglers.before_step(None)
+        model(torch.ones(1))
+        model.eval()
+        model(torch.ones(1))  # validation is none of it
+        model.train()
+        stragglers.after_step(None, {"step_seconds": 1.0})
+        assert group.sent[0] == 2
+        group.resumed += 1  # a save in between, in which ranks waited for each other
         step(0)
-    step(50)
-    assert mean() == 1, "no more are timed"
-    pace.close(None)
+        assert mean_after(3) == 4
+        for _ in range(module.TIMED_STEPS):
+            step(0)
+        assert mean_after(50) == 1, "no more are timed"
     before = next(ticks)
     model(torch.ones(1))
     assert next(ticks) == before + 1, "the hook is gone"
@@ -245,22 +248,21 @@ def test_what_is_timed_ends_where_ranks_first_wait(
 def test_the_environment_is_set_in_one_place_and_the_users_own_wins(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    network, launch = project.module("distributed.network"), project.module("distributed.launch")
-    control = project.module("distributed")
-    ours = {**network.NCCL, **network.on_loopback(), **network.traces_in(project.folder)}
+    world, launch = project.module("distributed.world"), project.module("distributed.launch")
+    ours = {**world.NCCL, **world.ON_LOOPBACK, **world.traces_in(project.folder)}
     for name in ours:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "elsewhere")
-    monkeypatch.setattr(control, "pick_device", lambda name: SimpleNamespace(type="cuda"))
-    monkeypatch.setattr(control, "die_with_the_launcher", lambda: None)
+    monkeypatch.setattr(world, "pick_device", lambda name: SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(world, "die_with_the_launcher", lambda: None)
     began = {}
     for name in ("get_rank", "get_world_size"):
-        monkeypatch.setattr(control.dist, name, lambda: 0)
-    monkeypatch.setattr(control.dist, "init_process_group", lambda *_, **how: began.update(how))
-    control.join("cuda", timedelta(minutes=20))
+        monkeypatch.setattr(world.dist, name, lambda: 0)
+    monkeypatch.setattr(world.dist, "init_process_group", lambda *_, **how: began.update(how))
+    world.join(SimpleNamespace(timeout_minutes=20), "cuda")
     launch.on_one_machine("/nowhere")
     assert os.environ["NCCL_DEBUG"] == "INFO" and os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
     assert os.environ["NCCL_SOCKET_IFNAME"] in ("lo", "lo0")
@@ -269,31 +271,84 @@ def test_the_environment_is_set_in_one_place_and_the_users_own_wins(
     assert began["timeout"] == timedelta(minutes=40), "a save may take longer than a step"
     # Nowhere else are any set: what there is, with its reason, can be read in one file.
     sources = (project.folder / "src").rglob("*.py")
-    for path in (path for path in sources if path.name != "network.py"):
+    for path in (path for path in sources if path.name != "world.py"):
         assert not any(f'"{name}"' in path.read_text("utf-8") for name in ours), path
 
 
 def test_hosts_wait_long_but_while_stepping(project: Project, tmp_path: Path) -> None:
     """At the start and in a validation as long as it takes; in a step somewhat over its limit."""
-    network, watch = project.module("distributed.network"), project.module("distributed.watchdog")
-    metrics, control = project.module("loss"), project.module("distributed")
-    waited: list[timedelta] = []
-    work = SimpleNamespace(wait=waited.append)
-    group = control.Group()
+    distributed, patience = project.module("distributed"), project.module("distributed.world")
     limit = timedelta(seconds=6)
-    world = control.World(0, 1, None, True, limit)
-    config = SimpleNamespace(train=SimpleNamespace(steps=1, global_batch_size=1))
-    state = SimpleNamespace(config=config, world=world, step=0, spec=None, patient=False)
-    watching, journal = watch.Watch(tmp_path, state, group), metrics.Journal(tmp_path, state, group)
-    group.wait(work)
-    watching(state, None)
-    group.wait(work)
-    with journal.pause():
-        group.wait(work)
-    group.wait(work)
-    short = network.after(limit)
-    assert waited == [network.PATIENCE, short, network.PATIENCE, short]
+    group = distributed.Group(distributed.World(0, 1, None, False, limit))
+    watchdog = project.module("distributed.watchdog").Watchdog(tmp_path, 6.0, group, print)
+    waits = [group.waits]
+    watchdog.after_step(None, None)
+    waits.append(group.waits)
+    with group.patience():
+        waits.append(group.waits)
+    waits.append(group.waits)
+    short = waits[1]
+    assert waits == [patience.PATIENCE, short, patience.PATIENCE, short]
     assert limit + timedelta(seconds=30) < short < timedelta(minutes=2)
     for minutes in (0.1, 1, 10, 20, 60):
-        within = network.after(timedelta(minutes=minutes))
-        assert timedelta(minutes=minutes) < within <= max(network.PATIENCE, timedelta(hours=2))
+        group.step_limit = timedelta(minutes=minutes)
+        assert group.step_limit < group.waits <= max(patience.PATIENCE, timedelta(hours=2))
+
+
+@pytest.mark.parametrize(
+    ("events", "seconds"),
+    [
+        (["wait"] * 3000, 1801),  # start-up
+        (["step", *["wait"] * 3000], 11),
+        (["wait"] * 100 + ["step"], None),  # compiling
+        (["step", "begin", *["wait"] * 3000], 1801),
+        (["step", "begin", *["wait"] * 100, "end", "wait", "wait", "step"], None),
+        (["step", "begin", *["wait"] * 100, "end", *["wait"] * 100], 111),
+        (["step", "suspend", "wait", "wait", "step"], None),
+        (["step", "suspend", *["wait"] * 100], 611),
+    ],
+)
+def test_a_step_has_its_limit_and_the_rest_has_patience(
+    project: Project,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    events: list[str],
+    seconds: float | None,
+) -> None:
+    """By a clock of the test's own: what is done second by second, and when the watchdog reports.
+
+    A step may take 10 s. What began in patience (a save) does not count once it has ended.
+    """
+    distributed = project.module("distributed")
+    watchdog, agreement = (project.module(f"distributed.{n}") for n in ("watchdog", "agreement"))
+    now = 0.0
+    for module in (watchdog, agreement):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(watchdog, "os", SimpleNamespace(_exit=lambda code: watch.over.clear()))
+    group = distributed.Group(distributed.World(0, 1, None, False, timedelta(seconds=10)))
+    watch, patience, reported = watchdog.Watchdog(tmp_path, 10.0, group, print), [], []
+    left = iter(events)
+
+    class Over:
+        """Lets the clock go on instead of waiting."""
+
+        def wait(self, timeout: float) -> bool:
+            nonlocal now
+            event = next(left, "over")
+            if event == "step":
+                watch.after_step(None, None)
+            elif event == "begin":
+                patience.append(group.patience())
+                patience[0].__enter__()
+            elif event == "end":
+                patience[0].__exit__(None, None, None)
+            now += {"wait": 1.0, "suspend": 600.0}.get(event, 0.0)
+            return event == "over" or bool(reported)
+
+        def clear(self) -> None:
+            reported.append(now)
+
+    watch.over = Over()
+    monkeypatch.setattr(watch, "_report", lambda waited: None)
+    watch._watch()
+    assert reported == ([] if seconds is None else [seconds])

@@ -6,6 +6,7 @@ import re
 import signal
 import textwrap
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,7 +85,8 @@ def test_another_optimizer_trains_and_resumes_exactly(
             rates.add(tuple(group["lr"] for group in state.optimizer.param_groups))
             weights[name] = {k: v.clone() for k, v in state.model.state_dict().items()}
 
-        training.run(project.config(run_dir=tmp_path / name, train__steps=8), watch)
+        callback = SimpleNamespace(after_step=watch)
+        training.run(project.config(run_dir=tmp_path / name, train__steps=8), [callback])
 
     run("undisturbed")
     run("resumed", stop_at=3)

@@ -39,7 +39,8 @@ def project_with(home: Path, tracker: str) -> Iterator[Project]:
     """Its tracker is waited for as long as a busy machine may take."""
     answers = {"parallelism": "single", "checkpoint": "torch_save", "tracker": tracker}
     with Project.imported(home / tracker, f"with_{tracker}", **answers) as project:
-        project.module("run.tracking").PATIENCE = 150.0
+        if tracker != "none":
+            project.module("run.tracker").OPENING = 150.0
         with pytest.MonkeyPatch.context() as patch:
             if tracker == "wandb":
                 import wandb
@@ -60,7 +61,7 @@ def train(project: Project, name: str, steps: int, stop: int = 0, **changes: Any
         if state.step == stop:
             raise InterruptedError
 
-    project.module("train").run(config, observer)
+    project.module("train").run(config, [SimpleNamespace(after_step=observer)])
     return config
 
 
@@ -242,6 +243,9 @@ def same(found: Lines, wanted: Lines, precision: float) -> None:
 
 def test_with_none_there_is_none(home: Path) -> None:
     with project_with(home, "none") as project:
+        assert not list(project.folder.glob("src/*/run/tracker_*"))
+        source = (project.folder / "src" / project.name / "run/tracker.py").read_text("utf-8")
+        assert len(source.splitlines()) < 30 and "thread" not in source
         train(project, "life", 3)
         left = {path.name for path in (project.folder / "runs/life").iterdir()}
         assert left == {
@@ -315,8 +319,8 @@ def test_a_broken_tracker_changes_nothing(
     told: str | None,
 ) -> None:
     name = f"{where}-{str(told)[:9]}"
-    tracking = project.module("run.tracking")
-    monkeypatch.setattr(tracking, "PATIENCE", 1.0 if told and "did not" in told else 150.0)
+    tracking = project.module("run.tracker")
+    monkeypatch.setattr(tracking, "OPENING", 1.0 if told and "did not" in told else 150.0)
     if where == "import":
         monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     elif where == "disk":
@@ -347,7 +351,7 @@ def test_what_it_is_told_and_by_whom(project: Project, monkeypatch: pytest.Monke
         def close(self, status: str) -> None:
             told.append(status)
 
-    tracking = project.module("run.tracking")
+    tracking = project.module("run.tracker")
     monkeypatch.setattr(tracking, "Tracker", Listener)
     config = project.config(train__steps=3)
     record = {"step": 1, "time": 5.0, "loss": float("nan"), "lr": 0.1, "mfu": None, "samples": 8}
@@ -357,7 +361,7 @@ def test_what_it_is_told_and_by_whom(project: Project, monkeypatch: pytest.Monke
         try:
             with tracking.Tracking(config, project.folder / "runs/nothing", 0) as tracker:
                 for step in range(1, last + 1):
-                    tracker(SimpleNamespace(step=step), record if step == 1 else None)
+                    tracker.after_step(SimpleNamespace(step=step), record if step == 1 else None)
                 assert not error, "on purpose"
         except AssertionError:
             assert error
@@ -371,14 +375,14 @@ def test_what_it_is_told_and_by_whom(project: Project, monkeypatch: pytest.Monke
 
 
 def test_only_the_first_rank_of_a_tracked_run_has_one(project: Project) -> None:
-    companions = project.module("run.companions").companions
-    tracking, control = project.module("run.tracking"), project.module("distributed")
+    training, distributed = project.module("train"), project.module("distributed")
 
     def trackers(rank: int, **changes: Any) -> int:
-        world = control.World(rank, 2, torch.device("cpu"))
+        world = distributed.World(rank, 2, torch.device("cpu"))
         state = SimpleNamespace(config=project.config(**changes), world=world, step=0)
-        found = list(companions(state, project.folder / "runs/nothing", lambda *step: None))
-        return sum(isinstance(companion, tracking.Tracking) for companion in found)
+        group = distributed.Group()
+        callbacks = training.callbacks_of(state, project.folder / "runs/nothing", group, None)
+        return sum(type(callback).__name__ == "Tracking" for callback in callbacks)
 
     assert (trackers(0), trackers(1), trackers(0, track=False)) == (1, 0, 0)
 
@@ -387,7 +391,7 @@ def test_no_report_is_handed_over_while_the_run_is_under_way(
     project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_dir = project.folder / "runs/untracked"
-    log_report = project.module("run.tracking").log_report
+    log_report = project.module("run.tracker").log_report
     lock = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX)\n"
     lock += "print('held', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", lock, str(run_dir / ".lock")]

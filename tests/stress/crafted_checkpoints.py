@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata
 
-from . import caches
 from .pickle_payloads import payloads
 
 INDEX, SHARD, WHOLE, MANIFEST = ".metadata", "__0_0.distcp", "state.pt", "manifest.json"
@@ -37,16 +36,13 @@ class Case:
     """The checkpoint answer whose run it is put into."""
     change: Change
     kind: str = "checkpoint"
-    """"checkpoint": files to seal; "manifest": sealed already; "file", "folder": one to read;
-    "cache": a compile cache."""
+    """"checkpoint": files to seal; "manifest": sealed already; "file", "folder": one to read."""
     refused: bool = True
     """Whether it must not be read as good (else either will do: it may be harmless as data)."""
 
 
 def cases(tell_tale: str, bounded: bool) -> Iterator[Case]:
     """All of them."""
-    for name, change in caches.crafted("hostile_dcp", tell_tale):
-        yield Case(f"compile cache: {name}", "dcp", change, "cache")
     for number, (name, content) in enumerate(payloads(tell_tale, bounded)):
         places = list(hosts(name, content))
         # Each call by each way in one place; one call, and what is no call, in all places.

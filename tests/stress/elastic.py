@@ -1,7 +1,7 @@
 """Jobs whose world changes: machines fail, leave and join, and the samples stay what they were.
 
 Several launchers on this machine stand for as many machines, with one process each, in an elastic
-job of scripts/launch.sh (NNODES=1:3, torchrun's rendezvous): one is killed with all it started, one
+job of launch.sh (NNODES=1:3, torchrun's rendezvous): one is killed with all it started, one
 is told to stop, others join. In other runs the launcher is killed, and started by hand with
 another number of processes. A recorder in the render (sample_recorder.py) writes down which samples
 each rank asks for; all is compared with a run on one process that nobody disturbs.
@@ -247,7 +247,7 @@ def prepare(folder: Path, name: str, task: str) -> Path:
     source = render(folder / name, tracker="none", package_name=name, **answers)
     package = source / name
     shutil.copy(Path(__file__).with_name("sample_recorder.py"), package)
-    for file, what in (("data.py", "build_datasets"), ("run/companions.py", "companions")):
+    for file, what in (("data.py", "build_datasets"), ("callbacks.py", "callbacks")):
         at = ".." if "/" in file else "."
         text = (
             f"\n\nfrom {at} import sample_recorder\n\n{what} = sample_recorder.of_{what}({what})\n"

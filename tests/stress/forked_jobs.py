@@ -182,9 +182,9 @@ def _train(plan: Plan, config: Any, board: Board, rank: int, line: int) -> None:
         plan.sabotage(plan.package)
     if board.cells[ARMED_RANK] == rank and watch.called:
         time.sleep(0.1)  # a start that is no fork takes seconds
-    logs, commands, training = (
+    logs, errors, training = (
         importlib.import_module(f"{plan.package}.{name}")
-        for name in ("run.logs", "commands", "train")
+        for name in ("run.logs", "errors", "train")
     )
     logs.log_to_console()
     watch.everything(training)
@@ -194,7 +194,7 @@ def _train(plan: Plan, config: Any, board: Board, rank: int, line: int) -> None:
         watch.enter("ending", MAIN)
         return 0
 
-    code = commands.exit_code(run)
+    code = errors.exit_code(run)
     sys.stderr.flush()
     os._exit(code)
 

@@ -8,6 +8,7 @@ it were on another machine. "patience": seconds in place of PATIENCE. "poison": 
 is not finite. "deaf": stop signals are not heard, which is to be noticed.
 """
 
+import importlib
 import json
 import os
 import time
@@ -18,7 +19,9 @@ from typing import Any
 
 import torch
 
-from .errors import control, sampling, snapshots, watch
+from . import sampling
+from .checkpoint import publish as snapshots
+from .distributed import stop
 
 HEARD: list[tuple[Any, ...]] = []
 
@@ -26,9 +29,10 @@ HEARD: list[tuple[Any, ...]] = []
 def arm(training: Any) -> None:
     """Do as JOB_FAULTS says to the module of the loop."""
     what = json.loads(os.environ.get("JOB_FAULTS", "{}"))
-    control.Control._handle = hearing(control.Control._handle, what.get("deaf"))
+    stop.Stop._handle = hearing(stop.Stop._handle, what.get("deaf"))
     if "patience" in what:
-        watch.PATIENCE = timedelta(seconds=what["patience"])
+        watchdog = importlib.import_module(f"{__package__}.distributed.watchdog")
+        watchdog.PATIENCE = timedelta(seconds=what["patience"])
     if "poison" in what:
         sampling.fetch = poisoned(sampling.fetch, what["poison"])
         training.compute_loss = spoiled(training.compute_loss)

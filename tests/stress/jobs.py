@@ -124,7 +124,7 @@ def started(
     render: Render, ranks: int, run: str, *options: str, faults: Any = None, **more: str
 ) -> Iterator[Job]:
     """Train, with `ranks` processes or in a plain one (0); nothing outlives the block."""
-    command = ["bash", "scripts/launch.sh", "-n", str(ranks)]
+    command = ["bash", "launch.sh", "-n", str(ranks)]
     if not ranks:
         command = [sys.executable, "-m", render.package]
     command += ["train", *TINY, "--name", run, *options]

@@ -3,7 +3,7 @@
 Every parallelism with every kind of checkpoint. `kill -9` goes to one rank, to all of them or to
 what launched them; some kills come at a moment drawn at random from the length of a run, more
 within a phase that is waited for, so that short ones are met too. Most jobs are forked
-(forked_jobs.py, storm.py); some go through scripts/launch.sh and torchrun (launched_jobs.py).
+(forked_jobs.py, storm.py); some go through launch.sh and torchrun (launched_jobs.py).
 """
 
 import json

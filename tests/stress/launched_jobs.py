@@ -1,4 +1,4 @@
-"""The part of the kill storm with real starts: scripts/launch.sh, torchrun, plain processes."""
+"""The part of the kill storm with real starts: launch.sh, torchrun, plain processes."""
 
 import contextlib
 import os
@@ -38,7 +38,7 @@ class Launch:
             words += [f"--{name.replace('_', '-')}", str(value)]
         command = [sys.executable, "-m", self.plan.package]
         if self.plan.ranks:
-            script = self.source.parent / "scripts/launch.sh"
+            script = self.source.parent / "launch.sh"
             command = ["bash", str(script), "-n", str(self.plan.ranks)]
         own = {"PYTHONPATH": str(self.source), "PYTHON": sys.executable, "MAX_RESTARTS": "9"}
         with self.log.open("a") as log:

@@ -35,9 +35,9 @@ def save(folder: Path, packages: list[str]) -> None:
     for name in packages:
         training = importlib.import_module(f"{name}.train")
         config = settings(name, folder / name, text)
-        world = world or training.parallel.setup(config.parallel, "cpu")
-        training._run(config, world, lambda state, record: None)
-    training.parallel.teardown(world)
+        world = world or training.join(config.parallel, "cpu")
+        training._run(config, world)
+    training.leave(world)
 
 
 if __name__ == "__main__":

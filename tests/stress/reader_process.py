@@ -99,9 +99,6 @@ class Reader:
         if case.kind == "file":
             case.change(folder)
             return next(folder.glob("x.*"))
-        if case.kind == "cache":
-            case.change(folder / "compile_cache")
-            return folder / "compile_cache"
         run = folder / "run"
         newest = run / "checkpoints/step_00000003"
         newest.parent.mkdir(parents=True)
@@ -129,22 +126,10 @@ class Reader:
             content["files"][name] = {"size": size, "sha256": sha256}
         path.write_bytes(self.manifest.sealed(content))
 
-    def take_over(self, where: Path) -> int:
-        """Start a run that has this compile cache: 3 if it is loaded."""
-        from tests.stress import caches
-
-        loaded, warned = caches.read_by(self.package, where, self.state.world)
-        if loaded:
-            return 3
-        raise self.clear[0](warned)
-
     def roads(self, case: Any, where: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Each way of reading: a name, and a function that returns the step that was taken."""
         group = self.control.Group()
         load, model = self.travel.load_weights, self.state.model
-        if case.kind == "cache":
-            yield "a start", lambda: self.take_over(where)
-            return
         if case.kind in ("file", "folder"):
             out = self.travel.ExportConfig(to=where.parent / "out.pt", source=where)
             yield "--init-from", lambda: load(where, model, None, group) and 3
@@ -173,7 +158,7 @@ class Reader:
         def weights() -> int:
             return int(load(where, model, None, group).partition("/step_")[2][:8])
 
-        yield "verify", lambda: self.module("run.directory").list_checkpoints(where) and 0
+        yield "verify", lambda: self.module("checkpoint.publish").list_checkpoints(where) and 0
         yield "--init-from", weights
         if case.name.find("mutated") < 0:
             yield "export", export
@@ -200,9 +185,6 @@ def main(folder: Path, start: int, stop: int, mutants: int, bounded: bool, seed:
         shutil.rmtree(warm)
     chosen = list(crafted_checkpoints.cases(str(tell_tale), bounded))
     (folder / "case").mkdir(exist_ok=True)
-    own = readers["dcp"].place(chosen.pop(0), folder / "case")
-    assert readers["dcp"].take_over(own) == 3
-    tell_tale.unlink()  # which was there: what such a cache has in it is executed
     fixed = len(chosen)
     for number in range(mutants):
         kind = number % 3

@@ -85,8 +85,8 @@ def _takes_errors_for_damage(package: str) -> None:
 def _stops_for_a_line(package: str) -> None:
     metrics = module(package, "run.journal")
 
-    def write(self: Any, line: str) -> None:
-        self.file.write(line)
+    def write(self: Any, record: dict[str, Any]) -> None:
+        self.file.write(f"{record['step']}\n")
         self.file.flush()
 
     metrics.Journal._write = write

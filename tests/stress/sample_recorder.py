@@ -47,9 +47,9 @@ class Recorder:
     A file for each process, named by what the processes of one start have in common, and its rank.
     """
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self) -> None:
         start, folder = os.environ.get("MASTER_PORT", "plain"), Path(os.environ["RECORDS"])
-        path = folder / f"{start}-{state.world.rank}-{os.getpid()}.jsonl"
+        path = folder / f"{start}-{os.environ.get('RANK', '0')}-{os.getpid()}.jsonl"
         self.file = path.open("a", encoding="utf-8")
         self.pace = Path(os.environ["PACE"])
 
@@ -59,7 +59,7 @@ class Recorder:
     def __exit__(self, *exception: object) -> None:
         self.file.close()
 
-    def __call__(self, state: Any, record: dict[str, Any] | None) -> None:
+    def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
         """Note the samples that count: a rank with nothing left is given one at weight zero."""
         parts = asked[-len(state.plan) :]
         ids = [
@@ -72,11 +72,11 @@ class Recorder:
             time.sleep(0.8)
 
 
-def of_companions(companions: Callable[..., Any]) -> Callable[..., Any]:
+def of_callbacks(callbacks: Callable[..., Any]) -> Callable[..., Any]:
     """Put a recorder beside the others."""
 
-    def with_recorder(state: Any, *others: Any) -> Iterator[Any]:
-        yield from companions(state, *others)
-        yield Recorder(state)
+    def with_recorder(*arguments: Any) -> Iterator[Any]:
+        yield from callbacks(*arguments)
+        yield Recorder()
 
     return with_recorder

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,13 +38,13 @@ def main(folder: Path, jobs: list[tuple[str, str, int]]) -> None:
                 "checkpoint.keep": 1,  # so that each save prunes the one before
             },
         )
-        world = world or train.parallel.setup(settings.parallel, "cpu")
+        world = world or train.join(settings.parallel, "cpu")
         note_saves(importlib.import_module(f"{package}.checkpoint.disk"), folder / "marks" / run)
 
         walk = importlib.import_module(f"{package}.checkpoint.reader").walk
         note = functools.partial(note_state, folder / "expected" / run, walk)
-        train._run(settings, world, note)
-    train.parallel.teardown(world)
+        train._run(settings, world, [SimpleNamespace(after_step=note)])
+    train.leave(world)
 
 
 def note_state(folder: Path, walk: Callable[..., Any], state: Any, record: Any) -> None:

@@ -5,6 +5,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -150,8 +151,9 @@ def run_here(render: Render, run: str, observer: Any, *options: str, **changes: 
     for name, value in zip(options[::2], options[1::2], strict=True):
         ground[name.removeprefix("--").replace("-", "_")] = int(value)
     settings = config.override(config.preset("tiny"), ground)
+    callbacks = [SimpleNamespace(after_step=observer)] if observer else []
     try:
-        return str(render.module("train").run(settings, observer).status)
+        return str(render.module("train").run(settings, callbacks).status)
     except (errors.UserError, errors.RankError) as error:
         return str(error)
 

@@ -32,7 +32,7 @@ def test_stops_lose_nothing_and_so_would_be_noticed(
         patch.setattr(
             f"{package}.checkpoint.checkpointer.refuse_odd_numbers", lambda *tensors: None
         )
-        patch.setattr(f"{package}.distributed.buffers.RunningBuffers.put_back", lambda *step: None)
+        patch.setattr(f"{package}.run.bad_steps.RunningBuffers.put_back", lambda *step: None)
         patch.setattr(f"{package}.run.bad_steps.StopAtBadStep._search", lambda *of: [0, 1])
         odd = {stops_bad_steps.PUBLISHED, stops_bad_steps.CLEAN, stops_bad_steps.NAMED}
         assert broken() == odd
@@ -48,8 +48,7 @@ def test_stops_lose_nothing_and_so_would_be_noticed(
     noticed = {tally.promise for tally in found.tallies if tally.violations}
     assert noticed == {stops.KEPT, stops.REFUSED, stops.FREE, jobs.LOOPBACK}
 
-    sheltered = single.module("compile").ShelteredCompilers
-    with sheltered():
+    with single.module("compile").Compiling():
         assert _hears_stop_signals()
         handler = single.module("compile").torch._dynamo.callback_handler
         with handler.install_callbacks(None, "0/0"):

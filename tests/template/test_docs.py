@@ -71,7 +71,7 @@ def test_a_stale_block_is_named_and_mended(
     mended = page.read_text("utf-8")
     assert re.sub(r"```.*?```\n", "", mended, flags=re.DOTALL) == PAGE
     for text in (
-        "```\nmy-training-run/\n  scripts/launch.sh    Start training under torchrun",
+        "```\nmy-training-run/\n  launch.sh    Start training under torchrun",
         "```python\ndef compute_loss(",
         "```console\n$ python -c 'print(\"shown\")'\nshown\n```\n<!-- end -->\nThe end.\n",
     ):

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -208,13 +209,14 @@ def test_windows_of_a_run(project: Project, traces: Any, tmp_path: Path) -> None
 
     window = {"profile__every": 6, "profile__warmup": 1, "profile__active": 2}
     config = project.config(run_dir=tmp_path, train__steps=9, **window)
-    assert run(config, observe).status == "finished"
+    callbacks = [SimpleNamespace(after_step=observe)]
+    assert run(config, callbacks).status == "finished"
     override = project.module("config").override
-    assert run(override(config, {"train.steps": 20}), observe).status == "finished"
+    assert run(override(config, {"train.steps": 20}), callbacks).status == "finished"
     found = sorted((tmp_path / "traces").iterdir())
     assert [path.name[:13] for path in found] == ["step_00000006", "step_00000012", "step_00000018"]
     assert [step for step, _ in tracing] == list(range(1, 21))
-    # An observer comes after the profiler: it sees what the next step will run under.
+    # This callback comes after the profiler: it sees what the next step will run under.
     assert {step for step, on in tracing if on} == {4, 5, 10, 11, 16, 17}
     for path in found:
         assert len(traces.breakdown(traces.read_trace(path)).seconds) == 2

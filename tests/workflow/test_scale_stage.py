@@ -387,7 +387,7 @@ def test_what_hinders_equal_losses_is_noticed(
 
     monkeypatch.setattr(training, "build_model", changed)
     config = project.config()
-    world = training.parallel.setup(config.parallel, config.device)
+    world = training.join(config.parallel, config.device)
     nature = worker.nature_of(config, world)
     assert nature["optimizer"] == "AdamW"
     assert expected.items() <= nature.items()
@@ -412,7 +412,7 @@ def test_the_noise_scale_is_of_the_run_where_it_has_got(project: Project) -> Non
     settings = ("--train.steps", "6", "--checkpoint.every", "6", "--train.validate-every", "0")
     project("train", *project.settings, *settings, "--name", "short")
     config = project.config(run_dir=project.folder / "runs/short")
-    world = worker.parallel.setup(config.parallel, config.device)
+    world = worker.join(config.parallel, config.device)
     state = worker.setup(config, world)
     untrained = {name: value.clone() for name, value in state.model.state_dict().items()}
     noise.go_to_the_run(state)
@@ -439,7 +439,7 @@ def test_memory_that_is_kept_and_allocated_is_counted(project: Project) -> None:
     assert counted[-1] == 0
 
     worker, config = project.module("workflow.scale_worker"), project.config()
-    state = worker.setup(config, worker.parallel.setup(config.parallel, config.device))
+    state = worker.setup(config, worker.join(config.parallel, config.device))
     few = allocations.kept_for_backward(state)
     twice = project.config(train__micro_batch_size=8)
     state = worker.setup(twice, state.world)
@@ -448,10 +448,10 @@ def test_memory_that_is_kept_and_allocated_is_counted(project: Project) -> None:
 
 def test_settings_that_are_right_only_together_travel(project: Project, tmp_path: Path) -> None:
     """As the settings of a run, and those of the stage's processes, do."""
-    settings, config = project.module("settings"), project.module("config")
-    odd = settings.override(config.Config(), {"model.heads": 5, "model.width": 100})
+    config = project.module("config")
+    odd = config.override(config.Config(), {"model.heads": 5, "model.width": 100})
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(settings.to_json(odd)), "utf-8")
-    assert settings.from_json(config.Config(), file) == odd
+    file.write_text(json.dumps(config.to_json(odd)), "utf-8")
+    assert config.from_json(config.Config(), file) == odd
     with pytest.raises(project.module("errors").UserError, match=r"model\.size is not a setting"):
-        settings.override(odd, {"model.size": 3})
+        config.override(odd, {"model.size": 3})

@@ -254,7 +254,7 @@ def test_who_is_stopped_twice_leaves_once(project: Project) -> None:
     """As by `timeout`, which tells its child and the group: nothing is said of the second."""
     stopped = f"""
 import atexit, os, signal, sys
-from {project.name}.commands import exit_code, leave
+from {project.name}.errors import exit_code, leave
 
 def stop():
     os.kill(os.getpid(), signal.SIGTERM)

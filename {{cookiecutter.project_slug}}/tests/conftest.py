@@ -5,14 +5,16 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from {{ cookiecutter.package_name }} import config
-from {{ cookiecutter.package_name }}.settings import override
+from {{ cookiecutter.package_name }}.config import override
 from {{ cookiecutter.package_name }}.train import State, run
 
 PACKAGE = config.__package__
@@ -39,8 +41,13 @@ def train(settings: config.Config) -> dict[str, torch.Tensor]:
         if state.step == settings.train.steps:
             final.update({k: v.clone() for k, v in state.model.state_dict().items()})
 
-    run(settings, keep)
+    run(settings, [after_step(keep)])
     return final
+
+
+def after_step(call: Callable[[State, dict | None], None]) -> SimpleNamespace:
+    """A callback of this method alone."""
+    return SimpleNamespace(after_step=call)
 
 
 def launch(ranks: int, *arguments: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:

@@ -47,7 +47,7 @@ def main(task: str, folder: Path, packages: list[str]) -> None:
                 "train.steps": STEPS,
             },
         )
-        world = world or package.parallel.setup(settings.parallel, "cpu")
+        world = world or package.join(settings.parallel, "cpu")
         group = package.Group(world)
         if task == "write":
 
@@ -57,7 +57,7 @@ def main(task: str, folder: Path, packages: list[str]) -> None:
                     if state.world.rank == 0:
                         (folder / f"{name}.json").write_text(json.dumps(found))
 
-            package._run(settings, world, note)
+            package._run(settings, world, [SimpleNamespace(after_step=note)])
             continue
         state = package.setup(settings, world)
         for written in sorted(folder.glob("*.json")):
@@ -65,7 +65,7 @@ def main(task: str, folder: Path, packages: list[str]) -> None:
                 for parameter in group_of["params"]:
                     parameter.data.fill_(7)
             state.optimizer.state.clear()
-            checkpointer = package.start(state, SimpleNamespace(path=folder / written.stem), group)
+            checkpointer = package.start(state, folder / written.stem, group)
             assert state.step == STEPS, written
             assert digest(state) == json.loads(written.read_text()), f"{name} read {written.stem}"
             checkpointer.close()
@@ -73,7 +73,7 @@ def main(task: str, folder: Path, packages: list[str]) -> None:
         del state
     if world.rank == 0:
         print(f"{count} checkpoints read by {len(packages)} projects on {world.size} ranks")
-    package.parallel.teardown(world)
+    package.leave(world)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def main(folder: Path, package: str) -> None:
     (home / "own.txt").write_text(f"I am rank {rank}, and I am alone. " * 100)
     ground = {"device": "cpu", "run_dir": folder / "run", "train.steps": 2}
     ground = config.override(config.preset("tiny"), ground)
-    world = training.parallel.setup(ground.parallel, "cpu")
+    world = training.join(ground.parallel, "cpu")
     model = training.setup(config.override(ground, {"data.path": text}), world).model
     torch.save({k: v + int(rank) for k, v in model.state_dict().items()}, home / "weights.pt")
     for changes, words in (
@@ -36,14 +36,14 @@ def main(folder: Path, package: str) -> None:
         ),
     ):
         try:
-            training._run(config.override(ground, changes), world, lambda *_: None)
+            training._run(config.override(ground, changes), world)
         except error as found:
             assert words in str(found) and found.agreed, found
             told += 1
     if rank == "0":  # which alone makes the directory, and takes it away
         assert not (folder / "run").exists()
         print(f"{told} disagreements were told on {world.size} ranks")
-    training.parallel.teardown(world)
+    training.leave(world)
 
 
 if __name__ == "__main__":

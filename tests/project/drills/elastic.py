@@ -27,9 +27,9 @@ def main(folder: Path, run: str, steps: int, packages: list[str]) -> None:
                 "optim.final_fraction": 1.0,  # a longer run has a longer schedule: hold it flat
             },
         )
-        world = world or training.parallel.setup(settings.parallel, "cpu")
-        training._run(settings, world, lambda state, record: None)
-    training.parallel.teardown(world)
+        world = world or training.join(settings.parallel, "cpu")
+        training._run(settings, world)
+    training.leave(world)
 
 
 if __name__ == "__main__":

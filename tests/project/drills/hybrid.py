@@ -24,11 +24,11 @@ def main(folder: Path, ddp: str, fsdp: str) -> None:
     for name, (package, changes) in ways.items():
         training = importlib.import_module(f"{package}.train")
         config = importlib.import_module(f"{package}.config")
-        memory = importlib.import_module(f"{package}.run.memory")
+        memory = importlib.import_module(f"{package}.run.hardware")
         changes |= {"device": "cpu", "run_dir": folder / name, "train.steps": STEPS}
         changes |= {"train.log_every": 1, "data.path": folder / "text.txt"}
         settings = config.override(config.preset("tiny"), changes)
-        world = world or training.parallel.setup(settings.parallel, "cpu")
+        world = world or training.join(settings.parallel, "cpu")
 
         def watch(
             state: Any,
@@ -36,15 +36,16 @@ def main(folder: Path, ddp: str, fsdp: str) -> None:
             name: str = name,
             memory: Any = memory,
             package: str = package,
+            training: Any = training,
         ) -> None:
             losses.setdefault(name, []).append(record["loss"])
             ranks = state.world.size
             if state.step == STEPS:
                 digests[name] = digest(state)
                 needed = memory.expected_memory(state.model, state.optimizer, ranks)
-                held = [memory.local_part(p).nbytes for p in state.model.parameters()]
+                held = [training.parallel.local_part(p).nbytes for p in state.model.parameters()]
                 moments = [
-                    memory.local_part(value).nbytes
+                    training.parallel.local_part(value).nbytes
                     for parameter in state.optimizer.state.values()
                     for value in parameter.values()
                     if value.ndim
@@ -60,7 +61,7 @@ def main(folder: Path, ddp: str, fsdp: str) -> None:
                     torch.distributed.all_reduce(staged)
                     assert abs(staged / ranks / needed.staging - 1) < 0.1, (name, needed)
 
-        training._run(settings, world, watch)
+        training._run(settings, world, [SimpleNamespace(after_step=watch)])
     for name, found in losses.items():
         for mine, theirs in zip(found, losses["ddp"], strict=True):
             assert abs(mine - theirs) < 1e-4 * theirs, (name, losses)
@@ -78,13 +79,12 @@ def main(folder: Path, ddp: str, fsdp: str) -> None:
                 for parameter in group["params"]:
                     parameter.data.fill_(7)
             state.optimizer.state.clear()
-            run = SimpleNamespace(path=folder / other)
-            training.start(state, run, training.Group(world)).close()
+            training.start(state, folder / other, training.Group(world)).close()
             assert digest(state) == digests[other], f"{name} read {other}"
         del state
     if world.rank == 0:
         print(f"{len(ways)} ways agree")
-    training.parallel.teardown(world)
+    training.leave(world)
 
 
 if __name__ == "__main__":

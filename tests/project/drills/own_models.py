@@ -8,6 +8,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,11 +51,11 @@ def main(folder: Path, packages: list[str]) -> None:
                 if state.step == settings.train.steps:
                     final.update({k: whole(v) for k, v in state.model.state_dict().items()})
 
-            training._run(settings, world, watch)
+            training._run(settings, world, [SimpleNamespace(after_step=watch)])
             return settings, final, seen
 
         if world is None:
-            world = training.parallel.setup(config.Config().parallel, "cpu")
+            world = training.join(config.Config().parallel, "cpu")
         where = f"{world.size}/{name}"
         settings, undisturbed, losses[name] = go(f"{where}/whole", world)
         assert losses[name][-1] < losses[name][0], (name, losses[name])
@@ -87,7 +88,7 @@ def main(folder: Path, packages: list[str]) -> None:
     if world.rank == 0:
         (folder / f"{world.size}.json").write_text(json.dumps(losses))
         print(f"{len(packages)} models trained on {world.size} ranks")
-    training.parallel.teardown(world)
+    training.leave(world)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,17 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch.distributed as dist
+
 RANK = int(os.environ["RANK"])
 EVEN, SLOW = 0.1, 0.25  # seconds that a rank takes for something
-CLOCK = SimpleNamespace(seconds=0.0, perf_counter=lambda: CLOCK.seconds)
+CLOCK = SimpleNamespace(**vars(time), seconds=0.0)
+CLOCK.perf_counter = lambda: CLOCK.seconds
 """Shows what this rank has taken its time for, and nothing that a busy machine adds to that."""
 CASES = {"even": (0, "step", None), "slow step": (0, "step", 2), "slow data": (1, "data", 1)}
 
@@ -56,7 +60,7 @@ def main(folder: Path, packages: list[str]) -> None:
     for name, (which, where, slow) in CASES.items():
         training, configuration, sampling, logs, pace = (
             importlib.import_module(f"{packages[which]}.{module}")
-            for module in ("train", "config", "sampling", "run.logs", "distributed.stragglers")
+            for module in ("train", "config", "sampling", "run.logs", "distributed.watchdog")
         )
         pace.time = CLOCK
         logs.log_to_console()
@@ -64,42 +68,44 @@ def main(folder: Path, packages: list[str]) -> None:
         changes |= {"train.log_every": 2, "train.validate_every": 0, "checkpoint.every": 4}
         changes |= {"data.path": folder / "text.txt"}
         config = configuration.override(configuration.preset("tiny"), changes)
-        world = world or training.parallel.setup(config.parallel, "cpu")
+        world = world or training.join(config.parallel, "cpu")
         module, function = (training, "compute_loss") if where == "step" else (sampling, "fetch")
         before = getattr(module, function)
         setattr(module, function, slowed(before, slow == RANK))
-        training._run(config, world, noisy)
+        training._run(config, world, [SimpleNamespace(after_step=noisy)])
         setattr(module, function, before)
         if RANK == 0:
             lines = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
             found[name] = [line.get("slowest_rank") for line in lines]
     try:
         config = configuration.override(config, {"run_dir": folder / "broken"})
-        training._run(config, world, fail)
+        training._run(config, world, [SimpleNamespace(after_step=fail)])
     except ValueError:
         pass
-    control = importlib.import_module(f"{packages[1]}.distributed.world")
-    cut_off(control, world)
+    cut_off(packages[1], world)
     if RANK == 0:
         print(json.dumps(found))
 
 
-def cut_off(control: Any, world: Any) -> None:
+def cut_off(package: str, world: Any) -> None:
     """The last rank is not there any more; the others do not wait for it as at the start."""
-    group = control.Group(world)
-    word = control.Control(group)
-    word.exchange()
+    agreement, errors, world_module = (
+        importlib.import_module(f"{package}.{module}")
+        for module in ("distributed.agreement", "errors", "distributed.world")
+    )
+    group = agreement.Group(world)
+    group.exchange([0, 0])
     if world.size - 1 != RANK:
-        word.exchange()  # of before: all have sent it, or will
-        group.limit = control.timedelta(seconds=0.5)
+        group.exchange([0, 0])  # of before: all have sent it, or will
+        agreement.PATIENCE = timedelta(seconds=0.5)
         try:
-            word.exchange()
-        except control.RankError as error:
+            group.exchange([0, 0])
+        except errors.RankError as error:
             assert "did not answer" in str(error)
         else:
             raise AssertionError("there was an answer")
-    control.dist.barrier()
-    control.leave(world)
+    dist.barrier()
+    world_module.leave(world)
 
 
 if __name__ == "__main__":

@@ -54,11 +54,12 @@ def late_rank(training):
 
 def main(folder: Path, ddp: str, fsdp: str) -> None:
     """Profile a step of each kind; the test reads what rank 0 wrote."""
-    parallels = [importlib.import_module(f"{package}.parallel") for package in (ddp, fsdp)]
-    teardown = parallels[0].teardown
-    world = parallels[0].setup(parallels[0].ParallelConfig(), "cpu")
-    for parallel in parallels:  # both share one process group
-        parallel.setup, parallel.teardown = lambda *_: world, lambda _: None
+    distributed = importlib.import_module(f"{ddp}.distributed")
+    leave = distributed.leave
+    world = distributed.join(distributed.parallel.ParallelConfig(), "cpu")
+    for package in (ddp, fsdp):  # both share one process group
+        stage = importlib.import_module(f"{package}.workflow.profile")
+        stage.join, stage.leave = lambda *_: world, lambda _: None
     for package, change in ((ddp, slow_all_reduce), (fsdp, late_rank)):
         change(importlib.import_module(f"{package}.train"))
         config = importlib.import_module(f"{package}.config")
@@ -68,7 +69,7 @@ def main(folder: Path, ddp: str, fsdp: str) -> None:
         code = stage.measure(config.override(config.preset("tiny"), ground))
         if world.rank == 0:
             print(f"{package} was profiled on {world.size} ranks: {code}")
-    teardown(world)
+    leave(world)
 
 
 if __name__ == "__main__":

@@ -1,150 +1,179 @@
-"""The commands: `python -m` this package, or the project's console script."""
+"""The commands: `python -m` this package, or the project's console script.
+
+Bare `--help` imports no torch: each command imports what it needs.
+"""
 
 import argparse
-import importlib
+import json
 import logging
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from . import commands
-from . import config as configuration
-from .checkpoint.transfer import ExportConfig
-from .checkpoint.transfer import export as write_export
-from .commands import PROGRAM, ask, exit_code
-from .config import Config, Place
-from .distributed import Group
-from .distributed.elastic import TO_BE_RESTARTED
-from .errors import UserError
-from .infer import InferConfig
-from .model import PRESETS
-from .run.directory import list_checkpoints, summary
+from . import workflow
+from .errors import RankError, UserError, exit_code
 from .run.logs import log_to_console
-from .settings import on_disk
-from .workflow import STAGES
 
 log = logging.getLogger(__package__)
+PROGRAM = f"python -m {__package__}"
+ON_MANY_RANKS = ("train", "profile")
 
 
 def train(arguments: list[str]) -> int:
-    """Train, or go on training: the same command resumes an interrupted run."""
+    """Train, or continue to train: the same command resumes an interrupted run."""
+    from .config import Config
+    from .distributed.stop import TO_BE_RESTARTED
     from .train import run
 
-    config = parse_config(train, arguments)
+    config = parse_config("train", Config, arguments)
     result = run(config)
     log.info("%s at step %d", result.status, result.step)
     if os.environ.get("RANK", "0") == "0":
         for line in summary(config.directory, result.step):
             log.info("  %s", line)
     if result.status == "already finished":
-        log.info("  to go on: raise --train.steps; to start over: --fresh (keeps the old run)")
+        log.info("  to train further: raise --train.steps; to start over: --fresh (keeps this run)")
     elif result.status == "preempted":
-        log.info("  to go on from here: the same command again")
+        log.info("  to resume: the same command again")
     return TO_BE_RESTARTED if result.status == "regrouping" else 0
 
 
-def stage(name: str) -> Callable[[list[str]], int]:
-    """The command of a stage of the workflow."""
+def summary(run_dir: Path, step: int) -> list[str]:
+    """The results of a run up to `step`, from its files."""
+    from .checkpoint.paths import checkpoints_of, published
+    from .run import journal
 
-    def run_stage(arguments: list[str]) -> int:
-        module = importlib.import_module(f"{__package__}.workflow.{name}")
-        return module.measure(on_disk(parse_config(run_stage, arguments)))
-
-    run_stage.__name__, run_stage.__doc__ = name, STAGES[name]
-    return run_stage
-
-
-def workflow(arguments: list[str]) -> int:
-    """Run all five stages in their order, up to the first failed gate; then write the report."""
-    from .workflow.sequence import run_all
-
-    return run_all(parse_config(workflow, arguments), arguments)
-
-
-def report(arguments: list[str]) -> int:
-    """Write report.html: loss, throughput, scaling, memory, checkpoints, verdicts, advice."""
-    from .workflow.report import publish_report
-
-    print(publish_report(ask(report, Place, arguments).directory))
-    return 0
+    blocked = "an unknown time"
+    try:
+        status = json.loads((run_dir / "status.json").read_text("utf-8"))
+        blocked = f"{status['checkpoint_blocked_seconds']:.2f} s"
+    except (OSError, ValueError, KeyError):
+        pass  # a full disk has been warned of
+    try:
+        directory = checkpoints_of(run_dir)
+        names = ", ".join(path.name for path in published(directory)) or "none"
+        where = "" if isinstance(directory, Path) else f" in {directory}"
+    except (OSError, RankError):
+        names, where = "cannot be listed now", ""
+    return [
+        *journal.summary(run_dir, step),
+        f"checkpoints: {names}{where} (saving held training up for {blocked} in all)",
+        f"everything is in {run_dir}",
+    ]
 
 
 def verify(arguments: list[str]) -> int:
     """List the checkpoints of a run and verify every byte; exit code 1 when one is damaged."""
-    place = ask(verify, Place, arguments)
-    lines, damaged = list_checkpoints(place.directory)
+    from .checkpoint.publish import list_checkpoints
+    from .config import RunLocation
+
+    lines, damaged = list_checkpoints(parse("verify", RunLocation, arguments).directory)
     print("\n".join(lines))
     return 1 if damaged else 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Export(Place, ExportConfig):
-    """Which run, which of its checkpoints, and what to make of it."""
-
-
 def export(arguments: list[str]) -> int:
-    """Write a checkpoint as one file (.pt, .safetensors), or such a file as a run to go on in."""
-    options = ask(export, Export, arguments)
-    print(write_export(options.directory, options))
+    """Write a checkpoint as one file (.pt, .safetensors), or such a file as a run to resume."""
+    from .checkpoint import transfer
+    from .config import RunLocation
+
+    @dataclass(frozen=True, kw_only=True)
+    class Export(RunLocation, transfer.ExportConfig):
+        """The run, its checkpoint, and the file to write."""
+
+    options = parse("export", Export, arguments)
+    print(transfer.export(options.directory, options))
     return 0
-
-
-@dataclass(frozen=True)
-class Inference(Place, InferConfig):
-    """Which run, which of its checkpoints, and what to do with it."""
-
-    step: int | None = None
-    """Use the checkpoint of this step (default: the newest good one)."""
-    device: str = "auto"
 
 
 def infer(arguments: list[str]) -> int:
     """Use a trained model, in one plain process, whatever number of ranks saved it."""
     import torch
 
+    from . import infer as task
     from .checkpoint.transfer import load_weights
+    from .config import RunLocation, load
     from .data import build_datasets
     from .device import pick_device
-    from .infer import infer as use
+    from .distributed import Group
     from .model import build_model
 
-    options = ask(infer, Inference, arguments)
+    @dataclass(frozen=True)
+    class Inference(RunLocation, task.InferConfig):
+        """The run, its checkpoint, and the input."""
+
+        step: int | None = None
+        """Use the checkpoint of this step (default: the newest good one)."""
+        device: str = "auto"
+
+    options = parse("infer", Inference, arguments)
     if not (options.directory / "config.json").exists():
         raise UserError(f"there is no run in {options.directory}: train first, or give --name")
-    config = configuration.load(options.directory / "config.json")
+    config = load(options.directory / "config.json")
     _, _, spec = build_datasets(config)
     model = build_model(config, spec)
     loaded = load_weights(options.directory, model, options.step, Group(), strict=True)
     log.info("weights: %s", loaded)
     model.to(pick_device(options.device)).eval()
     with torch.no_grad():
-        use(model, spec, config, options)
+        task.infer(model, spec, config, options)
     return 0
 
 
-COMMANDS = (train, *map(stage, STAGES), workflow, report, verify, export, infer)
+OURS = {command.__name__: command for command in (train, verify, export, infer)}
+HELP = {"train": train.__doc__, **workflow.COMMANDS}
+HELP |= {name: command.__doc__ for name, command in OURS.items()}
 
 
-def parse_config(command: Callable[..., int], arguments: list[str]) -> Config:
+def parse(name: str, kind: type, arguments: list[str], more: str = "", **default: Any) -> Any:
+    """Settings of a kind from the arguments of a command."""
+    import tyro
+
+    prog, about = f"{PROGRAM} {name}", HELP[name] + more
+    return tyro.cli(kind, prog=prog, description=about, args=arguments, **default)
+
+
+def parse_config(name: str, kind: type, arguments: list[str]) -> Any:
     """Settings from --preset or --config, then from the other options."""
+    from . import config
+    from .model import PRESETS
+
     parser = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--preset", default="default")
     either.add_argument("--config", type=Path)
     given, rest = parser.parse_known_args(arguments)
-    base = configuration.load(given.config) if given.config else configuration.preset(given.preset)
+    base = config.load(given.config, kind) if given.config else config.preset(given.preset, kind)
     more = (
         f" Start from --preset NAME ({', '.join(PRESETS)}) or from the settings of another run "
-        "(--config runs/NAME/config.json); the options below go over them."
+        "(--config runs/NAME/config.json); the options below override them."
     )
-    return ask(command, Config, rest, more, default=base)
+    return parse(name, kind, rest, more, default=base)
 
 
 def dispatch(arguments: list[str]) -> int:
     """Run the command that the first argument names."""
-    return commands.dispatch(COMMANDS, arguments, many_ranks=("train", "profile"))
+    lines = [f"  {name:<12}{about}" for name, about in HELP.items()]
+    usage = "\n".join([f"usage: {PROGRAM} COMMAND [--help] [options]", "", *lines])
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help"):
+        print(usage)
+        return 0
+    if name not in HELP:
+        raise UserError(f"there is no command {name!r}\n{usage}")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and name not in ON_MANY_RANKS:
+        raise UserError(f"{name} starts the processes that it needs: run it without torchrun")
+    if name in OURS:
+        return OURS[name](rest)
+
+    def parse_kind(kind: type) -> Any:
+        from .config import Config
+
+        return (parse_config if issubclass(kind, Config) else parse)(name, kind, rest)
+
+    return workflow.run_command(name, rest, parse_kind)
 
 
 def main() -> int:

@@ -1,27 +1,30 @@
-"""What is done to a model before it is placed on ranks: activation checkpointing, torch.compile.
+"""Activation checkpointing and torch.compile, applied to a model before it is placed on ranks.
 
 The order matters: checkpointing first, so that the compiler sees what is recomputed; compiling
 before sharding or wrapping, whose hooks would break the graph. Both work in place: no wrapper
-module, so no parameter changes its name. What the compiler then did is told by functions below.
+module, so no parameter changes its name.
 """
 
-import contextlib
 import functools
+import hashlib
+import logging
 import os
-import re
+import platform
 import signal
-import traceback
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-FORWARDED = (signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C may end a compiler: it is typed by a person
+from .run.hardware import cpu_name
+
+log = logging.getLogger(__name__)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C may end a compiler: a person types it
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,7 @@ class CompileConfig:
     dynamic: bool | None = None
     """Shapes: dynamic from the start (true), never (false), or once they are seen to vary."""
     backend: str = "inductor"
-    """"eager" and "aot_eager" help to find out which part of the compiler is at fault."""
-    cache: bool = True
-    """Carry what was compiled in the run directory, so that a restart need not compile it again."""
+    """"eager" and "aot_eager" help to find the part of the compiler that is at fault."""
 
 
 def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
@@ -47,118 +48,76 @@ def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
 
 
 def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: CompileConfig) -> None:
-    """Compile in place, as `config.mode` says; the work is done at the first forward."""
+    """Compile in place, by `config.mode`; the compiler runs at the first forward."""
     targets = {"none": [], "blocks": list(blocks), "full": [model]}[config.mode]
     if targets:
+        use_compile_cache()
         torch._dynamo.utils.set_compilation_metrics_limit(4096)  # else all but 64 are forgotten
-    how = {"fullgraph": config.fullgraph, "dynamic": config.dynamic, "backend": config.backend}
+    options = {"fullgraph": config.fullgraph, "dynamic": config.dynamic, "backend": config.backend}
     for target in targets:
         if type(target).forward.__module__.startswith("torch."):
-            # compile() passes over functions of torch's own, so that of a bare nn.Sequential or
-            # nn.TransformerEncoderLayer it would compile nothing.
-            target.forward = torch.compile(_through(target.forward), **how)
+            # compile() passes over torch's own functions, so it would compile nothing of a bare
+            # nn.Sequential or nn.TransformerEncoderLayer.
+            target.forward = torch.compile(_call(target.forward), **options)
         else:
-            target.compile(**how)
+            target.compile(**options)
 
 
-class ShelteredCompilers:
-    """Keeps a stop signal from the processes that compile; a companion of a run.
+def use_compile_cache() -> None:
+    """Keep compiled code in one folder per project and kind of machine: restarts start warm.
 
-    torchrun, and whoever signals the group, send it to them as well. They would die of it, and the
-    step with them. While the compiler works the signal is blocked here, which they inherit; nothing
-    is missed: another thread takes it, or else it waits.
+    The folder holds code that runs, so it is outside of every run directory, which people copy and
+    send, and only its owner can open it. A folder that the user has set stays. Nodes that share a
+    home directory but have other CPUs or GPUs get folders of their own: inductor's own key does not
+    tell CPUs apart.
+    """
+    if CACHE in os.environ:
+        return
+    project = Path(__file__).resolve().parent
+    cpu = f"{cpu_name()} {torch.backends.cpu.get_cpu_capability()}"
+    kind = [str(project), platform.python_version(), torch.__version__, cpu]
+    if torch.cuda.is_available():
+        kind += [str(torch.version.cuda), torch.cuda.get_device_name()]
+    key = hashlib.sha256("\n".join(kind).encode()).hexdigest()[:12]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    folder = home / project.name / f"compiled-torch-{torch.__version__}-{key}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)  # OSError if it belongs to another user
+    except OSError as error:
+        log.warning("compiled code is not kept for the next start: %s", error)
+    else:
+        os.environ[CACHE] = str(folder)
+
+
+class Compiling:
+    """A callback for runs that compile: keeps stop signals from compilers, and sums up at the end.
+
+    torchrun, and whoever signals the process group, send a stop signal to the processes that
+    compile as well. They would die of it, and the step with them. So the signal is blocked while
+    the compiler works, which its processes inherit; the trainer handles it afterwards.
     """
 
-    def __enter__(self) -> "ShelteredCompilers":
-        """Have the compiler tell when it works."""
+    def __enter__(self) -> "Compiling":
+        """Have the compiler call at its start and its end."""
         torch._dynamo.callback_handler.register_start_callback(self._block)
         torch._dynamo.callback_handler.register_end_callback(self._unblock)
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        """No longer."""
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Log what was compiled."""
         torch._dynamo.callback_handler.remove_start_callback(self._block)
         torch._dynamo.callback_handler.remove_end_callback(self._unblock)
-
-    def __call__(self, state: Any, record: dict[str, Any] | None) -> None:
-        """Steps are nothing to it."""
+        if kind is None:
+            log.info("%s", compile_summary())
 
     @staticmethod
     def _block(compilation: object) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
     @staticmethod
     def _unblock(compilation: object) -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-
-
-def _through(call: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(*arguments: Any, **named: Any) -> Any:
-        return call(*arguments, **named)
-
-    return forward
-
-
-@contextlib.contextmanager
-def eagerly(model: nn.Module) -> Iterator[None]:
-    """Call a model that was compiled in place as if it had not been."""
-    compiled = {m: call for m in model.modules() if (call := m._compiled_call_impl) is not None}
-    through = {
-        m: f for m in model.modules() if hasattr(f := m.forward, "_torchdynamo_orig_callable")
-    }
-    try:
-        for module in compiled:
-            module._compiled_call_impl = None
-        for module, forward in through.items():
-            module.forward = forward._torchdynamo_orig_callable
-        yield
-    finally:
-        for module, call in compiled.items():
-            module._compiled_call_impl = call
-        for module, forward in through.items():
-            module.forward = forward
-
-
-class Finding(NamedTuple):
-    """Something the compiler could not do as hoped: at which file:line, and why."""
-
-    where: str
-    reason: str
-
-    def __str__(self) -> str:
-        """As people write it."""
-        return f"{self.where or 'place unknown'}: {self.reason}"
-
-
-def graph_breaks() -> list[Finding]:
-    """Where a graph had to end early, each place once."""
-    from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
-
-    found = [Finding(_place(it.user_stack), _first_line(it.reason)) for it in graph_break_reasons]
-    for entry in get_compilation_metrics():  # a whole function given up, as for a break in a loop
-        if entry.fail_type and not _limited(entry):
-            place = entry.fail_user_frame_filename or entry.co_filename
-            line = entry.fail_user_frame_lineno or entry.co_firstlineno
-            found.append(Finding(_short(place, line), _first_line(entry.fail_reason or "")))
-    seen: dict[str, Finding] = {}
-    for finding in found:
-        seen.setdefault(finding.where or finding.reason, finding)
-    return list(seen.values())
-
-
-def recompiles() -> list[Finding]:
-    """What was compiled again, and the guard that no longer held; one for each time."""
-    from torch._dynamo.utils import get_compilation_metrics
-
-    entries = get_compilation_metrics()
-    return [_recompile(e) for e in entries if e.recompile_reason and not _limited(e)]
-
-
-def limits_hit() -> list[Finding]:
-    """What is left to run eagerly since it was compiled too often, with the last failed guard."""
-    from torch._dynamo.utils import get_compilation_metrics
-
-    return [_recompile(entry) for entry in get_compilation_metrics() if _limited(entry)]
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def graphs() -> int:
@@ -172,56 +131,21 @@ def compile_seconds() -> float:
     return sum(entry.duration_us or 0 for entry in entries) / 1e6
 
 
-def forget_compiling() -> None:
-    """Throw away all that was compiled in this process and what was noted of it."""
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
-    torch._dynamo.utils.clear_compilation_metrics()
-
-
 def compile_summary() -> str:
-    """One line on what the compiler did in this process: graphs, graph breaks, recompiles."""
-    breaks, again, limits = graph_breaks(), recompiles(), limits_hit()
-    line = (
+    """One line on the compiler's work in this process."""
+    entries = torch._dynamo.utils.get_compilation_metrics()
+    breaks = len(torch._dynamo.utils.graph_break_reasons)
+    recompiles = sum(bool(entry.recompile_reason) for entry in entries)
+    text = (
         f"compiled {graphs()} graphs in {compile_seconds():.1f} s; "
-        f"graph breaks: {len(breaks)}; recompiles: {len(again)}"
+        f"graph breaks: {breaks}; recompiles: {recompiles}"
     )
-    for name, found in (("break", breaks), ("recompile", again)):
-        if found:
-            line += f"; most frequent {name}: {Counter(found).most_common(1)[0][0]}"
-    if limits:
-        line += f"; recompile limit hit, so this now runs eagerly: {limits[0]}"
-    return line
+    failed = [entry.fail_reason.splitlines()[0] for entry in entries if entry.fail_reason]
+    return f"{text}; runs eagerly: {failed[0]}" if failed else text
 
 
-def _limited(entry: "torch._dynamo.utils.CompilationMetrics") -> bool:
-    return "recompile limit exceeded" in (entry.fail_reason or "")
+def _call(function: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*arguments: Any, **named: Any) -> Any:
+        return function(*arguments, **named)
 
-
-def _recompile(entry: "torch._dynamo.utils.CompilationMetrics") -> Finding:
-    # "0/1: GUARD    # line of code # file:line", then the stack of the user's code, newest last.
-    text = entry.recompile_reason or ""
-    guard = re.sub(r"^\d+/\d+: ", "", text.splitlines()[0] if text else "").split("  # ")[0]
-    stack = re.findall(r'File "(.+?)", line (\d+)', text)
-    path, line = stack[-1] if stack else (entry.co_filename, entry.co_firstlineno)
-    return Finding(_short(path, line), guard.strip())
-
-
-def _first_line(reason: str) -> str:
-    if reason.startswith("generic_jump"):  # what the compiler calls it where it can go on behind it
-        return "Data-dependent branching"
-    return reason.strip().split("\n")[0]
-
-
-def _place(stack: list[traceback.FrameSummary]) -> str:
-    """The innermost place in a stack that is not torch's own."""
-    torch_itself = str(Path(torch.__file__).parent)
-    own = [frame for frame in stack if not frame.filename.startswith(torch_itself)] or stack
-    return _short(own[-1].filename, own[-1].lineno) if own else ""
-
-
-def _short(path: str | None, line: int | str | None) -> str:
-    if not path:
-        return ""
-    near = os.path.relpath(path)
-    return f"{path if near.startswith('..') else near}:{line}"
+    return forward

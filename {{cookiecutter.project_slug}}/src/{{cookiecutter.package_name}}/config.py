@@ -1,23 +1,36 @@
-"""All settings in one typed tree. Each part is declared where it is used."""
+"""All settings in one typed tree of frozen dataclasses. Each part is declared where it is used.
 
+Settings are changed by dotted names ("train.steps"), saved as JSON (config.json) and read back.
+"""
+
+import dataclasses
+import json
+import logging
+import typing
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
-from .checkpoint.remote import located
-from .checkpoint.writer import CheckpointConfig
+from .checkpoint.checkpointer import CheckpointConfig
+from .checkpoint.storage import ELSEWHERE, located, on_disk
 from .compile import CompileConfig
 from .data import DataConfig
 from .distributed.parallel import ParallelConfig
 from .errors import UserError
+from .files import to_json
 from .model import PRESETS, ModelConfig
 from .optim import OptimConfig
 from .profiler import ProfileConfig
 from .run.tracker import TrackerConfig
-from .settings import from_json, on_disk, override
 from .workflow import WorkflowConfig
+
+__all__ = ["Config", "RunLocation", "from_json", "load", "override", "preset", "to_json"]
+log = logging.getLogger(__name__)
+C = TypeVar("C")
+OF_ONE_RUN = ("name", "run_dir", "fresh", "init_from", "init_strict")
 
 
 @dataclass(frozen=True)
@@ -27,9 +40,9 @@ class TrainConfig:
     steps: int = 300
     """Optimizer steps in all; raise it to train a finished run further."""
     global_batch_size: int = 32
-    """Samples per optimizer step over all ranks. Fixes the order of samples: part of the run."""
+    """Samples per optimizer step over all ranks. It fixes the order of samples for the run."""
     micro_batch_size: int = 32
-    """The most samples that one rank puts through at once; accumulation follows from it."""
+    """The most samples in one forward of a rank; gradients are accumulated accordingly."""
     log_every: int = 10
     validate_every: int = 100
     """Steps between validations (0: never)."""
@@ -37,7 +50,7 @@ class TrainConfig:
     """Validate on this many samples, the same ones each time (0: all)."""
     seed: int = 0
     deterministic: bool = False
-    """Only deterministic kernels: on CUDA a resume is then exact to the bit, and steps slower."""
+    """Only deterministic kernels: on CUDA a resume is then bit-exact, and steps are slower."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Of matrix products; weights and optimizer stay float32. auto: bf16 where CUDA has it."""
     activation_checkpointing: bool = False
@@ -45,10 +58,10 @@ class TrainConfig:
     loader_workers: int = 0
     """Processes that read data ahead (0: read in the loop, best for data in memory)."""
     on_bad_step: Literal["skip", "stop"] = "skip"
-    """A step with a non-finite loss or gradient is skipped, or else ends the run with the ids of
-    its samples that are to blame; to "stop", the host waits for the device at each step."""
+    """A step with a non-finite loss or gradient is skipped; "stop": it ends the run and names the
+    samples at fault, for which the host waits for the device at each step."""
     max_bad_steps: int = 20
-    """So many steps skipped in a row end the run (0: never)."""
+    """End the run after this many skipped steps in a row (0: never)."""
 
     def __post_init__(self) -> None:
         """Check the values (UserError)."""
@@ -70,8 +83,8 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which run."""
+class RunLocation:
+    """The run, by name or directory."""
 
     name: str = "default"
     """Starting a run of the same name again resumes it."""
@@ -82,12 +95,14 @@ class Place:
     def directory(self) -> Path:
         """The run directory; UserError for a name that leads elsewhere."""
         if self.name != Path(self.name).name:
-            raise UserError(f"--name {self.name}: a plain name is wanted; for a place, --run-dir")
-        return self.run_dir or Path("runs") / self.name
+            raise UserError(f"--name {self.name}: not a plain name; to give a path, use --run-dir")
+        directory = self.run_dir or Path("runs") / self.name
+        located(directory)  # UserError for an address that this project cannot open
+        return directory
 
 
 @dataclass(frozen=True)
-class Config(Place):
+class Config(RunLocation):
     """One training run."""
 
     fresh: bool = False
@@ -99,7 +114,7 @@ class Config(Place):
     device: str = "auto"
     """auto (a GPU where there is one), cpu, cuda, cuda:1, mps."""
     track: bool = True
-    """Hand the log to the tracker, too."""
+    """Log to the experiment tracker, too."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -112,26 +127,100 @@ class Config(Place):
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
-        """Check what only the whole can tell (UserError)."""
-        if self.fresh and (url := self.checkpoint.url):
-            raise UserError(f"--fresh leaves {url} as it is: give another --checkpoint.url")
+        """Check the settings that depend on each other (UserError)."""
+        if self.fresh and self.checkpoint.far:
+            raise UserError("--fresh leaves the object store as it is: give another address")
         if self.fresh and self.init_from:
             if self.init_from.resolve().is_relative_to(self.directory.resolve()):
-                raise UserError("--fresh would move what --init-from reads: take another --name")
+                raise UserError("--fresh would move what --init-from reads: choose another --name")
             if not located(self.init_from).exists():
                 raise UserError(f"--init-from {self.init_from}: there is nothing there")
 
 
-def preset(name: str = "default") -> Config:
+def preset(name: str = "default", kind: type[C] = Config) -> C:
     """The settings of a preset; UserError lists the presets when there is none of that name."""
     if name not in PRESETS:
         raise UserError(f"--preset {name}: there is none of that name; try {', '.join(PRESETS)}")
-    return override(override(Config(), PRESETS["default"]), PRESETS[name])
+    return override(override(kind(), PRESETS["default"]), PRESETS[name])
 
 
-def load(path: Path) -> Config:
-    """The settings of a saved config.json, without what belongs to that run alone."""
-    of_that_run = ("name", "run_dir", "fresh", "init_from", "init_strict")
-    # A run of another answer has other settings there, which change nothing of what is computed.
-    lenient = ("parallel", "checkpoint", "tracker")
-    return on_disk(from_json(Config(), path, leave_out=of_that_run, lenient=lenient))
+def load(path: Path, kind: type[C] = Config) -> C:
+    """The settings of a config.json, without those of that run alone (its name, its store)."""
+    return on_disk(from_json(kind(), path, leave_out=OF_ONE_RUN))
+
+
+def from_json(config: C, path: Path, leave_out: Iterable[str] = ()) -> C:
+    """Override `config` by a JSON file, except for the top-level names in `leave_out`.
+
+    Settings that this project does not have, as it was rendered with other answers or by another
+    release, are left out with one line that names them.
+    """
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        content = {name: value for name, value in content.items() if name not in leave_out}
+        changes = dict(_flatten(content, type(config)))
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} is not a config.json that can be read ({error})") from error
+    unknown = {name: changes.pop(name) for name in [*changes] if not _is_setting(config, name)}
+    if unknown:
+        answers = sorted({ELSEWHERE.get(name, "") for name, value in unknown.items() if value})
+        hint = f" (to have them, render with {' '.join(answers).strip()})" if any(answers) else ""
+        text = "left out of %s, as this project has no such settings: %s%s"
+        log.info(text, path, ", ".join(unknown), hint)
+    return override(config, changes)
+
+
+def override(config: C, changes: dict[str, Any]) -> C:
+    """Change settings by dotted names, as in {"train.steps": 20}; UserError for unknown names.
+
+    Changes to one part are made together, since a part may check settings against each other.
+    """
+    tree: dict[str, Any] = {}
+    for name, value in changes.items():
+        *path, last = name.split(".")
+        node = tree
+        for key in path:
+            node = node.setdefault(key, _Changes())
+        node[last] = value
+    return _replace(config, tree, "")
+
+
+class _Changes(dict):
+    """Changes to a part of the settings, as opposed to a value that is a dictionary."""
+
+
+def _replace(node: Any, changes: dict[str, Any], prefix: str) -> Any:
+    hints = _settings(node)
+    values = {}
+    for name, value in changes.items():
+        if name not in hints:
+            raise UserError(f"{prefix}{name} is not a setting of this project")
+        if isinstance(value, _Changes):
+            value = _replace(getattr(node, name), value, f"{prefix}{name}.")
+        elif isinstance(value, str) and Path in (hints[name], *typing.get_args(hints[name])):
+            value = Path(value)
+        elif isinstance(value, list):
+            value = tuple(value)
+        values[name] = value
+    return dataclasses.replace(node, **values)
+
+
+def _is_setting(kind: Any, name: str) -> bool:
+    first, _, rest = name.partition(".")
+    hints = _settings(kind)
+    return first in hints and (not rest or _is_setting(hints[first], rest))
+
+
+def _settings(kind: Any) -> dict[str, Any]:
+    kind = kind if isinstance(kind, type) else type(kind)
+    return typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+
+
+def _flatten(tree: dict[str, Any], kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    hints = _settings(kind)
+    for key, value in tree.items():
+        part = hints.get(key)
+        if isinstance(value, dict) and (part is None or dataclasses.is_dataclass(part)):
+            yield from _flatten(value, part, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -1,4 +1,4 @@
-"""The device of this process: picked, set up, fed."""
+"""The device of this process: choosing it, setting torch up, copying batches to it."""
 
 import os
 from typing import Any
@@ -39,6 +39,14 @@ def set_up_torch(seed: int, deterministic: bool) -> None:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all work it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def move(batch: Any, device: torch.device) -> Any:

@@ -1,15 +1,72 @@
-"""Errors that are told in one line, without a traceback."""
+"""Errors that are shown in one line, without a traceback, and the exit codes of commands."""
+
+import os
+import signal
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable
 
 
 class UserError(ValueError):
-    """A mistake that its maker can mend: shown as one clear line, without a traceback."""
+    """An error the user can fix."""
 
     agreed = False
-    """Whether every rank raised it, so that one of them need say it."""
+    """Every rank raised it, so one of them reports it."""
 
 
 class RankError(RuntimeError):
     """Something failed on one rank or more; raised on all of them."""
 
     agreed = False
-    """Whether every rank raised it, so that one of them need say it."""
+    """Every rank raised it, so one of them reports it."""
+
+
+def exit_code(command: Callable[[], int]) -> int:
+    """Run a command: 0 when all is well, 1 when something went wrong, 2 for bad input.
+
+    Under torchrun the process ends here.
+    """
+    try:
+        code = command()
+    except (UserError, RankError, PermissionError) as error:
+        code = 2 if isinstance(error, UserError) else 1
+        _report(error)
+    except KeyboardInterrupt:
+        code = 130
+    except SystemExit as stop:  # of options that are wrong, or of `leave`
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except Exception:
+        if "RANK" not in os.environ:
+            raise
+        traceback.print_exc()
+        code = 1
+    if "RANK" in os.environ:
+        # Leave at once: after a failure the finalisers of the process group may wait for ranks
+        # that are gone, and after success threads of libraries may abort the interpreter on its
+        # way out (seen, on a busy machine), so that torchrun would start everything again.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        # Stop signals often come twice, and Python removes its own handlers on its way out.
+        signal.signal(number, signal.SIG_IGN)
+    return code
+
+
+def leave(number: int, frame: types.FrameType | None) -> None:
+    """Handle a stop signal by leaving, so that processes that were started are ended as well."""
+    signal.signal(number, signal.SIG_IGN)  # it often comes twice
+    sys.exit(128 + number)
+
+
+def _report(error: Exception) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"error: {error}", file=sys.stderr)
+        return
+    time.sleep(1.0)  # the first rank may report it for all; the launcher then ends this one
+    torch_distributed = sys.modules.get("torch.distributed")
+    joined = torch_distributed is not None and torch_distributed.is_initialized()
+    if joined and not getattr(error, "agreed", False):
+        print(f"[rank {os.environ['RANK']}] error: {error}", file=sys.stderr)

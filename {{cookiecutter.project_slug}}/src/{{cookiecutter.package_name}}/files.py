@@ -1,6 +1,7 @@
-"""Small files, written whole and made durable; errors that name their file."""
+"""Small files, written whole and synced to disk; errors that name their file."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import uuid
@@ -11,10 +12,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def naming(path: Any) -> Iterator[None]:
-    """Raise what the system said, with the file it said it of.
+    """Raise the system's error with the name of the file.
 
-    An OSError of a read, a write or a sync names no file; torch.save puts a message of its own in
-    place of the error that its file raised.
+    An OSError of a read, a write or a sync names no file, and torch.save replaces the error that
+    its file raised by one of its own.
     """
     try:
         yield
@@ -27,6 +28,11 @@ def naming(path: Any) -> Iterator[None]:
         raise OSError(cause.errno, cause.strerror, str(cause.filename or path)) from error
 
 
+def to_json(settings: Any) -> dict[str, Any]:
+    """Settings (nested dataclasses) as JSON holds them: paths become strings."""
+    return json.loads(json.dumps(dataclasses.asdict(settings), default=str))
+
+
 def write_json(path: Path, content: Any) -> None:
     """Replace a small JSON file in one step: a reader sees the old one or the new one."""
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
@@ -37,17 +43,17 @@ def write_json(path: Path, content: Any) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        with contextlib.suppress(OSError):  # it may say nothing but what is said already
+        with contextlib.suppress(OSError):  # the error of the write is the one to report
             temporary.unlink(missing_ok=True)
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable; a synced file whose name is not can still be lost."""
+    """Sync the names in a directory; a synced file whose name is not synced can still be lost."""
     sync_file(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def sync_file(path: Path, flags: int = os.O_RDONLY) -> None:
-    """Make a file's content durable; OSError with its name."""
+    """Sync a file's content to disk; OSError with its name."""
     descriptor = os.open(path, flags)
     try:
         with naming(path):

@@ -1,4 +1,4 @@
-"""What must be the same for a run to go on, and which data it is of, in 16 letters."""
+"""Fingerprints of data, in 16 letters: a run resumes on the data it was started with."""
 
 import hashlib
 import os
@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .checkpoint.remote import Place, RemotePath
-
 PROBES = 256
 PROBE_BYTES = 4096
 
 
 def of_bytes(*parts: Any) -> str:
-    """Of data in memory, every byte of it (arrays), and of what is stated (numbers, text)."""
+    """Of data in memory: every byte of arrays, and numbers and text as they are."""
     digest = hashlib.sha256()
     for part in parts:
         content = repr(part).encode() if isinstance(part, int | str) else memoryview(part).cast("B")
@@ -25,8 +23,8 @@ def of_bytes(*parts: Any) -> str:
 def of_files(root: Path, files: Sequence[Path], *stated: int | str) -> str:
     """Of files too large to read: their names below `root`, their sizes, and probes of the content.
 
-    At most a megabyte is read, spread evenly, whatever the data's size. What keeps every size and
-    every probed place as they were is not noticed.
+    At most a megabyte is read, spread evenly, whatever the data's size. A change that keeps every
+    size and every probed range is not noticed.
     """
     names = [file.relative_to(root).as_posix() for file in files]
     sizes = [file.stat().st_size for file in files]
@@ -39,35 +37,3 @@ def of_files(root: Path, files: Sequence[Path], *stated: int | str) -> str:
                 probes.append(opened.read(PROBE_BYTES))
     listing = "\n".join(f"{n} {s}" for n, s in zip(map(os.fspath, names), sizes, strict=True))
     return of_bytes(listing, b"".join(probes), *stated)
-
-
-def identity_differences(saved: Any, ours: dict[str, Any]) -> list[str]:
-    """Name each field that differs, with both values; `saved` may be anything out of JSON."""
-    differences = []
-    saved = saved if isinstance(saved, dict) else {}
-    for field in sorted(saved.keys() | ours.keys()):
-        theirs, mine = saved.get(field), ours.get(field)
-        if isinstance(theirs, dict) and isinstance(mine, dict):
-            differing = [k for k in {**theirs, **mine} if theirs.get(k) != mine.get(k)]
-            for key in differing[:3]:
-                values = f"{shown(theirs.get(key, 'not'))} saved, {mine.get(key, 'not there')} now"
-                differences.append(f"{field} {shown(key)}: {values}")
-            if len(differing) > 3:
-                differences.append(f"{field}: {len(differing) - 3} more")
-        elif theirs != mine:
-            differences.append(f"{shown(field)}: {shown(theirs)} saved, {mine} now")
-    return differences
-
-
-def shown(value: Any) -> str:
-    """A value that a stranger may have chosen, as it can be printed."""
-    text = f"{value}"
-    return f"{text if text.isprintable() else ascii(text):.100}"
-
-
-def of_place(path: Place) -> str:
-    """Of a file, of the plain files in a directory, or of the names and sizes in a store."""
-    if isinstance(path, RemotePath):
-        return repr(sorted(path.sizes().items()))
-    plain = (f for f in path.glob("*") if f.is_file() and not f.is_symlink())
-    return of_files(path, sorted(plain) or [path])

@@ -1,4 +1,4 @@
-"""A loss as sums, their means, and what makes a step bad."""
+"""A loss as sums, the means of these, and whether a step is bad."""
 
 import math
 from collections.abc import Iterable
@@ -10,18 +10,18 @@ from .errors import UserError
 
 
 class LossSum(NamedTuple):
-    """Sums over a batch, not means, so that accumulation and uneven ranks come out exact."""
+    """Sums over a batch, not means, so that accumulation and uneven ranks are exact."""
 
     total: torch.Tensor
     """Sum of the losses, the scalar to differentiate."""
     count: torch.Tensor | int
-    """What `total` is divided by in the end: the tokens, or the images, that were counted."""
+    """The divisor of `total`: the number of tokens, or of images, in the batch."""
     metrics: dict[str, torch.Tensor]
-    """Further sums, reported divided by `count`."""
+    """Further sums; their means (divided by `count`) are reported."""
 
 
 def checked(loss: LossSum) -> LossSum:
-    """What compute_loss returned; UserError when it is something else."""
+    """The result of compute_loss; UserError when it is no LossSum."""
     if not isinstance(loss, LossSum):
         raise UserError(
             f"compute_loss returned a {type(loss).__name__}: it must return a LossSum, with the "
@@ -34,7 +34,7 @@ def loss_vector(loss: LossSum) -> torch.Tensor:
     """[total, count, metrics ...] of a LossSum, detached, float32, on the loss's device."""
     total = loss.total.detach().float()
     values = [total, loss.count, *loss.metrics.values()]
-    # new_full is a kernel; a tensor made on the host would have to be waited for.
+    # new_full is a kernel; a tensor made on the host would be waited for.
     tensors = [v if isinstance(v, torch.Tensor) else total.new_full((), v) for v in values]
     return torch.stack([tensor.detach().float() for tensor in tensors])
 
@@ -42,11 +42,12 @@ def loss_vector(loss: LossSum) -> torch.Tensor:
 def judge_step(
     sums: torch.Tensor, norm: torch.Tensor, ranks: int, clip: float
 ) -> tuple[torch.Tensor | float, torch.Tensor | float, torch.Tensor | bool]:
-    """The factor for the gradients, their norm before clipping, and whether the step is not finite.
+    """The factor for the gradients, their norm before clipping, and whether the step is bad.
 
     The gradients are of summed losses, averaged over the ranks; `sums` holds the total and the
-    count over all ranks. The results are scalars on the device, for which nothing has to wait; on
-    a CPU plain numbers, since an operator on a scalar tensor costs ten times as much.
+    count over all ranks. A step is bad when its loss or gradient is not finite. The results are
+    scalars on the device, so that the host need not wait for them; on a CPU plain numbers, since
+    an operator on a scalar tensor costs ten times as much.
     """
     if sums.device.type == "cpu":
         total, count, *_ = sums.tolist()
@@ -56,7 +57,7 @@ def judge_step(
     scale = ranks / count
     norm = norm * scale
     judged = norm + total
-    bad = (judged - judged) != 0  # what is not finite, less itself, is not a number
+    bad = (judged - judged) != 0  # inf - inf and nan - nan are nan
     if clip:
         factor = clip / (norm + 1e-6)
         scale = scale * (min(factor, 1.0) if isinstance(factor, float) else factor.clamp(max=1.0))

@@ -18,12 +18,12 @@ class OptimConfig:
     """AdamW, a linear warm-up, a cosine decay."""
 
     learning_rate: float = 1e-3
-    """The highest of the schedule."""
+    """The highest rate of the schedule."""
     scaling: Literal["none", "sqrt", "linear"] = "none"
-    """Let it grow with train.global-batch-size / base-batch-size: by its root (as suits Adam), or
-    in proportion (as suits SGD). The number of ranks changes nothing, as it leaves the batch."""
+    """Scale the learning rate with train.global-batch-size / base-batch-size: by the square root
+    (usual for Adam) or linearly (usual for SGD). The number of ranks does not change the rate."""
     base_batch_size: int = 256
-    """The global batch for which `learning_rate` was found."""
+    """The global batch that `learning_rate` was tuned for."""
     warmup_steps: int = 20
     final_fraction: float = 0.1
     """The schedule ends at this fraction of the learning rate."""
@@ -44,7 +44,7 @@ class OptimConfig:
 def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
     """AdamW over the trainable parameters; matrices decay, biases and norms do not.
 
-    A group may have a "rate_factor" (1 if not): its learning rate is that of the schedule times it.
+    The learning rate of a group is that of the schedule times its "rate_factor" (default: 1).
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
@@ -62,7 +62,7 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimi
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: "Config", step: int) -> None:
-    """Give each group its rate for optimizer step `step`, counted from 0."""
+    """Set the learning rate of each group for optimizer step `step`, counted from 0."""
     rate = learning_rate(config.optim, step, config.train.steps, config.train.global_batch_size)
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("rate_factor", 1.0)

@@ -1,4 +1,4 @@
-"""Traces of a few steps by torch.profiler, for Perfetto and for `traces`."""
+"""Traces of a few steps by torch.profiler, for Perfetto, and snapshots of CUDA memory."""
 
 import contextlib
 import logging
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerActivity, profile, schedule
 
+from .device import synchronize
 from .distributed import World
 from .errors import UserError
-from .sampling import WAITING
 
 log = logging.getLogger(__name__)
 
@@ -44,25 +44,25 @@ class ProfileConfig:
 
 
 class Profiler:
-    """Traces windows of steps into a directory; call it after each training step.
+    """A callback: traces windows of steps into a directory.
 
-    torch.profiler exists only while a window is open: between windows a call compares two
+    torch.profiler exists only while a window is open: between windows `after_step` compares two
     integers, and nothing is registered with torch that could slow an operator down. With `every`
     a window ends at each of its multiples, wherever the run was resumed.
     """
 
     def __init__(self, config: ProfileConfig, directory: Path, state: Any) -> None:
-        self.config, self.directory, self.state = config, directory, state
-        self.world: World = state.world
+        self.config, self.directory = config, directory
+        self.world, self.step = state.world, state.step
         self.written: list[Path] = []
         self.profile: profile | None = None
         self.window = config.warmup + config.active
         if config.every:
             self.period = config.every
-            self.opens = -(-(state.step + self.window) // self.period) * self.period - self.window
+            self.opens = -(-(self.step + self.window) // self.period) * self.period - self.window
         else:
             self.period = config.wait + self.window
-            self.opens = state.step + config.wait
+            self.opens = self.step + config.wait
 
     @property
     def steps(self) -> int:
@@ -71,63 +71,53 @@ class Profiler:
 
     def __enter__(self) -> "Profiler":
         """Open the first window if it begins with the next step."""
-        self(self.state)
+        if self.step == self.opens:
+            self._open()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Throw a window away that is half done."""
+        """Throw an unfinished window away."""
         if self.profile:
             self.profile.on_trace_ready = None
-            self._close()
+            self.profile.stop()
 
-    def __call__(self, state: Any, record: dict[str, Any] | None = None) -> None:
-        """Mark the end of a training step."""
-        if state.step < self.opens:
+    def after_step(self, state: Any, record: dict[str, Any] | None = None) -> None:
+        """Open a window, or advance in it."""
+        self.step = state.step
+        if self.step < self.opens:
             return
         if self.profile:
-            self._step(state.step)
-        if not self.profile and state.step == self.opens:
+            self._advance(self.step - self.opens)
+        if not self.profile and self.step == self.opens:
             self._open()
 
     def _open(self) -> None:
-        """Start to warm up, or to trace at once."""
         activities = [ProfilerActivity.CPU]
         if self.world.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        self.state.loader.next = record_function(WAITING)(self.state.loader.next)
+        warmup, active = self.config.warmup, self.config.active
         self.profile = profile(
             activities=activities,
-            schedule=schedule(
-                wait=0, warmup=self.config.warmup, active=self.config.active, repeat=1
-            ),
+            schedule=schedule(wait=0, warmup=warmup, active=active, repeat=1),
             on_trace_ready=self._write,
             record_shapes=self.config.shapes,
             profile_memory=self.config.memory,
         )
-        self._wait_for_device()
+        synchronize(self.world.device)
         self.profile.start()
 
-    def _step(self, step: int) -> None:
-        done = step - self.opens
+    def _advance(self, done: int) -> None:
         if done in (self.config.warmup, self.window):
-            self._wait_for_device()  # so that the traced steps hold their own kernels and no others
+            synchronize(self.world.device)  # the traced steps then hold only their own kernels
         self.profile.step()
         if done == self.window:
-            self._close()
+            self.profile.stop()
+            self.profile = None
             self.opens += self.period
-
-    def _close(self) -> None:
-        self.profile.stop()
-        self.profile = None
-        del self.state.loader.next  # the annotated one, which hid the method
-
-    def _wait_for_device(self) -> None:
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
 
     def _write(self, finished: profile) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        name = f"step_{self.state.step:08d}_rank_{self.world.rank}.json.gz"
+        name = f"step_{self.step:08d}_rank_{self.world.rank}.json.gz"
         self.written.append(self.directory / name)
         finished.export_chrome_trace(str(self.written[-1]))
         log.info("trace of %d steps: %s", self.config.active, self.written[-1])
@@ -140,7 +130,7 @@ def trace_steps(config: ProfileConfig, directory: Path, state: Any, step: Any) -
     with memory_snapshot(snapshot, state.world), profiler:
         for _ in range(profiler.steps):
             step(state, state.loader.next())
-            profiler(state)
+            profiler.after_step(state)
     return profiler.written
 
 
@@ -150,7 +140,7 @@ def memory_snapshot(path: Path, world: World) -> Iterator[None]:
     if world.device.type != "cuda":
         yield
         return
-    # Python's stacks alone: those of C++ would slow the traced steps down.
+    # Python's stacks alone: C++ stacks would slow the traced steps down.
     torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
     try:
         yield

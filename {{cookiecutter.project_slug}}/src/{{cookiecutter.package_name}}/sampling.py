@@ -1,11 +1,13 @@
-"""The order of the samples, as a pure function of (seed, position).
+"""The order of the samples, as a pure function of (seed, position), and the loader of batches.
 
-Training reads one endless stream of samples. Position p lies in epoch p // N, at place p % N of
-a permutation that a key made of (seed, epoch) picks out; global batch k is the positions
-k * B ... (k + 1) * B - 1. No index array is built and no loader state is saved: 10^3 or 10^12
-samples, the first batch or the billionth, on 1 rank or 1,000, cost the same.
+Training reads one endless stream of samples. Position p is in epoch p // N, at place p % N of the
+permutation of (seed, epoch); global batch k has the positions k * B ... (k + 1) * B - 1. No index
+array is built and no loader state is saved: 10^3 or 10^12 samples, the first batch or the
+billionth, on 1 rank or 1,000, cost the same.
 """
 
+import contextlib
+import itertools
 import signal
 import time
 from collections.abc import Iterator
@@ -13,16 +15,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.profiler import record_function
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from .errors import UserError
 
-WAITING = "waiting for data"  # what a trace calls the loader's part of a step
+NOTHING = contextlib.nullcontext()
+WAITING = "waiting for data"  # the loader's part of a step in a trace
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the increment of SplitMix64
 MASK = (1 << 64) - 1
 ROUNDS = 6  # four are measurably biased on small domains
 TABLE_BELOW = 4096  # under this a sorted table is cheaper than a cipher and exactly uniform
-BLOCK = 16384  # positions worked out at once: about 10 ns each, against 300 ns one batch at a time
+BLOCK = 16384  # positions computed at once: about 10 ns each, against 300 ns one batch at a time
 
 
 def mix(values: np.ndarray) -> np.ndarray:
@@ -35,7 +39,7 @@ def mix(values: np.ndarray) -> np.ndarray:
 def stream_key(*words: int) -> int:
     """Fold integers into one 64-bit key; any change of any word gives an unrelated key."""
     key = 0
-    for word in words:  # in Python integers: on single words numpy is ten times slower
+    for word in words:  # Python integers: numpy is ten times slower on single words
         key = (key + GOLDEN + word) & MASK
         key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9 & MASK
         key = (key ^ (key >> 27)) * 0x94D049BB133111EB & MASK
@@ -44,12 +48,12 @@ def stream_key(*words: int) -> int:
 
 
 def sample_keys(seed: int, positions: np.ndarray) -> np.ndarray:
-    """One random 64-bit word per sample, a function of (seed, position): what augmentation uses."""
+    """One random 64-bit word per sample, a function of (seed, position), for augmentation."""
     return mix(positions.astype(np.uint64) * np.uint64(GOLDEN) + np.uint64(stream_key(seed, 1)))
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
-    """Make the random numbers of a step a function of (seed, step, rank): none need be saved."""
+    """Make the random numbers of a step a function of (seed, step, rank): no state is saved."""
     key = stream_key(seed, 2, step, rank) >> 1
     torch.default_generator.manual_seed(key)  # torch.manual_seed takes a hundred times as long
     if device.type == "cuda":
@@ -59,7 +63,7 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
 
 
 class Permutation:
-    """A keyed bijection of 0 ... size - 1, worked out where it is asked for.
+    """A keyed bijection of 0 ... size - 1, computed only at the positions that are read.
 
     A balanced Feistel network over the next even number of bits (Luby and Rackoff, 1988), walked
     until it lands inside the domain (Black and Rogaway, 2002: fewer than four walks on average).
@@ -87,7 +91,7 @@ class Permutation:
     def _encrypt(self, values: np.ndarray) -> np.ndarray:
         left, right = values >> self.half, values & self.mask
         for key in self.keys:
-            scrambled = right ^ key  # in place from here: passes over memory are the whole cost
+            scrambled = right ^ key  # in place from here: the cost is passes over memory
             scrambled *= np.uint64(0xBF58476D1CE4E5B9)
             scrambled ^= scrambled >> np.uint64(32)
             scrambled *= np.uint64(0x94D049BB133111EB)
@@ -165,8 +169,8 @@ def fetch(dataset: Any, ids: np.ndarray, keys: np.ndarray | None = None) -> Any:
     """Read samples as one batch of tensors.
 
     `dataset.__getitems__(ids)` may return a finished batch, or a list of samples to collate; a
-    dataset with `__getitem__` alone works too. With `keys` (uint64, one per sample) and a method
-    `augment(batch, keys)`, that method has the last word.
+    dataset with `__getitem__` alone works too. With `keys` (uint64, one per sample), a dataset that
+    has a method `augment(batch, keys)` changes the batch by it.
     """
     if hasattr(dataset, "__getitems__"):
         batch = dataset.__getitems__(ids.tolist())
@@ -180,7 +184,7 @@ def fetch(dataset: Any, ids: np.ndarray, keys: np.ndarray | None = None) -> Any:
 
 
 class _MicroBatches(Dataset):
-    """Micro-batches by (step, index), so that loader workers need to be sent two integers only."""
+    """Micro-batches by (step, index), so that only two integers are sent to loader workers."""
 
     def __init__(self, dataset: Any, order: GlobalBatches, plan: list[Share]) -> None:
         self.dataset, self.order, self.plan = dataset, order, plan
@@ -195,7 +199,7 @@ class _MicroBatches(Dataset):
 
 
 class Loader:
-    """This rank's micro-batches, step after step; `seconds` adds up what the loop waited for."""
+    """This rank's micro-batches, step after step; `seconds` is the time that the loop waited."""
 
     def __init__(
         self,
@@ -208,44 +212,41 @@ class Loader:
         self.source = _MicroBatches(dataset, order, plan)
         self.plan, self.workers, self.pin = plan, workers, pin
         self.seconds = 0.0
-        self.pace: Any = None  # told when the rank turns to a step (distributed/stragglers.py)
         self.iterator: Any = None
         self.seek(0)
 
     def seek(self, step: int) -> None:
-        """Go on with global batch `step`; costs the same for any step."""
+        """Continue with global batch `step`; costs the same for any step."""
         self.close()
         self.step = step
 
     def next(self) -> list[Any]:
         """The micro-batches of one step, in the order of the plan."""
         started = time.perf_counter()
-        if self.pace:
-            self.pace.begin()
-        if self.workers and self.iterator is None:
-            self.iterator = iter(self._worker_loader())
-        batches = self.of(self.step, self.plan) if self.iterator is None else self._of_workers()
+        # Annotated in a trace only: the annotation costs more than reading a small batch.
+        with record_function(WAITING) if torch.autograd._profiler_enabled() else NOTHING:
+            if self.workers and self.iterator is None:
+                self.iterator = iter(self._worker_loader())
+            batches = self.of(self.step, self.plan) if self.iterator is None else self._of_workers()
         self.step += 1
         self.seconds += time.perf_counter() - started
-        if self.pace:
-            self.pace.arrive()
         return batches
 
     def of(self, step: int, plan: list[Share]) -> list[Any]:
-        """The micro-batches of some step by some plan, read at once."""
+        """The micro-batches of any step by any plan, read at once."""
         source = _MicroBatches(self.source.dataset, self.source.order, plan)
         return [source[step, index] for index in range(len(plan))]
 
     def _of_workers(self) -> list[Any]:
         try:
             return [next(self.iterator) for _ in self.plan]
-        except UserError as error:  # it comes with the worker's whole traceback before it
+        except UserError as error:  # its text begins with the worker's whole traceback
             raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
 
     def close(self) -> None:
         """Stop the workers; `next` starts them again."""
-        # Its finaliser would do so too, but a traceback can hold the iterator for as long as it
-        # likes, and Python waits at exit for workers that ignore its signal.
+        # The iterator's finaliser does so too, but a traceback can keep the iterator alive, and
+        # Python waits at exit for workers, which ignore its signal.
         if self.iterator is not None:
             self.iterator._shutdown_workers()
         self.iterator = None
@@ -254,24 +255,18 @@ class Loader:
         return DataLoader(
             self.source,
             batch_size=None,
-            sampler=_Places(self.step, len(self.plan)),
+            sampler=_endless(self.step, len(self.plan)),
             num_workers=self.workers,
             collate_fn=_unchanged,
             pin_memory=self.pin,
             worker_init_fn=_leave_signals_to_the_trainer,
-            generator=torch.Generator(),  # else it would draw from the trainer's random numbers
+            generator=torch.Generator(),  # else it draws from the trainer's random numbers
         )
 
 
-class _Places:
-    def __init__(self, step: int, count: int) -> None:
-        self.step, self.count = step, count
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        step = self.step
-        while True:
-            yield from ((step, index) for index in range(self.count))
-            step += 1
+def _endless(step: int, count: int) -> Iterator[tuple[int, int]]:
+    for current in itertools.count(step):
+        yield from ((current, index) for index in range(count))
 
 
 def _unchanged(batch: Any) -> Any:
@@ -279,6 +274,6 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _leave_signals_to_the_trainer(worker: int) -> None:
-    # torchrun signals the whole session; workers that died would take the last save with them.
+    # torchrun signals the whole session, and a dead worker fails the step before the last save.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -2,44 +2,45 @@
 
 import contextlib
 import logging
+import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from .checkpoint.checkpointer import agree_on_identity, identity_of
-from .checkpoint.optimizers import step_unless
+from . import callbacks as own
+from .checkpoint.checkpointer import Checkpointer, agree_on_identity, identity_of
 from .checkpoint.transfer import load_weights
-from .checkpoint.writer import Checkpointer
-from .compile import checkpoint_activations, compile_model
-from .config import Config
+from .compile import Compiling, checkpoint_activations, compile_model
+from .config import Config, to_json
 from .data import build_datasets
 from .device import move, set_up_torch
-from .distributed import Group, World, parallel
-from .distributed.buffers import RunningBuffers, agree_on_buffers
-from .distributed.elastic import outcome
-from .distributed.stop import Control
-from .distributed.watchdog import Watch
+from .distributed import Group, World, join, leave, parallel, watchdog
+from .distributed.stop import Stop
 from .errors import UserError
 from .loss import checked, judge_step, loss_vector, means
 from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer, set_learning_rate
-from .run.companions import companions, garbage_collected_by_hand
+from .profiler import Profiler
+from .run.bad_steps import RunningBuffers, SkippedSteps, StopAtBadStep, step_unless
+from .run.callbacks import Callbacks, GarbageCollection
 from .run.directory import RunDirectory
 from .run.hardware import check_memory, expected_memory, forward_flops, peak_flops
 from .run.journal import Journal
+from .run.logs import say
+from .run.tracker import tracking
 from .sampling import GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
-from .settings import to_json
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class State:
-    """Everything that a step touches. `module` is what is called: `model`, wrapped or sharded."""
+    """What a step needs. `module` is the callable: `model` itself, wrapped, or sharded."""
 
     config: Config
     world: World
@@ -51,23 +52,17 @@ class State:
     loader: Loader
     validation: Any
     compute_dtype: torch.dtype
-    peak_flops: float | None  # of the device, where it is known: then MFU can be told
+    peak_flops: float | None  # of the device, where it is known: for MFU
     forward_flops: int | None  # of one sample
     buffers: RunningBuffers
     step: int = 0  # completed optimizer steps
     checkpointer: Checkpointer | None = None
     sums: Tensor | float = 0.0
-    """Since the last log line, over all ranks: loss, count, metrics (float32, on the device)."""
+    """Since the last record, over all ranks: loss, count, metrics (float32, on the device)."""
     metrics: tuple[str, ...] = ()  # their names
     bad_steps: Tensor | int = 0
-    """Since the last log line: steps skipped for a loss or gradient that was not finite."""
+    """Since the last record: steps that were skipped for a non-finite loss or gradient."""
     grad_norm: Tensor | float = 0.0
-    patient: bool = (
-        False  # while what is going on may take longer than a step (distributed/watchdog.py)
-    )
-
-
-Observer = Callable[[State, dict[str, Any] | None], None]
 
 
 @dataclass(frozen=True)
@@ -80,10 +75,14 @@ class Result:
 
 
 def setup(config: Config, world: World | None = None) -> State:
-    """Build everything a step needs; `world` only if the caller has set it up already."""
-    world = world or parallel.setup(config.parallel, config.device)
+    """Build everything a step needs; `world` if the caller has joined it already."""
+    world = world or join(config.parallel, config.device)
     settings, batch_size = config.train, config.train.global_batch_size
-    world.check_batch(batch_size)
+    if batch_size < world.size:
+        raise UserError(
+            f"--train.global-batch-size {batch_size} is below the {world.size} ranks of this run: "
+            "raise it or start fewer processes"
+        )
     set_up_torch(settings.seed, settings.deterministic)
     train, validation, spec = build_datasets(config)
     if not len(train) or not len(validation):
@@ -95,6 +94,8 @@ def setup(config: Config, world: World | None = None) -> State:
     model = build_model(config, spec)
     peak = peak_flops(world.device)
     flops = forward_flops(model, compute_loss, fetch(train, order.ids(0)[:1])) if peak else None
+    # The order matters: the compiler must see what is recomputed, and DDP and FSDP must wrap what
+    # is compiled, since their hooks would break the graph.
     if settings.activation_checkpointing:
         checkpoint_activations(blocks(model))
     compile_model(model, blocks(model), config.compile)
@@ -112,6 +113,7 @@ def train_step(state: State, batches: list[Any]) -> None:
     Nothing here waits for the device.
     """
     config, world = state.config, state.world
+    # Random numbers are a function of (seed, step, rank), so no generator's state is saved.
     seed_step(config.train.seed, state.step, world.rank, world.device)
     state.buffers.keep()
     sums = None
@@ -119,6 +121,7 @@ def train_step(state: State, batches: list[Any]) -> None:
         with parallel.accumulate(state.module, last=i == len(batches) - 1):
             with parallel.autocast(world, state.compute_dtype):
                 loss = checked(compute_loss(state.module, move(batch, world.device)))
+            # A rank without samples left computes one at weight 0: ranks must take part alike.
             (loss.total if share.weight == 1 else loss.total * share.weight).backward()
         part = loss_vector(loss) if share.weight == 1 else loss_vector(loss) * share.weight
         sums = part if sums is None else sums + part
@@ -127,15 +130,18 @@ def train_step(state: State, batches: list[Any]) -> None:
     parameters = (p for group in state.optimizer.param_groups for p in group["params"])
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = parallel.total_norm(gradients, world)
+    # One factor turns sums into means and clips: gradients are multiplied once.
     scale, norm, bad = judge_step(sums, norm, world.size, config.optim.clip)
     torch._foreach_mul_(parallel.local(gradients), scale)
     set_learning_rate(state.optimizer, config, state.step)
     if state.checkpointer:
+        # A save may still be copying these weights: the optimizer must not change them under it.
         state.checkpointer.before_optimizer_step()
     step_unless(bad, state.optimizer)
     state.buffers.put_back(bad)
     state.optimizer.zero_grad(set_to_none=True)
 
+    # Accumulated on the device and read at log steps only. `bad` is a tensor on a GPU.
     state.metrics = tuple(loss.metrics)
     state.sums = state.sums + (sums if bad is False else sums.masked_fill(torch.as_tensor(bad), 0))
     state.bad_steps = state.bad_steps + bad
@@ -145,13 +151,13 @@ def train_step(state: State, batches: list[Any]) -> None:
 
 @torch.no_grad()
 def validate(state: State, stopped: Callable[[], object] = bool) -> dict[str, float]:
-    """Mean loss and metrics over the validation data, shared out among the ranks.
+    """Mean loss and metrics over the validation data, divided among the ranks.
 
-    Left half way with none, as the training is, once `stopped()` says so, to all ranks alike.
+    {} if `stopped()`, which must answer the same on all ranks, becomes true half way.
     """
     config, world = state.config.train, state.world
     chosen = fixed_subset(len(state.validation), config.validate_samples)
-    agree_on_buffers(state.model, world)
+    parallel.agree_on_buffers(state.model, world)  # batch statistics differ between ranks
     state.module.eval()
     sums, loss = 0.0, None
     for start in range(0, len(chosen), config.global_batch_size):
@@ -168,67 +174,81 @@ def validate(state: State, stopped: Callable[[], object] = bool) -> dict[str, fl
     return {f"validation_{name}": value for name, value in figures.items()}
 
 
-def run(config: Config, observer: Observer | None = None) -> Result:
-    """Train from wherever the run directory stands to `config.train.steps`.
+def run(config: Config, callbacks: Iterable[Any] = ()) -> Result:
+    """Train from the newest checkpoint in the run directory to `config.train.steps`.
 
-    `observer(state, record)` is called after every step, with the log line if there was one.
+    `callbacks` are called after those of callbacks.py, which describes them.
     """
-    world = parallel.setup(config.parallel, config.device)
-    result = _run(config, world, observer or (lambda state, record: None))
-    parallel.teardown(world)  # only now that the frame which held model and optimizer is gone
+    world = join(config.parallel, config.device)
+    result = _run(config, world, callbacks)
+    leave(world)  # only here, as the frame that held the model and the optimizer is gone
     return result
 
 
-def _run(config: Config, world: World, observer: Observer) -> Result:
-    group, kept = Group(world), config.checkpoint
+def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
+    group, settings = Group(world), config.train
     with contextlib.ExitStack() as stack:
-        control = stack.enter_context(Control(group))  # the first: a stop may come early
-        state, settings = setup(config, world), config.train
-        run_dir = stack.enter_context(RunDirectory(config.directory, group, config.fresh, kept.far))
-        watch = stack.enter_context(Watch(run_dir.path, state, group))
+        stop = stack.enter_context(Stop(group))  # first, since a stop signal may come early
+        state = setup(config, world)
+        directory = config.directory, group, config.fresh, config.checkpoint.far
+        run_dir = stack.enter_context(RunDirectory(*directory))
+        callbacks = Callbacks(stack)
+        # The watchdog also watches the restore, which waits for the other ranks.
+        callbacks.enter(watchdog(run_dir.path, world, group, state.module, say))
         checkpointer = stack.enter_context(start(state, run_dir, group))
         if state.step >= settings.steps:
             checkpointer.close()
             return Result("already finished", state.step)
         run_dir.begin(to_json(config), state.step)
         stack.callback(state.loader.close)
-        journal = stack.enter_context(Journal(run_dir.path, state, group))
-        stack.enter_context(garbage_collected_by_hand())
-        watchers = [stack.enter_context(it) for it in companions(state, run_dir.path, train_step)]
-        validation, stop = {}, 0
+        journal = Journal(run_dir.path, state, group)
+        callbacks.enter([*callbacks_of(state, run_dir.path, group, journal), *more])
+        before_step, after_step, after_validation = callbacks.methods()
+
+        validation, stop_signal = {}, 0
         while state.step < settings.steps:
-            stop, save_failed = control.exchange(checkpointer.failed)
+            # Flags that any rank raised, as of the step before: all ranks act at the same step
+            # and none waits for another.
+            stop_signal, save_failed = stop.poll(checkpointer.failed)
             if save_failed:
-                checkpointer.settle()
-            if stop:
+                checkpointer.settle()  # raises on all ranks, or warns (--checkpoint.on-failure)
+            if stop_signal:
                 break
-            train_step(state, state.loader.next())
+            batches = state.loader.next()
+            for call in before_step:
+                call(state)
+            train_step(state, batches)
 
             log_now, validate_now, save_now = (
                 state.step == settings.steps or (every > 0 and state.step % every == 0)
-                for every in (settings.log_every, settings.validate_every, kept.every)
+                for every in (settings.log_every, settings.validate_every, config.checkpoint.every)
             )
-            record = journal.line(state) if log_now or validate_now else None
+            # Only here the host waits for the device.
+            record = journal.record(state) if log_now or validate_now else None
             if validate_now:
-                with journal.pause():
-                    validation = validate(state, lambda: control.exchange(checkpointer.failed)[0])
+                with group.patience(), journal.paused():
+                    validation = validate(state, lambda: stop.poll(checkpointer.failed)[0])
+                    for call in after_validation if validation else ():
+                        call(state, validation)
                 record.update(validation)
-            journal.step(record)
-            for watcher in (watch, *watchers):
-                watcher(state, record)
+            for call in after_step:
+                call(state, record)
             if save_now:
-                checkpointer.save(state.step, (record or {}).get("validation_loss"))
-            observer(state, record)
-        if stop:
-            log.info("%s: saving step %d, then stopping", signal.Signals(stop).name, state.step)
-        checkpointer.finish(state.step)
-        status = outcome(stop, control)
+                # After the record is written: a resume cuts metrics.jsonl back to the checkpoint.
+                with group.patience():
+                    checkpointer.save(state.step, (record or {}).get("validation_loss"))
+        if stop_signal:
+            name = signal.Signals(stop_signal).name
+            log.info("%s: saving step %d, then stopping", name, state.step)
+        with group.patience():
+            checkpointer.finish(state.step)
+        status = stop.outcome(stop_signal)
         blocked = checkpointer.blocked_seconds
         run_dir.record_status(status, step=state.step, checkpoint_blocked_seconds=blocked)
         return Result(status, state.step, validation)
 
 
-def start(state: State, run_dir: RunDirectory, group: Group) -> Checkpointer:
+def start(state: State, run_dir: "os.PathLike[str]", group: Group) -> Checkpointer:
     """Resume from the newest good checkpoint, or begin; UserError when the run is another one."""
     config = state.config
     identity = identity_of(
@@ -242,7 +262,7 @@ def start(state: State, run_dir: RunDirectory, group: Group) -> Checkpointer:
     schedule = to_json(config.optim) | {"steps": config.train.steps}
     facts = {"identity": identity, "schedule": schedule}
     checkpointer = state.checkpointer = Checkpointer(
-        run_dir.path, config.checkpoint, state.world, state.model, state.optimizer, facts
+        Path(run_dir), config.checkpoint, state.world, state.model, state.optimizer, facts
     )
     needed = expected_memory(state.model, state.optimizer, checkpointer.staged_by)
     group.agree(lambda: check_memory(needed, state.world.device))
@@ -251,3 +271,20 @@ def start(state: State, run_dir: RunDirectory, group: Group) -> Checkpointer:
         log.info("weights: %s", load_weights(origin, state.model, None, group, config.init_strict))
     state.loader.seek(state.step)
     return checkpointer
+
+
+def callbacks_of(state: State, run_dir: Path, group: Group, journal: Journal) -> Iterator[Any]:
+    """The callbacks of a run after the watchdog's, in the order in which they are called."""
+    config = state.config
+    if config.train.on_bad_step == "stop":
+        yield StopAtBadStep(train_step, group)
+    yield SkippedSteps(config.train.max_bad_steps, group)
+    yield journal
+    yield GarbageCollection()
+    if config.track and state.world.rank == 0:
+        yield from tracking(config, run_dir, state.step)
+    if config.profile.every:
+        yield Profiler(config.profile, run_dir / "traces", state)
+    if config.compile.mode != "none":
+        yield Compiling()
+    yield from own.callbacks(config, run_dir)

@@ -1,1 +1,21 @@
-"""Checkpoints: written, published, verified, read back, sent elsewhere."""
+"""Checkpoints: written, published, verified, read back, exported. Here: their names and errors."""
+
+import re
+
+from ..errors import RankError
+
+MANIFEST = "manifest.json"
+PUBLISHED = re.compile(r"step_[0-9]{8,}")
+
+
+class CheckpointError(RankError):
+    """A checkpoint could not be saved, or none could be read."""
+
+
+class UnreadableError(RankError):
+    """A file is there, but the system does not let it be read."""
+
+
+def step_name(step: int) -> str:
+    """Name of the directory that holds the checkpoint of `step`."""
+    return f"step_{step:08d}"

@@ -1,135 +1,73 @@
-"""What a checkpoint holds, as tensors by name, and how these come to be saved and restored.
+"""When a run saves, what it restores, and which checkpoints it may go on from.
 
-`{"model": {name: tensor}, "optimizer": {parameter: {key: tensor}}}`: tensors only, under the names
-that `model.state_dict()` gives. No Python object is pickled, so none has to be unpickled; the rest
-(step, samples, schedule, identity) is JSON in the manifest.
+A `Checkpointer` owns a writer (writer.py: the answer to "How it saves checkpoints") and a publisher
+(publish.py). The loop calls `save`; the writer takes the tensors, at once or in the background,
+and hands what writes this rank's files to the publisher.
 """
 
+import contextlib
 import logging
 import platform
 import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from ..distributed import Group, World
+from ..distributed import Group, World, parallel
 from ..errors import RankError, UserError
-from ..fingerprint import identity_differences
-from ..run.bad_steps import refuse_odd_numbers
-from .manifest import CheckpointError, digest_of
-from .optimizers import GROUPS, create_optimizer_state, optimizer_parts, optimizer_tensors
-from .publish import RetentionConfig, Snapshots, Writer
-from .reader import Tensors, flat, open_tensors, walk
-from .remote import located
-from .upload import Mirror, find_newest
+from . import CheckpointError
+from .manifest import digest_of
+from .reader import open_tensors
+from .storage import open_storage, refuse_to_forget
+from .tensors import (
+    GROUPS,
+    Tensors,
+    create_optimizer_state,
+    flat,
+    forms_of,
+    identity_differences,
+    model_tensors,
+    optimizer_tensors,
+    put_back_numbers,
+)
+from .writer import CheckpointConfig, Writer
 
 log = logging.getLogger(__name__)
-LONG = 1.0  # seconds of waiting that are worth a word
+LONG = 1.0  # seconds of waiting that are worth a warning
 
 
-def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and persistent buffers of an unwrapped model, sharing its memory."""
-    tensors = model.state_dict()
-    if odd := [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]:
-        raise UserError(f"only tensors can be checkpointed; {odd[0]} is extra state of a module")
-    return dict(tensors)
-
-
-def identity_of(model: nn.Module, **fields: Any) -> dict[str, Any]:
-    """What must be equal for a run to go on: `fields`, and each parameter's shape and dtype."""
-    return {**fields, "parameters": forms_of(model_tensors(model))}
-
-
-def forms_of(tensors: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
-    """Shape and dtype of each tensor, as a manifest has them."""
-    return {
-        name: [*tensor.shape, str(tensor.dtype).removeprefix("torch.")]
-        for name, tensor in tensors.items()
-    }
-
-
-def agree_on_identity(identity: dict[str, Any], group: Group) -> None:
-    """UserError, on every rank, when one has other data or another model than rank 0."""
-    brief = {**identity, "parameters": digest_of(identity["parameters"])}
-    found = group.agree(lambda: brief)
-
-    def compare() -> None:
-        for rank, other in enumerate(found):
-            if fields := [name for name in brief if other[name] != brief[name]]:
-                values = ", ".join(f"{name} {other[name]} not {brief[name]}" for name in fields)
-                raise UserError(
-                    f"rank {rank} is not of the same run as rank 0: {values}. All machines need "
-                    "the same code, settings and data"
-                )
-
-    group.from_first(compare)
-
-
-def replicas_of(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
-    """How many ranks hold the same part of a tensor as this one, and its place among them."""
-    if not isinstance(tensor, DTensor):
-        return size, rank
-    copies, place = 1, 0
-    mesh = tensor.device_mesh
-    for length, mine, placement in zip(
-        mesh.shape, mesh.get_coordinate(), tensor.placements, strict=True
-    ):
-        if placement.is_replicate():
-            copies, place = copies * length, place * length + mine
-    return copies, place
-
-
-def share_of(tensors: Tensors, rank: int, size: int) -> Tensors:
-    """What this rank has to write: a near-equal part of what it and others hold alike."""
-    flat = list(walk(tensors))
-    loads: dict[int, list[int]] = {}
-    mine = set()
-    for path, tensor in sorted(flat, key=lambda item: -item[1].nbytes):
-        copies, place = replicas_of(tensor, rank, size)
-        load = loads.setdefault(copies, [0] * copies)
-        lightest = load.index(min(load))
-        load[lightest] += tensor.nbytes + 4096  # a small tensor has its cost too
-        if lightest == place:
-            mine.add(path)
-    return nest((path, tensor) for path, tensor in flat if path in mine)
-
-
-class Recovery:
-    """A checkpointer but for how it saves: a subclass fills in `_save`, and what runs behind it."""
-
-    _save: Callable[[int, float | None], None]
-    """A subclass's own: save, or start to, and set `last_saved`."""
-    failed = False
-    """Whether this rank knows of a save in flight that failed: for the control word."""
+class Checkpointer:
+    """Saves and restores a run; all ranks call its methods together."""
 
     def __init__(
         self,
         run_dir: Path,
-        retention: RetentionConfig,
+        config: CheckpointConfig,
         world: World,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         facts: dict[str, Any],
     ) -> None:
         """`facts` go into each manifest: "identity", to be matched on restore, and "schedule"."""
-        self.world, self.model, self.optimizer, self.facts = world, model, optimizer, facts
-        self.staged_by = 0  # ranks that share the copies of a state in host memory
+        self.run_dir, self.config, self.world = run_dir, config, world
+        self.model, self.optimizer, self.facts = model, optimizer, facts
         self.group = Group(world)
-        self.run_dir, store = run_dir, located(retention.url) if retention.url else None
-        place = store if retention.far else run_dir / "checkpoints"
-        who = retention, self.group, facts.get("identity")
-        self.snapshots = Snapshots(place, *who)
-        self.mirror = Mirror(store, *who) if retention.local_first else None
-        if self.mirror:
-            self.snapshots.in_use = lambda: self.mirror.path
+        self.writer = Writer(config, self.group, model, world.device)
+        self.publisher = open_storage(run_dir, config, self.group, facts.get("identity"))
+        self.staged_by = world.size if Writer.stages else 0
+        """Ranks that share the copies of a state in host memory."""
         self.blocked_seconds = 0.0
         self.busy = False  # while training waits for a save
         self.last_saved: int | None = None
-        self.told = False
+        self.warned = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank knows of a save in flight that failed: for the loop's control word."""
+        return self.writer.failed
 
     def save(self, step: int, validation_loss: float | None = None) -> None:
         """Save a checkpoint of `step`, once; RankError, on every rank, when any rank failed.
@@ -139,22 +77,45 @@ class Recovery:
         """
         before = self.blocked_seconds
         self.settle()  # a save is never skipped: this waits for the one before
-        if step != self.last_saved:
-            self._say_waited(self.blocked_seconds - before, step)
-            self._attempt(self._save, step, validation_loss)
+        if step == self.last_saved:
+            return
+        self._warn_of_waiting(self.blocked_seconds - before, step)
+        facts = {
+            **self.facts,
+            "samples": step * self.facts["identity"]["global_batch_size"],
+            "world_size": self.world.size,
+            "validation_loss": validation_loss,
+            "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+            "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        with self._blocking():
+            parallel.agree_on_buffers(self.model, self.world)
+            self.writer.save(
+                self.tensors(), lambda write: self.publisher.publish(step, write, facts)
+            )
+            self.last_saved = step
 
     def settle(self) -> None:
         """Wait for a save in flight; fails as `save` does."""
-        self._attempt(self._settle)
+        with self._blocking():
+            try:
+                self.writer.settle()
+            except BaseException:
+                self.last_saved = None
+                raise
 
     def before_optimizer_step(self) -> None:
         """Wait until a save in flight no longer needs the weights as they are."""
+        self.blocked_seconds += self.writer.before_optimizer_step()
 
     def close(self) -> None:
-        """Settle, and stop what runs behind."""
-        self.settle()
-        if self.mirror:
-            self._attempt(self.mirror.finish)
+        """Settle, and end what runs in the background."""
+        try:
+            self.settle()
+        finally:
+            self.writer.close()
+        with self._blocking():
+            self.publisher.close()
 
     def finish(self, step: int) -> None:
         """Save the last step, if there was one, and close; CheckpointError if it was not saved."""
@@ -164,12 +125,12 @@ class Recovery:
         if step and self.last_saved != step:
             raise CheckpointError(f"step {step} was not saved; earlier ones are")
 
-    def __enter__(self) -> "Recovery":
+    def __enter__(self) -> "Checkpointer":
         """Nothing to do: the group is joined when it is made."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """After an error, see a save in flight to its end before the run directory is let go.
+        """After an error, wait for a save in flight before the run directory is let go.
 
         Not among several ranks: there the process leaves at once, and the others may be gone.
         """
@@ -179,14 +140,22 @@ class Recovery:
             except RankError as error:
                 log.warning("%s", error)
 
+    def tensors(self) -> Tensors:
+        """All that is saved, sharing memory with the model and the optimizer."""
+        # In this order: state_dict() is what brings FSDP's parameters back to their shards.
+        model = model_tensors(self.model)
+        return {"model": model, "optimizer": optimizer_tensors(self.model, self.optimizer)}
+
     def restore(self) -> int:
         """Load the newest good checkpoint; its step, or 0 when there is none to load."""
-        found = find_newest(self.snapshots, self.mirror, self.run_dir)
+        found = self.publisher.newest_good()
         if found is None:
+            directory = self.publisher.directory
+            self.group.from_first(lambda: refuse_to_forget(self.run_dir, directory))
             return 0
         path, manifest = found
         if problems := identity_differences(manifest.get("identity"), self.facts["identity"]):
-            own = self.run_dir / "config.json"  # not where a run goes on from a store
+            own = self.run_dir / "config.json"  # not there if it goes on from an object store
             ways = f"Go on as it was (--config {own}), start" if own.exists() else "Start"
             raise UserError(
                 f"this run cannot go on from {path}:\n  "
@@ -203,42 +172,12 @@ class Recovery:
         optional = f"optimizer.{GROUPS}"  # an optimizer of another release may write none
         there = {n: t for n, t in flat(tensors) if n in source.forms or not n.startswith(optional)}
         source.read(there, self.group)
-        for name, holder, keys in optimizer_parts(self.model, self.optimizer):
-            for key in keys:
-                if isinstance(value := holder[key], int | float):
-                    holder[key] = type(value)(tensors["optimizer"][name][key].item())
+        put_back_numbers(tensors["optimizer"], self.model, self.optimizer)
         log.info("resuming from %s", path)
         for change in identity_differences(manifest.get("schedule"), self.facts["schedule"]):
             log.info("the schedule is another: %s", change)
         self.last_saved = manifest["step"]
         return manifest["step"]
-
-    def tensors(self) -> Tensors:
-        """All that is saved, sharing memory with the model and the optimizer."""
-        # In this order: state_dict() is what brings FSDP's parameters back to their shards.
-        model = model_tensors(self.model)
-        return {"model": model, "optimizer": optimizer_tensors(self.model, self.optimizer)}
-
-    def publish(
-        self, step: int, write: Writer, part: Tensors, validation_loss: float | None
-    ) -> None:
-        """Publish what `write(directory)` writes as the checkpoint of `step`.
-
-        `part` is this rank's part of it, which has to be made of numbers.
-        """
-        weights = {name for name, it in self.model.named_parameters() if it.requires_grad}
-        self.group.agree(lambda: refuse_odd_numbers(walk(part), weights))
-        facts = {
-            **self.facts,
-            "samples": step * self.facts["identity"]["global_batch_size"],
-            "world_size": self.world.size,
-            "validation_loss": validation_loss,
-            "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
-            "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
-        path = self.snapshots.publish(step, write, facts)
-        if self.mirror:
-            self.mirror.submit(path)
 
     def _forget_state_not_in(self, saved: Set[str]) -> None:
         """Drop optimizer state that was not saved: a parameter may never have had a gradient."""
@@ -255,25 +194,24 @@ class Recovery:
                 missing[0],
             )
 
-    def _settle(self) -> None:
-        """Nothing is in flight after a save that waits."""
-
-    def _say_waited(self, seconds: float, step: int) -> None:
-        """Say, once, that training waits for saves; metrics.jsonl says it each time."""
-        if seconds > LONG and self.world.rank == 0 and not self.told:
-            self.told = True
+    def _warn_of_waiting(self, seconds: float, step: int) -> None:
+        """Warn, once, that training waits for saves; metrics.jsonl has it each time."""
+        if seconds > LONG and self.world.rank == 0 and not self.warned:
+            self.warned = True
             log.warning(
                 "step %d: training waited %.1f s for the save before to end; saves take longer "
                 "than %d steps: raise --checkpoint.every",
-                *(step, seconds, self.snapshots.retention.every),
+                *(step, seconds, self.config.every),
             )
 
-    def _attempt(self, action: Callable[..., None], *arguments: Any) -> None:
+    @contextlib.contextmanager
+    def _blocking(self) -> Iterator[None]:
+        """Count the time that training waits; a RankError is a warning if the settings say so."""
         started, self.busy = time.perf_counter(), True
         try:
-            action(*arguments)
+            yield
         except RankError as error:
-            if self.snapshots.retention.on_failure == "stop":
+            if self.config.on_failure == "stop":
                 raise
             if self.world.rank == 0:
                 log.warning("%s; going on, the checkpoints before are untouched", error)
@@ -282,18 +220,23 @@ class Recovery:
             self.blocked_seconds += time.perf_counter() - started
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def identity_of(model: nn.Module, **fields: Any) -> dict[str, Any]:
+    """What must be equal for a run to go on: `fields`, and each parameter's shape and dtype."""
+    return {**fields, "parameters": forms_of(model_tensors(model))}
 
 
-def nest(flat: Iterable[tuple[tuple[str, ...], torch.Tensor]]) -> Tensors:
-    """The opposite of `walk`."""
-    # Both branches are always there: DCP wants the same top-level keys from every rank.
-    tree: Tensors = {"model": {}, "optimizer": {}}
-    for path, tensor in flat:
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = tensor
-    return tree
+def agree_on_identity(identity: dict[str, Any], group: Group) -> None:
+    """UserError, on every rank, when one has other data or another model than rank 0."""
+    brief = {**identity, "parameters": digest_of(identity["parameters"])}
+    of_ranks = group.agree(lambda: brief)
+
+    def compare() -> None:
+        for rank, other in enumerate(of_ranks):
+            if fields := [name for name in brief if other[name] != brief[name]]:
+                values = ", ".join(f"{name} {other[name]} not {brief[name]}" for name in fields)
+                raise UserError(
+                    f"rank {rank} is not of the same run as rank 0: {values}. All machines need "
+                    "the same code, settings and data"
+                )
+
+    group.from_first(compare)

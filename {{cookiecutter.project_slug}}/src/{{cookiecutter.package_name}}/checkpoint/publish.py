@@ -1,7 +1,7 @@
-"""Publish, verify, fall back, prune: how a directory of checkpoints survives anything.
+"""Publish, find, set aside and prune checkpoints: a directory of them survives any crash.
 
-A checkpoint is a directory `step_00000120/`: a manifest.json and the files it names. It comes into
-being like this, and at no instant is there no loadable checkpoint:
+A checkpoint is a directory `step_00000120/`: a manifest.json and the files it names. A save makes
+it as follows, and at no instant is there no loadable checkpoint:
 
 1. rank 0 makes a fresh, reserved directory beside the published ones;
 2. every rank writes its files there; a failure on any rank fails the save on every rank;
@@ -10,39 +10,43 @@ being like this, and at no instant is there no loadable checkpoint:
 5. rank 0 renames the reservation to its final name, and syncs the parent directory;
 6. rank 0 prunes.
 
-What is published is never written again. Reading goes the other way: the newest checkpoint whose
-manifest and every file verify; a damaged one is moved aside, named aloud, and never counted.
+What is published is never written again. A restore takes the newest checkpoint whose manifest and
+files verify. It moves a damaged one aside, with a warning, and never counts it.
 
-This module knows neither tensors nor formats, and storage.py what a disk needs for this, which has
-to be a POSIX file system that all ranks share, on which rename is atomic and fsync is honest. In an
-object store the manifest alone publishes, written last: object_storage.py.
+The file system must be POSIX and shared by all ranks; rename must be atomic and fsync honest.
 """
 
 import contextlib
 import logging
+import os
+import shutil
+import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ..distributed import Group
 from ..errors import RankError, UserError
-from .disk import DiskStorage
+from ..files import naming, sync_directory, sync_file
+from . import MANIFEST, CheckpointError, step_name
 from .manifest import (
     FORMAT_VERSION,
-    CheckpointError,
     best_by_validation,
     data_of,
     has_sizes,
-    published,
     read_manifest,
-    step_name,
+    sealed,
+    sha256_of,
     verify,
 )
-from .object_store import ObjectStorage
-from .remote import Place, RemotePath, check_address
+from .paths import Place, checkpoints_of, damaged, located, published
 
 log = logging.getLogger(__name__)
-Writer = Callable[[Place], Iterable[str]]  # writes a rank's files into a folder, and names them
+RESERVED = ".saving-"
+DISCARDED = ".discarded-"
+Write = Callable[[Place], Iterable[str]]  # writes a rank's files into a folder, and names them
+Found = tuple[Place, dict[str, Any]]  # a checkpoint and its manifest
 
 
 @dataclass(frozen=True)
@@ -57,69 +61,51 @@ class RetentionConfig:
     """Also keep for good each checkpoint whose step is a multiple of this (0: none)."""
     on_failure: Literal["stop", "continue"] = "stop"
     """After a failed save: "stop" ends training, "continue" goes on to the next save."""
-    url: str | None = None
-    """Keep them in an object store, as in s3://bucket/run, of this run alone (default: on disk,
-    in the run directory, which all machines then have to share)."""
-    local_first: bool = False
-    """With a url: publish on disk, and upload that behind training."""
 
     def __post_init__(self) -> None:
         """Check the values (UserError)."""
         if self.every < 0 or self.keep_every < 0 or self.keep < 1:
             raise UserError("checkpoint: every and keep-every must be >= 0, keep must be >= 1")
-        if self.url is not None:
-            check_address(self.url)
-        if self.local_first and not self.url:
-            raise UserError("--checkpoint.local-first uploads to a --checkpoint.url: give one")
-
-    @property
-    def far(self) -> bool:
-        """Whether they are in the store only, and the run directory has none."""
-        return self.url is not None and not self.local_first
 
 
-class Snapshots:
-    """The checkpoints of one run, in `directory`; every method is called by all ranks together."""
+class Publisher:
+    """The checkpoints of one run, in `directory`.
 
-    def __init__(
-        self,
-        directory: Place,
-        retention: RetentionConfig,
-        group: Group,
-        identity: dict[str, Any] | None = None,
-    ) -> None:
-        """`identity` is that of the run, if a store is to be refused that has another's."""
+    All ranks call `publish`, `newest_good` and `close` together; rank 0 alone does the rest.
+    """
+
+    start_over = "start over with --fresh, which sets the old run aside"
+
+    def __init__(self, directory: Place, retention: RetentionConfig, group: Group) -> None:
         self.directory, self.retention, self.group = directory, retention, group
-        self.storage = storage_of(directory, identity)
-        self.in_use: Callable[[], Place | None] = lambda: None
-        """A checkpoint that is not to be pruned now, since somebody reads it."""
+        self.synced = False  # whether the names of the directory and its parents are durable
 
-    def publish(self, step: int, write: Writer, facts: dict[str, Any]) -> Place:
+    def publish(self, step: int, write: Write, facts: dict[str, Any]) -> Place:
         """Save one checkpoint; `write(folder)` writes this rank's files and names them.
 
         `facts` goes into the manifest. CheckpointError, on every rank, when any rank failed; then
         nothing of the attempt is left and the checkpoints before are untouched.
         """
-        group, storage, reserved = self.group, self.storage, None
+        group, reserved = self.group, None
 
         def write_and_hash() -> dict[str, dict[str, Any]]:
             folder = self.directory / reserved
-            return {name: storage.finish(folder / name) for name in write(folder)}
+            return {name: self.finish(folder / name) for name in write(folder)}
 
         def commit() -> None:
             files = {name: entry for part in written for name, entry in part.items()}
             if len(files) != sum(map(len, written)) or not files:
                 raise CheckpointError("two ranks wrote the same file, or none wrote any")
             manifest = {"format_version": FORMAT_VERSION, "step": step, "files": files, **facts}
-            storage.commit(reserved, manifest)
+            self.commit(reserved, manifest)
 
         try:
-            reserved = group.from_first(lambda: storage.reserve(step))
+            reserved = group.from_first(lambda: self.reserve(step))
             written = group.agree(write_and_hash)
             group.from_first(commit)
         except RankError as error:
             if group.rank == 0 and reserved:
-                storage.abandon(reserved)
+                self.abandon(reserved)
             failed = CheckpointError(f"the checkpoint of step {step} was not saved: {error}")
             failed.agreed = True
             raise failed from error
@@ -127,46 +113,47 @@ class Snapshots:
             self.tidy_up()
         return self.directory / step_name(step)
 
-    def newest_good(self) -> tuple[Place, dict[str, Any]] | None:
+    def newest_good(self) -> Found | None:
         """The newest checkpoint that verifies, or None if none was ever published.
 
-        Damaged ones on the way are renamed to `step_… .damaged-<n>`. CheckpointError if there are
-        checkpoints but no good one: starting afresh over them must be somebody's decision. Also
-        when one cannot be read: that is not damage, and may pass.
+        Damaged ones on the way are renamed to `step_….damaged-<n>`. CheckpointError if there are
+        only damaged ones: to start afresh over them is for a person to decide. RankError if one
+        cannot be read: that is not damage, and may pass.
         """
-        self.group.from_first(self.storage.refuse_others)
-        self.storage.claim(self.group)
-        self.group.from_first(self.storage.remove_leftovers)
+        self.prepare()
         for path in reversed(self.group.from_first(lambda: published(self.directory))):
             manifest, problems = verify(path, self.group)
             if not problems:
                 return path, manifest
-            moved = self.group.from_first(lambda path=path: str(self.storage.set_aside(path)))
+            moved = self.group.from_first(lambda path=path: str(self.set_aside(path)))
             log.warning(
                 "DAMAGED CHECKPOINT %s: %s. Moved to %s; going back to the one before it.",
                 path,
                 "; ".join(problems),
                 moved,
             )
-        if damaged := self.group.from_first(self.storage.damaged):
+        if names := self.group.from_first(lambda: damaged(self.directory)):
             raise CheckpointError(
-                f"no good checkpoint is left in {self.directory} ({', '.join(damaged)}). "
-                f"Look at them, or {self.storage.start_over}."
+                f"no good checkpoint is left in {self.directory} ({', '.join(names)}). "
+                f"Look at them, or {self.start_over}."
             )
         return None
 
+    def close(self) -> None:
+        """Nothing to wait for: `publish` has done it all."""
+
     def tidy_up(self) -> None:
-        """Prune; the checkpoint is safe by now, so trouble with this is no failure of the save."""
+        """Prune; the checkpoint is safe by now, so an error here is no failure of the save."""
         try:
             self.prune()
         except (OSError, RankError, UserError) as error:
             log.warning("old checkpoints could not be removed: %s", error)
 
     def prune(self) -> None:
-        """Remove what retention does not keep, and reservations nobody is writing (rank 0 only).
+        """Remove what retention does not keep, and reservations that nobody writes to.
 
         Counts only checkpoints whose manifest and file sizes are right, so that damaged ones
-        never push out good ones; the damaged are left for a person to look at.
+        never push out good ones. Damaged ones stay, for a person to look at.
         """
         good: dict[Place, dict[str, Any]] = {}
         for path in published(self.directory):
@@ -174,20 +161,111 @@ class Snapshots:
                 manifest = read_manifest(path)
                 if has_sizes(data_of(path, manifest), manifest):
                     good[path] = manifest
+        for path in good.keys() - self.kept(good):
+            self.discard(path, good[path])
+        self.remove_leftovers()
+
+    def kept(self, good: dict[Place, dict[str, Any]]) -> set[Place]:
+        """Which of the good checkpoints, oldest first, retention keeps."""
         keep = set(list(good)[-self.retention.keep :])
         if best := best_by_validation(good):
             keep.add(best)
         if every := self.retention.keep_every:
             keep.update(path for path, manifest in good.items() if manifest["step"] % every == 0)
-        for path in good.keys() - keep - {self.in_use()}:
-            self.storage.discard(path, good[path])
-        self.storage.remove_leftovers()
+        return keep
+
+    def prepare(self) -> None:
+        """Remove what an earlier process has left, before the search for a checkpoint."""
+        self.group.from_first(self.remove_leftovers)
+
+    def reserve(self, step: int) -> str:
+        """Make a fresh directory to write into; its name."""
+        if not self.synced:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            # This run may have made all of the path, or a process killed before it could sync it.
+            for parent in self.directory.parents:
+                if not os.access(parent, os.R_OK | os.W_OK):
+                    break  # then no process of this user has made a name in it
+                sync_directory(parent)
+            self.synced = True
+        name = f"{RESERVED}{step_name(step)}-{uuid.uuid4().hex[:8]}"
+        (self.directory / name).mkdir()
+        return name
+
+    def finish(self, path: Path) -> dict[str, Any]:
+        """Make a written file durable; its entry in the manifest (on the rank that wrote it)."""
+        # DCP may have synced it before its last buffer was written.
+        sync_file(path)
+        return {"size": path.stat().st_size, "sha256": sha256_of(path)}
+
+    def commit(self, reserved: str, manifest: dict[str, Any]) -> None:
+        """Write the manifest, and rename the reservation: this publishes the checkpoint."""
+        reservation = self.directory / reserved
+        target = self.directory / step_name(manifest["step"])
+        with naming(reservation / MANIFEST):
+            (reservation / MANIFEST).write_bytes(sealed(manifest))
+        read_manifest(reservation)  # what a restore would refuse must not be published
+        sync_file(reservation / MANIFEST)
+        sync_directory(reservation)
+        if os.path.lexists(target):
+            self.set_aside(target)
+        os.rename(reservation, target)
+        try:
+            sync_directory(self.directory)
+        except OSError:  # it is not certain to be there after a power loss
+            with contextlib.suppress(OSError):
+                os.rename(target, reservation)
+            raise
+
+    def abandon(self, reserved: str) -> None:
+        """Remove what a failed save has written."""
+        shutil.rmtree(self.directory / reserved, ignore_errors=True)
+
+    def set_aside(self, path: Path) -> Path:
+        """Rename a damaged checkpoint, so that it is never counted again."""
+        for n in range(1, 1000):
+            aside = path.with_name(f"{path.name}.damaged-{n}")
+            if not os.path.lexists(aside):
+                os.rename(path, aside)
+                sync_directory(self.directory)
+                return aside
+        raise CheckpointError(f"{path} was damaged a thousand times: have the disk looked at")
+
+    def discard(self, path: Path, manifest: dict[str, Any]) -> None:
+        """Begin to remove a checkpoint; `remove_leftovers` does the rest."""
+        # Renamed first: a crash half way through removing must not leave half a checkpoint.
+        os.rename(path, self.directory / f"{DISCARDED}{path.name}-{uuid.uuid4().hex[:8]}")
+
+    def remove_leftovers(self) -> None:
+        """Remove what was discarded, or reserved by a process that is gone."""
+        # Nobody else writes here: the run directory has one writer, and it saves one at a time.
+        names = os.listdir(self.directory) if self.directory.exists() else []
+        if leftovers := [name for name in names if name.startswith((RESERVED, DISCARDED))]:
+            # Also the renames of a killed process: else a crash of the machine might bring back
+            # the name of a checkpoint that was half removed.
+            sync_directory(self.directory)
+            for name in leftovers:
+                shutil.rmtree(self.directory / name, ignore_errors=True)
 
 
-def storage_of(
-    directory: Place, identity: dict[str, Any] | None = None
-) -> DiskStorage | ObjectStorage:
-    """What knows how to keep checkpoints there."""
-    if isinstance(directory, RemotePath):
-        return ObjectStorage(directory, identity)
-    return DiskStorage(directory)
+def list_checkpoints(run_dir: Path) -> tuple[list[str], bool]:
+    """Verify all checkpoints of a run: a line for each, and whether one is damaged."""
+    directory = checkpoints_of(located(run_dir))
+    found = {path: verify(path) for path in published(directory)}
+    if not found:
+        raise UserError(f"there are no checkpoints in {directory}: train first")
+    best = best_by_validation({path: m for path, (m, problems) in found.items() if not problems})
+    lines = []
+    for path, (manifest, problems) in found.items():
+        if not path.exists():
+            continue  # pruned by a run that is under way
+        if problems:
+            lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")
+            continue
+        size = sum(entry["size"] for entry in manifest["files"].values()) / 1e6
+        line = f"{path.name}  good  {size:,.1f} MB in {len(manifest['files'])} files"
+        if (loss := manifest.get("validation_loss")) is not None:
+            line += f"  validation loss {loss:.4f}"
+        lines.append(line + ("  best" if path == best else ""))
+    lines += [f"{name}  set aside" for name in damaged(directory)]
+    return lines, any(problems and path.exists() for path, (_, problems) in found.items())

@@ -1,37 +1,53 @@
-"""Reading tensors back without trusting where they lie, into whatever holds them now.
+"""Find a checkpoint and read its tensors into live ones, by any number of ranks.
 
-No byte is unpickled as Python would, and of a checkpoint only files that the verified manifest
-names are opened. Tensors are copied into the live ones, whole or sharded, so that any
-world size and any parallelism can read what another has written.
+No code from a checkpoint runs: torch.load gets `weights_only=True`, and the index of DCP
+(torch.distributed.checkpoint) an unpickler that knows the names of DCP's own classes only. Of a
+checkpoint nothing is opened but the files that its verified manifest names.
 """
 
 import contextlib
+import io
 import logging
-import os
+import pathlib
 import pickle
-from collections.abc import Iterator, Mapping
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.checkpoint.filesystem import FileSystem
 
-from ..distributed import Group
+from ..distributed import Group, parallel
 from ..errors import RankError, UserError
-from ..run.directory import checkpoints_of
-from .archives import fetched, load_tensors
-from .manifest import MANIFEST, CheckpointError, data_of, published, step_name, verify
-from .remote import Place, RemotePath, located
-from .shards import DCP_INDEX, PlainReader, read_index
+from . import MANIFEST, CheckpointError, step_name
+from .manifest import data_of, open_plain, verify
+from .paths import Place, checkpoints_of, listing, local_copy, located, published
+from .tensors import flat
 
 log = logging.getLogger(__name__)
 WHOLE_FILE = "state.pt"
+DCP_INDEX = ".metadata"
 SAFETENSORS = ".safetensors"
 NOTE = "note"
-Tensors = dict[str, Any]  # nested: {"model": {name: tensor}, "optimizer": {name: {key: tensor}}}
+SMALL = 1 << 20  # bytes; up to here one read is quicker than many small ones
+DCP_CLASSES = (
+    "Metadata MetadataIndex StorageMeta TensorStorageMetadata TensorProperties "
+    "BytesStorageMetadata ChunkStorageMetadata _MEM_FORMAT_ENCODING"
+)
+OTHERS = (
+    "torch.distributed.checkpoint.filesystem._StorageInfo torch.Size collections.OrderedDict "
+    "torch.serialization._get_layout pathlib.PosixPath"
+)
+ALLOWED = {
+    *(f"{metadata.__name__}.{name}" for name in DCP_CLASSES.split()),
+    *(f"torch.{name}" for name, value in vars(torch).items() if type(value) is torch.dtype),
+    *OTHERS.split(),
+}
 
 
 class Form(NamedTuple):
@@ -42,29 +58,26 @@ class Form(NamedTuple):
 
 
 class Parts:
-    """Tensors in a directory of DCP, by names as in "model.norm.weight"; opens `files` only.
+    """Tensors in a directory of DCP, by names as in "model.norm.weight"."""
 
-    Their sizes come with them (None: to be looked up), so a rank opens only those that it reads.
-    """
-
-    def __init__(self, path: Place, files: Mapping[str, int | None]) -> None:
+    def __init__(self, path: Place, files: Iterable[str]) -> None:
+        """`files`: those that the index may refer to."""
         self.path = path
-        with as_snapshot_errors(f"reading {path}"):
+        with reading(path):
             self.index = read_index(path, files)
-            entries = self.index.state_dict_metadata.items()
             self.forms = {
                 printable(name): Form(tuple(entry.size), entry.properties.dtype)
-                for name, entry in entries
+                for name, entry in self.index.state_dict_metadata.items()
             }
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
         """Copy into live tensors, each rank the parts that it holds; a collective call."""
-        with as_snapshot_errors(f"reading {self.path}"):
+        with reading(self.path):
             dcp.load(
                 dict(targets),
-                storage_reader=PlainReader(self.path, self.index),
-                process_group=group.group,
-                no_dist=not group.group,
+                storage_reader=PartsReader(self.path, self.index),
+                process_group=group.process_group,
+                no_dist=not group.process_group,
             )
 
 
@@ -72,15 +85,14 @@ class OneFile:
     """Tensors in one file, of `torch.save` or of safetensors, mapped into memory, not read yet."""
 
     def __init__(self, path: Place) -> None:
-        with as_snapshot_errors(f"reading {path}"):
-            if path.suffix == SAFETENSORS:
-                self.tensors = dict(load_safetensors(path))
-            else:
-                self.tensors = load_tensors(path)
-            self.forms = {
-                printable(name): Form(tuple(tensor.shape), tensor.dtype)
-                for name, tensor in self.tensors.items()
-            }
+        self.path = path
+        with reading(path):
+            load = load_safetensors if path.suffix == SAFETENSORS else load_torch
+            with local_copy(path) as file:
+                self.tensors = {printable(name): tensor for name, tensor in load(file)}
+        self.forms = {
+            name: Form(tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()
+        }
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
         """Copy into live tensors, of sharded ones the parts that are here."""
@@ -91,22 +103,75 @@ class OneFile:
             if source.shape != target.shape:  # copying would repeat a smaller one
                 shapes = f"is {list(source.shape)}, wanted {list(target.shape)}"
                 raise CheckpointError(f"{name} {shapes}")
-            if isinstance(target, DTensor):
-                mesh, placements = target.device_mesh, target.placements
-                source = distribute_tensor(source, mesh, placements, src_data_rank=None)
-            target.copy_(source)
+            target.copy_(parallel.like(source, target))
 
 
-def printable(name: str) -> str:
-    """A name as it is, unless printing it could do harm."""
-    if not name.isprintable() or len(name) > 1000:
-        raise pickle.UnpicklingError(f"{name!a:.200} is no name for a tensor")
-    return name
+class IndexUnpickler(pickle.Unpickler):
+    """Reads the index of a DCP checkpoint, which consists of a few harmless classes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class of that name, if DCP writes it; UnpicklingError for any other."""
+        module = module.removesuffix("._local")  # where Python 3.13 has its paths
+        if f"{module}.{name}" not in ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {f'{module}.{name}'!a:.200}")
+        # A PosixPath of its own version, since this Python's may be elsewhere.
+        return getattr(pathlib, name) if module == "pathlib" else super().find_class(module, name)
 
 
-def load_safetensors(path: Place) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a file of safetensors, and its own note as one more (see travel.py)."""
-    with fetched(path) as copy, safe_open(copy.name, "pt") as file:
+class Files(FileSystem):
+    """Opens files of a checkpoint for DCP."""
+
+    def concat_path(self, path: Place, suffix: str) -> Place:
+        """A file in a folder."""
+        return path / suffix
+
+    def create_stream(self, path: Place, mode: str) -> BinaryIO:
+        """Open for reading."""
+        return open_plain(path)
+
+
+class PartsReader(dcp.FileSystemReader):
+    """DCP's reader, of an index that was read before."""
+
+    def __init__(self, path: Place, index: metadata.Metadata) -> None:
+        super().__init__("")
+        self.path, self.index, self.fs = path, index, Files()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        """The index."""
+        return self.index
+
+    def _slice_file(self, file: BinaryIO, info: Any) -> BinaryIO:
+        part = super()._slice_file(file, info)
+        return io.BytesIO(part.read()) if info.length <= SMALL else part
+
+
+def read_index(path: Place, files: Iterable[str]) -> metadata.Metadata:
+    """The index of a directory of DCP, without objects: DCP would unpickle those.
+
+    UnpicklingError when it refers to anything but `files`, or asks for a class of somebody else's.
+    """
+    with open_plain(path / DCP_INDEX) as file:
+        index = IndexUnpickler(file).load()
+    if odd := {info.relative_path for info in index.storage_data.values()} - {*files}:
+        raise pickle.UnpicklingError(f"{DCP_INDEX} points to {odd.pop()!a:.200}")
+    index.state_dict_metadata = {
+        name: entry
+        for name, entry in index.state_dict_metadata.items()
+        if isinstance(entry, metadata.TensorStorageMetadata)
+    }
+    return index
+
+
+def load_torch(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a file of torch.save; only files older than the zip format are not mapped."""
+    mapped = zipfile.is_zipfile(path)
+    return flat(torch.load(path, map_location="cpu", weights_only=True, mmap=mapped))
+
+
+def load_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a file of safetensors, and its own note as one more (see transfer.py)."""
+    with safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118 - not a dictionary
             yield name, file.get_tensor(name)
         if note := (file.metadata() or {}).get(NOTE):
@@ -114,23 +179,26 @@ def load_safetensors(path: Place) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def open_tensors(path: Place, manifest: dict[str, Any]) -> Parts | OneFile:
-    """What `find_tensors` has found; without a manifest no file of a directory is ruled out."""
+    """Open what `find_tensors` has found."""
     if path.is_file():
         return OneFile(path)
-    folder = data_of(path, manifest)
-    if WHOLE_FILE in manifest.get("files", ()):
+    folder, files = data_of(path, manifest), manifest.get("files")
+    if files and WHOLE_FILE in files:
         return OneFile(folder / WHOLE_FILE)
-    if (files := manifest.get("files")) is not None:
-        sizes = {name: entry["size"] for name, entry in files.items()}
-    else:
-        remote = isinstance(path, RemotePath)
-        sizes = path.sizes() if remote else dict.fromkeys(os.listdir(path))
-    return Parts(folder, sizes)
+    return Parts(folder, listing(folder) if files is None else files)
+
+
+def printable(name: str) -> str:
+    """A name as it is; UnpicklingError if it would break the line in which it is printed."""
+    if not name.isprintable():
+        raise pickle.UnpicklingError(f"{name!a:.200} is no name for a tensor")
+    return name
 
 
 @contextlib.contextmanager
-def as_snapshot_errors(doing: str) -> Iterator[None]:
-    """Give what the readers raise, some of it no `Exception`, one name and one line."""
+def reading(path: Place, verb: str = "reading") -> Iterator[None]:
+    """Give all that libraries raise, some of it no `Exception`, one type and one line."""
+    doing = f"{verb} {path}"
     try:
         yield
     except (UserError, RankError):
@@ -138,27 +206,14 @@ def as_snapshot_errors(doing: str) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(f"{doing} failed: {error}") from error
     except Exception as error:  # a file that is something else can fail in any way
-        text = f"{doing} was refused: {type(error).__name__}: {f'{error}'.partition(chr(10))[0]}"
-        raise CheckpointError(text) from error
-    except CheckpointException as error:
+        text = f"{error}".rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
+        raise CheckpointError(f"{doing} was refused: {type(error).__name__}: {text}") from error
+    except CheckpointException as error:  # what DCP has collected from the ranks
         rank, (cause, _) = next(iter(error.failures.items()))
-        failed = CheckpointError(f"{doing} failed on rank {rank}: {type(cause).__name__}: {cause}")
+        text = f"{doing} failed on rank {rank}: {type(cause).__name__}: {cause}"
+        failed = CheckpointError(text)
         failed.agreed = True
         raise failed from error
-
-
-def walk(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """The tensors of a nested dictionary, each with the keys that lead to it."""
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from walk(value, (*path, str(key)))
-    elif isinstance(tree, torch.Tensor):
-        yield path, tree
-
-
-def flat(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a nested dictionary by the names that DCP gives them."""
-    return ((".".join(path), tensor) for path, tensor in walk(tree))
 
 
 def find_tensors(where: Path, step: int | None = None) -> tuple[Place, dict[str, Any]]:
@@ -179,7 +234,7 @@ def find_tensors(where: Path, step: int | None = None) -> tuple[Place, dict[str,
 def find_checkpoint(where: Place, step: int | None = None) -> tuple[Place, dict[str, Any]]:
     """Verify and pick a checkpoint to read from: a run's newest good one, or one by step.
 
-    `where` may also be a checkpoint itself. Nothing is changed: a run may be writing beside us.
+    `where` may also be a checkpoint itself. Nothing is changed: a run may be writing to it.
     """
     directory = checkpoints_of(where)
     if (where / MANIFEST).exists():
@@ -192,7 +247,7 @@ def find_checkpoint(where: Place, step: int | None = None) -> tuple[Place, dict[
         manifest, problems = verify(path)
         if not problems:
             return path, manifest
-        if path.exists():  # else it was pruned while we looked
+        if path.exists():  # else it was pruned meanwhile
             log.warning("DAMAGED CHECKPOINT %s: %s", path, "; ".join(problems))
     there = ", ".join(str(int(path.name[5:])) for path in published(directory))
     hint = f"there are those of steps {there}" if there else "train first"

@@ -1,10 +1,11 @@
-"""Weights from elsewhere, and checkpoints that leave as one file and come back as a checkpoint.
+"""Weights from elsewhere, and checkpoints exported as one file and imported from one.
 
 A file made here has a note beside its tensors: manifest and settings of the run as JSON, in a
 tensor of bytes (safetensors: in the header). It survives the conversions by `python -m
-torch.distributed.checkpoint.format_utils`, and is what makes a file a checkpoint to resume from.
+torch.distributed.checkpoint.format_utils`, and makes a file a checkpoint to resume from.
 """
 
+import contextlib
 import json
 import os
 import uuid
@@ -21,14 +22,13 @@ from torch import nn
 from ..distributed import Group
 from ..errors import UserError
 from ..files import sync_directory, write_json
-from ..fingerprint import of_place
-from ..run.directory import RunDirectory, checkpoints_of
-from .checkpointer import forms_of, nest
-from .manifest import MANIFEST, MANIFEST_LIMIT, CheckpointError
-from .publish import RetentionConfig, Snapshots
-from .reader import NOTE, SAFETENSORS, OneFile, Parts, Tensors, find_tensors, open_tensors
-from .remote import Place, RemotePath
-from .writing import write_shards
+from ..run.directory import RunDirectory
+from . import CheckpointError
+from .paths import Place, checkpoints_of, fingerprint_of
+from .publish import Publisher, RetentionConfig
+from .reader import NOTE, SAFETENSORS, OneFile, Parts, find_tensors, open_tensors
+from .tensors import Tensors, forms_of, nest
+from .writer import write_tensors
 
 MODEL, OPTIMIZER = "model", "optimizer"
 FILES = (".pt", ".pth", SAFETENSORS)
@@ -52,18 +52,13 @@ class ExportConfig:
 
 
 def export(run_dir: Path, options: ExportConfig) -> str:
-    """Write a checkpoint as something else, in this one process; says what was written.
+    """Write a checkpoint as something else, in this one process; a line about what was written.
 
     UserError when there is something at `to` already, and when the source does not say which run it
     is of. Takes as much host memory as the result takes on disk.
     """
     target = options.to
-    if target.exists() and (not target.is_dir() or target.suffix in FILES or os.listdir(target)):
-        raise UserError(f"{target} is there already: give another place, nothing is overwritten")
-    if not target.absolute().parent.is_dir() and target.suffix in FILES:
-        raise UserError(f"{target}: there is no folder {target.parent}")
-    if target.suffix not in FILES and target.suffix[1:].isalpha():
-        raise UserError(f"{target}: files are {', '.join(FILES)}; a run is a directory")
+    check_target(target)
     path, manifest = find_tensors(options.source or run_dir, options.step)
     source = open_source(path, manifest)
     note = note_of(path, manifest, options.source or run_dir) or read_note(source)
@@ -76,11 +71,11 @@ def export(run_dir: Path, options: ExportConfig) -> str:
         )
     if options.step not in (None, step := note["manifest"]["step"]):
         raise UserError(f"{path} is of step {step}, not {options.step}")
-    optimizer = options.optimizer
-    if optimizer is None:
-        optimizer = target.suffix != SAFETENSORS
-    tensors = read_state(source, note, optimizer)
-    if optimizer and not tensors[OPTIMIZER]:
+    with_optimizer = options.optimizer
+    if with_optimizer is None:
+        with_optimizer = target.suffix != SAFETENSORS
+    tensors = read_state(source, note, with_optimizer)
+    if with_optimizer and not tensors[OPTIMIZER]:
         raise UserError(
             f"{path} has no state of an optimizer: training would not go on as it was. To take the "
             "weights all the same, and start its state afresh: --optimizer False"
@@ -88,30 +83,48 @@ def export(run_dir: Path, options: ExportConfig) -> str:
     if target.suffix in FILES:
         write_new(target, lambda file: write_file(file, tensors, note))
     else:
-        publish(target, tensors, note)
+        import_as_run(target, tensors, note)
     what = f"{len(tensors[MODEL])} tensors of the model"
-    if optimizer:
+    if with_optimizer:
         what += f", the optimizer's state of {len(tensors[OPTIMIZER])}"
     return f"{target}: step {step} from {path}; {what}"
+
+
+def check_target(target: Path) -> None:
+    """UserError unless an export can go there."""
+    is_file = target.suffix in FILES
+    if target.exists() and (not target.is_dir() or is_file or os.listdir(target)):
+        raise UserError(f"{target} is there already: give another place, nothing is overwritten")
+    if is_file and not target.absolute().parent.is_dir():
+        raise UserError(f"{target}: there is no folder {target.parent}")
+    if not is_file and target.suffix[1:].isalpha():
+        raise UserError(f"{target}: files are {', '.join(FILES)}; a run is a directory")
 
 
 def load_weights(
     where: Path, model: nn.Module, step: int | None, group: Group, strict: bool = False
 ) -> str:
-    """Load weights alone into a model, from whatever holds some; says what was done.
+    """Load weights alone into a model, from anything that holds some; a line about what was done.
 
-    What only one side has is left out and listed, or refused when `strict`. UserError also when a
-    tensor has another shape or when nothing fits.
+    Tensors that only one side has are left out and listed, or refused when `strict`. UserError also
+    when a tensor has another shape or when nothing fits.
     """
     path, manifest = group.from_first(lambda: find_tensors(where, step))
     opened: list[Parts | OneFile] = []
 
     def look() -> str:
         opened.append(open_source(path, manifest))
-        return of_place(path)
+        return fingerprint_of(path)
 
-    found = group.agree(look)
-    group.from_first(lambda: all_alike(found, path))
+    fingerprints = group.agree(look)
+
+    def compare() -> None:
+        for rank, fingerprint in enumerate(fingerprints):
+            if fingerprint != fingerprints[0]:
+                problem = f"rank {rank} sees other files at {path} than rank 0"
+                raise UserError(f"{problem}: put it where all see it")
+
+    group.from_first(compare)
     (source,) = opened
     ours = model.state_dict()
     saved = weight_names(source.forms, ours)
@@ -121,45 +134,37 @@ def load_weights(
             raise UserError(f"{path}: {name} is {list(shape)}, wanted {list(ours[name].shape)}")
     if not common:
         raise UserError(f"{path} and this model have no parameter name in common")
-    aliases: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(parameter), set()).add(name)
-    tied = set().union(*(names for names in aliases.values() if names & saved.keys()))
-    texts = []
-    for what, names in (
-        ("missing there, left as they were", sorted(ours.keys() - saved.keys() - tied)),
-        ("there but not wanted", sorted(saved.keys() - ours.keys())),
-    ):
-        if names:
-            texts.append(f"{what}: {', '.join(names)}")
+    missing = sorted(ours.keys() - saved.keys() - tied_to(saved.keys(), model))
+    lists = {"missing there, left as they were": missing}
+    lists["there but not wanted"] = sorted(saved.keys() - ours.keys())
+    texts = [f"{what}: {', '.join(names)}" for what, names in lists.items() if names]
     if texts and strict:
         raise UserError(f"{path} does not fit this model to the letter; {'; '.join(texts)}")
     source.read({saved[name]: ours[name] for name in common}, group)
     return "; ".join([f"{len(common)} tensors from {path}", *texts])
 
 
-def all_alike(found: list[str], path: Place) -> None:
-    """UserError unless all ranks have found the same."""
-    if len(set(found)) > 1:
-        rank = next(rank for rank, other in enumerate(found) if other != found[0])
-        raise UserError(
-            f"rank {rank} sees other files at {path} than rank 0: put it where all see it"
-        )
-
-
 def open_source(path: Place, manifest: dict[str, Any]) -> Parts | OneFile:
-    """Open what somebody has named; UserError when it cannot be read."""
+    """Open what the user has named; UserError when it cannot be read."""
     try:
         return open_tensors(path, manifest)
     except CheckpointError as error:
         raise UserError(str(error)) from error
 
 
+def tied_to(saved: Iterable[str], model: nn.Module) -> set[str]:
+    """All names of the parameters that have one of the saved names."""
+    aliases: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), set()).add(name)
+    return set().union(*(names for names in aliases.values() if not names.isdisjoint(saved)))
+
+
 def weight_names(stored: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
     """The stored names of weights, by the names that a model may have for them.
 
     Files differ in what they put before a name ("model.", DDP's "module.") or inside (compile's
-    "_orig_mod."): what fits most of the wanted names is taken off.
+    "_orig_mod."): the prefix that leaves most of the wanted names is taken off.
     """
     wanted = set(wanted)
     others = (NOTE, f"{OPTIMIZER}.")
@@ -169,60 +174,50 @@ def weight_names(stored: Iterable[str], wanted: Iterable[str]) -> dict[str, str]
         inside = ((name.replace("_orig_mod.", ""), name) for name in stored)
         return {n.removeprefix(prefix): full for n, full in inside if n.startswith(prefix)}
 
-    prefixes = [
-        "",
-        "module.",
-        *(f"{p}.{m}" for p in (MODEL, "state_dict") for m in ("", "module.")),
-    ]
+    outer = ("", f"{MODEL}.", "state_dict.")
+    prefixes = [f"{prefix}{module}" for prefix in outer for module in ("", "module.")]
     return max(map(without, prefixes), key=lambda names: len(names.keys() & wanted))
 
 
 def note_of(path: Place, manifest: dict[str, Any], run: Path | None = None) -> dict[str, Any]:
-    """What a file made from the checkpoint at `path` has to say: {} without a manifest.
+    """The note for a file made from the checkpoint at `path`: {} without a manifest.
 
-    Of one in a store, `run` may be the directory of the run that keeps its checkpoints there.
+    `run`: the run directory, whose settings go with it; a checkpoint in a run directory names it.
     """
     if not manifest:
         return {}
-    if isinstance(path, RemotePath):
-        ours = run is not None and checkpoints_of(run) == path.parent
-        config = run / "config.json" if ours else None
-    else:
-        checkpoints = path.resolve().parent
-        of_a_run = checkpoints.name == "checkpoints"
-        config = checkpoints.parent / "config.json" if of_a_run else None
+    if isinstance(path, Path) and path.resolve().parent.name == "checkpoints":
+        run = path.resolve().parent.parent
+    elif run is None or checkpoints_of(run) != path.parent:
+        run = None
+    config = run / "config.json" if run else None
     settings = json.loads(config.read_text("utf-8")) if config and config.exists() else {}
     note = {"manifest": {k: v for k, v in manifest.items() if k != "files"}, "config": settings}
     if not is_note(note):
-        raise UserError(f"{path} lacks what a run has to say in its {MANIFEST}")
+        raise UserError(f"the manifest of {path} lacks what a run writes there")
     return note
 
 
 def read_note(source: Parts | OneFile) -> dict[str, Any]:
-    """The note in a file made here, {} if it has none or one that is not a note."""
-    if NOTE not in source.forms:
-        return {}
-    form = source.forms[NOTE]
-    if form.dtype != torch.uint8 or len(form.shape) != 1 or form.shape[0] > MANIFEST_LIMIT:
+    """The note in a file made here, {} if it has none."""
+    form = source.forms.get(NOTE)
+    if form is None or form.dtype != torch.uint8 or len(form.shape) != 1:
         return {}
     content = torch.empty(form.shape, dtype=torch.uint8)
     source.read({NOTE: content}, Group())
-    try:
-        note = json.loads(bytes(content.tolist()))
-    except (ValueError, RecursionError):
-        return {}
-    return note if is_note(note) else {}
+    with contextlib.suppress(ValueError, RecursionError):
+        note = json.loads(content.numpy().tobytes())
+        return note if is_note(note) else {}
+    return {}
 
 
 def is_note(note: Any) -> bool:
     """Whether a note holds all that its readers rely on."""
     try:
         facts = note["manifest"]
-        dictionaries = (note["config"], facts["schedule"], facts["identity"]["parameters"])
-        known = all(isinstance(part, dict) for part in dictionaries)
-        known &= isinstance(facts["step"], int) and 0 <= facts["step"] < 1 << 62
-        return known and isinstance(facts.get("validation_loss"), float | None)
-    except (KeyError, TypeError, AttributeError):
+        parts = (note["config"], facts["schedule"], facts["identity"]["parameters"])
+        return isinstance(facts["step"], int) and all(isinstance(part, dict) for part in parts)
+    except (KeyError, TypeError):
         return False
 
 
@@ -239,44 +234,43 @@ def read_state(source: Parts | OneFile, note: dict[str, Any], optimizer: bool) -
         raise UserError(f"the source has no {', '.join(sorted(lost)[:3])}: not all of the model")
     if isinstance(source, OneFile):  # mapped: nothing is copied before it is written
         return nest((path, source.tensors[full]) for path, full in names.items())
-    empty = {
-        full: torch.empty(source.forms[full].shape, dtype=source.forms[full].dtype)
-        for full in names.values()
-    }
+    forms = ((full, source.forms[full]) for full in names.values())
+    empty = {full: torch.empty(form.shape, dtype=form.dtype) for full, form in forms}
     source.read(empty, Group())
     return nest((path, empty[full]) for path, full in names.items())
 
 
 def write_file(file: Path, tensors: Tensors, note: dict[str, Any]) -> None:
     """Write a file of torch.save or, by its name, of safetensors (weights under plain names)."""
-    if file.suffix == SAFETENSORS:
-        if not tensors[OPTIMIZER]:  # for use elsewhere, where the settings (and paths) are no use
-            note = {**note, "config": {}}
-        named = dict(tensors[MODEL])
-        for name, state in tensors[OPTIMIZER].items():
-            named |= {f"{OPTIMIZER}.{name}.{key}": tensor for key, tensor in state.items()}
-        seen: set[int] = set()
-        for name, tensor in named.items():  # the format knows no tensor of two names
-            place = tensor.untyped_storage().data_ptr()
-            named[name] = tensor.clone() if place in seen else tensor.contiguous()
-            seen.add(place)
-        save_file(named, file, metadata={"format": "pt", NOTE: json.dumps(note)})
-    else:
+    if file.suffix != SAFETENSORS:
         content = torch.frombuffer(bytearray(json.dumps(note).encode()), dtype=torch.uint8)
         torch.save({**{k: v for k, v in tensors.items() if v}, NOTE: content}, file)
+        return
+    if not tensors[OPTIMIZER]:  # for use elsewhere, where the settings (and paths) are no use
+        note = {**note, "config": {}}
+    named = dict(tensors[MODEL])
+    for name, state in tensors[OPTIMIZER].items():
+        named |= {f"{OPTIMIZER}.{name}.{key}": tensor for key, tensor in state.items()}
+    seen: set[int] = set()
+    for name, tensor in named.items():  # the format knows no tensor of two names
+        address = tensor.untyped_storage().data_ptr()
+        named[name] = tensor.clone() if address in seen else tensor.contiguous()
+        seen.add(address)
+    save_file(named, file, metadata={"format": "pt", NOTE: json.dumps(note)})
 
 
-def publish(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None:
+def import_as_run(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None:
     """Publish as the one checkpoint of a new run, with the identity of the run it is of."""
     group, step = Group(), note["manifest"]["step"]
     facts = {k: v for k, v in note["manifest"].items() if k not in OF_ONE_CHECKPOINT}
     facts["identity"] = {**facts["identity"], "parameters": forms_of(tensors[MODEL])}
     with RunDirectory(run_dir, group) as directory:
-        snapshots = Snapshots(run_dir / "checkpoints", RetentionConfig(), group)
-        if note["config"]:
-            here = {**note["config"].get("checkpoint", {}), "url": None, "local_first": False}
-            write_json(run_dir / "config.json", {**note["config"], "checkpoint": here})
-        snapshots.publish(step, lambda folder: write_shards(folder, tensors, group, 1), facts)
+        if config := note["config"]:
+            kept = config.get("checkpoint", {})
+            here = {k: v for k, v in kept.items() if k not in ("url", "local_first")}  # on disk
+            write_json(run_dir / "config.json", {**config, "checkpoint": here})
+        publisher = Publisher(run_dir / "checkpoints", RetentionConfig(), group)
+        publisher.publish(step, lambda folder: write_tensors(folder, tensors, group), facts)
         directory.record_status("imported", step=step)
 
 
@@ -290,7 +284,7 @@ def write_new(target: Path, write: Callable[[Path], None]) -> None:
         os.chmod(temporary, mode)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        os.link(temporary, target)  # fails if somebody else was faster, unlike a rename
+        os.link(temporary, target)  # fails if another process was faster, unlike a rename
         sync_directory(target.parent)
     except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch, of a full disk
         raise UserError(f"{target} cannot be written: {error}") from error

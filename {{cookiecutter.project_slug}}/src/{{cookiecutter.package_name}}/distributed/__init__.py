@@ -1,6 +1,1 @@
-"""Processes that train together: joining, agreeing, stopping, noticing hangs."""
-
-from .agreement import Group
-from .world import World, join, launched_ranks, leave
-
-__all__ = ["Group", "World", "join", "launched_ranks", "leave"]
+# {% include "parallelism/" ~ ("single" if cookiecutter.parallelism == "single" else "ranks") ~ "/__init__.py" %}

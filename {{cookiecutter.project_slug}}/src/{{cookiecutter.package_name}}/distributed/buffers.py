@@ -1,28 +1,7 @@
 """Buffers that forward itself writes, such as batch statistics."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
-
-from .world import World
-
-
-def agree_on_buffers(model: nn.Module, world: World) -> None:
-    """Give all ranks the same persistent buffers: the mean of those that differ (batch statistics).
-
-    Equal buffers keep their bits. Integers (batches counted) are the same on all ranks anyway.
-    """
-    saved = model.state_dict(keep_vars=True)
-    buffers = [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
-    if world.size == 1 or not buffers:
-        return
-    flat = torch.cat([buffer.detach().flatten().double() for buffer in buffers])
-    extremes, total = torch.stack([flat, -flat]), flat.clone()
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    dist.all_reduce(total)
-    agreed = torch.where(extremes[0] == -extremes[1], flat, total / world.size)  # equal: kept
-    for buffer, values in zip(buffers, agreed.split([b.numel() for b in buffers]), strict=True):
-        buffer.copy_(values.view_as(buffer))  # back to its own dtype
 
 
 class RunningBuffers:

@@ -1,36 +1,31 @@
-"""Stop signals, and the control word that carries them to all ranks."""
+"""Stop signals, and how all ranks act on them at the same step."""
 
 import logging
 import signal
 import types
-from typing import Any
+from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
-
-from .agreement import Group
+from . import Group, regrouping
 
 log = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+TO_BE_RESTARTED = 75  # exit code (EX_TEMPFAIL) after "regrouping": any but 0 makes torchrun restart
 
 
-class Control:
-    """The control word: what any rank wants all ranks to do, read one step after it was sent.
+class Stop:
+    """Takes over the stop signals; their handler only sets a flag, which the loop polls.
 
-    Signal handlers only set a flag. Each step every rank starts an all-reduce of its flags and
-    reads the one of the step before, so nobody waits and all act at the same step. Only the first
-    one is waited for: a stop that came during start-up is heeded before the first step.
+    A second Ctrl-C means now, as does one during start-up.
     """
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.signal: int | None = None
+        self.polled = False
         self.previous: dict[int, Any] = {}
-        self.pending: dist.Work | None = None
-        self.heeded = False
 
-    def __enter__(self) -> "Control":
-        """Take over the stop signals (in the main thread; elsewhere they are left alone)."""
+    def __enter__(self) -> "Stop":
+        """Handle the stop signals (only in the main thread)."""
         try:
             self.previous = {n: signal.signal(n, self._handle) for n in STOP_SIGNALS}
         except ValueError:
@@ -38,35 +33,35 @@ class Control:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Give the signals back; no collective is left unfinished after a regular end."""
+        """Restore the handlers; after a regular end wait for the exchange under way."""
         for number, handler in self.previous.items():
-            # Told to stop, it does; told once more on its way out, it must not die of that.
-            deaf = self.signal is not None and handler == signal.SIG_DFL
-            signal.signal(number, _hear_no_more if deaf else handler)
-        if kind is None and self.pending is not None:
-            self.group.wait(self.pending)
+            # A run that is about to exit, since it was stopped, must not die of a second signal.
+            stopping = self.signal is not None and handler == signal.SIG_DFL
+            signal.signal(number, _ignore if stopping else handler)
+        if kind is None:
+            self.group.settle()
 
-    def exchange(self, failed: bool = False) -> tuple[int, bool]:
-        """Send this rank's flags; return (stop signal or 0, a save failed) as of the last call."""
-        self.heeded = True
-        if self.group.group is None:
-            return self.signal or 0, failed
-        if self.pending is None:
-            self._send(failed)
-        self.group.wait(self.pending)
-        stop, any_failed = self.word.tolist()
-        self._send(failed)
-        return stop, bool(any_failed)
+    def poll(self, failed: bool = False) -> tuple[int, bool]:
+        """Agree on a stop signal (or 0), and on whether a save failed on any rank.
 
-    def _send(self, failed: bool) -> None:
-        self.word = torch.tensor([self.signal or 0, failed], dtype=torch.int32)
-        self.pending = self.group.all_max(self.word)
+        What the ranks agree on is what they knew at the poll before, so that none waits. Only the
+        first poll waits: a stop during start-up takes effect before the first step.
+        """
+        self.polled = True
+        stop_signal, any_failed = self.group.exchange([self.signal or 0, int(failed)])
+        return stop_signal, bool(any_failed)
+
+    def outcome(self, stop_signal: int) -> Literal["finished", "preempted", "regrouping"]:
+        """How a run that has saved everything ended, by the signal that the ranks agreed on."""
+        if not stop_signal:
+            return "finished"
+        return "regrouping" if regrouping(lambda: self.signal is not None) else "preempted"
 
     def _handle(self, number: int, frame: types.FrameType | None) -> None:
-        if number == signal.SIGINT and (self.signal == signal.SIGINT or not self.heeded):
-            raise KeyboardInterrupt  # a second Ctrl-C means now, as does one during start-up
+        if number == signal.SIGINT and (self.signal == signal.SIGINT or not self.polled):
+            raise KeyboardInterrupt
         self.signal = number
 
 
-def _hear_no_more(number: int, frame: types.FrameType | None) -> None:
-    """Unlike SIG_IGN, nothing that a child process would inherit."""
+def _ignore(number: int, frame: types.FrameType | None) -> None:
+    """Do nothing; unlike SIG_IGN, child processes do not inherit it."""

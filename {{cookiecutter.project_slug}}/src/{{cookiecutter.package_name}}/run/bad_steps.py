@@ -1,59 +1,132 @@
-"""Numbers that are not finite: whose samples they come from, and that no checkpoint has them."""
+"""Bad steps, whose loss or gradient is not finite: skipped, counted, or traced to their samples.
+
+A bad step changes nothing: the optimizer does not step, and buffers that forward has written
+(batch statistics) are restored.
+"""
 
 import dataclasses
 import logging
-import math
-from collections.abc import Iterable, Set
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch import nn
 
-from ..checkpoint.manifest import CheckpointError
+from ..distributed import Group
 from ..errors import UserError
 from ..sampling import Share, shares
 
 log = logging.getLogger(__name__)
 
 
-class StopAtBadStep:
-    """`--train.on-bad-step stop`: called after every step, UserError after one that is not finite.
+def step_unless(bad: torch.Tensor | bool, optimizer: torch.optim.Optimizer) -> None:
+    """Step the optimizer unless `bad` is set.
 
-    The host waits for the device to know. The step was skipped, so the weights are those that the
-    batch met: it is put through again in halves, as steps that change nothing, and those that are
-    not finite are halved again, down to single samples.
+    Fused optimizers decide on the device, by the flag that gradient scalers use; with others the
+    host waits for the device.
+    """
+    if isinstance(bad, torch.Tensor) and getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.found_inf = bad.float()
+        optimizer.step()
+    elif not bad:
+        optimizer.step()
+
+
+class RunningBuffers:
+    """Restores persistent buffers when a step is skipped.
+
+    Forward has already written non-finite values into its running statistics, where they would
+    stay for good. The version counters show in the first step which buffers forward writes; the
+    others, however large, cost nothing from then on.
     """
 
-    def __init__(self, train_step: Any) -> None:
-        self.train_step = train_step
+    def __init__(self, model: nn.Module) -> None:
+        saved = model.state_dict(keep_vars=True)
+        self.buffers = [buffer for name, buffer in model.named_buffers() if name in saved]
+        self.kept: list[torch.Tensor] = []
+        self.versions: list[int] | None = None
 
-    def __enter__(self) -> "StopAtBadStep":
-        """Nothing to set up."""
-        return self
+    def keep(self) -> None:
+        """Copy the buffers; to be called before forward."""
+        if not self.kept:
+            self.versions = [buffer._version for buffer in self.buffers]
+            self.kept = [buffer.detach().clone() for buffer in self.buffers]
+        elif self.buffers:
+            torch._foreach_copy_(self.kept, self.buffers)
 
-    def __exit__(self, *exception: object) -> None:
-        """Nothing to leave."""
+    def put_back(self, bad: torch.Tensor | bool) -> None:
+        """Restore the buffers of `keep` if `bad` is set, without waiting for the device."""
+        if self.versions is not None:
+            pairs = zip(self.buffers, self.kept, self.versions, strict=True)
+            written = [(buffer, kept) for buffer, kept, v in pairs if buffer._version != v]
+            self.buffers, self.kept = ([pair[side] for pair in written] for side in (0, 1))
+            self.versions = None
+        if not self.buffers or bad is False:
+            return
+        if isinstance(bad, torch.Tensor):
+            pairs = zip(self.kept, self.buffers, strict=True)
+            right = [torch.where(bad, kept, buffer) for kept, buffer in pairs]
+        else:
+            right = self.kept
+        torch._foreach_copy_(self.buffers, right)
 
-    def __call__(self, state: Any, record: dict[str, Any] | None) -> None:
+
+class SkippedSteps:
+    """A callback: warns of bad steps; `limit` of them in a row end the run (0: never)."""
+
+    def __init__(self, limit: int, group: Group) -> None:
+        self.limit, self.rank = limit, group.rank
+        self.in_a_row = self.seen = 0
+
+    def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
+        """UserError when too many steps in a row were bad."""
+        self.seen += 1
+        if record is None:
+            return
+        bad = record["skipped_steps"]
+        self.in_a_row = self.in_a_row + bad if bad == self.seen else 0
+        self.seen = 0
+        if bad and self.rank == 0:
+            log.warning("%d steps up to %d were not finite: skipped", bad, state.step)
+        if 0 < self.limit <= self.in_a_row:
+            raise UserError(
+                f"the last {self.in_a_row} steps had a loss or gradient that was not finite; "
+                "they were skipped. Look at the data, or lower --optim.learning-rate"
+            )
+
+
+class StopAtBadStep:
+    """A callback for `--train.on-bad-step stop`: UserError, with the samples, after a bad step.
+
+    It makes the host wait for the device at each step. A bad step is skipped, so the weights are
+    still those of the batch: halves of it are tried as steps that change nothing, and bad halves
+    are halved again, down to single samples.
+    """
+
+    def __init__(self, train_step: Callable[..., None], group: Group) -> None:
+        self.train_step, self.group = train_step, group
+
+    def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
         """Look at the step just done (its count moves to the log line, where there is one)."""
         if not (record["skipped_steps"] if record else int(state.bad_steps)):
             return
-        step, state.patient = state.step - 1, True
+        step = state.step - 1
         log.info("step %d was not finite: looking for the samples that make it so", state.step)
         ids = state.loader.source.order.ids(step).tolist()
-        found = self._search(state, step, 0, len(ids))
-        alone = f"on their own, those of samples {', '.join(str(ids[place]) for place in found)}"
+        with self.group.patience():
+            bad = self._search(state, step, 0, len(ids))
+        alone = f"on their own, those of samples {', '.join(str(ids[place]) for place in bad)}"
         together = f"on their own, those of no sample: only together, in this batch of {ids[:64]}"
         error = UserError(
             f"the loss or the gradient of step {state.step} is not finite; "
-            f"{alone if found else together}. Nothing of this step is kept. Look at the data, or "
+            f"{alone if bad else together}. Nothing of this step is kept. Look at the data, or "
             "go on past such steps with --train.on-bad-step skip"
         )
         error.agreed = True
         raise error
 
     def _search(self, state: Any, step: int, low: int, high: int) -> list[int]:
-        """Places in the batch, from `low` to below `high`, whose samples are not finite alone."""
+        """Places in the batch, from `low` to below `high`, whose samples are bad on their own."""
         if not self._is_bad(state, step, low, high):
             return []
         if high - low == 1:
@@ -62,21 +135,19 @@ class StopAtBadStep:
         return self._search(state, step, low, middle) + self._search(state, step, middle, high)
 
     def _is_bad(self, state: Any, step: int, low: int, high: int) -> bool:
+        micro_batch, world = state.config.train.micro_batch_size, state.world
         plan = [
-            Share(slice(share.places.start + low, share.places.stop + low), share.weight)
-            for share in shares(
-                high - low, state.config.train.micro_batch_size, state.world.rank, state.world.size
-            )
+            Share(slice(part.places.start + low, part.places.stop + low), part.weight)
+            for part in shares(high - low, micro_batch, world.rank, world.size)
         ]
-        trial = dataclasses.replace(
-            state, step=step, plan=plan, checkpointer=None, optimizer=_Still(state.optimizer)
-        )
-        trial.sums, trial.bad_steps = 0.0, 0
+        changes = {"checkpointer": None, "optimizer": _Frozen(state.optimizer)}
+        changes |= {"sums": 0.0, "bad_steps": 0}
+        trial = dataclasses.replace(state, step=step, plan=plan, **changes)
         self.train_step(trial, state.loader.of(step, plan))
         return bool(trial.bad_steps)
 
 
-class _Still:
+class _Frozen:
     """An optimizer that leaves the weights as they are."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -85,26 +156,3 @@ class _Still:
 
     def step(self) -> None:
         pass
-
-
-def refuse_odd_numbers(
-    tensors: Iterable[tuple[tuple[str, ...], torch.Tensor]], weights: Set[str]
-) -> None:
-    """CheckpointError for a NaN in any tensor, or an infinity in one of the trained `weights`.
-
-    Steps that are not finite are skipped, so there should be none; but a checkpoint with them would
-    verify, and push out the good ones. Buffers may be infinite, as masks are.
-    """
-    for (kind, name, *rest), value in tensors:
-        tensor = (value.to_local() if isinstance(value, DTensor) else value).detach()
-        if not tensor.is_floating_point() or not tensor.numel():
-            continue
-        if tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16:
-            array = tensor.numpy()  # on one thread, as staging.copy_on_one_core does it
-            extremes = [float(array.min()), float(array.max())]
-        else:
-            wide = tensor.float() if tensor.itemsize == 1 else tensor  # float8 has no order
-            extremes = torch.stack(torch.aminmax(wide)).tolist()
-        weight = kind == "model" and name in weights
-        if any(math.isnan(x) or (weight and math.isinf(x)) for x in extremes):
-            raise CheckpointError(f"{'.'.join((kind, name, *rest))} is not finite")

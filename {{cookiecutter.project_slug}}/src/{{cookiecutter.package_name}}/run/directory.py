@@ -3,23 +3,16 @@
 import contextlib
 import errno
 import fcntl
-import json
 import logging
 import os
 import shutil
 import socket
-import statistics
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from ..checkpoint.manifest import best_by_validation, published, verify
-from ..checkpoint.publish import storage_of
-from ..checkpoint.remote import Place, RemotePath, located
-from ..checkpoint.retrying import StoreError
-from ..distributed import Group
-from ..distributed.elastic import launcher
+from ..distributed import Group, launcher
 from ..errors import UserError
 from ..files import naming, write_json
 from .logs import ONLY_IN_FILES, logging_to, open_log
@@ -32,9 +25,12 @@ class RunDirectory:
     """Holds a run directory and keeps its logs; `fresh` first sets an old run of the name aside.
 
     The lock is a POSIX record lock: unlike flock it is not inherited by forked loader workers,
-    which would hold it after the trainer was killed. `apart`: the machines need not share it, since
-    the checkpoints are elsewhere.
+    which would hold it after the trainer was killed. `apart`: the machines need not share the
+    directory, since the checkpoints are elsewhere.
     """
+
+    lock: TextIO | None = None
+    begun = False
 
     def __init__(
         self,
@@ -46,9 +42,11 @@ class RunDirectory:
     ) -> None:
         self.path, self.group, self.fresh, self.apart = path, group, fresh, apart
         self.keep_logs = keep_logs
-        self.lock: Any = None
-        self.begun = False
         self.logs = contextlib.ExitStack()
+
+    def __fspath__(self) -> str:
+        """The directory, where a path is wanted."""
+        return str(self.path)
 
     def __enter__(self) -> "RunDirectory":
         """Take the directory; UserError when another run has it or when ranks do not share it."""
@@ -63,11 +61,11 @@ class RunDirectory:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        """Let the next run have the directory; leave none behind if nothing came of it."""
+        """Release the directory, and remove it if the run never began."""
         self.logs.__exit__(kind, *rest)
         if self.lock:
             if kind and self.begun and self.group.rank == 0:
-                with contextlib.suppress(OSError):  # its reason is about to be told, likely this
+                with contextlib.suppress(OSError):  # the error that ended the run is reported
                     self._write_status("failed", reason=kind.__name__)
             with contextlib.suppress(OSError):
                 if set(os.listdir(self.path)) <= {".lock", LOGS}:
@@ -77,13 +75,13 @@ class RunDirectory:
             self.lock.close()
 
     def begin(self, config: dict[str, Any], step: int) -> None:
-        """Note the settings, and that the run is under way from `step`; RankError if it cannot."""
+        """Write the settings, and that the run is under way from `step`; RankError if it cannot."""
         self.group.from_first(lambda: write_json(self.path / "config.json", config))
         self.group.from_first(lambda: self._write_status("running", step=step))
         self.begun = True
 
     def record_status(self, status: str, **details: Any) -> None:
-        """Note in status.json how the run ended, if not by an error.
+        """Write to status.json how the run ended, if not by an error.
 
         Where it cannot be written, that is a warning: the checkpoints are what counts.
         """
@@ -99,18 +97,14 @@ class RunDirectory:
         write_json(self.path / "status.json", {"status": status, "at": at, **details})
 
     def _take(self, launchers: list[str]) -> None:
-        # A job that torchrun restarts must go on, not set its own beginnings aside.
+        # A job that torchrun restarts must resume its run, and not set it aside as an old one.
         ours = not self._lock().isdisjoint(launchers)
         for pattern in (".nonce-*", ".*.json-*"):  # of a start that failed or was killed
             for path in self.path.glob(pattern):
                 path.unlink()
         if self.fresh and not ours and set(os.listdir(self.path)) > {".lock"}:
-            aside = next(
-                name
-                for n in range(1, 10_000)
-                if not (name := self.path.with_name(f"{self.path.name}.old-{n}")).exists()
-            )
-            os.rename(self.path, aside)
+            names = (self.path.with_name(f"{self.path.name}.old-{n}") for n in range(1, 10_000))
+            os.rename(self.path, next(name for name in names if not name.exists()))
             self.lock.close()
             self._lock()
         with naming(self.path / ".lock"):
@@ -118,7 +112,7 @@ class RunDirectory:
             self.lock.flush()
 
     def _lock(self) -> set[str]:
-        """Lock it and say in the lock who has; returns what had launched the last who did."""
+        """Lock the directory; returns the launchers of the process that had it last."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             file = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - kept open
@@ -152,7 +146,7 @@ class RunDirectory:
         self.logs.enter_context(logging_to(files[0], rank, self.group.size))
 
     def _prove_shared(self) -> None:
-        """Each rank must find what rank 0 has just written."""
+        """Each rank must find a file that rank 0 has just written."""
         nonce = self.path / f".nonce-{self.group.from_first(lambda: uuid.uuid4().hex)}"
 
         def write() -> None:
@@ -161,7 +155,7 @@ class RunDirectory:
 
         def look() -> None:
             if self.path.is_dir():
-                os.listdir(self.path)  # a network file system refreshes what it remembers
+                os.listdir(self.path)  # a network file system then refreshes its cache
             if not nonce.exists():
                 raise UserError(
                     f"{socket.gethostname()} does not see what rank 0 writes to {self.path}: put "
@@ -175,66 +169,3 @@ class RunDirectory:
             if self.group.rank == 0:
                 with contextlib.suppress(OSError):  # then the next start removes it
                     nonce.unlink(missing_ok=True)
-
-
-def checkpoints_of(run: Place) -> Place:
-    """Where a run has its checkpoints: in the store that its settings name, else in itself.
-
-    A URL is the place itself.
-    """
-    if isinstance(run, RemotePath):
-        return run
-    url = None
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        url = json.loads((run / "config.json").read_text("utf-8"))["checkpoint"]["url"]
-    return located(url) if url else run / "checkpoints"
-
-
-def summary(run_dir: Path, step: int) -> list[str]:
-    """What a run measured up to `step` and where it lies, from its files."""
-    log_file = run_dir / "metrics.jsonl"
-    records = list(map(json.loads, log_file.read_text().splitlines())) if log_file.exists() else []
-    records = [record for record in records if record["step"] <= step]
-    lines = []
-    for name in ("samples_per_second", "tokens_per_second", "mfu"):
-        if values := [record[name] for record in records if name in record]:
-            middle = statistics.median(values)
-            text = f"{middle:.1%}" if name == "mfu" else f"{middle:,.0f}"
-            lines.append(f"{name.replace('_', ' ')}: {text} (median)")
-    for name, value in records[-1].items() if records else ():
-        if name.startswith("validation_"):
-            lines.append(f"{name.replace('_', ' ')}: {value:.4f}")
-    status = json.loads((run_dir / "status.json").read_text())
-    blocked = status.get("checkpoint_blocked_seconds", 0.0)
-    directory, names = checkpoints_of(run_dir), "not to be listed now"
-    with contextlib.suppress(StoreError):
-        names = ", ".join(path.name for path in published(directory)) or "none"
-    where = f" in {directory}" if isinstance(directory, RemotePath) else ""
-    lines.append(
-        f"checkpoints: {names}{where} (saving held training up for {blocked:.2f} s in all)"
-    )
-    lines.append(f"everything is in {run_dir}")
-    return lines
-
-
-def list_checkpoints(run_dir: Path) -> tuple[list[str], bool]:
-    """Verify all checkpoints of a run: a line for each, and whether one is damaged."""
-    directory = checkpoints_of(located(run_dir))
-    found = {path: verify(path) for path in published(directory)}
-    if not found:
-        raise UserError(f"there are no checkpoints in {directory}: train first")
-    best = best_by_validation({path: m for path, (m, problems) in found.items() if not problems})
-    lines = []
-    for path, (manifest, problems) in found.items():
-        if not path.exists():
-            continue  # pruned by a run that is under way
-        if problems:
-            lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")
-            continue
-        size = sum(entry["size"] for entry in manifest["files"].values()) / 1e6
-        line = f"{path.name}  good  {size:,.1f} MB in {len(manifest['files'])} files"
-        if (loss := manifest.get("validation_loss")) is not None:
-            line += f"  validation loss {loss:.4f}"
-        lines.append(line + ("  best" if path == best else ""))
-    lines += [f"{name}  set aside" for name in storage_of(directory).damaged()]
-    return lines, any(problems and path.exists() for path, (_, problems) in found.items())

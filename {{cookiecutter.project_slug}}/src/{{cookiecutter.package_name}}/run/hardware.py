@@ -1,4 +1,4 @@
-"""What the machine has and a model takes: memory, floating-point operations, names of devices."""
+"""The machine and the model's needs: memory, floating-point operations, names of devices."""
 
 import contextlib
 import copy
@@ -7,25 +7,41 @@ import logging
 import os
 import platform
 import re
+import resource
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from ..checkpoint.checkpointer import local_part, replicas_of
 from ..device import move, pick_device
+from ..distributed import parallel
 from ..errors import UserError
 
 log = logging.getLogger(__name__)
+# Dense bf16 tensor-core peaks in FLOP/s, from the makers' data sheets, by words of the device name.
+PEAK_BF16_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "A100": 312e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "A6000": 155e12,
+    "RTX 4090": 165e12,
+    "MI300X": 1307e12,
+}
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """Bytes that a rank needs from the first step to the last, whatever the batch."""
 
     parameters: int
@@ -36,41 +52,37 @@ class Memory:
 
     def __str__(self) -> str:
         """One line."""
-        parts = [
-            f"parameters {in_units(self.parameters)}",
-            f"gradients {in_units(self.gradients)}",
-            f"optimizer {in_units(self.optimizer)}",
-        ]
+        names = ("parameters", "gradients", "optimizer")
+        parts = [f"{name} {in_units(size)}" for name, size in zip(names, self, strict=False)]
         if self.staging:
             parts.append(f"copies for checkpoints {in_units(self.staging)} on the host")
         return f"expected memory per rank: {', '.join(parts)}; activations come on top"
 
 
 def expected_memory(model: nn.Module, optimizer: torch.optim.Optimizer, staged_by: int) -> Memory:
-    """Work out what a rank needs, from the model as it was placed.
+    """Work out the memory of a rank from the model as it was placed.
 
-    `staged_by` is the number of ranks that divide the staging of checkpoints (0: none is staged).
+    `staged_by` is the number of ranks that divide the staging of checkpoints (0: no staging).
     """
     measured = state_per_parameter(optimizer)
     factor = 2.0 if measured is None else measured
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     parameters = gradients = state = staging = 0
     for tensor in [*model.parameters(), *model.buffers()]:
-        size = local_part(tensor).nbytes
+        size = parallel.local_part(tensor).nbytes
         moments = int(factor * size) if id(tensor) in trained else 0
         parameters += size
         gradients += size if tensor.requires_grad else 0
         state += moments
         if staged_by:
-            copies, _ = replicas_of(tensor, 0, staged_by)
-            staging += (size + moments) // copies
+            staging += (size + moments) // parallel.copies(tensor, 0, staged_by)[0]
     return Memory(parameters, gradients, state, staging, measured is None)
 
 
 def state_per_parameter(optimizer: torch.optim.Optimizer) -> float | None:
     """Bytes that the optimizer keeps for each byte of a parameter, by trying it on a small one.
 
-    None for one that cannot be tried, as it wants more than parameters and options.
+    None for one that cannot be tried, as it takes more than parameters and options.
     """
     parameter = torch.zeros(64, 64, requires_grad=True)
     parameter.grad = torch.zeros_like(parameter)
@@ -86,7 +98,7 @@ def state_per_parameter(optimizer: torch.optim.Optimizer) -> float | None:
 
 
 def check_memory(needed: Memory, device: torch.device) -> None:
-    """Say what will be needed; a warning when it is tight, UserError when it cannot fit."""
+    """Log the memory needed; a warning when it is tight, UserError when it cannot fit."""
     log.info("%s", needed)
     advice = (
         "take more ranks and shard the model over them (FSDP; DDP keeps all of it on each), a "
@@ -99,13 +111,13 @@ def check_memory(needed: Memory, device: torch.device) -> None:
         checks.append((torch.cuda.get_device_name(device), on_device, free_on_gpu(device)))
     elif device.type == "cpu":
         checks = [("this machine", ranks * (needed.staging + on_device), free_host_memory())]
-    for where, wanted, free in checks:
+    for where, more, free in checks:
         if free is None:
             continue
-        text = f"{where} has {in_units(free)} free, and this run needs {in_units(wanted)} more"
-        if wanted > free and not needed.guessed:
+        text = f"{where} has {in_units(free)} free, and this run needs {in_units(more)} more"
+        if more > free and not needed.guessed:
             raise UserError(f"{text} before the first activation. {needed}. To fit, {advice}")
-        if wanted > 0.8 * free:
+        if more > 0.8 * free:
             log.warning("%s: if it fails, %s", text, advice)
 
 
@@ -116,9 +128,9 @@ def free_on_gpu(device: torch.device) -> int:
 
 
 def free_host_memory() -> int | None:
-    """Bytes of host memory that can be had without swapping; None where the system does not say.
+    """Bytes of host memory that are free without swapping; None where the system does not say.
 
-    The least of what the machine has and what the limit of a container leaves.
+    The least of the machine's free memory and of what the limit of a container leaves.
     """
     free = []
     with contextlib.suppress(OSError, KeyError, ValueError):
@@ -141,36 +153,14 @@ def peak_memory(device: torch.device) -> int:
     """Peak bytes so far: allocated on a CUDA device, else the resident memory of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def in_units(size: float) -> str:
-    """A number of bytes to be read by people."""
+    """A number of bytes as people read it."""
     power = min(4, max(0, len(f"{size:.0f}") - 1) // 3)
     return f"{size / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
-
-
-# Dense bf16 tensor-core peaks in FLOP/s, from the makers' data sheets, by words of the device name.
-PEAK_BF16_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "GH200": 989e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "A100": 312e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "A6000": 155e12,
-    "RTX 4090": 165e12,
-    "MI300X": 1307e12,
-}
 
 
 def forward_flops(model: nn.Module, compute: Any, batch: Any) -> int | None:
@@ -179,6 +169,8 @@ def forward_flops(model: nn.Module, compute: Any, batch: Any) -> int | None:
     Counted on meta tensors: nothing is computed and the model is untouched. None when the model
     cannot run on them.
     """
+    from torch.utils.flop_counter import FlopCounterMode  # only where a peak is known: 0.2 s
+
     try:
         tensors = [*model.parameters(), *model.buffers()]
         shadow = copy.deepcopy(model, memo={id(t): t.detach().to("meta") for t in tensors})
@@ -213,18 +205,18 @@ def cpu_peak_flops(size: int = 1024, tries: int = 5) -> float:
 
 
 def device_name(device: str) -> str:
-    """What a device is called, from its setting: "NVIDIA H100", "cpu", "mps"."""
+    """The name of a device, from its setting: "NVIDIA H100", "cpu", "mps"."""
     kind = pick_device(device)
     return torch.cuda.get_device_name(kind) if kind.type == "cuda" else kind.type
 
 
 def cpu_name() -> str:
-    """What the processor calls itself, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration, IndexError):
-        return platform.processor() or platform.machine()
+    """The processor's own name, as far as the system reports it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def usable_cores() -> int:

@@ -1,11 +1,11 @@
-"""What a run says of its steps: metrics.jsonl and the progress bar."""
+"""A run's figures: computed at log steps, written to metrics.jsonl, shown on the console."""
 
 import contextlib
-import gc
 import json
 import logging
 import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -15,79 +15,62 @@ from typing import Any
 from tqdm import tqdm
 
 from ..distributed import Group
-from ..distributed.network import PATIENCE
-from ..distributed.stragglers import Pace
-from ..errors import UserError
 from ..files import naming
 from ..loss import means
-from .logs import note
+from .logs import ONLY_IN_FILES
 
 log = logging.getLogger(__name__)
+METRICS = "metrics.jsonl"
 
 
 class Journal:
-    """metrics.jsonl and the progress bar, on rank 0: one object per line, only whole lines.
+    """A callback: metrics.jsonl and the progress bar, on rank 0.
 
-    On a terminal there is a bar; where output is recorded, a line per log step instead.
+    The file has one object per line, and only whole lines. On a terminal there is a bar; where
+    output is recorded, a line per log step instead.
     """
 
     def __init__(self, run_dir: Path, state: Any, group: Group) -> None:
-        self.state, self.path, self.group = state, run_dir / "metrics.jsonl", group
+        self.path, self.group, self.first_step = run_dir / METRICS, group, state.step
         self.total, self.samples = state.config.train.steps, state.config.train.global_batch_size
         self.tokens = getattr(state.spec, "tokens_per_sample", None)
-        self.first = state.world.rank == 0
+        self.first = group.rank == 0
         self.lines = self.first and not sys.stderr.isatty()
-        self.bad_in_a_row = 0
-        self.mark = (state.step, time.perf_counter(), 0.0, 0.0)
-        self.pace = Pace(group, state.world.device, state.module) if group.size > 1 else None
 
     def __enter__(self) -> "Journal":
-        """Open the log, after cutting off what a restored run will write again; RankError."""
+        """Open the file, without the lines of steps that will be done again; RankError."""
         self.group.from_first(self._open)
-        if self.pace:
-            self.pace.open(wrapped=self.state.module is not self.state.model)
-            self.state.loader.pace = self.pace
         self.bar = tqdm(
             total=self.total,
-            initial=self.state.step,
+            initial=self.first_step,
             unit="step",
             dynamic_ncols=True,
             disable=not self.first or self.lines,
         )
+        self.mark = (self.first_step, time.perf_counter(), 0.0, 0.0)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Close the log; the bar stays as it is."""
+    def __exit__(self, *exception: object) -> None:
+        """Close the file; the bar stays as it is."""
         self.bar.close()
-        if self.pace:
-            self.pace.close(kind)
         if self.first:
             try:
                 self.file.close()
             except OSError as error:
                 log.warning("the last lines of metrics.jsonl are lost: %s", error)
                 with contextlib.suppress(OSError):
-                    os.truncate(self.path, self.written)  # no half a line
+                    os.truncate(self.path, self.written)  # leave no half a line
 
-    def line(self, state: Any) -> dict[str, Any]:
-        """Figures since the line before, collectively agreed ones; waits for the device.
-
-        UserError after `train.max_bad_steps` steps in a row that were not finite.
-        """
+    def record(self, state: Any) -> dict[str, Any]:
+        """The figures since the record before, the same on all ranks; waits for the device."""
         figures = means(state.sums, state.metrics)
         bad, norm = int(state.bad_steps), float(state.grad_norm)
         state.sums, state.bad_steps = 0.0, 0
-        gc.collect(1)
         since, started, data, blocked = self.mark
-        self.mark = (
-            state.step,
-            time.perf_counter(),
-            state.loader.seconds,
-            state.checkpointer.blocked_seconds if state.checkpointer else 0.0,
-        )
+        saving = state.checkpointer.blocked_seconds
+        self.mark = state.step, time.perf_counter(), state.loader.seconds, saving
         steps, elapsed = state.step - since, self.mark[1] - started
         rate = steps * self.samples / elapsed
-        self._judge(state, steps, bad)
         record = {
             "step": state.step,
             "samples": state.step * self.samples,
@@ -95,7 +78,7 @@ class Journal:
             "step_seconds": elapsed / steps,
             "samples_per_second": rate,
             "data_seconds": (self.mark[2] - data) / steps,
-            "checkpoint_blocked_seconds": self.mark[3] - blocked,
+            "checkpoint_blocked_seconds": saving - blocked,
             "lr": state.optimizer.param_groups[0]["lr"],
             "grad_norm": norm,
             "skipped_steps": bad,
@@ -105,81 +88,102 @@ class Journal:
             record["tokens_per_second"] = rate * self.tokens
         if state.peak_flops and state.forward_flops:
             flops = 3 * rate * state.forward_flops  # backward takes twice what forward does
-            record["mfu"] = flops / (state.peak_flops * state.world.size)
-        return record | (self.pace.window(record["step_seconds"]) if self.pace else {})
+            record["mfu"] = flops / (state.peak_flops * self.group.size)
+        return record
 
-    def step(self, record: dict[str, Any] | None) -> None:
-        """Count one step; write and show its record if it has one."""
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count what happens meanwhile (validation) as training."""
+        started = time.perf_counter()
+        yield
+        self.mark = (self.mark[0], self.mark[1] + time.perf_counter() - started, *self.mark[2:])
+
+    def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
+        """Count the step; write and show its record if it has one."""
         self.bar.update()
-        if record is None or not self.first:
-            return
-        finite = {key: None if _is_odd(value) else value for key, value in record.items()}
-        self._write(json.dumps(finite) + "\n")
-        shown = {
-            "loss": f"{record['loss']:.3f}",
-            "samples/s": f"{record['samples_per_second']:,.0f}",
-        }
-        if self.tokens:
-            shown["tokens/s"] = f"{record['tokens_per_second']:,.0f}"
-        self.bar.set_postfix(shown)
-        judged = {k: v for k, v in record.items() if k.startswith("validation_")}
-        if judged:
-            text = ", ".join(f"{k[11:].replace('_', ' ')} {v:.4f}" for k, v in judged.items())
-            log.info("validation at step %d: %s", record["step"], text)
-        shown["left"] = f"{(self.total - record['step']) * record['step_seconds']:.0f} s"
-        text = "  ".join(f"{name} {value}" for name, value in shown.items())
-        text = f"step {record['step']}/{self.total}  {text}"
-        note(text)
-        if self.lines:
-            print(text, file=sys.stderr, flush=True)
+        if record is not None and self.first:
+            self._write(record)
+            self._show(record)
 
     def _open(self) -> None:
         with naming(self.path):
             if self.path.exists():
                 lines = self.path.read_text("utf-8").splitlines()
-                kept = [line + "\n" for line in lines if _upto(line, self.state.step)]
+                kept = [line + "\n" for line in lines if _upto(line, self.first_step)]
                 temporary = self.path.with_name(f".{self.path.name}")
                 temporary.write_text("".join(kept), "utf-8")
                 os.replace(temporary, self.path)
             self.file = open(self.path, "a", 1 << 20, "utf-8")  # noqa: SIM115 - kept open
         self.written, self.behind = self.file.tell(), False
 
-    def _write(self, line: str) -> None:
-        """Append a line, now or, where the system refuses, with those after it."""
+    def _write(self, record: dict[str, Any]) -> None:
+        """Append a line now, or with the lines after it if the system refuses."""
+        finite = {name: None if _is_odd(value) else value for name, value in record.items()}
         try:
-            self.file.write(line)
-            self.file.flush()  # what it cannot write it keeps, and begins there next time
+            self.file.write(json.dumps(finite) + "\n")
+            self.file.flush()  # what it cannot write it keeps, and continues there next time
             self.written, self.behind = self.file.tell(), False
         except OSError as error:
             if not self.behind:
                 log.warning("metrics.jsonl cannot be written, its lines wait: %s", error)
             self.behind = True
 
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Do not count what happens meanwhile (validation) as training."""
-        started, self.state.patient = time.perf_counter(), True
-        before, self.group.limit = self.group.limit, PATIENCE
-        yield
-        self.state.patient, self.group.limit = False, before
-        self.mark = (self.mark[0], self.mark[1] + time.perf_counter() - started, *self.mark[2:])
+    def _show(self, record: dict[str, Any]) -> None:
+        validation = _validation(record)
+        if validation:
+            text = ", ".join(f"{name} {value:.4f}" for name, value in validation.items())
+            log.info("validation at step %d: %s", record["step"], text)
+        shown = {"loss": f"{record['loss']:.3f}"}
+        shown["samples/s"] = f"{record['samples_per_second']:,.0f}"
+        if self.tokens:
+            shown["tokens/s"] = f"{record['tokens_per_second']:,.0f}"
+        self.bar.set_postfix(shown)
+        shown["left"] = f"{(self.total - record['step']) * record['step_seconds']:.0f} s"
+        text = "  ".join(f"{name} {value}" for name, value in shown.items())
+        text = f"step {record['step']}/{self.total}  {text}"
+        log.info(text, extra=ONLY_IN_FILES)
+        if self.lines:
+            print(text, file=sys.stderr, flush=True)
 
-    def _judge(self, state: Any, steps: int, bad: int) -> None:
-        self.bad_in_a_row = self.bad_in_a_row + bad if bad == steps else 0
-        if bad and self.first:
-            log.warning("%d steps up to %d were not finite: skipped", bad, state.step)
-        if 0 < state.config.train.max_bad_steps <= self.bad_in_a_row:
-            raise UserError(
-                f"the last {self.bad_in_a_row} steps had a loss or gradient that was not finite; "
-                "they were skipped. Look at the data, or lower --optim.learning-rate"
-            )
+
+def read_records(run_dir: Path, last_step: float = math.inf) -> Iterator[dict[str, Any]]:
+    """The lines of metrics.jsonl up to a step; an unreadable line is left out."""
+    with contextlib.suppress(OSError), open(run_dir / METRICS, "rb") as file:
+        for line in file:
+            if (record := _parsed(line)) and record["step"] <= last_step:
+                yield record
+
+
+def summary(run_dir: Path, last_step: int) -> list[str]:
+    """A run's throughput and its last validation, up to a step."""
+    records = list(read_records(run_dir, last_step))
+    lines = []
+    for name in ("samples_per_second", "tokens_per_second", "mfu"):
+        if values := [record[name] for record in records if record.get(name) is not None]:
+            median = statistics.median(values)
+            text = f"{median:.1%}" if name == "mfu" else f"{median:,.0f}"
+            lines.append(f"{name.replace('_', ' ')}: {text} (median)")
+    for name, value in _validation(records[-1]).items() if records else ():
+        lines.append(f"validation {name}: {value:.4f}")
+    return lines
+
+
+def _validation(record: dict[str, Any]) -> dict[str, float]:
+    """The validation's figures in a record, as people read them."""
+    named = {name: value for name, value in record.items() if name.startswith("validation_")}
+    return {name[11:].replace("_", " "): v for name, v in named.items() if v is not None}
 
 
 def _upto(line: str, step: int) -> bool:
-    try:
-        return json.loads(line)["step"] <= step
-    except (ValueError, KeyError, TypeError):
-        return False  # the half-written last line of a run that was killed
+    record = _parsed(line)
+    return record is not None and record["step"] <= step
+
+
+def _parsed(line: str | bytes) -> dict[str, Any] | None:
+    with contextlib.suppress(ValueError):  # the half-written last line of a run that was killed
+        record = json.loads(line)
+        return record if isinstance(record, dict) and "step" in record else None
+    return None
 
 
 def _is_odd(value: Any) -> bool:

@@ -1,1 +1,1 @@
-# {% include "tracker/" ~ cookiecutter.tracker ~ ".py" %}
+# {% include "tracker/" ~ ("none" if cookiecutter.tracker == "none" else "tracking") ~ ".py" %}

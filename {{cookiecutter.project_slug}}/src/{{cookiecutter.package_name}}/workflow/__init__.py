@@ -1,6 +1,8 @@
 """The engineering workflow as commands, each closed by a gate that measures the project's loop."""
 
+import importlib
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import UserError
 
@@ -12,6 +14,27 @@ STAGES = {
     "checkpoint": "Drill the recovery: restore, reshard, kill, damage; say how often to save.",
 }
 """In the order in which they build on each other."""
+COMMANDS = STAGES | {
+    "workflow": "Run all stages in order, up to the first failed gate; then write the report.",
+    "report": "Write report.html: loss, throughput, scaling, memory, checkpoints, checks, advice.",
+}
+
+
+def run_command(name: str, arguments: list[str], parse: Any) -> int:
+    """Run one of `COMMANDS`; `parse(kind)` reads settings of that kind from the arguments."""
+    from ..checkpoint.storage import on_disk
+    from ..config import Config, RunLocation
+
+    if name == "report":
+        from .report import publish_report
+
+        print(publish_report(parse(RunLocation).directory))
+        return 0
+    if name == "workflow":
+        from .sequence import run_all
+
+        return run_all(parse(Config), arguments)
+    return importlib.import_module(f"{__name__}.{name}").measure(on_disk(parse(Config)))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ..checkpoint.checkpointer import local_part
 from ..config import Config
 from ..data import build_datasets
 from ..device import move
@@ -95,7 +94,7 @@ def memory_of(state: State, alone: State | None, peak: Peak) -> dict[str, Any]:
     """
     needed = expected_memory(state.model, state.optimizer, 0)
     parameters = list(state.model.parameters())
-    sharded = any(local_part(p).numel() < p.numel() for p in parameters)
+    sharded = any(parallel.local_part(p).numel() < p.numel() for p in parameters)
     in_blocks = [list(block.parameters()) for block in blocks(state.model)]
     inner = {id(p) for block in in_blocks for p in block}
     outer = [p for p in parameters if id(p) not in inner]

@@ -9,14 +9,13 @@ import time
 import numpy as np
 import torch
 
-from ..config import Config
+from ..config import Config, override
 from ..device import move
-from ..distributed import parallel
+from ..distributed import join, leave, parallel
 from ..loss import checked, loss_vector, means
 from ..model import compute_loss
 from ..run.hardware import cpu_peak_flops, forward_flops, in_units, peak_flops, peak_memory
 from ..sampling import fetch, seed_step
-from ..settings import override
 from ..train import State, setup, train_step
 from .gates import Stage
 from .measuring import Steps, describe, differences, record_steps, spread, synchronize
@@ -34,7 +33,7 @@ def measure(config: Config) -> int:
     """Measure and judge; 0 when the gate is passed, 1 when it is not."""
     stage = Stage("baseline", config)
     config = override(config, {"compile.mode": "none"})
-    world = parallel.setup(config.parallel, config.device)
+    world = join(config.parallel, config.device)
     print(
         f"     the first {WARMUP + MEASURED} steps, fewer if they are slow, twice ...", flush=True
     )
@@ -48,7 +47,7 @@ def measure(config: Config) -> int:
         stage.figures["gpu_utilisation"] = spread(utilisation)
         print(f"     GPU utilisation {describe(stage.figures['gpu_utilisation'], unit=' %')}")
     del state
-    parallel.teardown(world)
+    leave(world)
     return stage.close()
 
 

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 
 from ..checkpoint.manifest import published
-from ..config import Config
+from ..config import Config, override, to_json
 from ..device import pick_device
 from ..distributed import Group
 from ..errors import RankError, UserError
 from ..files import write_json
 from ..run.directory import RunDirectory
 from ..run.hardware import in_units
-from ..settings import override, to_json
 from . import gates, processes, scale
 from .drill import EVERY, STEPS, bytes_of
 from .gates import Stage

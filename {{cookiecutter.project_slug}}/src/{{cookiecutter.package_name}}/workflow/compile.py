@@ -10,13 +10,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..compile import Finding
-from ..config import Config
+from ..config import Config, override, to_json
 from ..errors import RankError, UserError
 from ..files import write_json
 from ..run.hardware import in_units
-from ..settings import override, to_json
 from .compile_trial import STEPS
+from .findings import Finding
 from .gates import PACKAGE, Stage
 from .measuring import TOO_NOISY, Interval, describe, verdict
 from .processes import finish, started

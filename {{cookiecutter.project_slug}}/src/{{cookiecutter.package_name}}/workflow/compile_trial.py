@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import compile as compilation
-from ..compile_cache import CompileCache, lookups
-from ..config import Config
+from ..config import Config, from_json, override
 from ..distributed import World, parallel
 from ..errors import UserError
 from ..files import write_json
@@ -25,8 +23,9 @@ from ..loss import means
 from ..model import blocks
 from ..run.hardware import peak_memory
 from ..sampling import Share, fetch
-from ..settings import from_json, override
 from ..train import State, setup, train_step
+from . import findings as compilation
+from .findings import CompileCache, lookups
 from .measuring import has_drawn, spread, synchronize
 
 STEPS = 5  # that are compared with eager

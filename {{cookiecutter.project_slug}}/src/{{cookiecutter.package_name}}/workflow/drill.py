@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,16 +20,13 @@ from torch.distributed.tensor import DTensor
 from ..checkpoint.checkpointer import model_tensors
 from ..checkpoint.manifest import MANIFEST, published, read_manifest
 from ..checkpoint.reader import DCP_INDEX, flat
-from ..commands import exit_code
-from ..config import Config, load
+from ..config import Config, load, override
 from ..distributed import Group, parallel
-from ..distributed.buffers import agree_on_buffers
-from ..errors import RankError, UserError
+from ..errors import RankError, UserError, exit_code
 from ..files import write_json
 from ..run.directory import RunDirectory
 from ..run.hardware import check_memory, expected_memory
 from ..run.logs import log_to_console
-from ..settings import override
 from ..train import State, run, setup, start, train_step
 from .gates import PACKAGE
 from .measuring import record_steps, spread, synchronize
@@ -78,7 +76,7 @@ def train(config: Config, folder: Path, name: str) -> None:
             digests[state.step] = digests_of(state, Group(state.world))
 
     with Notes() as notes:
-        run(override(config, {"run_dir": folder / name}), look)
+        run(override(config, {"run_dir": folder / name}), [SimpleNamespace(after_step=look)])
     if os.environ.get("RANK", "0") == "0":
         write_json(folder / "train.json", {"digests": digests})
 
@@ -258,7 +256,7 @@ def digests_of(state: State, group: Group) -> Digests:
 
     Where ranks hold different ones, all of them: no restored state can be equal to that.
     """
-    agree_on_buffers(state.model, state.world)
+    parallel.agree_on_buffers(state.model, state.world)
     mine: Digests = {}
     for name, tensor in flat(state.checkpointer.tensors()):
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -18,15 +18,14 @@ from typing import Any
 
 import torch
 
-from ..commands import PROGRAM
-from ..config import Config
+from ..config import Config, to_json
 from ..errors import UserError
 from ..files import write_json
 from ..run.hardware import cpu_name, device_name, usable_cores
-from ..settings import to_json
 
 STATUSES = ("fail", "not_measured", "pass")  # the worst first
 CHECK = {"name", "status", "measured", "wanted", "advice"}
+PROGRAM = f"python -m {__package__.split('.')[0]}"
 PACKAGE = __package__.split(".")[0]
 
 

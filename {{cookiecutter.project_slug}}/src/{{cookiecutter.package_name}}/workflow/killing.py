@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.disk import RESERVED
-from ..checkpoint.manifest import PUBLISHED, published, step_name
+from ..checkpoint.manifest import PUBLISHED, step_name
+from ..checkpoint.publish import RESERVED, published
 from ..errors import RankError
 from . import processes
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from ..checkpoint.manifest import published
+from ..checkpoint.paths import checkpoints_of
 from ..checkpoint.reader import find_checkpoint
 from ..checkpoint.transfer import load_weights
 from ..device import move
 from ..distributed import Group
 from ..errors import RankError, UserError
 from ..model import compute_loss
-from ..run.directory import checkpoints_of
 from ..sampling import Loader, shares
 from ..train import State
 

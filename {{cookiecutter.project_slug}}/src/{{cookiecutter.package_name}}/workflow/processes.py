@@ -9,8 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..commands import leave
-from ..errors import RankError
+from ..errors import RankError, leave
 from ..run.hardware import usable_cores
 from .gates import PACKAGE
 
@@ -40,7 +39,7 @@ def started(
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    # Without this the store outlives a restart; see scripts/launch.sh.
+    # Without this the store outlives a restart; see launch.sh.
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with contextlib.ExitStack() as stack:
         stopping = signal.signal(signal.SIGTERM, leave)

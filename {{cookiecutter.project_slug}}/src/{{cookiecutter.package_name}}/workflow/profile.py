@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..config import Config
-from ..distributed import Group, World, parallel
+from ..distributed import Group, World, join, leave
 from ..profiler import Profiler, trace_steps
 from ..train import State, setup, train_step
 from .diagnosis import WORTH_A_WORD, advice, diagnose, others
@@ -29,7 +29,7 @@ WORDS = {"data": "waiting for data", "host": "host gaps"}
 def measure(config: Config) -> int:
     """Measure and judge; 0 when the gate is passed, 1 when it is not."""
     stage = Stage("profile", config)
-    world = parallel.setup(config.parallel, config.device)
+    world = join(config.parallel, config.device)
     group = Group(world)
     state = setup(config, world)
     wait, warmup, active = config.profile.wait, config.profile.warmup, config.profile.active
@@ -42,7 +42,7 @@ def measure(config: Config) -> int:
     if world.rank == 0:
         judge(stage, world.device, found, written[-1], idle, seconds)
     del state
-    parallel.teardown(world)
+    leave(world)
     return stage.close() if world.rank == 0 else 0
 
 
@@ -83,7 +83,7 @@ def idle_costs(state: State, group: Group) -> tuple[np.ndarray, np.ndarray]:
         train_step(state, state.loader.next())
         synchronize(state.world.device)
         between = time.perf_counter()
-        profiler(state)
+        profiler.after_step(state)
         calls.append(time.perf_counter() - between)
         steps.append(between - started)
 

@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 from ..config import load
 from ..errors import UserError
 from ..run.hardware import in_units
-from ..run.tracking import log_report
+from ..run.tracker import log_report
 from . import STAGES, plots
 from .gates import PACKAGE, command, read_stage
 

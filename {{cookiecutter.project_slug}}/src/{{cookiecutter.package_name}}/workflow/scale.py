@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from ..config import Config
+from ..config import Config, to_json
 from ..device import pick_device
 from ..distributed import parallel
 from ..errors import RankError, UserError
 from ..files import write_json
 from ..run.hardware import in_units
-from ..settings import to_json
 from . import processes
 from .gates import PACKAGE, Stage, machine
 from .measuring import difference

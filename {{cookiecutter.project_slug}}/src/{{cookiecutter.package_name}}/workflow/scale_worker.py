@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..commands import exit_code
-from ..config import Config
+from ..config import Config, from_json, override
 from ..distributed import Group, World, parallel
-from ..errors import RankError
+from ..errors import RankError, exit_code
 from ..files import write_json
-from ..settings import from_json, override
 from ..train import State, setup, train_step
 from .allocations import memory_of, peak_of_steps
 from .measuring import Steps, has_drawn, median_interval, record_steps, spread

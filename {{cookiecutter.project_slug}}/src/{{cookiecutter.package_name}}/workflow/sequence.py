@@ -6,9 +6,8 @@ import subprocess
 import sys
 import time
 
-from ..commands import leave
 from ..config import Config
-from ..errors import UserError
+from ..errors import UserError, leave
 from . import STAGES
 from .gates import PACKAGE, command, is_current, read_stage, stage_file
 from .report import publish_report

@@ -1,0 +1,104 @@
+"""Data parallel: every rank holds the whole model, gradients are averaged (DDP).
+
+Under torchrun there is a process group; a plain process runs without one, as one rank.
+"""
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .agreement import agree_on_buffers as agree_on_buffers
+from .agreement import all_reduce as all_reduce
+from .world import World
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the work is spread: data parallel, the model whole on every rank."""
+
+    timeout_minutes: float = 10.0
+    """A step that takes longer is a hang, and ends the run: on any rank, for whatever reason."""
+    bucket_mb: int = 25
+    """Gradients are reduced in buckets of this size, while backward goes on."""
+    find_unused_parameters: bool = False
+    """Needed when some parameters take no part in some steps; costs a walk over the graph."""
+
+
+def check_ranks(config: ParallelConfig, ranks: int) -> None:
+    """UserError when the work cannot be spread over so many processes; any number will do."""
+
+
+def place(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    config: ParallelConfig,
+    world: World,
+    compute_dtype: torch.dtype,
+) -> nn.Module:
+    """Move the model to its device and wrap it; returns the module to call."""
+    model.to(world.device)
+    if not world.distributed:
+        return model
+    module = DistributedDataParallel(
+        model,
+        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        bucket_cap_mb=config.bucket_mb,
+        find_unused_parameters=config.find_unused_parameters,
+        gradient_as_bucket_view=True,
+    )
+    module.broadcast_buffers = False  # agreed on before saves and validations, not at every forward
+    return module
+
+
+def autocast(world: World, compute_dtype: torch.dtype) -> contextlib.AbstractContextManager:
+    """Context of forward: matrix products in `compute_dtype`, weights and sums in float32."""
+    if compute_dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(world.device.type, compute_dtype)
+
+
+def accumulate(module: nn.Module, last: bool) -> contextlib.AbstractContextManager:
+    """Context of one micro-batch's forward and backward; gradients are reduced in the last one."""
+    if last or not isinstance(module, DistributedDataParallel):
+        return contextlib.nullcontext()
+    return module.no_sync()
+
+
+def local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of the tensors that this rank holds: all of them."""
+    return tensors
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds: all of it."""
+    return tensor
+
+
+def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Like `tensor`, with `part` as the part that this rank holds."""
+    return part
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor."""
+    return tensor
+
+
+def like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A whole `source`, laid out over the ranks as `target` is."""
+    return source
+
+
+def copies(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
+    """How many ranks hold the same part of a tensor as this one, and its place among them."""
+    return size, rank
+
+
+def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
+    """2-norm of all gradients together, a scalar on the device, the same on every rank."""
+    # As torch.nn.utils.get_total_norm, which first sorts by device and dtype for twice the cost.
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))

@@ -1,0 +1,158 @@
+"""Fully sharded: every rank holds a slice of each parameter, gradient and moment (FSDP2).
+
+Each block is gathered when its turn comes and let go after it. There can be several copies, each
+sharded over a part of the ranks (HSDP). Under torchrun there is a process group; a plain process
+runs without one, as one rank, unsharded.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ..errors import UserError
+from .agreement import agree_on_buffers as agree_on_buffers
+from .agreement import all_reduce as all_reduce
+from .world import World
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the work is spread: data parallel, the model sharded over the ranks."""
+
+    timeout_minutes: float = 10.0
+    """A step that takes longer is a hang, and ends the run: on any rank, for whatever reason."""
+    reshard_after_forward: bool = True
+    """Let a block's weights go after forward and gather them again for backward: less memory."""
+    replicate: int = 1
+    """Copies of the sharded model (HSDP): each is sharded over ranks / replicate neighbours, which
+    then gather among themselves only. 0: a copy on each machine."""
+
+    def __post_init__(self) -> None:
+        """Check the values (UserError)."""
+        if self.replicate < 0:
+            raise UserError("--parallel.replicate must be >= 1, or 0 for a copy on each machine")
+
+
+def check_ranks(config: ParallelConfig, ranks: int) -> None:
+    """UserError when the work cannot be spread over so many processes."""
+    if config.replicate and ranks % config.replicate:
+        raise UserError(f"--parallel.replicate {config.replicate} does not divide {ranks} ranks")
+
+
+def place(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    config: ParallelConfig,
+    world: World,
+    compute_dtype: torch.dtype,
+) -> nn.Module:
+    """Shard each block, then the rest, in place; returns the module to call."""
+    if not world.distributed:
+        return model.to(world.device)
+    check_ranks(config, world.size)
+    mesh = build_mesh(config.replicate, world)
+    reduced = compute_dtype != torch.float32
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype if reduced else None,
+        # Stated, since its default differs between releases: gradients are summed in float32.
+        reduce_dtype=torch.float32 if reduced else None,
+    )
+    for block in blocks:
+        fully_shard(
+            block,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=config.reshard_after_forward,
+        )
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def build_mesh(replicate: int, world: World) -> DeviceMesh:
+    """The ranks as a line, or as one line of shards for each copy."""
+    copies = replicate or world.size // ranks_per_machine(world)
+    if copies == 1:
+        return init_device_mesh(world.device.type, (world.size,))
+    shape, names = (copies, world.size // copies), ("replicate", "shard")
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+
+
+def ranks_per_machine(world: World) -> int:
+    """The number of ranks on each machine; UserError, on every rank, if they differ."""
+    counts: list[str | None] = [None] * world.size
+    dist.all_gather_object(counts, os.environ.get("LOCAL_WORLD_SIZE"))
+    if len(set(counts)) > 1 or not counts[0]:
+        raise UserError("--parallel.replicate 0 needs equally many ranks on each machine: state it")
+    return int(counts[0])
+
+
+def autocast(world: World, compute_dtype: torch.dtype) -> contextlib.AbstractContextManager:
+    """Context of forward: FSDP casts by its own policy, a plain process by autocast."""
+    if compute_dtype == torch.float32 or world.distributed:
+        return contextlib.nullcontext()
+    return torch.autocast(world.device.type, compute_dtype)
+
+
+def accumulate(module: nn.Module, last: bool) -> contextlib.AbstractContextManager:
+    """Context of one micro-batch's forward and backward; gradients are reduced in the last one."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last)
+    return contextlib.nullcontext()
+
+
+def local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of the tensors that this rank holds."""
+    return [local_part(tensor) for tensor in tensors]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Like `tensor`, with `part` as the part that this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return part
+    return DTensor(part, tensor._spec, requires_grad=False)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor, gathered: to be called on all ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A whole `source`, the same on all ranks, laid out over them as `target` is."""
+    if not isinstance(target, DTensor):
+        return source
+    mesh, placements = target.device_mesh, target.placements
+    return distribute_tensor(source, mesh, placements, src_data_rank=None)  # without sending it
+
+
+def copies(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
+    """How many ranks hold the same part of a tensor as this one, and its place among them."""
+    if not isinstance(tensor, DTensor):
+        return size, rank
+    count, place = 1, 0
+    mesh = tensor.device_mesh
+    for length, mine, placement in zip(
+        mesh.shape, mesh.get_coordinate(), tensor.placements, strict=True
+    ):
+        if placement.is_replicate():
+            count, place = count * length, place * length + mine
+    return count, place
+
+
+def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
+    """2-norm of all gradients together, a scalar on the device, the same on every rank."""
+    # Left to itself it would go through DTensors one by one.
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=world.distributed or None)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

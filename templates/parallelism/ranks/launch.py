@@ -1,0 +1,94 @@
+"""torchrun as launch.sh starts it: private to one machine, and patient with stop signals.
+
+- On one machine nothing listens to the network, only to the loopback interface.
+- Only the first stop signal counts. torchrun hands it on and waits for the ranks to save; the same
+  signal again would end torchrun at once, and its ranks, but signals often come twice: `timeout`
+  sends one to its child and one to the group. A second Ctrl-C still ends it. Ended by a signal, it
+  exits with 128 + the signal's number; whether the ranks have saved is in status.json.
+- On several machines a torchrun whose peer was stopped does not wait long for it.
+- An error the user can fix (exit code 2) is not retried on one machine. On several it is, since a
+  torchrun that gives up ends the job on all of them.
+"""
+
+import functools
+import os
+import signal
+import sys
+import tempfile
+import types
+
+from torch.distributed import run
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher import api as launcher
+
+from .world import LOOPBACK, ON_LOOPBACK, prefer
+
+# All ranks leave together, so the torchruns of all machines see it at the same time, except one
+# that was stopped. torchrun would wait 300 s for that one, and react to no signal meanwhile.
+EXIT_SECONDS = 30
+USER_ERROR = 2  # a rank's exit code
+
+
+def only_user_errors(failures: dict[int, ProcessFailure]) -> bool:
+    """Whether some rank failed for an error the user can fix, and none crashed.
+
+    torchrun itself ends the other ranks, with SIGTERM.
+    """
+    codes = {failure.exitcode for failure in failures.values()}
+    return USER_ERROR in codes and all(code >= 0 or code == -signal.SIGTERM for code in codes)
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's agent; it does not retry what the next start would refuse as well."""
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        first = self._remaining_restarts == worker_group.spec.max_restarts
+        one_machine = os.environ.get("NNODES", "1") == "1"
+        if first and one_machine and only_user_errors(result.failures):
+            self._remaining_restarts = 0
+        return result
+
+
+def stop_once(number: int, frame: types.FrameType | None) -> None:
+    """Handle a signal as torchrun does, and ignore all later ones except Ctrl-C."""
+    for name in os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"].split(","):
+        if name != "SIGINT":
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    raise api.SignalException(f"got {signal.Signals(number).name}", sigval=signal.Signals(number))
+
+
+def on_one_machine(folder: str) -> list[str]:
+    """Options of torchrun for one machine: nothing listens to the network.
+
+    The ranks meet on the loopback interface, and torchrun in a file in `folder`, which only its
+    user can read: its own store would listen to everybody and unpickle what it receives.
+    """
+    prefer(ON_LOOPBACK)
+    words = ["--nnodes", "1", "--local-addr", LOOPBACK]
+    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{folder}/store"]
+    # Heartbeats are for other machines to see, and the file would grow with each.
+    return [*words, "--rdzv-conf", "store_type=file,keep_alive_interval=86400"]
+
+
+def launch(words: list[str]) -> None:
+    """Run torchrun with these words; on this machine alone unless they say --nnodes."""
+    with tempfile.TemporaryDirectory(prefix="rendezvous-") as folder:
+        run.main(words if "--nnodes" in words else [*on_one_machine(folder), *words])
+
+
+if __name__ == "__main__":
+    api._terminate_process_handler = stop_once
+    launcher.LocalElasticAgent = functools.partial(Agent, exit_barrier_timeout=EXIT_SECONDS)
+    try:
+        launch(sys.argv[1:])
+    except ChildFailedError as failed:
+        if not only_user_errors(failed.failures):
+            raise
+        sys.exit(USER_ERROR)  # the ranks have said what it is
+    except api.SignalException as stop:
+        print(f"torchrun: {stop}", file=sys.stderr)
+        sys.exit(128 + stop.sigval)

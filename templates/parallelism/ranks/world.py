@@ -1,0 +1,220 @@
+"""Joining and leaving the ranks of a run; every process is one rank and drives one device.
+
+All environment variables for gloo and NCCL are set here, unless the user has set them. Between
+machines only the cluster knows the right network: if the wrong one is chosen, set
+NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME or NCCL_IB_HCA.
+"""
+
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ..device import pick_device
+from ..errors import UserError
+
+if TYPE_CHECKING:
+    from .parallel import ParallelConfig
+
+log = logging.getLogger(__name__)
+
+PATIENCE = timedelta(minutes=30)
+"""Limit of start-up, a validation or a save: a slow disk is no reason to end a run."""
+
+LOOPBACK = "127.0.0.1"
+"""Where the ranks of one machine meet (launch.py)."""
+
+ON_LOOPBACK = dict.fromkeys(
+    ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo" if sys.platform == "linux" else "lo0"
+)
+"""On one machine: both listen to whoever can reach them, and nobody else needs to."""
+
+NCCL = {
+    # NCCL reports what it cannot do as "unhandled system error"; only so does it print the reason.
+    "NCCL_DEBUG": "WARN",
+    # The flight recorder keeps the last collectives, each with the line that began it. Since 2.9
+    # torch does so by default; watchdog.py relies on it.
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    # Written when NCCL itself gives up on a collective, which is later than the watchdog does.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+
+TRACE = "collectives_rank_"
+"""The flight recorder's files."""
+
+MANY_RANKS = 128
+"""From here on gloo connects ranks as needed; fewer connect to all others in a second or two."""
+
+GLOO_GROUPS, OTHER_FILES = 4, 1024
+"""gloo groups of a rank, with one to spare; open files for everything else."""
+
+TOLD_WITHIN = 5.0  # seconds; torchrun looks for machines that want to join ten times a second
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those of the run."""
+
+    rank: int
+    size: int
+    device: torch.device
+    distributed: bool = False
+    step_limit: timedelta = PATIENCE
+    """A step that takes longer is a hang (watchdog.py)."""
+
+    def check_batch(self, samples: int) -> None:
+        """UserError when a global batch has no sample for some rank."""
+        if samples < self.size:
+            raise UserError(
+                f"--train.global-batch-size {samples} is below the {self.size} ranks of this run: "
+                "raise it or start fewer processes"
+            )
+
+
+def launched_ranks() -> int:
+    """Number of processes that torchrun started for this run (1 when it did not start any)."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launcher() -> str | None:
+    """A name of the torchrun that started this process, the same for as long as it lives.
+
+    torchrun's own count of restarts leaves out those for a machine that joins.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    pid, began = os.getppid(), ""
+    with contextlib.suppress(OSError):  # process numbers are used again: add the time of its start
+        began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"started by {pid} ({began}) on {socket.gethostname()}"
+
+
+def join(config: "ParallelConfig", device_name: str) -> World:
+    """Join the process group that torchrun announces; a plain process stays on its own."""
+    device = pick_device(device_name)
+    if "RANK" not in os.environ:
+        return World(0, 1, device)
+    step_limit = timedelta(minutes=config.timeout_minutes)
+    if step_limit <= timedelta():
+        raise UserError("--parallel.timeout-minutes must be positive")
+    die_with_the_launcher()
+    make_room(launched_ranks())
+    # A save may hold up a collective for longer than a step may take. When a collective times out,
+    # NCCL ends the process without an explanation: let the watchdog be first, which names the rank.
+    options: dict[str, Any] = {"timeout": max(PATIENCE, 2 * step_limit)}
+    shared_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # of torchrun
+    if os.environ["MASTER_ADDR"] == LOOPBACK and not shared_store:
+        options |= {"rank": int(os.environ["RANK"]), "world_size": launched_ranks()}
+        options["store"] = _store_on_loopback(options["rank"])
+    if device.type == "cuda":
+        prefer(NCCL)
+        dist.init_process_group("nccl", device_id=device, **options)
+    else:
+        dist.init_process_group("gloo", **options)
+    return World(dist.get_rank(), dist.get_world_size(), device, True, step_limit)
+
+
+def leave(world: World) -> None:
+    """Leave the process group, once nothing refers to the model or the optimizer any more.
+
+    A DDP reducer that is freed after its group can deadlock the interpreter at exit, so collect it
+    first. The barrier keeps a fast rank from closing connections that a slow one still uses.
+    """
+    gc.collect()
+    if world.distributed and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def regrouping(told_to_stop: Callable[[], bool]) -> bool:
+    """Whether a rank that stops is to be started again, since only another machine leaves.
+
+    In an elastic job (NNODES=1:4), when a machine joins or leaves, torchrun starts all ranks again.
+    For one that joins, each torchrun stops its own ranks, one a moment after the other. A rank that
+    exited before that would count as finished, which ends the job: so wait for the signal. If none
+    comes, another machine was stopped, and this rank goes on without it.
+    """
+    deadline = time.monotonic() + TOLD_WITHIN
+    while ":" in os.environ.get("NNODES", "") and not told_to_stop():
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def die_with_the_launcher() -> None:
+    """Ask the kernel to end this process when torchrun is killed (Linux; else it would live on)."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG, parent = 1, os.getppid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        # It may have been killed before that, while this process imported torch for seconds.
+        if os.getppid() != parent or _has_ended(os.environ.get("LAUNCHER_PID")):
+            sys.exit("the launcher is gone")
+
+
+def prefer(settings: dict[str, str]) -> None:
+    """Set the environment variables that the user has not set."""
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+def traces_in(run_dir: Path) -> dict[str, str]:
+    """Let NCCL's flight recorder write into the run, not into the machine's /tmp."""
+    return {"TORCH_FR_DUMP_TEMP_FILE": str(run_dir.resolve() / TRACE)}
+
+
+def make_room(ranks: int) -> None:
+    """Prepare this process for the connections of a job of `ranks`, before it joins.
+
+    gloo connects every rank with every other when a group is made: a file descriptor per rank and
+    group, where 1,024 in all is a common limit, and as many look-ups in the ranks' one store. From
+    MANY_RANKS on, gloo connects two ranks when they first talk: rank 0 with all, others with a few.
+    """
+    if ranks < MANY_RANKS:
+        return
+    prefer({"TORCH_GLOO_LAZY_INIT": "1"})
+    files = OTHER_FILES + GLOO_GROUPS * ranks
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY not in (soft, hard) and hard < files:
+        log.warning(
+            "%d ranks may need %d open files in a process, and the hard limit is %d: have it "
+            "raised (ulimit -H -n)",
+            *(ranks, files, hard),
+        )
+        files = hard
+    if soft != resource.RLIM_INFINITY and soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+
+
+def _store_on_loopback(rank: int) -> dist.Store:
+    """The ranks' store of a job on one machine: torch's own would listen on all interfaces."""
+    port, options = int(os.environ["MASTER_PORT"]), {}
+    if rank == 0:
+        listener = socket.create_server((LOOPBACK, port), backlog=4096)
+        options = {"is_master": True, "master_listen_fd": listener.detach()}
+    return dist.TCPStore(LOOPBACK, port, timeout=PATIENCE, wait_for_workers=False, **options)
+
+
+def _has_ended(pid: str | None) -> bool:
+    """Whether a process is gone, or a zombie (Linux)."""
+    if pid is None:
+        return False
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True

@@ -1,0 +1,96 @@
+"""One process, one device."""
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..errors import UserError
+
+if TYPE_CHECKING:
+    from . import World
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the work is spread: not at all."""
+
+
+def check_ranks(config: ParallelConfig, ranks: int) -> None:
+    """UserError when the work cannot be spread over so many processes."""
+    if ranks > 1:
+        raise UserError(
+            f"{ranks} processes cannot share the work, as this project was rendered for one "
+            "(parallelism=single): start it with `python -m`, or render it with ddp or fsdp"
+        )
+
+
+def place(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    config: ParallelConfig,
+    world: "World",
+    compute_dtype: torch.dtype,
+) -> nn.Module:
+    """Move the model to its device; returns the module to call."""
+    return model.to(world.device)
+
+
+def autocast(world: "World", compute_dtype: torch.dtype) -> contextlib.AbstractContextManager:
+    """Context of forward: matrix products in `compute_dtype`, weights and sums in float32."""
+    if compute_dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(world.device.type, compute_dtype)
+
+
+def accumulate(module: nn.Module, last: bool) -> contextlib.AbstractContextManager:
+    """Context of one micro-batch's forward and backward; `last` of its step or not."""
+    return contextlib.nullcontext()
+
+
+def local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of the tensors that this process holds: all of them."""
+    return tensors
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this process holds: all of it."""
+    return tensor
+
+
+def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Like `tensor`, with `part` in its place."""
+    return part
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor."""
+    return tensor
+
+
+def like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A whole `source`, laid out as `target` is."""
+    return source
+
+
+def copies(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
+    """How many processes hold a tensor, and the place of this one among them."""
+    return 1, 0
+
+
+def total_norm(gradients: list[torch.Tensor], world: "World") -> torch.Tensor:
+    """2-norm of all gradients together, a scalar on the device."""
+    # As torch.nn.utils.get_total_norm, which first sorts by device and dtype for twice the cost.
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+
+
+def all_reduce(tensor: torch.Tensor, world: "World") -> torch.Tensor:
+    """Sum over the processes: the tensor itself."""
+    return tensor
+
+
+def agree_on_buffers(model: nn.Module, world: "World") -> None:
+    """No other process has buffers that could differ."""

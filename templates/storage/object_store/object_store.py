@@ -1,0 +1,369 @@
+"""Places in an object store, used like paths, through fsspec: s3://bucket/run and the like.
+
+Requests fail now and then: a store throttles, is slow, or cuts the connection. Each is tried again
+after a pause, unless it would fail the same way. Credentials come from the environment or from
+fsspec's own settings, never from here.
+"""
+
+import contextlib
+import errno
+import hashlib
+import io
+import logging
+import os
+import pickle
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import fsspec
+from fsspec.spec import AbstractBufferedFile
+
+from ..errors import RankError, UserError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+PART = 32 << 20  # bytes of an upload in several parts, of which S3 takes 10,000
+LIMIT = 300.0  # seconds for one request; none moves more bytes than a part has
+READ = 16 << 20  # bytes that are fetched at once
+PAUSES = (0.5, 2.0, 6.0, 15.0)  # seconds, at most, before each further attempt
+PATIENCE = 900.0  # seconds after which there is no further attempt
+LASTING = (
+    *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
+    *(TypeError, ValueError, LookupError, AttributeError, NotImplementedError, ImportError),
+    pickle.PickleError,
+)
+# Of botocore: errors that no pause mends, and the store's own checksum of an object.
+NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError")
+CHECKSUM = "FlexibleChecksumError"
+RETRYING = {"AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"}
+URL = re.compile(r"([a-zA-Z][\w+.-]+):/{1,3}([^/].*)")  # pathlib folds two slashes into one
+
+
+class StoreError(OSError, RankError):
+    """A store could not be used, however often it was tried."""
+
+
+def persistently(action: Callable[[], T], place: Any) -> T:
+    """Run an action on a place in a store, again while its failure may pass; else StoreError."""
+    began, pauses = time.monotonic(), iter(PAUSES)
+    while True:
+        try:
+            return action()
+        except LASTING:
+            raise
+        except Exception as error:
+            text = getattr(error, "strerror", None) or f"{error}" or type(error).__name__
+            text = text.partition("\n")[0]
+            pause = next(pauses, None)
+            over = pause is None or time.monotonic() - began > PATIENCE
+            if over or type(error).__name__ in NO_CREDENTIALS:
+                code = getattr(error, "errno", None) or errno.EIO
+                if type(error).__name__ == CHECKSUM:
+                    code = errno.EBADMSG
+                raise StoreError(code, text, str(place)) from error
+            log.info("%s: %s; trying again", place, text)
+            time.sleep(pause * random.uniform(0.5, 1.0))  # not the same on all ranks
+
+
+@dataclass(frozen=True)
+class RemotePath:
+    """A place in a store. `written` holds size and sha256 of the objects written below a folder."""
+
+    store: Any
+    path: str
+    written: dict[str, dict[str, Any]] = field(default_factory=dict, compare=False, repr=False)
+
+    def __truediv__(self, name: str) -> "RemotePath":
+        return RemotePath(self.store, f"{self.path}/{name}", self.written)
+
+    def __str__(self) -> str:
+        return self.store.unstrip_protocol(self.path)
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def __reduce__(self) -> Any:
+        """Sent to another rank as an address: each process opens it with its own credentials."""
+        return remote, (str(self),)
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> "RemotePath":
+        """The folder it is in."""
+        return RemotePath(self.store, self.path.rpartition("/")[0])
+
+    @property
+    def suffix(self) -> str:
+        """The name's extension, with its dot."""
+        return Path(self.name).suffix
+
+    def is_symlink(self) -> bool:
+        """A store has no links."""
+        return False
+
+    def info(self) -> dict[str, Any] | None:
+        """What the store says of it: "type" and "size"; None when there is nothing."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._call(self.store.info, self.path)
+        return None
+
+    def exists(self) -> bool:
+        """Whether there is an object, or one below."""
+        return self.info() is not None
+
+    def is_file(self) -> bool:
+        """Whether it is an object."""
+        return (self.info() or {}).get("type") == "file"
+
+    def sizes(self) -> dict[str, int]:
+        """The names right below, with their sizes (0 for folders); {} if there is nothing."""
+        with contextlib.suppress(FileNotFoundError):
+            entries = self._call(self.store.ls, self.path, detail=True)
+            sizes = {entry["name"].rstrip("/"): entry["size"] or 0 for entry in entries}
+            return {n.rpartition("/")[2]: size for n, size in sizes.items() if n != self.path}
+        return {}
+
+    def open(self) -> BinaryIO:
+        """Open for reading, anywhere in it; FileNotFoundError when there is no such object."""
+        info = self.info()
+        if info is None or info["type"] != "file":
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
+        return io.BufferedReader(RangeReader(self, info["size"]), READ)
+
+    def read(self, start: int | None = None, end: int | None = None) -> bytes:
+        """All of a small object, or a range of one."""
+        return self._call(self.store.cat_file, self.path, start=start, end=end)
+
+    def write(self, content: bytes) -> None:
+        """Write a small object, in place of what is there."""
+        self._call(self.store.pipe_file, self.path, content)
+
+    def write_new(self, content: bytes, check: Callable[[], None]) -> None:
+        """Write a small object where there is none; FileExistsError when there is another.
+
+        `check()` is called before each attempt, and may raise.
+        """
+
+        def write(*arguments: Any, **options: Any) -> None:
+            check()
+            self.store.pipe_file(*arguments, **options)
+
+        try:
+            self._call(write, self.path, content, mode="create")
+        except OSError as error:  # not every store says why it would not
+            if not self.exists():
+                raise
+            if self.read() != content:  # else it is ours, and only the answer was lost
+                raise FileExistsError(errno.EEXIST, "there is another", str(self)) from error
+
+    @contextlib.contextmanager
+    def create(self) -> Iterator[BinaryIO]:
+        """Write an object as a stream, hashed on its way; after an error there is none."""
+        with may_pass():
+            stream = self.store.open(self.path, "wb", block_size=PART)
+        hashing = HashingWriter(stream)
+        try:
+            yield hashing
+            with may_pass():
+                stream.close()
+        except BaseException:
+            with contextlib.suppress(Exception):
+                abandon(stream)
+            raise
+        self.written[self.path] = hashing.entry()
+
+    def rename(self, other: "RemotePath") -> None:
+        """Copy, then remove: stores know nothing better. For small objects."""
+        self._call(self.store.cp_file, self.path, other.path)
+        self.unlink()
+        if self.path in self.written:
+            self.written[other.path] = self.written.pop(self.path)
+
+    def unlink(self) -> None:
+        """Remove an object, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            self._call(self.store.rm_file, self.path)
+
+    def remove_tree(self) -> None:
+        """Remove all objects below."""
+
+        def remove(path: str, **options: Any) -> None:
+            self.store.rm(path, recursive=True, **options)
+            if self.store.find(path, **options):  # S3's bulk delete reports no failures
+                raise OSError(errno.EIO, "not all of it could be removed", str(self))
+
+        with contextlib.suppress(FileNotFoundError):
+            self._call(remove, self.path)
+
+    def abort_uploads(self) -> int:
+        """Drop uploads in parts that a killed process left below (S3 keeps, and bills, them).
+
+        Returns how many there were; does nothing for stores that do not list them.
+        """
+        if not hasattr(self.store, "call_s3"):
+            return 0
+        bucket, prefix, _ = self.store.split_path(f"{self.path}/")
+        listing = partial(self.store.call_s3, "list_multipart_uploads", Bucket=bucket)
+        listing, uploads, count = partial(listing, Prefix=prefix), [], 0
+        try:
+            answer = persistently(listing, self)
+            while uploads.extend(answer.get("Uploads", [])) or answer.get("IsTruncated"):
+                marks = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+                page = {name: answer[source] for name, source in marks.items()}
+                answer = persistently(partial(listing, **page), self)
+            for upload in uploads:
+                which = bucket, upload["Key"], upload["UploadId"]
+                with contextlib.suppress(FileNotFoundError):
+                    persistently(partial(self.store.abort_mpu, *which), self)
+                    count += 1
+        except (OSError, KeyError) as error:  # it takes rights of its own; some stores lack it
+            log.info("half uploads in %s, if there are any, stay: %s", self, error)
+        return count
+
+    def _call(self, request: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        if self.store.async_impl:  # s3fs may wait for an answer for ever
+            options["timeout"] = LIMIT
+        return persistently(lambda: request(*arguments, **options), self)
+
+
+def remote(url: str) -> RemotePath:
+    """The place in a store that a URL names.
+
+    UserError for a URL that nothing here can open, or that holds a password.
+    """
+    protocol, rest = check_address(url)
+    # To three slashes for files, to two for stores.
+    url = f"{protocol}://{'/' if protocol in ('file', 'local') else ''}{rest}".rstrip("/")
+    options: dict[str, Any] = {"use_listings_cache": False}
+    if protocol in ("file", "local"):
+        options["auto_mkdir"] = True
+    of_s3 = protocol in ("s3", "s3a")
+    if of_s3 and not (os.environ.keys() & RETRYING or fsspec.config.conf.get("s3")):
+        # Else s3fs and botocore make 25 requests of one, each with its time-out.
+        options["config_kwargs"] = {"retries": {"max_attempts": 1}}
+    try:
+        store, path = fsspec.url_to_fs(url, **options)
+    except ImportError as error:
+        hint = 'pip install -e ".[s3]"' if of_s3 else str(error)
+        raise UserError(f"{url} needs a package that is not here: {hint}") from None
+    except ValueError as error:
+        raise UserError(f"{url} is no address of a store: {error}") from None
+    for name in ("call_s3", "abort_mpu", "touch"):  # what its streams call
+        if hasattr(store, "call_s3") and not isinstance(call := getattr(store, name), partial):
+            setattr(store, name, partial(call, timeout=LIMIT))
+    return RemotePath(store, path.rstrip("/"))
+
+
+def check_address(url: str) -> tuple[str, str]:
+    """Protocol and rest of a URL.
+
+    UserError for what is no URL, or one with a password in it, which is not repeated.
+    """
+    match = URL.fullmatch(url)
+    if match and ("@" in match[2].partition("/")[0] or "?" in match[2]):
+        raise UserError(
+            f"{match[1]}://…: no credentials in an address, which is written to config.json and "
+            "logs: give them by the environment (as AWS_PROFILE) or in ~/.config/fsspec"
+        )
+    if not match:
+        raise UserError(f"--checkpoint.url {url}: give an address such as s3://bucket/run")
+    return match[1], match[2]
+
+
+class RangeReader(io.RawIOBase):
+    """Reads an object by ranges; each is fetched again when that fails."""
+
+    def __init__(self, path: RemotePath, size: int) -> None:
+        self.path, self.size, self.at = path, size, 0
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a place in the object."""
+        self.at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
+        return self.at
+
+    def tell(self) -> int:
+        """Where it is."""
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        """Fetch the next bytes."""
+        end = min(self.at + len(buffer), self.size)
+        if end <= self.at:
+            return 0
+        content = self.path.read(self.at, end)
+        buffer[: len(content)] = content
+        self.at += len(content)
+        return len(content)
+
+
+class HashingWriter(io.RawIOBase):
+    """Passes on what is written, and keeps its size and sha256; once it has failed, it fails."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.size, self.sha256 = stream, 0, hashlib.sha256()
+        self.failed: OSError | None = None
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def write(self, content: Any) -> int:
+        """Pass on."""
+        if self.failed:
+            raise self.failed
+        view = memoryview(content).cast("B")
+        try:
+            for start in range(0, view.nbytes, PART):  # the stream makes copies
+                self.stream.write(view[start : start + PART])
+        except Exception as error:  # of the store's client, not all OSErrors: torch.save hides them
+            self.failed = OSError(errno.EIO, f"{error}" or type(error).__name__)
+            raise self.failed from error
+        self.sha256.update(view)
+        self.size += view.nbytes
+        return view.nbytes
+
+    def tell(self) -> int:
+        """Where it is."""
+        return self.size
+
+    def entry(self) -> dict[str, Any]:
+        """What went through, as a manifest has it."""
+        return {"size": self.size, "sha256": self.sha256.hexdigest()}
+
+
+@contextlib.contextmanager
+def may_pass() -> Iterator[None]:
+    """Give an error that may pass: an upload in parts that is not found may be, the next time."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise OSError(errno.EIO, f"{error}") from error
+
+
+def abandon(stream: Any) -> None:
+    """Close a stream without completing what it uploads, which closing alone would."""
+    try:
+        stream.discard()
+    finally:
+        if isinstance(stream, AbstractBufferedFile):
+            stream.closed = True
+        else:
+            stream.close()

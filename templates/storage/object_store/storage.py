@@ -1,0 +1,260 @@
+"""Where checkpoints lie: on disk, in an object store, or on disk and uploaded in the background.
+
+In an object store a rename is a copy, so the manifest, written last, publishes:
+
+    URL/owner.json                        the process that writes here: the one that started last
+    URL/step_00000120/manifest.json       its being there makes it a checkpoint
+    URL/step_00000120/1f3a9c2e/…          the files of the attempt that made it
+
+Each attempt has a folder of its own, which the manifest names, and nothing is written twice: what a
+process that counts as dead still uploads can harm no checkpoint. Nor can it publish: `owner.json`
+ensures that only the process that started last writes a manifest.
+"""
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import re
+import socket
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..distributed import Group
+from ..errors import RankError, UserError
+from ..settings import override
+from . import MANIFEST, CheckpointError, step_name
+from .manifest import data_of, parse_manifest, read_manifest, sealed
+from .object_store import RemotePath, check_address
+from .paths import DAMAGED, Place, checkpoints_of, located, published, steps
+from .publish import Publisher, RetentionConfig
+from .tensors import identity_differences
+from .upload import UploadingPublisher
+
+log = logging.getLogger(__name__)
+C = TypeVar("C")
+__all__ = ["ELSEWHERE", "Place", "StorageConfig", "located", "on_disk", "open_storage"]
+ELSEWHERE: dict[str, str] = {}
+"""Settings that other projects have, with the answer that they need."""
+OWNER = "owner.json"
+ATTEMPT = re.compile(r"[0-9a-f]{8}")
+
+
+@dataclass(frozen=True)
+class StorageConfig(RetentionConfig):
+    """Checkpoints on disk or in a store."""
+
+    url: str | None = None
+    """Keep them in an object store, as in s3://bucket/run, of this run alone (default: on disk,
+    in the run directory, which all machines then have to share)."""
+    local_first: bool = False
+    """With a url: publish on disk, and upload in the background."""
+
+    def __post_init__(self) -> None:
+        """Check the values (UserError)."""
+        super().__post_init__()
+        if self.url is not None:
+            check_address(self.url)
+        if self.local_first and not self.url:
+            raise UserError("--checkpoint.local-first uploads to a --checkpoint.url: give one")
+
+    @property
+    def far(self) -> bool:
+        """Whether they are in the store only, and the run directory has none."""
+        return self.url is not None and not self.local_first
+
+    def check_fresh(self) -> None:
+        """UserError if `--fresh` does not set all checkpoints aside."""
+        if self.url:
+            raise UserError(f"--fresh leaves {self.url} as it is: give another --checkpoint.url")
+
+
+class StorePublisher(Publisher):
+    """The checkpoints of one run below a URL."""
+
+    start_over = "start over with another --checkpoint.url"
+    directory: RemotePath
+
+    def __init__(
+        self,
+        directory: RemotePath,
+        retention: RetentionConfig,
+        group: Group,
+        identity: dict[str, Any] | None = None,
+    ) -> None:
+        """`identity`: that of the run, if a store with another run's is to be refused."""
+        super().__init__(directory, retention, group)
+        self.identity = identity
+        self.token = uuid.uuid4().hex
+        self.spared: str | None = None  # an attempt of an earlier process, to be continued
+
+    def prepare(self) -> None:
+        """Refuse another run's store, own this one, and remove what an earlier process has left."""
+        self.group.from_first(self.refuse_others)
+        self.own()
+        self.group.from_first(self.remove_leftovers)
+
+    def refuse_others(self) -> None:
+        """UserError when the newest checkpoint is of another run, whose owner has to stay."""
+        with explaining(self.directory):
+            for path in reversed(published(self.directory) if self.identity else ()):
+                with contextlib.suppress(CheckpointError):  # damaged: look at the one before it
+                    identity = read_manifest(path).get("identity")
+                    if problems := identity_differences(identity, self.identity):
+                        raise UserError(
+                            "\n  ".join([f"{path} is of another run:", *problems])
+                            + "\nGive another --checkpoint.url, or take over the weights alone: "
+                            f"--init-from {path}"
+                        )
+                    return
+
+    def own(self) -> None:
+        """Become the owner, and check that all ranks see the same store (UserError).
+
+        A run that still goes on somewhere else stops at its next save.
+        """
+        token = self.group.from_first(self._write_owner)
+
+        def look() -> None:
+            if self._owner() != token:
+                raise UserError(
+                    f"{socket.gethostname()} does not see what rank 0 writes to {self.directory}: "
+                    "give all machines the same endpoint and the same rights"
+                )
+
+        self.group.agree(look)
+
+    def reserve(self, step: int) -> str:
+        """The name of a folder that nobody has written to."""
+        return f"{step_name(step)}/{uuid.uuid4().hex[:8]}"
+
+    def finish(self, path: RemotePath) -> dict[str, Any]:
+        """The entry in the manifest of what was sent, counted and hashed on its way."""
+        return path.written.pop(path.path)
+
+    def commit(self, reserved: str, manifest: dict[str, Any]) -> None:
+        """Publish what was reserved, by writing the manifest."""
+        name, attempt = reserved.split("/")
+        content = sealed({**manifest, "folder": attempt})
+        parse_manifest(content, name)  # what a restore would refuse must not be published
+        path = self.directory / name
+        try:
+            (path / MANIFEST).write_new(content, self.check_owner)
+        except FileExistsError:
+            self.set_aside(path)
+            (path / MANIFEST).write_new(content, self.check_owner)
+
+    def abandon(self, reserved: str) -> None:
+        """Remove what a failed save has written; what is left, the next start removes."""
+        name, attempt = reserved.split("/")
+        path = self.directory / name
+        with contextlib.suppress(OSError, RankError):
+            # The answer to writing the manifest may have been lost, and nobody could look.
+            if (path / MANIFEST).exists() and read_manifest(path).get("folder") == attempt:
+                (path / MANIFEST).unlink()
+            (path / attempt).remove_tree()
+
+    def set_aside(self, path: RemotePath) -> RemotePath:
+        """Rename a damaged checkpoint's manifest: then it is none, and nothing is lost."""
+        inside = path.sizes()
+        names = (f"{MANIFEST}.damaged-{n}" for n in itertools.count(1))
+        aside = next(name for name in names if name not in inside)
+        (path / MANIFEST).rename(path / aside)
+        return path / aside
+
+    def discard(self, path: RemotePath, manifest: dict[str, Any]) -> None:
+        """Remove a checkpoint, its manifest first: what a crash leaves is a leftover."""
+        self.check_owner()
+        (path / MANIFEST).unlink()
+        data_of(path, manifest).remove_tree()
+
+    def remove_leftovers(self) -> None:
+        """Remove attempts that no manifest names, up to the newest checkpoint.
+
+        None of a later step: other ranks may be sending it (upload.py).
+        """
+        self.check_owner()
+        for newest in published(self.directory)[-1:]:
+            folders = steps(self.directory)
+            self._clean(folders[: folders.index(newest) + 1])
+
+    def check_owner(self) -> None:
+        """UserError when another run has taken over since."""
+        if self._owner() != self.token:
+            raise UserError(
+                f"another run has taken over {self.directory} ({OWNER} there names it): this one "
+                "stops, and has not touched its checkpoints"
+            )
+
+    def _clean(self, folders: list[RemotePath]) -> None:
+        """Remove attempts that no manifest names; none of a step with damage that was set aside."""
+        for path in folders:
+            inside = path.sizes()
+            leftovers = set(filter(ATTEMPT.fullmatch, inside))
+            if MANIFEST in inside:
+                try:
+                    leftovers.discard(read_manifest(path).get("folder"))
+                except RankError:
+                    continue  # damaged, for `newest_good` to report, or not to be read just now
+            if not any(map(DAMAGED.fullmatch, inside)):
+                for name in sorted(leftovers):
+                    if f"{path.name}/{name}" != self.spared:
+                        log.info("removing what is left of a save: %s", path / name)
+                        (path / name).remove_tree()
+
+    def _write_owner(self) -> str:
+        note = {"token": self.token, "process": f"{os.getpid()} on {socket.gethostname()}"}
+        with explaining(self.directory):
+            (self.directory / OWNER).write(json.dumps(note, indent=1).encode())
+            self._clean(steps(self.directory))
+        if count := self.directory.abort_uploads():
+            log.info("dropped %d half uploads that were left in %s", count, self.directory)
+        return self.token
+
+    def _owner(self) -> str | None:
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+            return json.loads((self.directory / OWNER).read())["token"]
+        return None
+
+
+@contextlib.contextmanager
+def explaining(directory: RemotePath) -> Iterator[None]:
+    """UserError, with likely reasons, for a store that cannot be used from the start."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{directory} cannot be used: {error}. Is the address right, does the bucket exist, "
+            "and does the environment say who you are (as AWS_PROFILE) and where the store is "
+            "(AWS_ENDPOINT_URL, if it is not Amazon's)?"
+        ) from error
+
+
+def open_storage(
+    run_dir: Path, config: StorageConfig, group: Group, identity: dict[str, Any] | None
+) -> Publisher:
+    """What publishes and finds the checkpoints of a run."""
+    if not config.url:
+        return Publisher(run_dir / "checkpoints", config, group)
+    store = StorePublisher(located(config.url), config, group, identity)
+    return UploadingPublisher(run_dir / "checkpoints", store) if config.local_first else store
+
+
+def refuse_to_forget(run_dir: Path, directory: Place) -> None:
+    """UserError if a run without checkpoints in `directory` has some in another place."""
+    for before in (checkpoints_of(run_dir), run_dir / "checkpoints"):
+        if before != directory and published(before):
+            raise UserError(
+                f"this run has its checkpoints in {before}, and there are none in "
+                f"{directory}: go on there (--checkpoint.url), copy them, or start "
+                "another run (--name NAME)"
+            )
+
+
+def on_disk(config: C) -> C:
+    """The settings without a store: for what measures this machine, or is another run."""
+    return override(config, {"checkpoint.url": None, "checkpoint.local_first": False})

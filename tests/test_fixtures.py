@@ -1,0 +1,72 @@
+"""Checkpoints of earlier releases load and are gone on from, in a render of every format.
+
+`fixtures/` holds what version 0.1.0 wrote at ed90adf with each answer, on one rank and on two, and
+the sha256 of each tensor, as that version read it.
+"""
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Project
+
+FIXTURES = Path(__file__).parent / "fixtures"
+TENSORS = json.loads((FIXTURES / "tensors.json").read_text())
+
+
+@pytest.fixture(scope="module", params=["torch_save", "dcp", "dcp_async"])
+def project(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Project]:
+    name, answers = f"later_{request.param}", {"checkpoint": request.param, "tracker": "none"}
+    with Project.imported(tmp_path_factory.mktemp("later"), name, **answers) as project:
+        yield project
+
+
+@pytest.mark.parametrize("written", TENSORS)
+def test_an_old_checkpoint_is_read_and_gone_on_from(
+    project: Project, written: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    run = tmp_path / "run"
+    shutil.copytree(FIXTURES / written, run)
+    tensors = project.tensors(run)
+    found = {n: hashlib.sha256(t.numpy().tobytes()).hexdigest() for n, t in tensors.items()}
+    assert found == TENSORS[written]
+    # The settings of another release: those that are none any more are named, in one line.
+    words = ("--config", str(run / "config.json"), "--data.path", str(FIXTURES / "text.txt"))
+    more = ("--run-dir", str(run), "--train.steps", "8")
+    project("train", *words, *more)
+    assert f"resuming from {run / 'checkpoints/step_00000006'}" in caplog.text
+    left_out = [line for line in caplog.text.splitlines() if "left out of" in line]
+    assert len(left_out) == 1 and "checkpoint.url" in left_out[0]
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [7, 8]
+    project("verify", "--run-dir", str(run))
+
+
+def test_the_answer_that_an_old_address_needs_is_named(
+    project: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a run that had its checkpoints in an object store, of which this project knows nothing."""
+    caplog.set_level(logging.INFO)
+    settings = json.loads((FIXTURES / "dcp-1/config.json").read_text())
+    settings["checkpoint"]["url"] = "s3://bucket/run"
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    project.module("config").load(tmp_path / "config.json")
+    assert "checkpoint.url (storage=object_store)" in caplog.text
+    words = ("--data.path", str(FIXTURES / "text.txt"), "--preset", "tiny", "--device", "cpu")
+    for refused in (
+        ("train", *words, "--run-dir", str(tmp_path)),
+        ("train", *words, "--run-dir", "s3://bucket/run"),
+        ("train", *words, "--name", "new", "--init-from", "s3://bucket/run"),
+        ("verify", "--run-dir", str(tmp_path)),
+        ("verify", "--run-dir", "s3://bucket/run"),
+        ("export", "--source", "s3://bucket/run", "--to", str(tmp_path / "all.pt")),
+    ):
+        line = project.refuses(*refused)
+        assert "storage=object_store" in line and "\n" not in line, refused

@@ -1,0 +1,1 @@
+# {% include "storage/" ~ cookiecutter.storage ~ "/paths.py" %}

@@ -1,0 +1,181 @@
+"""What a checkpoint holds: tensors by name, shared out among the ranks that write them.
+
+`{"model": {name: tensor}, "optimizer": {parameter: {key: tensor}}}`: tensors only, under the names
+that `model.state_dict()` gives. No Python object is pickled, so none has to be unpickled; the rest
+(step, samples, schedule, identity) is JSON in the manifest.
+"""
+
+import inspect
+import math
+from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..distributed import parallel
+from ..errors import UserError
+from . import CheckpointError
+
+Tensors = dict[str, Any]  # nested: {"model": {name: tensor}, "optimizer": {name: {key: tensor}}}
+Path = tuple[str, ...]  # the keys that lead to a tensor
+GROUPS = "param_groups."  # by place: what an optimizer keeps in its groups
+
+
+def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+    """The tensors of a nested dictionary, each with the keys that lead to it."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from walk(value, (*path, str(key)))
+    elif isinstance(tree, torch.Tensor):
+        yield path, tree
+
+
+def nest(pairs: Iterable[tuple[Path, torch.Tensor]]) -> Tensors:
+    """The opposite of `walk`."""
+    # Both branches are always there: DCP wants the same top-level keys from every rank.
+    tree: Tensors = {"model": {}, "optimizer": {}}
+    for path, tensor in pairs:
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = tensor
+    return tree
+
+
+def flat(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a nested dictionary by the names that DCP gives them."""
+    return ((".".join(path), tensor) for path, tensor in walk(tree))
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and persistent buffers of an unwrapped model, sharing its memory."""
+    tensors = model.state_dict()
+    if odd := [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]:
+        raise UserError(f"only tensors can be checkpointed; {odd[0]} is extra state of a module")
+    return dict(tensors)
+
+
+def forms_of(tensors: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
+    """Shape and dtype of each tensor, as a manifest has them."""
+    return {
+        name: [*tensor.shape, str(tensor.dtype).removeprefix("torch.")]
+        for name, tensor in tensors.items()
+    }
+
+
+def optimizer_parts(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, dict[str, Any], list[str]]]:
+    """What any optimizer keeps: names, the dictionaries it is in, and the keys to save there.
+
+    That is its state of each parameter, and the counts that it writes into its groups (some
+    optimizers count their steps there), but no settings: those are in the signature of its class.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter in optimizer.state:
+            state = optimizer.state[parameter]
+            yield name, state, [key for key, value in state.items() if value is not None]
+    settings = {*inspect.signature(type(optimizer)).parameters, "lr", "initial_lr", "rate_factor"}
+    for place, group in enumerate(optimizer.param_groups):
+        values = {k: v for k, v in group.items() if isinstance(v, int | float | torch.Tensor)}
+        if own := [k for k, v in values.items() if k not in settings and not isinstance(v, bool)]:
+            yield f"{GROUPS}{place}", group, own
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """The optimizer's state by parameter name; plain numbers in it come as scalar tensors."""
+    tensors: Tensors = {}
+    for name, holder, keys in optimizer_parts(model, optimizer):
+        tensors[name] = {key: holder[key] for key in keys}
+        for key, value in tensors[name].items():
+            if isinstance(value, int | float):
+                dtype = torch.float64 if isinstance(value, float) else None
+                tensors[name][key] = torch.tensor(value, dtype=dtype)
+            elif not isinstance(value, torch.Tensor):
+                what = f"{name} {key} is a {type(value)}"
+                raise UserError(f"optimizer state can be tensors and numbers; {what}")
+    return tensors
+
+
+def put_back_numbers(tensors: Tensors, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer the plain numbers that were read into scalar tensors."""
+    for name, holder, keys in optimizer_parts(model, optimizer):
+        for key in keys:
+            if isinstance(value := holder[key], int | float):
+                holder[key] = type(value)(tensors[name][key].item())
+
+
+def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer allocate its state, by a step that changes nothing worth keeping."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, values in zip(optimizer.param_groups, before, strict=True):
+        group.update(values)
+    optimizer.zero_grad(set_to_none=True)
+
+
+def share_of(tensors: Tensors, rank: int, size: int) -> Tensors:
+    """What this rank has to write: a near-equal part of what it and other ranks hold alike."""
+    pairs = list(walk(tensors))
+    loads: dict[int, list[int]] = {}
+    mine = set()
+    for path, tensor in sorted(pairs, key=lambda pair: -pair[1].nbytes):
+        copies, place = parallel.copies(tensor, rank, size)
+        load = loads.setdefault(copies, [0] * copies)
+        lightest = load.index(min(load))
+        load[lightest] += tensor.nbytes + 4096  # a small tensor has its cost too
+        if lightest == place:
+            mine.add(path)
+    return nest((path, tensor) for path, tensor in pairs if path in mine)
+
+
+def refuse_nan(tensors: Tensors, model: nn.Module) -> None:
+    """CheckpointError for a NaN in any tensor, or an infinity in a trained weight of the model.
+
+    Steps that are not finite are skipped, so there should be none; but a checkpoint with them would
+    verify, and push out the good ones. Buffers may be infinite, as masks are.
+    """
+    weights: Set[str] = {name for name, p in model.named_parameters() if p.requires_grad}
+    for (kind, name, *rest), value in walk(tensors):
+        tensor = parallel.local_part(value).detach()
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        if tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16:
+            array = tensor.numpy()  # on one thread: a torch operator would start a pool of threads
+            extremes = [float(array.min()), float(array.max())]
+        else:
+            wide = tensor.float() if tensor.itemsize == 1 else tensor  # float8 has no order
+            extremes = torch.stack(torch.aminmax(wide)).tolist()
+        weight = kind == "model" and name in weights
+        if any(math.isnan(x) or (weight and math.isinf(x)) for x in extremes):
+            raise CheckpointError(f"{'.'.join((kind, name, *rest))} is not finite")
+
+
+def identity_differences(saved: Any, ours: dict[str, Any]) -> list[str]:
+    """Name each field that differs, with both values; `saved` may be anything out of JSON."""
+    differences = []
+    saved = saved if isinstance(saved, dict) else {}
+    for field in sorted(saved.keys() | ours.keys()):
+        theirs, mine = saved.get(field), ours.get(field)
+        if isinstance(theirs, dict) and isinstance(mine, dict):
+            differing = [k for k in {**theirs, **mine} if theirs.get(k) != mine.get(k)]
+            for key in differing[:3]:
+                values = f"{shown(theirs.get(key, 'not'))} saved, {mine.get(key, 'not there')} now"
+                differences.append(f"{field} {shown(key)}: {values}")
+            if len(differing) > 3:
+                differences.append(f"{field}: {len(differing) - 3} more")
+        elif theirs != mine:
+            differences.append(f"{shown(field)}: {shown(theirs)} saved, {mine} now")
+    return differences
+
+
+def shown(value: Any) -> str:
+    """A value that a stranger may have chosen, as it can be printed."""
+    text = f"{value}"
+    return f"{text if text.isprintable() else ascii(text):.100}"

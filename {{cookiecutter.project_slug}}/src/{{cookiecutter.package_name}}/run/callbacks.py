@@ -1,0 +1,93 @@
+"""How the loop holds its callbacks; callbacks.py says what they are."""
+
+import contextlib
+import gc
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+log = logging.getLogger(__name__)
+METHODS = ("before_step", "after_step", "after_validation")
+
+
+class Callbacks:
+    """Callbacks in the order in which they were entered; `stack` leaves them."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self.stack = stack
+        self.entered: list[Any] = []
+
+    def enter(self, callbacks: Iterable[Any]) -> None:
+        """Add callbacks, and enter those that are context managers."""
+        for callback in callbacks:
+            entered = Harmless(callback) if getattr(callback, "harmless", False) else callback
+            if hasattr(entered, "__enter__"):
+                self.stack.enter_context(entered)
+            self.entered.append(entered)
+
+    def methods(self) -> Iterator[list[Callable[..., None]]]:
+        """The bound methods by name, looked up once so that a step calls them directly."""
+        for name in METHODS:
+            yield [getattr(one, name) for one in self.entered if hasattr(one, name)]
+
+
+class Harmless:
+    """A callback whose errors do not end the run: the first is a warning, then it is left out."""
+
+    def __init__(self, callback: Any) -> None:
+        self.callback, self.error = callback, None
+        self.stack = contextlib.ExitStack()
+        for name in METHODS:
+            if hasattr(callback, name):
+                setattr(self, name, self._guarded(getattr(callback, name)))
+
+    def __enter__(self) -> "Harmless":
+        """Enter it, if it is a context manager."""
+        if hasattr(self.callback, "__enter__"):
+            self._guarded(self.stack.enter_context)(self.callback)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Leave it if it was entered, even after an error."""
+        error, self.error = self.error, None
+        self._guarded(self.stack.__exit__, error is None)(*exception)
+
+    def _guarded(self, method: Callable[..., object], warn: bool = True) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            if self.error:
+                return
+            try:
+                method(*arguments)
+            except Exception as error:
+                self.error = error
+                if warn:
+                    name = type(self.callback).__name__
+                    log.warning("%s is left out from here on, training is not: %r", name, error)
+
+        return call
+
+
+class GarbageCollection:
+    """A callback: Python's cycle collector runs at log steps only, where the host waits anyway.
+
+    Elsewhere it would stop one rank, and with it all of them, at a random moment. Almost everything
+    that a step drops is freed by reference counts; a few cycles come from activation checkpointing
+    and saves.
+    """
+
+    def __enter__(self) -> "GarbageCollection":
+        """Turn the collector off; what is there by now stays for the run."""
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Turn it on again."""
+        gc.enable()
+        gc.unfreeze()
+
+    def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
+        """Collect at log steps."""
+        if record is not None:
+            gc.collect(1)
