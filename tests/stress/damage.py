@@ -245,7 +245,7 @@ def tensors(target: Target, path: Path) -> dict[str, Any]:
     import torch
 
     reading = importlib.import_module(f"{target.package}.checkpoint.reader")
-    control = importlib.import_module(f"{target.package}.distributed.world")
+    control = importlib.import_module(f"{target.package}.distributed")
     source = reading.open_tensors(*reading.find_checkpoint(path))
     found = {name: torch.empty(f.shape, dtype=f.dtype) for name, f in source.forms.items()}
     source.read(found, control.Group())

@@ -145,7 +145,7 @@ def poison(render: Render, bad: set[int], in_loss: bool) -> Iterator[None]:
 
 def run_here(render: Render, run: str, observer: Any, *options: str, **changes: Any) -> str:
     """How a run in this process ended, or in what words it failed."""
-    config, control = render.module("config"), render.module("distributed")
+    config, errors = render.module("config"), render.module("errors")
     ground = {"device": "cpu", "run_dir": render.run_dir(run), "train.steps": 60}
     ground |= {"data.path": render.folder / "text.txt"} | changes
     for name, value in zip(options[::2], options[1::2], strict=True):
@@ -154,7 +154,7 @@ def run_here(render: Render, run: str, observer: Any, *options: str, **changes: 
     callbacks = [SimpleNamespace(after_step=observer)] if observer else []
     try:
         return str(render.module("train").run(settings, callbacks).status)
-    except (render.module("errors").UserError, control.RankError) as error:
+    except (errors.UserError, errors.RankError) as error:
         return str(error)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Project
+
+from tests.conftest import Project
 
 NAME = "TORCHINDUCTOR_CACHE_DIR"
 

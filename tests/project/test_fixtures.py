@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Project
+
+from tests.conftest import Project
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TENSORS = json.loads((FIXTURES / "tensors.json").read_text())
