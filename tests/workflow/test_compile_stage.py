@@ -348,14 +348,13 @@ def test_what_may_be_cut(project: Project) -> None:
     worker = project.module("workflow.compile_worker")
     words, mask = torch.zeros(3, 16, dtype=torch.long), torch.zeros(3, 16, dtype=torch.bool)
     nested = {"in": [words, {"mask": mask}], "label": torch.zeros(3), "name": "x"}
-    assert worker.common_length(nested) == 16
-    shorter = worker.cut(nested, 12)
-    assert [
-        tuple(t.shape) for t in (*shorter["in"][:1], shorter["in"][1]["mask"], shorter["label"])
-    ] == [(3, 12), (3, 12), (3,)]
-    assert worker.common_length({"images": torch.zeros(3, 16, 16)}) is None
-    assert worker.common_length([words, words[:, :8]]) is None
-    assert worker.common_length([torch.zeros(3)]) is None
+    shorter = worker.shortened(nested)
+    assert shorter["in"][0].shape == shorter["in"][1]["mask"].shape == (3, 14)
+    assert shorter["label"].shape == (3,) and shorter["name"] == "x"
+    assert worker.shortened({"images": torch.zeros(3, 16, 16)}) is None
+    assert worker.shortened([words, words[:, :8]]) is None
+    assert worker.shortened([torch.zeros(3)]) is None
+    assert worker.shortened([words[:, :3]]) is None
 
 
 def test_a_restart_with_the_compile_cache_is_warm(

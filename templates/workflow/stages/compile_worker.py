@@ -193,37 +193,29 @@ def batches_that_vary(state: State) -> tuple[list[Any], str]:
     size = max(4, state.plan[0].places.stop - state.plan[0].places.start)  # 1 is a case of its own
     ids = np.resize(order.ids(0), size)
     full, fewer, fewest = (fetch(dataset, ids[: size - less]) for less in range(3))
-    length = common_length(full)
-    if length is None:
-        problem = "its tensors share no axis of time that could be cut"
-    else:
-        shorter = cut(fewer, length - max(1, length // 8))
-        try:
-            one_step(state, shorter)
-            return [full, fewer, shorter], "batch size and length"
-        except Exception as error:
-            problem = f"the model refuses a shorter batch, {type(error).__name__}"
-    return [full, fewer, fewest], f"batch size (length not tried: {problem})"
+    shorter = shortened(fewer)
+    if shorter is None:
+        return [full, fewer, fewest], "batch size (its tensors share no length that could be cut)"
+    try:
+        one_step(state, shorter)
+    except Exception as error:
+        problem = f"the model refuses a shorter batch, {type(error).__name__}"
+        return [full, fewer, fewest], f"batch size ({problem})"
+    return [full, fewer, shorter], "batch size and length"
 
 
-def common_length(batch: Any) -> int | None:
-    """The length of sequences [batch, length, …], if that is what all wider tensors are.
-
-    The second axis of floating-point tensors (images, features) may mean anything.
-    """
+def shortened(batch: Any) -> Any | None:
+    """A batch of sequences [batch, length, …] cut by an eighth; None if they share no length."""
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     wide = [tensor for tensor in tensors if tensor.ndim > 1]
-    lengths = {tensor.shape[1] for tensor in wide}
-    if len(lengths) != 1 or any(tensor.is_floating_point() for tensor in wide):
+    length = max((tensor.shape[1] for tensor in wide), default=0)
+    # The second axis of floating-point tensors (images, features) may mean anything.
+    unlike = any(tensor.shape[1] != length or tensor.is_floating_point() for tensor in wide)
+    if unlike or length < 4:
         return None
-    (length,) = lengths
-    return length if length >= 4 else None
-
-
-def cut(batch: Any, length: int) -> Any:
-    """A batch of sequences, cut to a length."""
+    kept = length - max(1, length // 8)
     return pytree.tree_map_only(
-        torch.Tensor, lambda t: t[:, :length].contiguous() if t.ndim > 1 else t, batch
+        torch.Tensor, lambda t: t[:, :kept].contiguous() if t.ndim > 1 else t, batch
     )
 
 
