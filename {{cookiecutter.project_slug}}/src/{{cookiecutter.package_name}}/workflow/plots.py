@@ -87,10 +87,9 @@ def bars(
         for y, (_, value, *whisker) in enumerate(shown):
             low, high = whisker or (value, value)
             axes.barh(y, value, color=BLUE, height=0.6)
-            axes.plot([low, high], [y, y], "|-" if whisker else "", color=INK, lw=1.2)
-            axes.annotate(
-                label(value), (high, y), (5, 0), textcoords="offset points", va="center"
-            )
+            if whisker:
+                axes.plot([low, high], [y, y], "|-", color=INK, lw=1.2)
+            axes.annotate(label(value), (high, y), (5, 0), textcoords="offset points", va="center")
         axes.set_yticks(range(len(shown)), [row[0] for row in shown])
         longest = max(max(row[1:]) for row in shown)
         axes.set(xlabel=xlabel, xlim=(0, 1.2 * longest or 1.0))  # room for the numbers
