@@ -137,7 +137,7 @@ def test_numbers_of_processes(project: Project, sharded: Project) -> None:
     assert sizes(project, workflow__ranks=8) == ([1, 2, 4, 8], "")
     assert sizes(project, workflow__ranks=1)[0] == [1] and sizes(project, workflow__ranks=1)[1]
     only, reason = sizes(project, train__global_batch_size=1)
-    assert only == [1] and "nothing to share out" in reason
+    assert only == [1] and "cannot be divided" in reason
     assert sizes(sharded, workflow__ranks=8, parallel__replicate=4) == ([1, 4, 8], "")
     only, reason = sizes(sharded, workflow__ranks=6, parallel__replicate=4)
     assert only == [1] and "--parallel.replicate 4 does not divide 6" in reason

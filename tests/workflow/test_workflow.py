@@ -126,8 +126,9 @@ def test_damaged_results_are_refused_with_the_command_to_run(
         path.write_text(text)
         with pytest.raises(error, match=r"is damaged \(.*\): measure again with `python -m gated"):
             stages.read_stage(tmp_path, "baseline")
-        with pytest.raises(error, match="damaged"):
-            project("report", "--run-dir", str(tmp_path))
+        project("report", "--run-dir", str(tmp_path))
+        page = (tmp_path / "report.html").read_text("utf-8")
+        assert page.count('class="word damaged"') == 1 and "is damaged (" in page
 
 
 def test_a_place_that_cannot_be_written_is_told_before(project: Project, tmp_path: Path) -> None:
@@ -385,22 +386,41 @@ def test_what_is_not_finite_is_null(project: Project, tmp_path: Path) -> None:
     project("report", "--run-dir", str(tmp_path))
 
 
-def test_an_efficiency_that_was_not_measured_is_no_tile(project: Project) -> None:
+def test_an_efficiency_that_was_not_measured_is_no_tile(project: Project, tmp_path: Path) -> None:
     report = project.module("workflow.report")
+    path = write_stage(project, tmp_path, "scale")
+    content = json.loads(path.read_text())
     for status, shown in (("pass", True), ("not_measured", False)):
-        check = {"name": "strong_efficiency", "status": status}
-        scale = {"figures": FIGURES["scale"], "checks": [check]}
-        tiles = dict(report.tiles(dict.fromkeys(FIGURES) | {"scale": scale}, []))
+        content["checks"][0] |= {"name": "strong_efficiency", "status": status}
+        path.write_text(json.dumps({**content, "status": status}))
+        tiles = dict(report.section(tmp_path, "scale").tiles)
         assert ("strong efficiency, 2 ranks" in tiles) is shown
 
 
-def test_figures_of_an_older_version_are_told(project: Project, tmp_path: Path) -> None:
+def test_figures_of_an_older_version_are_shown_as_damaged(project: Project, tmp_path: Path) -> None:
+    write_stage(project, tmp_path, "baseline")
     path = write_stage(project, tmp_path, "checkpoint")
     content = json.loads(path.read_text())
     del content["figures"]["restart_seconds"]["launch"]
     path.write_text(json.dumps(content))
-    said = project.refuses("report", "--run-dir", str(tmp_path))
-    assert "KeyError('launch')" in said and "--workflow.force" in said
+    project("report", "--run-dir", str(tmp_path))
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert "KeyError(&#39;launch&#39;)" in page and page.count('class="word damaged"') == 1
+    assert "133" in page and f"checkpoint --run-dir {tmp_path}" in page
+
+
+def test_whiskers_stay_inside_the_axes(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However far above the median the upper end is."""
+    plots, limits = project.module("workflow.plots"), []
+    draw = plots.draw
+
+    def look(paint: Any, *size: float) -> str:
+        return draw(lambda axes: (paint(axes), limits.append(axes.get_xlim())), *size)
+
+    monkeypatch.setattr(plots, "draw", look)
+    plots.bars([("one", 10.0, 9.0, 11.0), ("two", 12.0, 1.0, 300.0)], "samples/s")
+    plots.bars([("none", 0.0)], "seconds")
+    assert limits[0][0] == 0 and limits[0][1] > 1.1 * 300 and limits[1] == (0, 1)
 
 
 def test_a_report_of_what_there_is(project: Project, tmp_path: Path) -> None:
@@ -412,5 +432,29 @@ def test_a_report_of_what_there_is(project: Project, tmp_path: Path) -> None:
     assert f"python -m gated compile --run-dir {tmp_path}" in text
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     project("report", "--run-dir", str(tmp_path))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo\n{"step": 2, "loss": 2.0}\n')
-    assert "line 1 is damaged" in project.refuses("report", "--run-dir", str(tmp_path))
+    assert "left out" not in (tmp_path / "report.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "note"),
+    [
+        ("status.json", b'{"status": "running", "step": 3}', None),  # as of an older version
+        ("status.json", b'{"status": "run', "status.json cannot be read"),
+        ("status.json", b"[1]", "status.json cannot be read"),
+        ("status.json", b"\xff\xfe", "status.json cannot be read"),
+        ("config.json", b"\x00" * 20, "config.json cannot be read"),
+        ("metrics.jsonl", b'{"step": 1, "lo\n{"step": 2, "loss": 2.0}\n', "1 damaged lines"),
+        ("metrics.jsonl", b'{"step": 1, "loss": 2.0}\n\xff\xfe\n7\n{}\n\n', "4 damaged lines"),
+        ("metrics.jsonl", b"\x00" * 50 + b"\n", "1 damaged lines"),
+        ("workflow/profile.json", b"\xff", "is damaged"),
+    ],
+)
+def test_whatever_state_a_run_died_in_is_shown(
+    project: Project, tmp_path: Path, name: str, content: bytes, note: str | None
+) -> None:
+    (tmp_path / "workflow").mkdir()
+    (tmp_path / name).write_bytes(content)
+    project("report", "--run-dir", str(tmp_path))
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert (note in page) if note else ("running at step 3" in page and "cannot" not in page)
+    assert page.count("not run") >= 4

@@ -31,6 +31,7 @@ from ..config import Config, load, override
 from ..distributed import Group, World, join, leave, parallel
 from ..errors import RankError, UserError, exit_code
 from ..files import write_json
+from ..run.hardware import check_memory, expected_memory
 from ..run.logs import log_to_console
 from ..train import State, run, setup, start, train_step
 from . import processes
@@ -84,12 +85,13 @@ class Recorder:
 
 def reload(config: Config, world: World, source: Path, target: Path) -> dict[str, Any]:
     """Load the newest checkpoint of a run, and save it as the only one of another."""
-    group = Group(world)
     try:
         state = setup(config, world)
-        digests, step = load_into(state, source, group), state.step
+        check_memory(expected_memory(state.model, state.optimizer, 0), world.device)
     except UserError as error:  # too large for so few processes
         return {"refused": str(error)}
+    group = Group(world)
+    digests, step = load_into(state, source, group), state.step
     checkpointer = start(state, target, group)  # finds nothing there
     checkpointer.save(step)
     checkpointer.close()
@@ -108,9 +110,7 @@ def examine(config: Config, world: World, run_dir: Path) -> dict[str, Any]:
     group.from_first(lambda: os.rename(run_dir / "held-back", newest))
     flips = {}
     for bit in group.from_first(lambda: bits_of(newest)):
-        problem = problem_with_flip(state, newest, bit, group)
-        if not problem and (state.step, digests_of(state, group)) != (step, restored):
-            problem = f"not noticed, restored other values, of step {state.step}"
+        problem = problem_with_flip(state, newest, bit, group, step, restored)
         flips[f"{bit[0]}, byte {bit[1]:,}"] = problem
     group.from_first(lambda: shutil.rmtree(run_dir / "checkpoints"))
     costs = time_saves(state, run_dir.with_name("timed"), group)
@@ -132,33 +132,41 @@ def bits_of(checkpoint: Path) -> list[tuple[str, int]]:
     return middles + [(largest, offset) for offset in (0, last // 2, last)]
 
 
-def problem_with_flip(state: State, newest: Path, bit: tuple[str, int], group: Group) -> str:
-    """Flip one bit of a run's newest checkpoint, restore the run, and undo the damage.
+def problem_with_flip(
+    state: State, newest: Path, bit: tuple[str, int], group: Group, step: int, expected: Digests
+) -> str:
+    """Flip a bit of a run's newest checkpoint, restore the run, and undo the damage.
 
-    Returns why the damage went unnoticed; empty if it was named and the checkpoint set aside.
+    Returns what went wrong; empty if the damage was named, the checkpoint set aside, and the one
+    before it restored, which is of `step` and holds what is `expected`.
     """
-    group.from_first(lambda: flip_bit(newest / bit[0], bit[1]))
+    file, offset = newest / bit[0], bit[1]
+    group.from_first(lambda: flip_bit(file, offset))
     LOG.buffer.clear()
+    problem, restored = "", {}
     try:
-        load_into(state, newest.parents[1], group)
-        problem = ""
+        restored = load_into(state, newest.parents[1], group)
     except RankError as error:
         problem = str(error)
 
     def undo() -> bool:
-        aside = sorted(newest.parent.glob(f"{newest.name}.damaged-*"))
-        for path in aside:
+        set_aside = sorted(newest.parent.glob(f"{newest.name}.damaged-*"))
+        for path in set_aside:
             os.rename(path, newest)
-        flip_bit(newest / bit[0], bit[1])
-        return bool(aside)
+        flip_bit(file, offset)
+        return bool(set_aside)
 
     set_aside = group.from_first(undo)
     warnings = [record.getMessage() for record in LOG.buffer]
-    if not problem and not set_aside:
-        problem = f"the checkpoint was not set aside, step {state.step} was restored"
-    elif not problem and not any("DAMAGED" in text and bit[0] in text for text in warnings):
-        problem = "noticed, but no warning names the file"
-    return problem
+    if problem:
+        return problem
+    if state.step != step or restored != expected:
+        return f"not noticed, or not repaired: restored other values, of step {state.step}"
+    if not set_aside:
+        return "noticed, but the checkpoint was not set aside"
+    if not any("DAMAGED" in text and file.name in text for text in warnings):
+        return "noticed, but no warning names the file"
+    return ""
 
 
 def flip_bit(path: Path, offset: int) -> None:
@@ -226,7 +234,7 @@ def load_into(state: State, run_dir: Path, group: Group) -> Digests:
 def digests_of(state: State, group: Group) -> Digests:
     """sha256 of each whole tensor of model and optimizer.
 
-    Where ranks hold different values, all of theirs: no restored state can be equal to that.
+    Where ranks hold different values, rank 0 returns all of theirs, to which nothing can be equal.
     """
     parallel.agree_on_buffers(state.model, state.world)
     digests: Digests = {}
