@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
-from .errors import control, sampling, snapshots, watch
+from . import sampling
+from .checkpoint import publish
+from .distributed import stop, watchdog
 
 HEARD: list[tuple[Any, ...]] = []
 
@@ -26,9 +28,9 @@ HEARD: list[tuple[Any, ...]] = []
 def arm(training: Any) -> None:
     """Do as DRILL says to the module of the loop."""
     what = json.loads(os.environ.get("DRILL", "{}"))
-    control.Control._handle = hearing(control.Control._handle, what.get("deaf"))
+    stop.Control._handle = hearing(stop.Control._handle, what.get("deaf"))
     if "patience" in what:
-        watch.PATIENCE = timedelta(seconds=what["patience"])
+        watchdog.PATIENCE = timedelta(seconds=what["patience"])
     if "poison" in what:
         sampling.fetch = poisoned(sampling.fetch, what["poison"])
         training.compute_loss = spoiled(training.compute_loss)
@@ -39,7 +41,7 @@ def arm(training: Any) -> None:
     places: dict[str, tuple[Any, str]] = {
         "start-up": (training, "start"),
         "validation": (training, "fetch"),
-        "save": (snapshots.Snapshots, "publish"),
+        "save": (publish.Publisher, "publish"),
         "step": (training, "train_step"),
     }
     if "at" in what:

@@ -173,7 +173,7 @@ class Victim:
         def weights() -> int:
             return int(load(where, model, None, group).partition("/step_")[2][:8])
 
-        yield "verify", lambda: self.module("run.directory").list_checkpoints(where) and 0
+        yield "verify", lambda: self.module("checkpoint.publish").list_checkpoints(where) and 0
         yield "--init-from", weights
         if case.name.find("mutated") < 0:
             yield "export", export
@@ -222,10 +222,8 @@ def main(folder: Path, start: int, stop: int, mutants: int, bounded: bool, seed:
         )
         victim = victims[case.answer]
         where = victim.place(case, place)
-        bytes_there = sum(p.lstat().st_blocks * 512 for p in place.rglob("*"))
         problems = []
-        reset = hasattr(os, "fork") and reset_peak()
-        before, began = memory(), time.process_time()
+        began = time.process_time()
         for road, read in victim.roads(case, where):
             with watched(watch, place):
                 step, unclear = attempt(read, victim.clear)
@@ -244,8 +242,6 @@ def main(folder: Path, start: int, stop: int, mutants: int, bounded: bool, seed:
             "fuzz": number >= fixed,
             "problems": problems,
             "seconds": time.process_time() - began,
-            "grown": peak() - before if reset else 0,
-            "bytes": bytes_there,
         }
         print(json.dumps(result), flush=True)
     shutil.rmtree(folder / "case", ignore_errors=True)
@@ -274,28 +270,6 @@ def harmed(victim: Victim) -> bool:
     things = (metadata.Metadata, torch.Size, torch._utils._rebuild_tensor_v2)
     things += (collections.OrderedDict, Path)
     return any(hasattr(thing, "harmed") for thing in things) or not callable(Path.exists)
-
-
-def reset_peak() -> bool:
-    """Start counting the most memory anew, where the system can (Linux)."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
-
-
-def memory() -> int:
-    """Resident bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def peak() -> int:
-    """The most resident bytes since `reset_peak`, files that are mapped included."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 if __name__ == "__main__":
