@@ -1,9 +1,8 @@
 """The ranks of a run: joining, agreeing, stopping, noticing hangs and stragglers."""
 
 from .agreement import Group
-from .parallel import check_ranks
 from .watchdog import watchdog
-from .world import World, join, launched_ranks, launcher, leave, regrouping
+from .world import World, check_ranks, join, launched_ranks, launcher, leave, regrouping
 
 __all__ = [
     "Group",

@@ -84,6 +84,13 @@ def launched_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def check_ranks(config: "ParallelConfig", ranks: int) -> None:
+    """UserError when the work cannot be spread over so many processes."""
+    from .parallel import check_ranks  # here, since torchrun starts sooner without FSDP (launch.py)
+
+    check_ranks(config, ranks)
+
+
 def launcher() -> str | None:
     """A name of the torchrun that started this process, the same for as long as it lives.
 
