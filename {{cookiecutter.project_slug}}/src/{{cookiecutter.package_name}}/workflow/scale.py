@@ -27,9 +27,9 @@ from ..train import State, setup, train_step
 from . import memory_forecast as forecast
 from . import processes
 from .gradient_noise import advice_on_batch, gradient_norms, load_newest, noise_scale
-from .processes import most_ranks, named, refusal
 from .stage import Stage, machine
 from .timing import Steps, difference, has_drawn, median_interval, record_steps, spread
+from .world_size import most_ranks, named, refusal
 
 TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}  # relative
 FACTOR = 1.5  # between predicted and measured memory
