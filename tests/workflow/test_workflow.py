@@ -443,9 +443,17 @@ def test_a_report_of_what_there_is(project: Project, tmp_path: Path) -> None:
         ("status.json", b"[1]", "status.json cannot be read"),
         ("status.json", b"\xff\xfe", "status.json cannot be read"),
         ("config.json", b"\x00" * 20, "config.json cannot be read"),
-        ("metrics.jsonl", b'{"step": 1, "lo\n{"step": 2, "loss": 2.0}\n', "1 damaged lines"),
-        ("metrics.jsonl", b'{"step": 1, "loss": 2.0}\n\xff\xfe\n7\n{}\n\n', "4 damaged lines"),
-        ("metrics.jsonl", b"\x00" * 50 + b"\n", "1 damaged lines"),
+        (
+            "metrics.jsonl",
+            b'{"step": 1, "lo\n{"step": 2, "loss": 2.0}\n',
+            "damaged lines, left out here: 1",
+        ),
+        (
+            "metrics.jsonl",
+            b'{"step": 1, "loss": 2.0}\n\xff\xfe\n7\n{}\n\n',
+            "damaged lines, left out here: 4",
+        ),
+        ("metrics.jsonl", b"\x00" * 50 + b"\n", "damaged lines, left out here: 1"),
         ("workflow/profile.json", b"\xff", "is damaged"),
     ],
 )

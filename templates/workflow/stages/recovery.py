@@ -29,9 +29,9 @@ from ..run.directory import RunDirectory
 from ..run.hardware import in_units
 from . import processes
 from .drill import EVERY, PATIENCE, STEPS, Digests, kill_in_save, losses_of, whole
-from .processes import most_ranks, named, refusal
 from .stage import Stage, code_digest, command, need_stage, stage_file
 from .timing import describe, differences
+from .world_size import most_ranks, named, refusal
 
 ON_DISK = 4  # checkpoints that the drill keeps at once, at most
 LAUNCHES = 3  # to meet a save
@@ -137,7 +137,9 @@ class Drill:
             "profile.every": 0,
             "track": False,
         }
-        write_json(folder / "settings.json", to_json(override(config, short_run)))
+        settings = to_json(override(config, short_run))
+        del settings["workflow"]  # of the stage alone
+        write_json(folder / "settings.json", settings)
 
     def run(self, step_seconds: float) -> None:
         """Run all parts; `step_seconds` is what baseline measured on one process."""

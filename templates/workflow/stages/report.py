@@ -188,7 +188,9 @@ def of_checkpoint(found: Section, figures: Figures) -> None:
     rows = [
         ("blocked by a save", blocked),
         ("save, until published", published),
-        *((f"restart: {part.replace('_', ' ')}", restart[part]) for part in RESTART_PARTS),
+        ("restart: launch", restart["launch"]),
+        ("restart: restore", restart["restore"]),
+        ("restart: first step", restart["first_step"]),
     ]
     curve = plots.lost_time(blocked, restart["total"], 3600 * hours, best, published)
     found.plots += [
@@ -197,7 +199,6 @@ def of_checkpoint(found: Section, figures: Figures) -> None:
     ]
 
 
-RESTART_PARTS = ("launch", "restore", "first_step")
 SHOW = {
     "baseline": of_baseline,
     "compile": of_compile,
@@ -255,7 +256,7 @@ def read_metrics(path: Path, notes: list[str]) -> list[Figures]:
             damaged += 1
     whole = [record for record in records if isinstance(record["step"], int)]
     if damaged := damaged + len(records) - len(whole):
-        notes.append(f"{path.name}: {damaged} damaged lines are left out")
+        notes.append(f"{path.name}: damaged lines, left out here: {damaged}")
     return whole
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..config import Config, from_json, override
+from ..config import from_json, override
 from ..device import pick_device
 from ..distributed import Group, World, join, leave
 from ..errors import RankError, exit_code
@@ -25,9 +25,9 @@ from ..train import State, setup, train_step
 from . import memory_forecast as forecast
 from . import processes
 from .gradient_noise import advice_on_batch, gradient_norms, load_newest, noise_scale
-from .processes import most_ranks, named, refusal
-from .stage import Stage, machine
+from .stage import Stage, StageConfig, machine
 from .timing import Steps, difference, has_drawn, median_interval, record_steps, spread
+from .world_size import most_ranks, named, refusal
 
 TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}  # relative
 FACTOR = 1.5  # between predicted and measured memory
@@ -45,7 +45,7 @@ CANNOT_TELL = {
 Records = dict[int, dict[str, Any]]  # by the number of processes
 
 
-def measure(config: Config) -> int:
+def measure(config: StageConfig) -> int:
     """Measure and judge; 0 when the gate is passed, 1 when it is not."""
     stage, device = Stage("scale", config), pick_device(config.device)
     sizes, reason = world_sizes(config, device)
@@ -80,7 +80,7 @@ def measure(config: Config) -> int:
     return stage.close()
 
 
-def world_sizes(config: Config, device: torch.device) -> tuple[list[int], str]:
+def world_sizes(config: StageConfig, device: torch.device) -> tuple[list[int], str]:
     """1, 2, 4 … and the most processes to start; why only 1, if so."""
     most, reason = most_ranks(config, device)
     between = (2**k for k in range(1, most.bit_length()) if 2**k < most)
@@ -247,7 +247,7 @@ def summary(ranks: int, record: dict[str, Any]) -> str:
 def main() -> int:
     """Measure on as many ranks as this process was started with."""
     folder = Path(sys.argv[1])
-    config = from_json(Config(), folder / "settings.json", leave_out=("fresh", "init_from"))
+    config = from_json(StageConfig(), folder / "settings.json", leave_out=("fresh", "init_from"))
     world = join(config.parallel, config.device)
     file = folder / "1.json"
     record = examine(config, world, json.loads(file.read_text("utf-8")) if file.exists() else {})
@@ -257,7 +257,7 @@ def main() -> int:
     return 0
 
 
-def examine(config: Config, world: World, one: dict[str, Any]) -> dict[str, Any]:
+def examine(config: StageConfig, world: World, one: dict[str, Any]) -> dict[str, Any]:
     """All that is measured on this number of ranks; `one` is what one process measured before."""
     nature = one.get("nature") or nature_of(config, world)
     record = {"nature": nature, **compare(config, world, nature)}
@@ -311,7 +311,7 @@ def time_windows(state: State, alone: State | None, windows: int) -> dict[str, A
     }
 
 
-def on_its_own(config: Config, world: World) -> tuple[State | None, str]:
+def on_its_own(config: StageConfig, world: World) -> tuple[State | None, str]:
     """This rank's share of the work with no other rank to talk to; None, and why, if not all can.
 
     The whole model has to fit on each rank then.
@@ -329,7 +329,7 @@ def on_its_own(config: Config, world: World) -> tuple[State | None, str]:
     return held[0], ""
 
 
-def nature_of(config: Config, world: World) -> dict[str, Any]:
+def nature_of(config: StageConfig, world: World) -> dict[str, Any]:
     """What a step of this model does that depends on how the batch is divided among ranks.
 
     "statistics" names a module or buffer that takes statistics of a batch; "random" says whether
@@ -355,7 +355,7 @@ def nature_of(config: Config, world: World) -> dict[str, Any]:
     }
 
 
-def compare(config: Config, world: World, nature: dict[str, Any]) -> dict[str, Any]:
+def compare(config: StageConfig, world: World, nature: dict[str, Any]) -> dict[str, Any]:
     """Losses and gradient norms of the first steps, in float32, without what is random.
 
     On one process also the gradient noise scale at the end of these steps.

@@ -112,7 +112,7 @@ class OneFile:
 class IndexUnpickler(pickle._Unpickler):  # the one in Python: of that in C BUILD has no method
     """Reads the index of a DCP checkpoint, which consists of a few harmless classes."""
 
-    dispatch = dict(pickle._Unpickler.dispatch)
+    dispatch = dict(pickle._Unpickler.dispatch)  # noqa: RUF012
 
     def find_class(self, module: str, name: str) -> Any:
         """The class of that name, if DCP writes it; UnpicklingError for any other."""
