@@ -15,7 +15,7 @@ import types
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -109,10 +109,10 @@ class OneFile:
             target.copy_(parallel.like(source, target))
 
 
-class IndexUnpickler(pickle._Unpickler):  # the one in Python: of that in C BUILD has no method
+class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no method for BUILD
     """Reads the index of a DCP checkpoint, which consists of a few harmless classes."""
 
-    dispatch = dict(pickle._Unpickler.dispatch)
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         """The class of that name, if DCP writes it; UnpicklingError for any other."""
