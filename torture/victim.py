@@ -82,7 +82,7 @@ class Victim:
             self.module("checkpoint.transfer"),
         )
         self.control = self.module("distributed")
-        self.clear = (self.module("errors").UserError, self.control.RankError)
+        self.clear = (self.module("errors").UserError, self.module("errors").RankError)
         config = prepare.settings(package, self.run, folder / "text.txt")
         self.state = self.training.setup(config)
         group = self.control.Group(self.state.world)
