@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..distributed import Group
+from ..errors import RankError
 from ..files import naming
 from . import MANIFEST, PUBLISHED, CheckpointError, UnreadableError, step_name
 from .paths import Place, listing, open_regular
@@ -22,6 +23,13 @@ FORMAT_VERSION = 1
 FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
 SEAL = b'%s"\n}'
 SEALED = 64 + 3  # bytes at the end of the file
+DAMAGE = {
+    errno.ENOENT: "is missing",
+    errno.ENOTDIR: "is missing",
+    errno.EINVAL: "is not a regular file",
+    errno.ELOOP: "is a link",
+    errno.EBADMSG: "has other content than was saved",  # by the checksums of the storage
+}
 
 
 def sealed(manifest: dict[str, Any]) -> bytes:
@@ -41,16 +49,14 @@ def open_plain(path: Place) -> BinaryIO:
     try:
         return open_regular(path)
     except OSError as error:
-        what = {errno.EINVAL: "is not a regular file", errno.ELOOP: "is a link"}
-        missing = dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "is missing")
-        # No permission or a failing disk is no damage: it must not cost a good checkpoint its name.
-        if (problem := (what | missing).get(error.errno)) is None:
-            raise unreadable(path, error) from error
-        raise CheckpointError(f"{path.name} {problem}") from error
+        raise problem_of(path, error) from error
 
 
-def unreadable(path: Place, error: OSError) -> UnreadableError:
-    """What to raise for a file that is there, but cannot be read."""
+def problem_of(path: Place, error: OSError) -> RankError:
+    """Whether an error of reading is damage (CheckpointError), or may pass (UnreadableError)."""
+    if error.errno in DAMAGE:
+        return CheckpointError(f"{path.name} {DAMAGE[error.errno]}")
+    # No permission or a failing disk is no damage: it must not cost a good checkpoint its name.
     reason = error.strerror or str(error) or type(error).__name__
     return UnreadableError(f"{path} cannot be read: {reason}")
 
@@ -63,15 +69,8 @@ def read_manifest(path: Place) -> dict[str, Any]:
         with open_plain(path / MANIFEST) as file:
             content = file.read()
     except OSError as error:
-        raise changed_or_unreadable(path / MANIFEST, error) from error
+        raise problem_of(path / MANIFEST, error) from error
     return parse_manifest(content, path.name)
-
-
-def changed_or_unreadable(path: Place, error: OSError) -> CheckpointError | UnreadableError:
-    """What to raise for an error of reading: EBADMSG is a failed checksum of the storage itself."""
-    if error.errno == errno.EBADMSG:
-        return CheckpointError(f"{path.name} has other content than was saved ({error.strerror})")
-    return unreadable(path, error)
 
 
 def parse_manifest(content: bytes, name: str) -> dict[str, Any]:
@@ -126,10 +125,9 @@ def check_file(path: Place, entry: dict[str, Any]) -> str | None:
     except CheckpointError as error:
         return str(error)
     except OSError as error:
-        problem = changed_or_unreadable(path, error)
-        if isinstance(problem, UnreadableError):
-            raise problem from error
-        return str(problem)
+        if error.errno in DAMAGE:
+            return str(problem_of(path, error))
+        raise problem_of(path, error) from error
     return None
 
 

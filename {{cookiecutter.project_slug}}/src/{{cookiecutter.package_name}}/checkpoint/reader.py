@@ -11,11 +11,12 @@ import io
 import logging
 import pathlib
 import pickle
+import tarfile
 import types
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -109,10 +110,10 @@ class OneFile:
             target.copy_(parallel.like(source, target))
 
 
-class IndexUnpickler(pickle._Unpickler):  # the one in Python: of that in C BUILD has no method
+class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no method for BUILD
     """Reads the index of a DCP checkpoint, which consists of a few harmless classes."""
 
-    dispatch = dict(pickle._Unpickler.dispatch)  # noqa: RUF012
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         """The class of that name, if DCP writes it; UnpicklingError for any other."""
@@ -176,6 +177,8 @@ def read_index(path: Place, files: Iterable[str]) -> metadata.Metadata:
 
 def load_torch(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a file of torch.save; only files older than the zip format are not mapped."""
+    if tarfile.is_tarfile(path):  # the oldest format: torch would unpack what it holds
+        raise pickle.UnpicklingError("it is a tar archive")
     mapped = zipfile.is_zipfile(path)
     return flat(torch.load(path, map_location="cpu", weights_only=True, mmap=mapped))
 
@@ -187,6 +190,15 @@ def load_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, file.get_tensor(name)
         if note := (file.metadata() or {}).get(NOTE):
             yield NOTE, torch.frombuffer(bytearray(note.encode()), dtype=torch.uint8)
+
+
+def read_new(source: Parts | OneFile, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Read tensors of those names into new memory of this process."""
+    with reading(source.path):
+        forms = ((name, source.forms[name]) for name in names)
+        tensors = {name: torch.empty(form.shape, dtype=form.dtype) for name, form in forms}
+    source.read(tensors, Group())
+    return tensors
 
 
 def open_tensors(path: Place, manifest: dict[str, Any]) -> Parts | OneFile:
@@ -217,14 +229,18 @@ def reading(path: Place, verb: str = "reading") -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(f"{doing} failed: {error}") from error
     except Exception as error:  # a file that is something else can fail in any way
-        text = f"{error}".rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
-        raise CheckpointError(f"{doing} was refused: {type(error).__name__}: {text}") from error
+        raise CheckpointError(f"{doing} was refused: {brief(error)}") from error
     except CheckpointException as error:  # what DCP has collected from the ranks
         rank, (cause, _) = next(iter(error.failures.items()))
-        text = f"{doing} failed on rank {rank}: {type(cause).__name__}: {cause}"
-        failed = CheckpointError(text)
+        failed = CheckpointError(f"{doing} failed on rank {rank}: {brief(cause)}")
         failed.agreed = True
         raise failed from error
+
+
+def brief(error: BaseException) -> str:
+    """The type of an error and the line of its message that gives the reason."""
+    text = f"{error}".rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}"
 
 
 def find_tensors(where: Path, step: int | None = None) -> tuple[Place, dict[str, Any]]:

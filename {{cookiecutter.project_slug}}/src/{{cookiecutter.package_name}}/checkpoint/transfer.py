@@ -26,7 +26,7 @@ from ..run.directory import RunDirectory
 from . import CheckpointError
 from .paths import Place, checkpoints_of, fingerprint_of
 from .publish import Publisher, RetentionConfig
-from .reader import NOTE, SAFETENSORS, OneFile, Parts, find_tensors, open_tensors
+from .reader import NOTE, SAFETENSORS, OneFile, Parts, find_tensors, open_tensors, read_new
 from .tensors import Tensors, forms_of, nest
 from .writer import write_tensors
 
@@ -203,10 +203,8 @@ def read_note(source: Parts | OneFile) -> dict[str, Any]:
     form = source.forms.get(NOTE)
     if form is None or form.dtype != torch.uint8 or len(form.shape) != 1:
         return {}
-    content = torch.empty(form.shape, dtype=torch.uint8)
-    source.read({NOTE: content}, Group())
     with contextlib.suppress(ValueError, RecursionError):
-        note = json.loads(content.numpy().tobytes())
+        note = json.loads(read_new(source, [NOTE])[NOTE].numpy().tobytes())
         return note if is_note(note) else {}
     return {}
 
@@ -234,10 +232,8 @@ def read_state(source: Parts | OneFile, note: dict[str, Any], optimizer: bool) -
         raise UserError(f"the source has no {', '.join(sorted(lost)[:3])}: not all of the model")
     if isinstance(source, OneFile):  # mapped: nothing is copied before it is written
         return nest((path, source.tensors[full]) for path, full in names.items())
-    forms = ((full, source.forms[full]) for full in names.values())
-    empty = {full: torch.empty(form.shape, dtype=form.dtype) for full, form in forms}
-    source.read(empty, Group())
-    return nest((path, empty[full]) for path, full in names.items())
+    tensors = read_new(source, names.values())
+    return nest((path, tensors[full]) for path, full in names.items())
 
 
 def write_file(file: Path, tensors: Tensors, note: dict[str, Any]) -> None:
