@@ -54,7 +54,7 @@ def figures_of(stages: dict[str, Any]) -> Iterator[tuple[str, float, str]]:
 
 def measure(folder: Path, smoke: bool) -> dict[str, Any]:
     """Both tasks in turns; of a smoke test only the first stage of one."""
-    tasks, rounds, command = TASKS, 2, ("workflow", "--workflow.go-on")
+    tasks, rounds, command = TASKS, 2, ("workflow", "--workflow.keep-going")
     if smoke:
         tasks, rounds, command = TASKS[:1], 1, ("baseline", "--preset", "tiny")
     sources = {}

@@ -220,11 +220,12 @@ class Project:
         return importlib.import_module(f"{self.name}.{name}")
 
     def config(self, **changes: Any) -> Any:
-        """The tiny preset on its text; changes as in train__steps=3."""
-        config = self.module("config")
+        """The tiny preset on its text, as a stage has it; changes as in train__steps=3."""
+        config, stage = self.module("config"), self.module("workflow.stage")
         named = {key.replace("__", "."): value for key, value in changes.items()}
         ground = {"device": "cpu", "data.path": self.folder / "text.txt"}
-        return config.override(config.preset("tiny"), ground | named)
+        tiny = stage.StageConfig(**vars(config.preset("tiny")))
+        return config.override(tiny, ground | named)
 
     def refuses(self, *words: str) -> str:
         """The one line that bad input gets."""

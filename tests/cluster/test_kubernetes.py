@@ -43,7 +43,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def manifests(project: Path) -> dict[str, Manifest]:
     """All of them, by their kind."""
-    texts = [path.read_text("utf-8") for path in project.glob("*.yaml")]
+    texts = [path.read_text("utf-8") for path in project.glob("[!.]*.yaml")]
     found = [manifest for text in texts for manifest in yaml.safe_load_all(text)]
     return {manifest["kind"]: manifest for manifest in found}
 
@@ -70,6 +70,27 @@ def test_manifests_are_what_the_published_schemas_say(manifests: dict[str, Manif
     assert set(manifests) == kinds | {"PersistentVolumeClaim"}
     for kind in kinds:
         check(manifests[kind])
+
+
+def test_one_process_needs_one_pod_with_one_gpu(tmp_path: Path) -> None:
+    """Nothing there speaks of ranks, torchrun or an entrypoint; the image starts Python itself."""
+    single = bake(tmp_path, cluster="kubernetes", parallelism="single")
+    texts = {
+        path.name: path.read_text("utf-8")
+        for path in [*single.glob("[!.]*.yaml"), single / "Dockerfile"]
+    }
+    assert not (single / "entrypoint.sh").exists()
+    for name, text in texts.items():
+        words = ("torchrun", "launch.sh", "entrypoint", "NCCL", "machines", "replicas: 4")
+        assert not [word for word in words if word in text], name
+    found = {m["kind"]: m for n in texts if n != "Dockerfile" for m in yaml.safe_load_all(texts[n])}
+    for kind in ("TrainingRuntime", "TrainJob", "PyTorchJob"):
+        check(found[kind])
+    (replicas,) = found["PyTorchJob"]["spec"]["pytorchReplicaSpecs"].values()
+    assert replicas["replicas"] == found["TrainJob"]["spec"]["trainer"]["numNodes"] == 1
+    for template in (pod(found["TrainingRuntime"]), replicas["template"]["spec"]):
+        assert template["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert json.loads(dockerfile(single)["ENTRYPOINT"]) == ["python", "-m", PACKAGE]
 
 
 def _misspell(pod: Manifest) -> None:
@@ -102,7 +123,7 @@ def test_a_wrong_manifest_is_refused(
 def test_names_fit_together(manifests: dict[str, Manifest], tmp_path: Path) -> None:
     """Runtime, job and claim; and they are DNS labels (RFC 1035) with any slug."""
     long = bake(tmp_path, cluster="kubernetes", project_slug="0_" + "a" * 38)
-    texts = [path.read_text("utf-8") for path in long.glob("*.yaml")]
+    texts = [path.read_text("utf-8") for path in long.glob("[!.]*.yaml")]
     others = {m["kind"]: m for text in texts for m in yaml.safe_load_all(text)}
     for found in (manifests, others):
         name = found["TrainJob"]["metadata"]["name"]

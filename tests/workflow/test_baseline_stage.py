@@ -1,5 +1,6 @@
 """The baseline's gate: each check passes where it should and fails where it is made to."""
 
+import contextlib
 import json
 import random
 import time
@@ -17,6 +18,22 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     with Project.imported(tmp_path_factory.mktemp("baseline"), "based", parallelism="ddp") as it:
         it.module("workflow.baseline").MEASURED = 12
         yield it
+
+
+def test_it_can_be_the_only_stage(tmp_path: Path) -> None:
+    answers = {"parallelism": "single", "checkpoint": "torch_save", "tracker": "none"}
+    with Project.imported(tmp_path, "baseline_only", workflow="baseline", **answers) as alone:
+        workflow = alone.module("workflow")
+        assert list(workflow.COMMANDS) == list(workflow.STAGES) == ["baseline"]
+        for name in ("compile", "profile", "scale", "checkpoint", "workflow", "report"):
+            assert "there is no command" in alone.refuses(name)
+        with contextlib.chdir(alone.folder):
+            code = alone.module("__main__").dispatch(["baseline", *Project.settings])
+        content = json.loads((alone.folder / "runs/default/workflow/baseline.json").read_text())
+        assert code == (content["status"] == "fail")
+        checks = {check["name"]: check["status"] for check in content["checks"]}
+        assert checks.pop("data_wait") in ("pass", "fail")  # steps of a millisecond
+        assert set(checks.values()) == {"pass"} and len(checks) == 4
 
 
 def measure(project: Project, run_dir: Path, **changes: Any) -> tuple[dict[str, str], dict]:
@@ -74,7 +91,7 @@ def judged_sums(project: Project, run_dir: Path, batch: int, change: Any) -> dic
     config = project.config(run_dir=run_dir, **sizes)
     baseline, state = project.module("workflow.baseline"), project.module("train").setup(config)
     compute = project.module("model").compute_loss
-    stage = project.module("workflow.gates").Stage("baseline", config)
+    stage = project.module("workflow.stage").Stage("baseline", config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(baseline, "compute_loss", lambda model, batch: change(compute(model, batch)))
         baseline.judge_sums(stage, state)
@@ -134,12 +151,12 @@ def test_the_share_of_waiting_is_judged(project: Project, tmp_path: Path) -> Non
     """From recordings made up, either side of the limit."""
     import numpy as np
 
-    baseline, measuring = project.module("workflow.baseline"), project.module("workflow.measuring")
+    baseline, timing = project.module("workflow.baseline"), project.module("workflow.timing")
     state = project.module("train").setup(project.config(run_dir=tmp_path))
     every_third = np.resize([0.0, 0.0, 1.0], 30)  # as of workers that bring three at once
     for share, status in ((0.04, "pass"), (0.06, "fail"), (every_third, "fail")):
-        steps = measuring.Steps(np.linspace(2, 1, 30), np.full(30, 0.1), np.full(30, 0.1) * share)
-        stage = project.module("workflow.gates").Stage("baseline", state.config)
+        steps = timing.Steps(np.linspace(2, 1, 30), np.full(30, 0.1), np.full(30, 0.1) * share)
+        stage = project.module("workflow.stage").Stage("baseline", state.config)
         baseline.judge(stage, state, steps, steps, (2.0, 1.0))
         assert {check["name"]: check["status"] for check in stage.checks}["data_wait"] == status
 
@@ -148,11 +165,11 @@ def test_what_is_the_same_depends_on_the_kernels(project: Project, tmp_path: Pat
     """To the bit on a CPU; on a GPU about, unless it was asked to be deterministic."""
     import numpy as np
 
-    baseline, gates = project.module("workflow.baseline"), project.module("workflow.gates")
+    baseline, stages = project.module("workflow.baseline"), project.module("workflow.stage")
 
     def judged(changes: list[float], cpu: bool, deterministic: bool = False) -> str:
         config = project.config(run_dir=tmp_path, train__deterministic=deterministic)
-        stage = gates.Stage("baseline", config)
+        stage = stages.Stage("baseline", config)
         losses = np.linspace(3, 2, len(changes))
         baseline.judge_losses(stage, losses, losses * (1 + np.array(changes)), cpu)
         return stage.checks[0]["status"]

@@ -1,11 +1,7 @@
-"""The compile stage and the carried caches: each check passes, and fails when it should."""
+"""The compile stage: each check passes, and fails when it should."""
 
 import contextlib
-import dataclasses
 import json
-import logging
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,9 +23,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler(project: Project) -> Iterator[None]:
-    project.module("compile").forget_compiling()
+    project.module("workflow.compile_worker").forget_compiling()
     yield
-    project.module("compile").forget_compiling()
+    project.module("workflow.compile_worker").forget_compiling()
 
 
 class Breaks(nn.Module):
@@ -80,7 +76,7 @@ def compiled(project: Project, model: nn.Module, calls: int = 3, **settings: Any
     compilation.compile_model(model, [], config)
     for _ in range(calls):
         model(torch.randn(3, 4))
-    return compilation
+    return project.module("workflow.compile_worker")
 
 
 def test_graph_breaks_are_named_with_their_place(project: Project) -> None:
@@ -93,7 +89,7 @@ def test_graph_breaks_are_named_with_their_place(project: Project) -> None:
     for mark in ("break: print", "break: loop"):
         assert "builtin" in found[line_of(mark)].reason
     assert len(found) == 3, "each place once"
-    assert f"graph breaks: {len(found)}" in told.compile_summary()
+    assert f"graph breaks: {len(found)}" in project.module("compile").compile_summary()
 
 
 @pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())])
@@ -101,7 +97,8 @@ def test_a_plain_model_has_nothing_to_tell(project: Project, model: nn.Module) -
     """Though its forward is torch's own, which compile() in place would pass over."""
     told = compiled(project, model)
     assert (told.graph_breaks(), told.recompiles(), told.limits_hit()) == ([], [], [])
-    assert told.graphs() == 1 and told.compile_seconds() > 0
+    assert project.module("compile").graphs() == 1
+    assert project.module("compile").compile_seconds() > 0
 
 
 def test_recompiles_are_named_with_their_guard_until_the_limit(project: Project) -> None:
@@ -115,7 +112,7 @@ def test_recompiles_are_named_with_their_guard_until_the_limit(project: Project)
     assert len(told.recompiles()) == torch._dynamo.config.recompile_limit - 1
     (limit,) = told.limits_hit()
     assert limit.reason.startswith("self.calls == ") and limit.where
-    assert "recompile limit hit" in told.compile_summary()
+    assert "recompile limit hit" in project.module("compile").compile_summary()
 
 
 def test_eagerly_means_eager(project: Project) -> None:
@@ -126,7 +123,7 @@ def test_eagerly_means_eager(project: Project) -> None:
 
     compilation = project.module("compile")
     compilation.compile_model(model, [], compilation.CompileConfig(mode="full", backend=backend))
-    with project.module("compile").eagerly(model):
+    with project.module("workflow.compile_worker").eagerly(model):
         model(torch.ones(2, 4))
     assert not calls
     model(torch.ones(2, 4))
@@ -135,17 +132,17 @@ def test_eagerly_means_eager(project: Project) -> None:
 
 def cold(project: Project, tmp_path: Path, **changes: Any) -> dict[str, Any]:
     """The trial of one mode, in this process and without a code generator."""
-    trial = project.module("workflow.compile_trial")
+    worker = project.module("workflow.compile_worker")
     changes = {"compile__mode": "full", "compile__backend": "aot_eager", **changes}
-    return trial.attempt("cold", project.config(run_dir=tmp_path, **changes), tmp_path)
+    return worker.measure_kind("cold", project.config(run_dir=tmp_path, **changes))
 
 
 @pytest.fixture
 def quick(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short windows."""
-    trial = project.module("workflow.compile_trial")
-    monkeypatch.setattr(trial, "WINDOW", 0.01)
-    monkeypatch.setattr(trial, "SECONDS", 0.1)
+    worker = project.module("workflow.compile_worker")
+    monkeypatch.setattr(worker, "WINDOW", 0.01)
+    monkeypatch.setattr(worker, "SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -154,7 +151,7 @@ def gate(project: Project, tmp_path: Path) -> Any:
 
     def judge(modes: dict[str, Any], dynamic: Any = None, **changes: Any) -> Any:
         config = project.config(run_dir=tmp_path, **changes)
-        stage = project.module("workflow.gates").Stage("compile", config)
+        stage = project.module("workflow.stage").Stage("compile", config)
         project.module("workflow.compile").judge(stage, modes, dynamic)
         return SimpleNamespace(stage=stage, **{check["name"]: check for check in stage.checks})
 
@@ -193,16 +190,16 @@ def test_dropout_is_compared_with_the_same_masks(project: Project, tmp_path: Pat
 def test_other_numbers_fail(project: Project, tmp_path: Path, quick, gate, monkeypatch) -> None:
     """Compiled code that is a little wrong is found."""
     good = cold(project, tmp_path)
-    trial = project.module("workflow.compile_trial")
-    follow = trial.follow
+    worker = project.module("workflow.compile_worker")
+    first_steps = worker.first_steps
 
     def wrong(state: Any) -> Any:
-        course = follow(state)
+        course = first_steps(state)
         if state.config.compile.mode != "none":
             course = course._replace(gradients=[1.05 * it for it in course.gradients])
         return course
 
-    monkeypatch.setattr(trial, "follow", wrong)
+    monkeypatch.setattr(worker, "first_steps", wrong)
     bad = cold(project, tmp_path)
     assert bad["difference"]["gradients"] == pytest.approx(0.05, rel=0.01)
     assert gate({"full": good}).numerics["status"] == "pass"
@@ -215,12 +212,12 @@ def test_other_numbers_fail(project: Project, tmp_path: Path, quick, gate, monke
 
 
 def test_differences_are_relative(project: Project) -> None:
-    trial = project.module("workflow.compile_trial")
-    course = trial.Course([2.0, 1.0], [torch.ones(4), torch.zeros(2)], False)
-    assert trial.difference(course, course) == {"loss": 0.0, "gradients": 0.0}
-    other = trial.Course([2.0, 1.1], [torch.ones(4) * 1.5, torch.zeros(2)], False)
-    assert trial.difference(course, other) == pytest.approx({"loss": 0.1, "gradients": 0.5})
-    assert trial.difference(course, course._replace(gradients=[]))["gradients"] == float("inf")
+    worker = project.module("workflow.compile_worker")
+    course = worker.FirstSteps([2.0, 1.0], [torch.ones(4), torch.zeros(2)], False)
+    assert worker.difference(course, course) == {"loss": 0.0, "gradients": 0.0}
+    other = worker.FirstSteps([2.0, 1.1], [torch.ones(4) * 1.5, torch.zeros(2)], False)
+    assert worker.difference(course, other) == pytest.approx({"loss": 0.1, "gradients": 0.5})
+    assert worker.difference(course, course._replace(gradients=[]))["gradients"] == float("inf")
 
 
 FIGURES = {
@@ -299,18 +296,18 @@ def test_an_error_of_the_compiler_is_a_finding(
     write = (folder / "cold.json").write_text
     monkeypatch.setattr(stage, "finish", lambda *_: write(json.dumps(refused)) and "")
     with pytest.raises(project.module("errors").UserError, match="nothing"):
-        stage.trial("cold", project.config(run_dir=tmp_path), folder)
+        stage.run_child("cold", project.config(run_dir=tmp_path), folder)
 
 
-def test_verdicts_need_more_than_noise(project: Project) -> None:
-    stage = project.module("workflow.compile")
+def test_speedups_need_more_than_noise(project: Project) -> None:
+    timing = project.module("workflow.timing")
     noise = [1 + 0.05 * (-1) ** k for k in range(12)]
-    assert stage.verdict([2 * x for x in noise], [1.0] * 12)[1] == "faster"
-    assert stage.verdict(noise, [1.0] * 12)[1] == "within noise"
+    assert timing.speedup_of([2 * x for x in noise], [1.0] * 12)[1] == "faster"
+    assert timing.speedup_of(noise, [1.0] * 12)[1] == "within noise"
     wild = [1 + 0.6 * (-1) ** k for k in range(12)]
-    assert stage.verdict(wild, [1.0] * 12)[1] == "too noisy to tell"
-    assert stage.verdict([0.8 * x for x in noise], [1.0] * 12)[1] == "slower"
-    speedup, _ = stage.verdict([2.0] * 12, [1.0] * 12)
+    assert timing.speedup_of(wild, [1.0] * 12)[1] == "too noisy to tell"
+    assert timing.speedup_of([0.8 * x for x in noise], [1.0] * 12)[1] == "slower"
+    speedup, _ = timing.speedup_of([2.0] * 12, [1.0] * 12)
     assert (speedup.low, speedup.value, speedup.high) == (2.0, 2.0, 2.0)
 
 
@@ -336,175 +333,31 @@ def test_advice_names_the_mode_and_what_it_earns(gate) -> None:
 
 
 def test_shapes_that_vary(project: Project, tmp_path: Path, gate) -> None:
-    trial = project.module("workflow.compile_trial")
+    worker = project.module("workflow.compile_worker")
     config = project.config(run_dir=tmp_path, compile__mode="blocks", compile__backend="eager")
-    found = trial.attempt("vary", config, tmp_path)
+    found = worker.measure_kind("vary", config)
     assert found["varied"] == "batch size and length" and found["shapes"] == 3
     graphs = {name: found[name]["graphs"] for name in ("true", "none", "false")}
     assert graphs["true"] < graphs["false"] == 3 and graphs["none"] > 1
     assert all(found[name]["recompiles"] == graphs[name] - 1 for name in graphs)
-    advice = gate({"full": FIGURES}, found | {"backend": "eager"}).stage.advice
+    advice = gate({"full": FIGURES}, found).stage.advice
     assert any("--compile.dynamic True, 2 graphs for 3 shapes" in line for line in advice)
 
 
 def test_what_may_be_cut(project: Project) -> None:
-    trial = project.module("workflow.compile_trial")
+    worker = project.module("workflow.compile_worker")
     words, mask = torch.zeros(3, 16, dtype=torch.long), torch.zeros(3, 16, dtype=torch.bool)
     nested = {"in": [words, {"mask": mask}], "label": torch.zeros(3), "name": "x"}
-    assert trial.common_length(nested) == 16
-    shorter = trial.cut(nested, 12)
-    assert [tuple(leaf.shape) for leaf in trial.leaves(shorter)] == [(3, 12), (3, 12), (3,)]
-    assert trial.common_length({"images": torch.zeros(3, 16, 16)}) is None
-    assert trial.common_length([words, words[:, :8]]) is None
-    assert trial.common_length([torch.zeros(3)]) is None
+    shorter = worker.shortened(nested)
+    assert shorter["in"][0].shape == shorter["in"][1]["mask"].shape == (3, 14)
+    assert shorter["label"].shape == (3,) and shorter["name"] == "x"
+    assert worker.shortened({"images": torch.zeros(3, 16, 16)}) is None
+    assert worker.shortened([words, words[:, :8]]) is None
+    assert worker.shortened([torch.zeros(3)]) is None
+    assert worker.shortened([words[:, :3]]) is None
 
 
-# The carried cache.
-
-
-@pytest.fixture
-def place(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A crafted cache in a directory, and what torch was given of it."""
-    cache = project.module("compile_cache")
-    given: list[bytes] = []
-    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", lambda b: given.append(b) or b)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "local"))
-    machine = cache.machine_of(torch.device("cpu"))
-    directory = tmp_path / "compile_cache"
-    facts = {"machine": machine, "cold_seconds": 9.0}
-    cache.save(directory, "cpu_0", cache.pack([b"one", b"two"]), facts)
-    return SimpleNamespace(module=cache, directory=directory, given=given, machine=machine)
-
-
-def test_a_cache_comes_back_as_it_was_saved(place) -> None:
-    note = place.module.load(place.directory, "cpu_0", place.machine)
-    assert place.given == [b"one", b"two"] and note["cold_seconds"] == 9.0
-    for path in (place.directory, *place.directory.iterdir()):
-        assert not path.stat().st_mode & 0o077, "for nobody else"
-    place.module.save(place.directory, "cpu_0", place.module.pack([b"three"]), {})
-    assert len(list(place.directory.iterdir())) == 2, "the old one is gone"
-
-
-def no_whole_note(place: Any) -> None:
-    (place.directory / "cpu_0.json").write_text("{")
-
-
-def another_torch(place: Any) -> None:
-    place.machine["torch"] = "2.0.0"
-
-
-def another_cpu(place: Any) -> None:
-    place.machine["CPU"] = "abacus"
-
-
-def tampered(place: Any) -> None:
-    (data,) = place.directory.glob("*.zip")
-    with open(data, "r+b") as file:
-        file.write(b"X")
-
-
-def copied(place: Any) -> None:
-    (data,) = place.directory.glob("*.zip")
-    shutil.copy2(data, data.with_name("copy"))
-    os.replace(data.with_name("copy"), data)
-
-
-def missing(place: Any) -> None:
-    next(place.directory.glob("*.zip")).unlink()
-
-
-def linked(place: Any) -> None:
-    (data,) = place.directory.glob("*.zip")
-    data.rename(data.with_name("elsewhere"))
-    data.symlink_to(data.with_name("elsewhere"))
-
-
-def group_may_write_the_file(place: Any) -> None:
-    next(place.directory.glob("*.zip")).chmod(0o660)
-
-
-def group_may_write_the_note(place: Any) -> None:
-    (place.directory / "cpu_0.json").chmod(0o660)
-
-
-def group_may_write_the_directory(place: Any) -> None:
-    place.directory.chmod(0o770)
-
-
-def of_another_user(place: Any) -> None:
-    place.monkeypatch.setattr(os, "geteuid", lambda: 12345)
-
-
-REFUSED = {
-    no_whole_note: "not whole",
-    another_torch: "another torch",
-    another_cpu: "another CPU",
-    tampered: "sha256",
-    copied: "copied",
-    missing: "missing",
-    linked: "Too many levels of symbolic links",
-    group_may_write_the_file: "others can write",
-    group_may_write_the_note: "others can write",
-    group_may_write_the_directory: "others can write",
-    of_another_user: "another user",
-}
-
-
-@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
-def test_what_is_not_ours_is_left_alone(project, place, change, monkeypatch, caplog) -> None:
-    place.monkeypatch = monkeypatch
-    change(place)
-    monkeypatch.setattr(place.module, "machine_of", lambda device: place.machine)
-    config = project.module("compile").CompileConfig(mode="full")
-    world = project.module("distributed").World(0, 1, torch.device("cpu"))
-    caplog.set_level(logging.WARNING)
-    with place.module.CompileCache(place.directory, config, world) as cache:
-        assert not cache.loaded
-    assert not place.given, "torch has seen nothing of it"
-    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
-    assert REFUSED[change] in record.getMessage() and "left alone" in record.getMessage()
-
-
-def test_one_rank_writes_for_each_device(project: Project, place) -> None:
-    config = project.module("compile").CompileConfig(mode="full")
-    world = project.module("distributed").World
-
-    def cache(rank: int, size: int, device: str) -> Any:
-        where = world(rank, size, torch.device(device))
-        return place.module.CompileCache(place.directory, config, where)
-
-    assert [cache(rank, 3, "cpu").writes for rank in range(3)] == [True, False, False]
-    nodes = [cache(rank, 4, f"cuda:{rank % 2}") for rank in range(4)]
-    assert [it.writes for it in nodes] == [True, True, False, False]
-    assert nodes[3].name == nodes[1].name != nodes[0].name
-    assert cache(0, 1, "cuda:1").writes
-    off = dataclasses.replace(config, cache=False)
-    plain = world(0, 1, torch.device("cpu"))
-    assert place.module.CompileCache(place.directory, config, plain).enabled
-    assert not place.module.CompileCache(place.directory, off, plain).enabled
-
-
-def test_training_goes_on_beside_a_cache_that_is_not_ours(
-    project: Project, place: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    tampered(place)
-    create = place.module.CompileCache.__init__
-
-    def as_for_inductor(self: Any, *arguments: Any) -> None:
-        create(self, *arguments)
-        self.enabled = True
-
-    monkeypatch.setattr(place.module.CompileCache, "__init__", as_for_inductor)
-    how = {"compile__mode": "blocks", "compile__backend": "eager", "train__steps": 2}
-    caplog.set_level(logging.INFO)
-    config = project.config(run_dir=place.directory.parent, **how)
-    result = project.module("train").run(config)
-    assert (result.status, place.given) == ("finished", [])
-    assert "left alone" in caplog.text and "graph breaks: 0" in caplog.text
-    assert "started warm" not in caplog.text
-
-
-def test_a_restart_is_warm_though_the_local_cache_is_gone(
+def test_a_restart_with_the_compile_cache_is_warm(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Any
 ) -> None:
     """Inductor itself, in two processes: what the second needs, it finds."""
@@ -512,9 +365,9 @@ def test_a_restart_is_warm_though_the_local_cache_is_gone(
     stage = project.module("workflow.compile")
     config = project.config(run_dir=tmp_path / "run", model__layers=1)
     figures = stage.try_mode(config, "blocks", tmp_path)
-    assert stage.worked(figures), figures
+    assert stage.has_run(figures), figures
     assert figures["restart"]["hits"] > 0 and figures["restart"]["misses"] == 0
     assert figures["restart"]["saved"] is not None
     judged = gate({"blocks": figures})
     assert_all_but_speed_pass(judged.stage)
-    assert "with the carried cache" in judged.compiles["measured"]
+    assert "with the project's compile cache" in judged.compiles["measured"]

@@ -168,9 +168,9 @@ def test_what_is_no_trace_is_refused(traces: Any, tmp_path: Path) -> None:
 def test_idle_overhead_both_ways(
     project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    measuring = project.module("workflow.measuring")
+    measuring = project.module("workflow.timing")
     stage = project.module("workflow.profile")
-    gate = project.module("workflow.gates").Stage("profile", project.config(run_dir=tmp_path))
+    gate = project.module("workflow.stage").Stage("profile", project.config(run_dir=tmp_path))
     for interval in ((0.001, 0.0009, 0.0011), (0.03, 0.02, 0.04), (0.01, 0.008, 0.012)):
         stage.judge_idle(gate, measuring.Interval(*interval), 1e-6)
     found = [check["status"] for check in gate.checks]
@@ -190,7 +190,7 @@ def test_idle_overhead_both_ways(
 def test_a_device_that_no_trace_tells_of(project: Project, traces: Any, tmp_path: Path) -> None:
     stage = project.module("workflow.profile")
     for unseen, status in ((False, "pass"), (True, "not_measured")):
-        gate = project.module("workflow.gates").Stage("profile", project.config(run_dir=tmp_path))
+        gate = project.module("workflow.stage").Stage("profile", project.config(run_dir=tmp_path))
         events = [step(0, 100), event("cpu_op", "aten::mm", 10, 20)]
         if not unseen:
             events.append(event("kernel", "gemm", 20, 90))
@@ -238,13 +238,13 @@ def test_a_window_that_is_cut_off_leaves_nothing(project: Project, tmp_path: Pat
 
 
 def test_advice_knows_what_was_measured(project: Project, traces: Any, tmp_path: Path) -> None:
-    diagnosis = project.module("workflow.diagnosis")
-    gates = project.module("workflow.gates")
+    stage = project.module("workflow.profile")
+    stages = project.module("workflow.stage")
     empty = traces.Breakdown(np.ones((1, 5)), 0, True, traces.Gap(0.0, "a", "b"), [])
 
     def told(name: str, found: Any = empty, shares: Any = (0.2,) * 5, **changes: Any) -> str:
         named = dict(zip(traces.PARTS, shares, strict=True))
-        return diagnosis.advice(name, named, found, project.config(run_dir=tmp_path, **changes))
+        return stage.advice(name, named, found, project.config(run_dir=tmp_path, **changes))
 
     assert "--compile.mode blocks" in told("kernel-bound")
     assert "--train.precision bf16" in told("kernel-bound", train__precision="fp32")
@@ -256,17 +256,18 @@ def test_advice_knows_what_was_measured(project: Project, traces: Any, tmp_path:
     assert "--train.loader-workers 6" in told("input-bound", train__loader_workers=3)
     assert "uint8" in told("input-bound", shares=(0.1, 0, 0.2, 0, 0.7))
     assert "--train.global-batch-size" in told("communication-bound")
-    for best, wanted in (("none", "the loop itself has little left"), ("full", "mode full, which")):
-        stage = gates.Stage("compile", project.config(run_dir=tmp_path))
-        stage.figures["best"] = best
-        stage.close()
+    nothing_left = "a leaner model; the loop itself has little left"
+    for best, wanted in (("none", nothing_left), ("full", "mode full, which")):
+        compiled = stages.Stage("compile", project.config(run_dir=tmp_path))
+        compiled.figures["best"] = best
+        compiled.close()
         assert wanted in told("kernel-bound")
     assert "--compile.mode" not in told("kernel-bound", compile__mode="full")
     shares = dict(zip(traces.PARTS, (0.2, 0.3, 0.4, 0.0, 0.1), strict=True))
-    assert diagnosis.diagnose(shares, 0) == "kernel-bound"
-    assert diagnosis.diagnose(shares, 1) == "recompiling"
-    assert list(diagnosis.others("kernel-bound", shares)) == ["input-bound", "host-bound"]
-    shares = project.module("workflow.profile").without_tracing(shares, 1.25)
+    assert stage.diagnose(shares, 0) == "kernel-bound"
+    assert stage.diagnose(shares, 1) == "recompiling"
+    assert stage.second_causes("kernel-bound", shares) == ["input-bound", "host-bound"]
+    shares = stage.without_tracing(shares, 1.25)
     assert shares == pytest.approx(
         {"data": 0.25, "host": 0.125, "kernels": 0.5, "communication": 0, "copies": 0.125}
     )
@@ -422,4 +423,4 @@ def test_ranks_that_wait_are_told_why(tmp_path: Path) -> None:
     assert late["shares"] == late["ranks"][1]
     assert [max(it, key=it.get) for it in late["ranks"]] == ["communication", "data"]
     assert late["waiting_for_ranks"] > 0.1
-    assert "most of all for rank 1" in output
+    assert "mostly for rank 1" in output

@@ -46,13 +46,6 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
         yield it
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    where = tmp_path_factory.mktemp("alone")
-    with Project.imported(where, "on_its_own", parallelism="single") as it:
-        yield it
-
-
 def stage_of(project: Project, run: str) -> dict[str, Any]:
     with_path = project.folder / "runs" / run / "workflow/scale.json"
     return json.loads(with_path.read_text("utf-8"))
@@ -65,15 +58,15 @@ def statuses(content: dict[str, Any]) -> dict[str, str]:
 def test_what_depends_on_the_rank_is_found(
     sharded: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scale, worker = sharded.module("workflow.scale"), sharded.module("workflow.scale_worker")
+    scale = sharded.module("workflow.scale")
     start = scale.run_ranks
 
     def run_ranks(folder: Path, ranks: int, threads: int) -> dict[str, Any]:
         """One rank in this process, which has imported all that it needs."""
         if ranks > 1:
             return start(folder, ranks, threads)
-        monkeypatch.setattr(worker.sys, "argv", ["worker", str(folder)])
-        assert worker.main() == 0
+        monkeypatch.setattr(scale.sys, "argv", ["scale", str(folder)])
+        assert scale.main() == 0
         return json.loads((folder / "1.json").read_text("utf-8"))
 
     monkeypatch.setattr(scale, "run_ranks", run_ranks)
@@ -95,20 +88,20 @@ def test_what_depends_on_the_rank_is_found(
     assert any(change in text for text in content["advice"])
 
 
-def test_a_project_for_one_process_says_what_it_cannot_measure(
-    alone: Project, monkeypatch: pytest.MonkeyPatch
+def test_what_one_process_cannot_measure_is_said(
+    project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = record(1.0)
     found["strong"] |= {"samples_per_second": 8.0}
-    monkeypatch.setattr(alone.module("workflow.scale"), "run_ranks", lambda *_: found)
-    alone("scale", *alone.settings, "--workflow.ranks", "2", "--name", "one")
-    content = stage_of(alone, "one")
+    monkeypatch.setattr(project.module("workflow.scale"), "run_ranks", lambda *_: found)
+    project("scale", *project.settings, "--workflow.ranks", "1", "--name", "one")
+    content = stage_of(project, "one")
     assert content["status"] == "not_measured"
     checks = {check["name"]: check for check in content["checks"]}
     assert checks.pop("memory")["status"] == "pass"
     for check in checks.values():
         assert check["status"] == "not_measured"
-        assert "render it with ddp or fsdp" in check["measured"]
+        assert "one process was asked for" in check["measured"]
     assert content["figures"]["ranks"] == [1] and not content["figures"]["weak_efficiency"]
     assert content["figures"]["choice"]["rendered"] is None
     assert any('\'{"parallelism": "ddp"}\'' in text for text in content["advice"])
@@ -117,10 +110,10 @@ def test_a_project_for_one_process_says_what_it_cannot_measure(
 def test_a_model_too_large_for_one_process(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scale, control = project.module("workflow.scale"), project.module("distributed")
+    scale, errors = project.module("workflow.scale"), project.module("errors")
 
     def run_ranks(*arguments: Any) -> None:
-        raise control.RankError(f"it ended with exit code 1:\n{problem}")
+        raise errors.RankError(f"it ended with exit code 1:\n{problem}")
 
     monkeypatch.setattr(scale, "run_ranks", run_ranks)
     problem = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
@@ -144,7 +137,7 @@ def test_numbers_of_processes(project: Project, sharded: Project) -> None:
     assert sizes(project, workflow__ranks=8) == ([1, 2, 4, 8], "")
     assert sizes(project, workflow__ranks=1)[0] == [1] and sizes(project, workflow__ranks=1)[1]
     only, reason = sizes(project, train__global_batch_size=1)
-    assert only == [1] and "nothing to share out" in reason
+    assert only == [1] and "cannot be divided" in reason
     assert sizes(sharded, workflow__ranks=8, parallel__replicate=4) == ([1, 4, 8], "")
     only, reason = sizes(sharded, workflow__ranks=6, parallel__replicate=4)
     assert only == [1] and "--parallel.replicate 4 does not divide 6" in reason
@@ -189,8 +182,8 @@ class Judged:
 
     def __call__(self, *arguments: Any) -> tuple[str, str, str]:
         """Status, what was measured, advice."""
-        gates, scale = (self.project.module(f"workflow.{name}") for name in ("gates", "scale"))
-        stage = gates.Stage("scale", self.project.config())
+        module, scale = (self.project.module(f"workflow.{name}") for name in ("stage", "scale"))
+        stage = module.Stage("scale", self.project.config())
         getattr(scale, self.name)(stage, *arguments)
         (check,) = stage.checks
         return check["status"], check["measured"], check["advice"]
@@ -268,40 +261,40 @@ def test_memory_is_judged(project: Project) -> None:
 
 
 def test_ddp_or_fsdp(project: Project) -> None:
-    sizing = project.module("workflow.sizing")
+    forecast = project.module("workflow.memory_forecast")
 
     def chosen(capacity: int | None, device: str = "cuda", **memory: Any) -> dict[str, Any]:
         ours = record(1.0, 4, capacity=capacity, **memory)["memory"]
-        return sizing.choose(record(1.0)["memory"], ours, 4, device)
+        return forecast.choose(record(1.0)["memory"], ours, 4, device)
 
     roomy = chosen(1000)
     # 400 of state and 100 of activations; sharded 100 and 100 and 40 that are gathered.
     assert roomy["numbers"]["bytes_per_rank"] == {"DDP": 500, "FSDP": 240}
     assert roomy["numbers"]["bytes_sent_per_step"] == {"DDP": 150, "FSDP": 225}
-    assert roomy["name"] == "DDP" and "as rendered" in sizing.explain(roomy)
+    assert roomy["name"] == "DDP" and "as rendered" in forecast.explain(roomy)
     assert chosen(None)["name"] == "DDP"
     assert chosen(589)["name"] == "DDP"
     tight = chosen(588)
-    assert tight["name"] == "FSDP" and '{"parallelism": "fsdp"}' in sizing.explain(tight)
-    assert "as rendered" in sizing.explain(chosen(588, sharded=True))
+    assert tight["name"] == "FSDP" and '{"parallelism": "fsdp"}' in forecast.explain(tight)
+    assert "as rendered" in forecast.explain(chosen(588, sharded=True))
     assert chosen(2300, "cpu")["name"] == "FSDP"  # four ranks share it
     assert chosen(2400, "cpu")["name"] == "DDP"
     # 0.85 * 200 = 170, of which 140 are on top: 400 / 30 ranks.
     small = chosen(200)
-    assert small["numbers"]["enough_ranks"] == 14 and "FSDP on 14 ranks" in sizing.explain(small)
+    assert small["numbers"]["enough_ranks"] == 14 and "FSDP on 14 ranks" in forecast.explain(small)
     assert chosen(100)["numbers"]["enough_ranks"] is None
     accumulated = chosen(1000, micro_batches=3)["numbers"]["bytes_sent_per_step"]
     assert accumulated == {"DDP": 150, "FSDP": 0.75 * 700}
 
 
 def test_advice_on_the_batch(project: Project) -> None:
-    sizing = project.module("workflow.sizing")
+    noise = project.module("workflow.gradient_noise")
 
-    def advice(batch: int, optimizer: str = "AdamW", **noise: Any) -> str:
+    def advice(batch: int, optimizer: str = "AdamW", **changes: Any) -> str:
         one = record(1.0)
         one["nature"]["optimizer"] = optimizer
-        one["noise_scale"] = one["noise_scale"] | noise if noise != {"noise": None} else None
-        return sizing.advice_on_batch(batch, 4, one)
+        one["noise_scale"] = one["noise_scale"] | changes if changes != {"noise": None} else None
+        return noise.advice_on_batch(batch, 4, one)
 
     assert "--train.global-batch-size 64 --optim.scaling sqrt --optim.base-batch-size 16" in (
         advice(16)
@@ -316,7 +309,7 @@ def test_advice_on_the_batch(project: Project) -> None:
 
 def test_the_noise_scale_is_found_where_it_is_known(project: Project) -> None:
     """Gradients of samples drawn around a known mean with a known variance."""
-    noise = project.module("workflow.noise")
+    noise = project.module("workflow.gradient_noise")
     generator = torch.Generator().manual_seed(0)
     size, count, samples = 2000, 64, 4
     signal = torch.randn(size, generator=generator)
@@ -377,7 +370,7 @@ class Noise(nn.Module):
 def test_what_hinders_equal_losses_is_noticed(
     project: Project, monkeypatch: pytest.MonkeyPatch, module: Any, expected: dict[str, Any]
 ) -> None:
-    training, worker = project.module("train"), project.module("workflow.scale_worker")
+    training, scale = project.module("train"), project.module("workflow.scale")
     build = training.build_model
 
     def changed(config: Any, spec: Any) -> nn.Module:
@@ -388,7 +381,7 @@ def test_what_hinders_equal_losses_is_noticed(
     monkeypatch.setattr(training, "build_model", changed)
     config = project.config()
     world = training.join(config.parallel, config.device)
-    nature = worker.nature_of(config, world)
+    nature = scale.nature_of(config, world)
     assert nature["optimizer"] == "AdamW"
     assert expected.items() <= nature.items()
     if nature["random"] and not nature["always_random"]:
@@ -402,20 +395,20 @@ def test_what_hinders_equal_losses_is_noticed(
             monkeypatch.setattr(training, "seed_step", as_rank)
             for random in (True, False):
                 told = nature | {"random": random}
-                losses.append(worker.compare(config, world, told)["losses"])
+                losses.append(scale.compare(config, world, told)["losses"])
         assert losses[0] == losses[2], "evaluation draws nothing"
         assert losses[1] != losses[3]
 
 
 def test_the_noise_scale_is_of_the_run_where_it_has_got(project: Project) -> None:
-    worker, noise = project.module("workflow.scale_worker"), project.module("workflow.noise")
+    scale, noise = project.module("workflow.scale"), project.module("workflow.gradient_noise")
     settings = ("--train.steps", "6", "--checkpoint.every", "6", "--train.validate-every", "0")
     project("train", *project.settings, *settings, "--name", "short")
     config = project.config(run_dir=project.folder / "runs/short")
-    world = worker.join(config.parallel, config.device)
-    state = worker.setup(config, world)
+    world = scale.join(config.parallel, config.device)
+    state = scale.setup(config, world)
     untrained = {name: value.clone() for name, value in state.model.state_dict().items()}
-    noise.go_to_the_run(state)
+    noise.load_newest(state)
     assert state.step == 6
     saved = project.tensors(config.run_dir)
     for name, value in state.model.state_dict().items():
@@ -424,26 +417,26 @@ def test_the_noise_scale_is_of_the_run_where_it_has_got(project: Project) -> Non
 
 
 def test_memory_that_is_kept_and_allocated_is_counted(project: Project) -> None:
-    allocations = project.module("workflow.allocations")
+    forecast = project.module("workflow.memory_forecast")
     from torch.profiler import ProfilerActivity, profile, record_function
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
         held = [torch.empty(1 << 18) for _ in range(4)]
         held.pop()
-        with record_function(allocations.STEPS):
-            pass
-        held.append(torch.empty(1 << 17))
-        held.clear()
-    counted = allocations.allocated(traced)
+        with record_function(forecast.MARK):
+            held.append(torch.empty(1 << 17))
+            held.clear()
+    counted = forecast.allocated(traced)
     assert max(counted) == (3 * (1 << 18) + (1 << 17)) * 4
     assert counted[-1] == 0
 
-    worker, config = project.module("workflow.scale_worker"), project.config()
-    state = worker.setup(config, worker.join(config.parallel, config.device))
-    few = allocations.kept_for_backward(state)
+    config = project.config()
+    world = forecast.parallel.setup(config.parallel, config.device)
+    state = forecast.setup(config, world)
+    few = forecast.kept_for_backward(state)
     twice = project.config(train__micro_batch_size=8)
-    state = worker.setup(twice, state.world)
-    assert 1.8 * few < allocations.kept_for_backward(state) < 2.1 * few
+    state = forecast.setup(twice, world)
+    assert 1.8 * few < forecast.kept_for_backward(state) < 2.1 * few
 
 
 def test_settings_that_are_right_only_together_travel(project: Project, tmp_path: Path) -> None:

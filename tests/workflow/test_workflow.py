@@ -32,12 +32,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
 
 def write_stage(project: Project, run_dir: Path, name: str, passed: bool | None = True) -> Path:
     """What a stage with one check leaves behind."""
-    gates = project.module("workflow.gates")
-    stage = gates.Stage(name, project.config(run_dir=run_dir), figures=dict(FIGURES[name]))
+    stages = project.module("workflow.stage")
+    stage = stages.Stage(name, project.config(run_dir=run_dir), figures=dict(FIGURES[name]))
     stage.check("c", passed, measured="1 < 2", wanted="<b>", advice="try --that")
     stage.advise("more & better: `python -m <it>`")
     assert stage.close() == (passed is False)
-    return gates.stage_file(run_dir, name)
+    return stages.stage_file(run_dir, name)
 
 
 def spread(median: float) -> dict[str, float]:
@@ -87,18 +87,18 @@ FIGURES: dict[str, dict[str, Any]] = {
 
 
 def test_a_gate_is_as_good_as_its_worst_check(project: Project, tmp_path: Path, capsys) -> None:
-    gates = project.module("workflow.gates")
+    stages = project.module("workflow.stage")
     for outcomes, worst in (
         ([True, True], "pass"),
         ([True, None], "not_measured"),
         ([None, False, True], "fail"),
         ([], "not_measured"),
     ):
-        stage = gates.Stage("baseline", project.config(run_dir=tmp_path))
+        stage = stages.Stage("baseline", project.config(run_dir=tmp_path))
         for outcome in outcomes:
             stage.check("it", outcome, measured="so", wanted="such", advice="do this")
         assert stage.close() == (worst == "fail")
-        content = gates.read_stage(tmp_path, "baseline")
+        content = stages.read_stage(tmp_path, "baseline")
         assert content["status"] == worst
         assert [bool(check["advice"]) for check in content["checks"]] == [
             outcome is not True for outcome in outcomes
@@ -109,28 +109,26 @@ def test_a_gate_is_as_good_as_its_worst_check(project: Project, tmp_path: Path, 
 def test_damaged_results_are_refused_with_the_command_to_run(
     project: Project, tmp_path: Path
 ) -> None:
-    gates, error = project.module("workflow.gates"), project.module("errors").UserError
+    stages, error = project.module("workflow.stage"), project.module("errors").UserError
     path = write_stage(project, tmp_path, "baseline")
     whole = json.loads(path.read_text())
-    assert gates.read_stage(tmp_path, "baseline") == whole
-    assert gates.read_stage(tmp_path, "compile") is None
+    assert stages.read_stage(tmp_path, "baseline") == whole
+    assert stages.read_stage(tmp_path, "compile") is None
     with pytest.raises(
         error, match=r"scale needs what compile measures: run `.* compile --run-dir"
     ):
-        gates.need_stage(tmp_path, "compile", "scale")
+        stages.need_stage(tmp_path, "compile", "scale")
 
-    broken: list[Any] = [[], None, {**whole, "stage": "scale"}, {**whole, "status": "fail"}]
-    broken += [{k: v for k, v in whole.items() if k != key} for key in whole]
-    broken += [{**whole, key: 7} for key in ("checks", "figures", "machine", "settings", "code")]
-    broken += [{**whole, "checks": [{**whole["checks"][0], "status": "good"}]}]
-    broken += [{**whole, "checks": [{"name": "x"}]}, {**whole, "checks": []}]
+    broken = [[], None, {**whole, "stage": "scale"}, {**whole, "status": "good"}]
+    broken += [{k: v for k, v in whole.items() if k != key} for key in ("stage", "status")]
     texts = [json.dumps(content) for content in broken]
     for text in [*texts, "", path.read_text()[:-20], "\x00" * 30]:
         path.write_text(text)
         with pytest.raises(error, match=r"is damaged \(.*\): measure again with `python -m gated"):
-            gates.read_stage(tmp_path, "baseline")
-        with pytest.raises(error, match="damaged"):
-            project("report", "--run-dir", str(tmp_path))
+            stages.read_stage(tmp_path, "baseline")
+        project("report", "--run-dir", str(tmp_path))
+        page = (tmp_path / "report.html").read_text("utf-8")
+        assert page.count('class="word damaged"') == 1 and "is damaged (" in page
 
 
 def test_a_place_that_cannot_be_written_is_told_before(project: Project, tmp_path: Path) -> None:
@@ -140,23 +138,23 @@ def test_a_place_that_cannot_be_written_is_told_before(project: Project, tmp_pat
 
 
 def test_another_setting_makes_a_measurement_stale(project: Project, tmp_path: Path) -> None:
-    gates = project.module("workflow.gates")
+    stages = project.module("workflow.stage")
     write_stage(project, tmp_path, "baseline")
-    content = gates.read_stage(tmp_path, "baseline")
-    same = {"run_dir": tmp_path, "name": "x", "workflow__again": True, "workflow__go_on": True}
-    assert gates.is_current(content, project.config(**same))
+    content = stages.read_stage(tmp_path, "baseline")
+    same = {"run_dir": tmp_path, "name": "x", "workflow__force": True, "workflow__keep_going": True}
+    assert stages.is_current(content, project.config(**same))
     for change in ({"train__seed": 1}, {"model__width": 64}, {"workflow__ranks": 3}):
-        assert not gates.is_current(content, project.config(**same, **change))
-    assert not gates.is_current({**content, "code": "another"}, project.config(**same))
+        assert not stages.is_current(content, project.config(**same, **change))
+    assert not stages.is_current({**content, "code": "another"}, project.config(**same))
     elsewhere = {**content, "machine": {**content["machine"], "device": "NVIDIA H100"}}
-    assert not gates.is_current(elsewhere, project.config(**same))
+    assert not stages.is_current(elsewhere, project.config(**same))
     older = {**content, "versions": {"torch": "2.9.0"}}
-    assert not gates.is_current(older, project.config(**same))
+    assert not stages.is_current(older, project.config(**same))
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60))
 def test_a_median_lies_in_its_interval(project: Project, values: list[float]) -> None:
-    found = project.module("workflow.measuring").median_interval(values)
+    found = project.module("workflow.timing").median_interval(values)
     assert min(values) <= found.low <= found.value <= found.high <= max(values)
 
 
@@ -164,7 +162,7 @@ def test_the_interval_of_a_median_covers_it(project: Project) -> None:
     """Of many samples of a known distribution, 95 % have the true median in their interval."""
     import numpy as np
 
-    median_interval = project.module("workflow.measuring").median_interval
+    median_interval = project.module("workflow.timing").median_interval
     generator = np.random.default_rng(0)
     for size in (8, 9, 15, 40):
         found = [median_interval(generator.exponential(size=size)) for _ in range(600)]
@@ -180,9 +178,9 @@ class Conducted:
         self.project, self.run_dir = project, run_dir
         self.ran: list[str] = []
         self.outcomes: dict[str, Any] = {}
-        sequence = project.module("workflow.sequence")
-        patch.setattr(sequence, "subprocess", SimpleNamespace(Popen=self.popen))
-        patch.setattr(sequence.signal, "signal", lambda *_: None)
+        workflow = project.module("workflow")
+        patch.setattr(workflow, "subprocess", SimpleNamespace(Popen=self.popen))
+        patch.setattr(workflow.signal, "signal", lambda *_: None)
 
     def popen(self, command: list[str]) -> Any:
         """Stands in for subprocess.Popen."""
@@ -229,10 +227,10 @@ def test_stages_run_in_order_and_resume_where_they_stopped(
     assert workflow() == (0, list(STAGES[2:]))  # not measured here is no failure
     assert workflow() == (0, [])
     assert workflow("--train.seed", "5")[1] == list(STAGES)
-    assert workflow("--workflow.again") == (0, list(STAGES))
+    assert workflow("--workflow.force") == (0, list(STAGES))
     workflow.outcomes = {"baseline": False, "checkpoint": False}
-    assert workflow("--workflow.again", "--workflow.go-on") == (1, list(STAGES))
-    assert workflow("--workflow.go-on")[1] == ["baseline", "checkpoint"]
+    assert workflow("--workflow.force", "--workflow.keep-going") == (1, list(STAGES))
+    assert workflow("--workflow.keep-going")[1] == ["baseline", "checkpoint"]
     assert "workflow" in (tmp_path / "report.html").read_text()
 
 
@@ -242,12 +240,39 @@ def test_a_stage_that_breaks_down_is_no_pass(
     workflow = Conducted(project, tmp_path, monkeypatch)
     assert workflow()[0] == 0
     workflow.outcomes = {"compile": "broken"}  # with the file of the time before still there
-    assert workflow("--workflow.again") == (1, ["baseline", "compile"])
-    assert "compile broke down (exit code 1)" in capsys.readouterr().out
+    assert workflow("--workflow.force") == (1, ["baseline", "compile"])
+    assert "compile crashed (exit code 1)" in capsys.readouterr().out
     (tmp_path / "workflow/baseline.json").write_text("{}")
     workflow.outcomes = {}
     assert workflow() == (0, ["baseline"])
     assert "damaged" in capsys.readouterr().out
+
+
+def test_the_settings_of_stages_are_none_of_a_run(project: Project, tmp_path: Path) -> None:
+    project("train", *Project.settings, "--train.steps", "2", "--run-dir", str(tmp_path))
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert "workflow" not in content
+    with pytest.raises(SystemExit):
+        project("train", *Project.settings, "--workflow.ranks", "2")
+    content["workflow"] = {"ranks": 2, "go_on": False}  # as older versions wrote it
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = project.module("config").load(tmp_path / "config.json")
+    assert config.train.steps == 2 and not hasattr(config, "workflow")
+
+
+def test_the_commands_can_be_listed_without_torch(project: Project) -> None:
+    listing = (
+        f"import sys, {project.name}.workflow as w; print(*w.COMMANDS, 'torch' in sys.modules)"
+    )
+    outcome = subprocess.run(
+        [sys.executable, "-c", listing],
+        env={**os.environ, "PYTHONPATH": str(project.folder / "src")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    *names, torch_is_imported = outcome.stdout.split()
+    assert names[-2:] == ["workflow", "report"] and torch_is_imported == "False"
 
 
 def test_who_is_stopped_twice_leaves_once(project: Project) -> None:
@@ -352,7 +377,7 @@ def test_the_report_can_be_looked_at(project: Project, tmp_path: Path, capsys) -
 
 def test_what_is_not_finite_is_null(project: Project, tmp_path: Path) -> None:
     """As any reader of JSON wants it, and as the report can draw it."""
-    stage = project.module("workflow.gates").Stage("baseline", project.config(run_dir=tmp_path))
+    stage = project.module("workflow.stage").Stage("baseline", project.config(run_dir=tmp_path))
     stage.figures |= FIGURES["baseline"] | {"losses": [2.0, float("nan"), 1.0], "far": (1e400,)}
     stage.close()
     text = (tmp_path / "workflow/baseline.json").read_text()
@@ -361,22 +386,41 @@ def test_what_is_not_finite_is_null(project: Project, tmp_path: Path) -> None:
     project("report", "--run-dir", str(tmp_path))
 
 
-def test_an_efficiency_that_was_not_measured_is_no_tile(project: Project) -> None:
+def test_an_efficiency_that_was_not_measured_is_no_tile(project: Project, tmp_path: Path) -> None:
     report = project.module("workflow.report")
+    path = write_stage(project, tmp_path, "scale")
+    content = json.loads(path.read_text())
     for status, shown in (("pass", True), ("not_measured", False)):
-        check = {"name": "strong_efficiency", "status": status}
-        scale = {"figures": FIGURES["scale"], "checks": [check]}
-        tiles = dict(report.tiles(dict.fromkeys(FIGURES) | {"scale": scale}, []))
+        content["checks"][0] |= {"name": "strong_efficiency", "status": status}
+        path.write_text(json.dumps({**content, "status": status}))
+        tiles = dict(report.section(tmp_path, "scale").tiles)
         assert ("strong efficiency, 2 ranks" in tiles) is shown
 
 
-def test_figures_of_an_older_version_are_told(project: Project, tmp_path: Path) -> None:
+def test_figures_of_an_older_version_are_shown_as_damaged(project: Project, tmp_path: Path) -> None:
+    write_stage(project, tmp_path, "baseline")
     path = write_stage(project, tmp_path, "checkpoint")
     content = json.loads(path.read_text())
     del content["figures"]["restart_seconds"]["launch"]
     path.write_text(json.dumps(content))
-    said = project.refuses("report", "--run-dir", str(tmp_path))
-    assert "KeyError('launch')" in said and "--workflow.again" in said
+    project("report", "--run-dir", str(tmp_path))
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert "KeyError(&#39;launch&#39;)" in page and page.count('class="word damaged"') == 1
+    assert "133" in page and f"checkpoint --run-dir {tmp_path}" in page
+
+
+def test_whiskers_stay_inside_the_axes(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However far above the median the upper end is."""
+    plots, limits = project.module("workflow.plots"), []
+    draw = plots.draw
+
+    def look(paint: Any, *size: float) -> str:
+        return draw(lambda axes: (paint(axes), limits.append(axes.get_xlim())), *size)
+
+    monkeypatch.setattr(plots, "draw", look)
+    plots.bars([("one", 10.0, 9.0, 11.0), ("two", 12.0, 1.0, 300.0)], "samples/s")
+    plots.bars([("none", 0.0)], "seconds")
+    assert limits[0][0] == 0 and limits[0][1] > 1.1 * 300 and limits[1] == (0, 1)
 
 
 def test_a_report_of_what_there_is(project: Project, tmp_path: Path) -> None:
@@ -388,5 +432,29 @@ def test_a_report_of_what_there_is(project: Project, tmp_path: Path) -> None:
     assert f"python -m gated compile --run-dir {tmp_path}" in text
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     project("report", "--run-dir", str(tmp_path))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo\n{"step": 2, "loss": 2.0}\n')
-    assert "line 1 is damaged" in project.refuses("report", "--run-dir", str(tmp_path))
+    assert "left out" not in (tmp_path / "report.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "note"),
+    [
+        ("status.json", b'{"status": "running", "step": 3}', None),  # as of an older version
+        ("status.json", b'{"status": "run', "status.json cannot be read"),
+        ("status.json", b"[1]", "status.json cannot be read"),
+        ("status.json", b"\xff\xfe", "status.json cannot be read"),
+        ("config.json", b"\x00" * 20, "config.json cannot be read"),
+        ("metrics.jsonl", b'{"step": 1, "lo\n{"step": 2, "loss": 2.0}\n', "1 damaged lines"),
+        ("metrics.jsonl", b'{"step": 1, "loss": 2.0}\n\xff\xfe\n7\n{}\n\n', "4 damaged lines"),
+        ("metrics.jsonl", b"\x00" * 50 + b"\n", "1 damaged lines"),
+        ("workflow/profile.json", b"\xff", "is damaged"),
+    ],
+)
+def test_whatever_state_a_run_died_in_is_shown(
+    project: Project, tmp_path: Path, name: str, content: bytes, note: str | None
+) -> None:
+    (tmp_path / "workflow").mkdir()
+    (tmp_path / name).write_bytes(content)
+    project("report", "--run-dir", str(tmp_path))
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert (note in page) if note else ("running at step 3" in page and "cannot" not in page)
+    assert page.count("not run") >= 4

@@ -40,8 +40,8 @@ class Group:
         try:
             yield
         finally:
+            self.resumed = time.monotonic()  # first, for the watchdog's thread
             self.patient -= 1
-            self.resumed = time.monotonic()
 
     def agree(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank; rank 0 gets all results, the others their own in a list.

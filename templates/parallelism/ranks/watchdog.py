@@ -6,9 +6,8 @@ since the last step. Past the limit it writes down where its rank stands, waits 
 the other ranks and ends the process. The lowest rank that still can names those to blame: the ranks
 without a report, or else those that have begun the fewest collectives.
 
-The limit of a step is `--parallel.timeout-minutes`. For start-up with the first step (which may
-compile) and inside `Group.patience` (validation, a save) it is PATIENCE. The ranks then have
-REPORTING_SECONDS, and twice the longest step by which one may lag, to report.
+The limit is `--parallel.timeout-minutes`, but PATIENCE for start-up with the first step (which may
+compile) and inside `Group.patience` (a validation, a save).
 """
 
 import contextlib
@@ -36,7 +35,7 @@ from .world import PATIENCE, TRACE, World, prefer, traces_in
 
 log = logging.getLogger(__name__)
 
-REPORTING_SECONDS = 10.0
+REPORTING_SECONDS = 10.0  # and twice the longest step, by which a rank may lag
 SUSPENDED_SECONDS = 5.0  # a thread that did not run for so long was stopped, with its process
 
 SLOW_RATIO = 1.2  # a straggler takes so many times what the median rank takes on its own,
@@ -82,23 +81,23 @@ class Watchdog:
 
     def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
         """Give the next step its time."""
-        now = time.monotonic()
+        before, self.began = self.began, time.monotonic()
         if self.stepping:
-            self.longest = max(self.longest, min(now - self.began, self.limit))
+            self.longest = max(self.longest, min(self.began - before, self.limit))
         else:  # the first one may have compiled
             self.stepping = True
             self.group.patient -= 1
-        self.began = now
 
     def _watch(self) -> None:
         last = time.monotonic()
         while not self.over.wait(min(1.0, self.limit / 10)):
             now = time.monotonic()
+            # Read before the times, which are set before patience ends.
+            patience = PATIENCE.total_seconds() if self.group.patient else 0.0
             began = max(self.began, self.group.resumed)
             if now - last > SUSPENDED_SECONDS:
                 self.began = began = began + now - last  # the whole job may have been: no hang
             last = now
-            patience = PATIENCE.total_seconds() if self.group.patient else 0.0
             if now - began > max(self.limit, patience):
                 try:
                     self._report(now - began)
@@ -208,8 +207,8 @@ class Stragglers:
 
     def __init__(self, group: Group, device: torch.device, module: nn.Module) -> None:
         self.group, self.module, self.cuda = group, module, device.type == "cuda"
-        self.began: Any = None  # of the step under way, if it is timed
-        self.arrived: Any = None
+        self.began: Any = None  # turning to this step, if it is timed
+        self.arrived: Any = None  # where this rank may first wait for others
         self.resumed = group.resumed
         self.spans: list[tuple[Any, Any]] = []
         self.maxima: Callable[[], list[float]] | None = None

@@ -53,15 +53,9 @@ NCCL = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
 
-TRACE = "collectives_rank_"
-"""The flight recorder's files."""
-
-MANY_RANKS = 128
-"""From here on gloo connects ranks as needed; fewer connect to all others in a second or two."""
-
-GLOO_GROUPS, OTHER_FILES = 4, 1024
-"""gloo groups of a rank, with one to spare; open files for everything else."""
-
+TRACE = "collectives_rank_"  # the flight recorder's files
+MANY_RANKS = 128  # from here on gloo connects ranks as needed
+GLOO_GROUPS, OTHER_FILES = 4, 1024  # groups of a rank, one to spare; open files of all else
 TOLD_WITHIN = 5.0  # seconds; torchrun looks for machines that want to join ten times a second
 
 
@@ -181,8 +175,9 @@ def make_room(ranks: int) -> None:
     """Prepare this process for the connections of a job of `ranks`, before it joins.
 
     gloo connects every rank with every other when a group is made: a file descriptor per rank and
-    group, where 1,024 in all is a common limit, and as many look-ups in the ranks' one store. From
-    MANY_RANKS on, gloo connects two ranks when they first talk: rank 0 with all, others with a few.
+    group, where 1,024 in all is a common limit, and as many look-ups in the ranks' one store. With
+    fewer than MANY_RANKS that takes a second or two. From there on, gloo connects two ranks when
+    they first talk: rank 0 with all, others with a few.
     """
     if ranks < MANY_RANKS:
         return

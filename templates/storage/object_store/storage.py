@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..config import override
 from ..distributed import Group
 from ..errors import RankError, UserError
-from ..settings import override
 from . import MANIFEST, CheckpointError, step_name
 from .manifest import data_of, parse_manifest, read_manifest, sealed
 from .object_store import RemotePath, check_address

@@ -38,7 +38,7 @@ def main(folder: Path, fault: str) -> None:
             file.write(json.dumps({"step": step, "loss": 1 / step}) + "\n")
         if step == first + 1:
             marks = {"step": first, "main": started, "restored": started, "first_step": time.time()}
-            (folder / "killed.restart.json").write_text(json.dumps(marks))
+            (folder / "restart.json").write_text(json.dumps(marks))
         if step % EVERY == 0:
             save(checkpoints, step, fault)
     weights = "other" if fault == "differs" and first else "right"

@@ -25,12 +25,11 @@ from .model import PRESETS, ModelConfig
 from .optim import OptimConfig
 from .profiler import ProfileConfig
 from .run.tracker import TrackerConfig
-from .workflow import WorkflowConfig
 
 __all__ = ["Config", "RunLocation", "from_json", "load", "override", "preset", "to_json"]
 log = logging.getLogger(__name__)
 C = TypeVar("C")
-OF_ONE_RUN = ("name", "run_dir", "fresh", "init_from", "init_strict")
+OF_ONE_RUN = ("name", "run_dir", "fresh", "init_from", "init_strict", "workflow")
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,6 @@ class Config(RunLocation):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-    workflow: WorkflowConfig = field(default_factory=WorkflowConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:

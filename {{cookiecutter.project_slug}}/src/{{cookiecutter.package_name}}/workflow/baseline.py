@@ -1,7 +1,6 @@
-"""The first stage: what one eager process does on this machine, before anything is made faster.
+"""The baseline stage: what one eager process does on this machine, before anything is made faster.
 
-Takes the first steps of the run twice, by the project's own `setup` and `train_step` on its own
-model and data.
+It takes the first steps of the run twice, by the project's own `setup` and `train_step`.
 """
 
 import time
@@ -17,16 +16,16 @@ from ..model import compute_loss
 from ..run.hardware import cpu_peak_flops, forward_flops, in_units, peak_flops, peak_memory
 from ..sampling import fetch, seed_step
 from ..train import State, setup, train_step
-from .gates import Stage
-from .measuring import Steps, describe, differences, record_steps, spread, synchronize
+from .stage import Stage
+from .timing import Steps, describe, differences, record_steps, spread, synchronize
 
-WARMUP, MEASURED = 5, 40
+WARMUP, MEASURED = 5, 40  # steps
+SECONDS = 60.0  # for each of the two runs, if steps are slow
 BATCHES = 8  # on which the loss has to fall
-SECONDS = 60.0  # for each of the two runs, where steps are slow
 DATA_WAIT_LIMIT = 0.05
-ADDS_UP = 0.01  # relative: bfloat16 rounds, while a mean is off by a factor
-# Relative, of the first loss and the others, where kernels may add up in any order.
-NEAR = {"first": 1e-5, "others": 1e-2}
+ADDS_UP = 0.01  # relative: bfloat16 rounds by less, while a mean is off by a factor
+# Relative differences of the first loss and of the others, where kernels may add in any order.
+TOLERANCE = {"first": 1e-5, "others": 1e-2}
 
 
 def measure(config: Config) -> int:
@@ -34,15 +33,14 @@ def measure(config: Config) -> int:
     stage = Stage("baseline", config)
     config = override(config, {"compile.mode": "none"})
     world = join(config.parallel, config.device)
-    print(
-        f"     the first {WARMUP + MEASURED} steps, fewer if they are slow, twice ...", flush=True
-    )
-    first, _ = run_once(setup(config, world), WARMUP + MEASURED)
+    steps = WARMUP + MEASURED
+    print(f"     the first {steps} steps, fewer if they are slow, twice ...", flush=True)
+    first, _ = first_steps(setup(config, world), steps)
     state = setup(config, world)
-    second, ends = run_once(state, len(first.losses))
+    second, losses = first_steps(state, len(first.losses))
     judge_sums(stage, state)
     utilisation = gpu_utilisation(state)
-    judge(stage, state, first, second, ends)
+    judge(stage, state, first, second, losses)
     if utilisation:
         stage.figures["gpu_utilisation"] = spread(utilisation)
         print(f"     GPU utilisation {describe(stage.figures['gpu_utilisation'], unit=' %')}")
@@ -51,23 +49,23 @@ def measure(config: Config) -> int:
     return stage.close()
 
 
-def run_once(state: State, steps: int) -> tuple[Steps, tuple[float, float]]:
-    """The first steps of a run; no more than about `SECONDS`, but enough to judge.
+def first_steps(state: State, steps: int) -> tuple[Steps, tuple[float, float]]:
+    """The first steps of a run, within about `SECONDS`; the loss on fixed batches before and after.
 
-    And the loss on its first batches, before and after them: other batches would differ by more
-    than what a few steps teach.
+    The losses of the steps themselves come from different batches, which differ by more than a
+    few steps teach.
     """
     before = loss_on_first_batches(state)
-    parts = [record_steps(state, WARMUP)]
-    each = max(1e-6, float(parts[0].seconds[-1]))
-    parts.append(record_steps(state, max(8, min(steps - WARMUP, int(SECONDS / each)))))
+    warmup = record_steps(state, WARMUP)
+    in_time = int(SECONDS / max(1e-6, float(warmup.seconds[-1])))
+    recorded = warmup + record_steps(state, max(8, min(steps - WARMUP, in_time)))
     after = loss_on_first_batches(state)
     state.loader.close()
-    return parts[0] + parts[1], (before, after)
+    return recorded, (before, after)
 
 
 def loss_on_first_batches(state: State) -> float:
-    """The mean over some batches, by the weights as they are; random numbers as in training."""
+    """The mean loss over the first batches; random numbers as in training."""
     world, sums = state.world, 0.0
     state.loader.seek(0)
     for step in range(BATCHES):
@@ -81,17 +79,18 @@ def loss_on_first_batches(state: State) -> float:
 
 
 def judge(
-    stage: Stage, state: State, first: Steps, second: Steps, ends: tuple[float, float]
+    stage: Stage, state: State, first: Steps, second: Steps, losses: tuple[float, float]
 ) -> None:
-    """Turn two recordings into checks and figures; `ends` are the losses before and after."""
-    device, losses = state.world.device, second.losses
-    judge_losses(stage, first.losses, losses, device.type == "cpu")
+    """Turn two recordings into checks and figures; `losses` are those before and after."""
+    device, steps = state.world.device, len(second.losses)
+    judge_losses(stage, first.losses, second.losses, device.type == "cpu")
+    before, after = losses
     stage.check(
         "loss_falls",
-        ends[1] < ends[0],
-        measured=f"from {ends[0]:.4f} to {ends[1]:.4f} in {len(losses)} steps, on the same "
-        f"{BATCHES} batches",
-        wanted="less in the end",
+        after < before,
+        measured=f"from {before:.4f} to {after:.4f} in {steps} steps, on the same {BATCHES} "
+        "batches",
+        wanted="lower at the end",
         advice="try another --optim.learning-rate, and look at a batch of the data",
     )
     both = first.after(WARMUP) + second.after(WARMUP)
@@ -105,7 +104,7 @@ def judge(
         measured=f"{samples:,.1f} samples/s{per_token}; a step {describe(seconds, 1e3, ' ms')}",
         wanted="measured",
     )
-    # Of all steps together: workers bring several batches at once, and the middle step no wait.
+    # Over all steps together: loader workers bring several batches at once, then the median is 0.
     waited = float(both.waits.sum() / both.seconds.sum())
     stage.check(
         "data_wait",
@@ -113,7 +112,7 @@ def judge(
         measured=f"{waited:.1%} of the time",
         wanted=f"less than {DATA_WAIT_LIMIT:.0%}",
         advice="make __getitems__ cheaper, or read ahead with --train.loader-workers (which does "
-        "not help when a step takes but a millisecond or two)",
+        "not help if a step takes only a millisecond or two)",
     )
     batch = fetch(state.loader.source.dataset, state.loader.source.order.ids(0)[:1])
     flops = forward_flops(state.model, compute_loss, batch)
@@ -123,7 +122,7 @@ def judge(
     share = f"{mfu:.1%} of {peak / 1e9:,.0f} GFLOP/s (MFU)" if mfu else "MFU unknown"
     print(f"     {share}; peak memory {in_units(memory)}")
     stage.figures |= {
-        "losses": losses.tolist(),
+        "losses": second.losses.tolist(),
         "step_seconds": seconds,
         "samples_per_second": samples,
         "tokens_per_second": samples * tokens if tokens else None,
@@ -136,15 +135,36 @@ def judge(
     }
 
 
-def judge_sums(stage: Stage, state: State) -> None:
-    """The parts of a batch add up to it: so it may be divided among micro-batches and ranks.
+def judge_losses(stage: Stage, first: np.ndarray, second: np.ndarray, cpu: bool) -> None:
+    """Check that two runs have the same losses; about the same if kernels are not deterministic."""
+    steps = min(len(first), len(second))
+    apart = differences(first[:steps], second[:steps])
+    differing = int(np.count_nonzero(apart))
+    measured = f"{differing} of {steps} losses differ between two runs"
+    if differing:
+        measured += f", by up to {apart.max():.0e} (relative)"
+    advice = "look for randomness that does not follow from the seed, or state kept between runs"
+    if cpu or stage.config.train.deterministic:
+        passed, wanted = not differing, "none"
+    else:
+        passed = bool(apart[0] <= TOLERANCE["first"] and apart.max() <= TOLERANCE["others"])
+        wanted = (
+            f"the first within {TOLERANCE['first']:.0e}, the others {TOLERANCE['others']:.0e}, as "
+            "kernels add in any order (--train.deterministic: bit for bit)"
+        )
+        advice += "; --train.deterministic rules out everything else"
+    stage.check("deterministic", passed, measured=measured, wanted=wanted, advice=advice)
 
-    In evaluation, without dropout and the like; of what is random even then nothing can be told.
+
+def judge_sums(stage: Stage, state: State) -> None:
+    """Check that the parts of a batch add up to it, so that micro-batches and ranks may share it.
+
+    Measured in evaluation mode, without dropout; a model that is random even then cannot be judged.
     """
-    names: list[str] = []
+    dataset, names = state.loader.source.dataset, []
 
     def sums(ids: np.ndarray) -> torch.Tensor:
-        batch = move(fetch(state.loader.source.dataset, ids), state.world.device)
+        batch = move(fetch(dataset, ids), state.world.device)
         with torch.no_grad(), parallel.autocast(state.world, state.compute_dtype):
             loss = compute_loss(state.module, batch)
         names[:] = "loss", "count", *loss.metrics
@@ -156,12 +176,12 @@ def judge_sums(stage: Stage, state: State) -> None:
         stage.check("adds_up", None, measured="one sample cannot be divided", wanted=wanted)
         return
     state.module.eval()
-    whole, again = sums(ids), sums(ids)
+    whole, repeated = sums(ids), sums(ids)
     parts = torch.stack([sums(half) for half in np.array_split(ids, 2)])
     state.module.train()
     size = torch.maximum(whole.abs(), parts.abs().amax(0)).clamp(min=1e-12)
-    if bool(((whole - again).abs() / size).max() > ADDS_UP / 5):
-        reason = "the model draws random numbers, in evaluation too"
+    if bool(((whole - repeated).abs() / size).max() > ADDS_UP / 5):
+        reason = "the model draws random numbers in evaluation mode too"
         stage.check("adds_up", None, measured=reason, wanted=wanted)
         return
     apart, at = ((parts.sum(0) - whole).abs() / size).max(0)
@@ -176,41 +196,12 @@ def judge_sums(stage: Stage, state: State) -> None:
     )
 
 
-def judge_losses(stage: Stage, first: np.ndarray, second: np.ndarray, cpu: bool) -> None:
-    """The same steps give the same losses; about the same where kernels are not deterministic."""
-    steps = min(len(first), len(second))
-    apart = differences(first[:steps], second[:steps])
-    differing = int(np.count_nonzero(apart))
-    measured = f"{differing} of {steps} losses differ between two runs"
-    if differing:
-        measured += f", by up to {apart.max():.0e} (relative)"
-    if exact := cpu or stage.config.train.deterministic:
-        passed, wanted = not differing, "none"
-    else:
-        passed = bool(apart[0] <= NEAR["first"] and apart.max() <= NEAR["others"])
-        wanted = (
-            f"the first within {NEAR['first']:.0e}, the others {NEAR['others']:.0e}, as kernels "
-            "add up in any order (--train.deterministic: to the bit)"
-        )
-    stage.check(
-        "deterministic",
-        passed,
-        measured=measured,
-        wanted=wanted,
-        advice="look for randomness that is no function of the seed, or state kept between runs"
-        + ("" if exact else "; --train.deterministic leaves nothing else"),
-    )
-
-
 def gpu_utilisation(state: State, seconds: float = 3.0) -> list[float]:
-    """Percentages of time in which a kernel ran, as the GPU's driver tells them, while training.
-
-    None elsewhere. The driver looks back on up to a second.
-    """
+    """Percentages of time with a kernel at work while training, by the GPU's driver; else empty."""
     samples: list[float] = []
     if state.world.device.type != "cuda":
         return samples
-    started, elapsed, due = time.perf_counter(), 0.0, 1.0
+    started, elapsed, due = time.perf_counter(), 0.0, 1.0  # the driver looks back up to a second
     while elapsed < seconds:
         train_step(state, state.loader.next())
         elapsed = time.perf_counter() - started
@@ -219,7 +210,7 @@ def gpu_utilisation(state: State, seconds: float = 3.0) -> list[float]:
         due = elapsed + 0.2
         try:
             samples.append(float(torch.cuda.utilization(state.world.device)))
-        except Exception as error:  # of the driver's own library, which may not be there either
+        except Exception as error:  # the driver's library is optional
             print(f"     GPU utilisation: not measured ({error}; pip install nvidia-ml-py)")
             break
     synchronize(state.world.device)

@@ -8,7 +8,10 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-BLUE, ORANGE, GREEN, RED, GREY = "#2f6fde", "#e08a1e", "#2a9d6f", "#d1495b", "#8a94a6"
+from .recovery import lost_share
+
+BLUE, ORANGE, GREEN = "#2f6fde", "#e08a1e", "#2a9d6f"
+RED, GREY, INK = "#d1495b", "#8a94a6", "#1d2433"
 SHARES = {
     "data": ("waiting for data", ORANGE),
     "host": ("host gaps", RED),
@@ -53,12 +56,12 @@ def draw(paint: Callable[[Axes], Any], height: float = HEIGHT) -> str:
 
 
 def loss_curve(records: list[dict[str, Any]], first_losses: list[float]) -> str | None:
-    """Loss by step of the run, of training and of validation, else of the baseline's steps."""
-    training = [(r["step"], r["loss"]) for r in records if r.get("loss") is not None]
-    training = training or list(enumerate(first_losses, 1))
-    validated = [
-        (r["step"], r["validation_loss"]) for r in records if r.get("validation_loss") is not None
-    ]
+    """Loss by step of the run, in training and validation; without a run, of baseline's steps."""
+    series = {
+        key: [(r["step"], r[key]) for r in records if r.get(key) is not None]
+        for key in ("loss", "validation_loss")
+    }
+    training, validated = series["loss"] or [*enumerate(first_losses, 1)], series["validation_loss"]
     if not training:
         return None
 
@@ -72,29 +75,27 @@ def loss_curve(records: list[dict[str, Any]], first_losses: list[float]) -> str 
     return draw(paint)
 
 
-def throughput(rows: list[tuple[str, float, float, float]]) -> str | None:
-    """Bars of (what, samples/s, and its lower and upper end)."""
-    if not rows:
+def bars(
+    rows: Iterable[tuple[Any, ...]], xlabel: str, label: Callable[[float], str] = "{:.3g}".format
+) -> str | None:
+    """A bar with its value for each (what, value), with a whisker for (what, value, low, high)."""
+    shown = [row for row in rows if row[1] is not None][::-1]
+    if not shown:
         return None
 
     def paint(axes: Axes) -> None:
-        names, middle, low, high = zip(*reversed(rows), strict=True)
-        reach = [
-            [m - a for m, a in zip(middle, low, strict=True)],
-            [b - m for m, b in zip(middle, high, strict=True)],
-        ]
-        places = range(len(names))  # by number: two rows may have one name
-        axes.barh(places, middle, color=BLUE, height=0.62, xerr=reach, ecolor="#1d2433", capsize=3)
-        axes.set_yticks(places, names)
-        for place, (value, end) in enumerate(zip(middle, high, strict=True)):
-            axes.annotate(
-                f"{value:,.0f}", (end, place), (5, 0), textcoords="offset points", va="center"
-            )
-        axes.margins(x=0.16)
-        axes.set_xlabel("samples/s (median, p10 to p90)")
+        for y, (_, value, *whisker) in enumerate(shown):
+            low, high = whisker or (value, value)
+            axes.barh(y, value, color=BLUE, height=0.6)
+            if whisker:
+                axes.plot([low, high], [y, y], "|-", color=INK, lw=1.2)
+            axes.annotate(label(value), (high, y), (5, 0), textcoords="offset points", va="center")
+        axes.set_yticks(range(len(shown)), [row[0] for row in shown])
+        longest = max(max(row[1:]) for row in shown)
+        axes.set(xlabel=xlabel, xlim=(0, 1.2 * longest or 1.0))  # room for the numbers
         axes.grid(axis="y", visible=False)
 
-    return draw(paint, 0.9 + 0.36 * len(rows))
+    return draw(paint, 0.85 + 0.36 * len(shown))
 
 
 def step_shares(shares: dict[str, float]) -> str | None:
@@ -118,7 +119,6 @@ def step_shares(shares: dict[str, float]) -> str | None:
 
 def scaling(strong: dict[str, Any], weak: dict[str, Any]) -> str | None:
     """Samples/s over the number of processes, beside what no loss at all would give."""
-    found = {"same global batch": (strong, BLUE, "o-"), "batch grows": (weak, GREEN, "s--")}
     if len(strong) < 2:
         return None
 
@@ -127,35 +127,34 @@ def scaling(strong: dict[str, Any], weak: dict[str, Any]) -> str | None:
         base = strong[str(ranks[0])]["samples_per_second"]
         ideal = [base * n / ranks[0] for n in ranks]
         axes.plot(ranks, ideal, ":", color=GREY, label="no loss at all")
-        for label, (series, color, mark) in found.items():
-            places = sorted(map(int, series))
-            values = [series[str(n)]["samples_per_second"] for n in places]
-            if places:
-                axes.plot(places, values, mark, color=color, label=label)
+        for series, mark, color, label in (
+            (strong, "o-", BLUE, "same global batch"),
+            (weak, "s--", GREEN, "batch grows"),
+        ):
+            values = [series[str(n)]["samples_per_second"] for n in ranks]
+            axes.plot(ranks, values, mark, color=color, label=label)
         axes.set(xlabel="processes", ylabel="samples/s", xticks=ranks, ylim=(0, None))
         axes.legend()
 
     return draw(paint)
 
 
-def memory(per_ranks: dict[str, dict[str, float]]) -> str | None:
+def memory(by_ranks: dict[str, dict[str, float]]) -> str | None:
     """Memory of a rank, as predicted part by part and as measured."""
-    if not per_ranks:
+    if not by_ranks:
         return None
 
     def paint(axes: Axes) -> None:
-        ranks = sorted(per_ranks, key=int)
+        ranks = sorted(by_ranks, key=int)
         bottom = [0.0] * len(ranks)
         for part, color in MEMORY.items():
-            sizes = [(per_ranks[n].get(part) or 0) / 1e6 for n in ranks]
-            if not any(sizes):
-                continue
-            axes.bar(ranks, sizes, bottom=bottom, color=color, width=0.5, label=part)
-            bottom = [a + b for a, b in zip(bottom, sizes, strict=True)]
-        measured = [(n, s) for n in ranks if (s := per_ranks[n].get("measured"))]
+            sizes = [by_ranks[n].get(part, 0) / 1e6 for n in ranks]
+            if any(sizes):
+                axes.bar(ranks, sizes, bottom=bottom, color=color, width=0.5, label=part)
+                bottom = [a + b for a, b in zip(bottom, sizes, strict=True)]
+        measured = {n: by_ranks[n]["measured"] / 1e6 for n in ranks if "measured" in by_ranks[n]}
         if measured:
-            places, sizes = zip(*((n, s / 1e6) for n, s in measured), strict=True)
-            axes.plot(places, sizes, "D", color="#1d2433", label="measured")
+            axes.plot(measured.keys(), measured.values(), "D", color=INK, label="measured")
         axes.set(xlabel="processes", ylabel="MB per rank")
         axes.grid(axis="x", visible=False)
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -166,7 +165,7 @@ def memory(per_ranks: dict[str, dict[str, float]]) -> str | None:
 def lost_time(
     cost: float, restart: float, failures: float, best: float, upload: float
 ) -> str | None:
-    """Share of time lost over the interval between checkpoints (seconds), with its best place.
+    """Share of time lost over the interval between checkpoints (seconds), with the best one.
 
     `cost` of a save, `restart` of a restart, `failures` the mean time between two, `upload` what
     a save takes until it is published: no interval can be shorter.
@@ -175,43 +174,18 @@ def lost_time(
         return None
 
     def paint(axes: Axes) -> None:
-        places = [best * 10 ** (k / 20 - 1.5) for k in range(61)]
-        shares = [100 * (cost / t + (t / 2 + restart) / failures) for t in places]
-        axes.semilogx(places, shares, color=BLUE)
-        least = 100 * (cost / best + (best / 2 + restart) / failures)
-        axes.plot([best], [least], "o", color=ORANGE)
-        axes.annotate(in_time(best), (best, least), (0, 9), textcoords="offset points", ha="center")
-        if places[0] < upload:
-            axes.axvspan(places[0], upload, color=GREY, alpha=0.18, lw=0)
+        intervals = [best * 10 ** (k / 20 - 1.5) for k in range(61)]
+        shares = [100 * lost_share(t, cost, restart, failures) for t in intervals]
+        axes.semilogx(intervals, shares, color=BLUE)
+        least = best, 100 * lost_share(best, cost, restart, failures)
+        axes.plot(*least, "o", color=ORANGE)
+        axes.annotate(in_time(best), least, (0, 9), textcoords="offset points", ha="center")
+        if intervals[0] < upload:
+            axes.axvspan(intervals[0], upload, color=GREY, alpha=0.18, lw=0)
         axes.set(xlabel="time between checkpoints", ylabel="% of time lost", ylim=(0, None))
         axes.xaxis.set_major_formatter(lambda seconds, _: in_time(seconds))
 
     return draw(paint)
-
-
-def bars(parts: Iterable[tuple[str, float]], unit: str) -> str | None:
-    """One bar each, with its value."""
-    rows = [(name, value) for name, value in parts if value is not None]
-    if not rows:
-        return None
-
-    def paint(axes: Axes) -> None:
-        names, values = zip(*reversed(rows), strict=True)
-        axes.barh(range(len(names)), values, color=BLUE, height=0.6)
-        axes.set_yticks(range(len(names)), names)
-        for place, value in enumerate(values):
-            axes.annotate(
-                in_time(value) if unit == "seconds" else f"{value:.3g}",
-                (value, place),
-                (5, 0),
-                textcoords="offset points",
-                va="center",
-            )
-        axes.margins(x=0.16)
-        axes.set_xlabel(unit)
-        axes.grid(axis="y", visible=False)
-
-    return draw(paint, 0.8 + 0.36 * len(rows))
 
 
 def in_time(seconds: float) -> str:

@@ -1,7 +1,7 @@
-"""A gate: what a stage has checked, what it measured, and whether that is good enough.
+"""A stage of the workflow: its settings, its checks, and the JSON file that it writes.
 
-`workflow/<stage>.json` holds it all: {stage, status, checks, advice, figures, settings, code,
-machine, versions, seconds, measured_at}. A status is pass, fail or not_measured.
+`workflow/<stage>.json` holds {stage, status, checks, advice, figures, settings, code, machine,
+versions, seconds, measured_at}. A status is pass, fail or not_measured.
 """
 
 import functools
@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -18,20 +19,29 @@ from typing import Any
 
 import torch
 
-from ..config import Config, to_json
+from ..config import Config
 from ..errors import UserError
-from ..files import write_json
+from ..files import to_json, write_json
 from ..run.hardware import cpu_name, device_name, usable_cores
+from . import WorkflowConfig
 
 STATUSES = ("fail", "not_measured", "pass")  # the worst first
-CHECK = {"name", "status", "measured", "wanted", "advice"}
-PROGRAM = f"python -m {__package__.split('.')[0]}"
 PACKAGE = __package__.split(".")[0]
+# Settings that change no measurement.
+WITHOUT_EFFECT = {"name", "run_dir", "fresh", "init_from", "init_strict", "track", "tracker"}
+WITHOUT_EFFECT |= {"workflow.keep_going", "workflow.force"}
+
+
+@dataclass(frozen=True)
+class StageConfig(Config):
+    """One training run, and how to measure it."""
+
+    workflow: WorkflowConfig = field(default_factory=WorkflowConfig)
 
 
 @dataclass
 class Stage:
-    """A stage of the workflow under way; `close` writes its JSON and gives its exit code."""
+    """A stage under way; `close` writes its JSON and returns its exit code."""
 
     name: str
     config: Config
@@ -41,7 +51,7 @@ class Stage:
     started: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        """Make sure of a place for its JSON before anything is measured; UserError if not."""
+        """Make sure that its JSON can be written before anything is measured (UserError)."""
         folder = stage_file(self.config.directory, self.name).parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -53,9 +63,9 @@ class Stage:
     def check(
         self, name: str, passed: bool | None, *, measured: str, wanted: str, advice: str = ""
     ) -> None:
-        """Add a check and print it; `passed` is None for what cannot be measured here, and why.
+        """Add a check and print it; `passed` is None if it cannot be measured here.
 
-        `advice` says what to do, unless it passed.
+        `measured` then says why. `advice` says what to do unless it passed.
         """
         status = {True: "pass", False: "fail", None: "not_measured"}[passed]
         check = {"name": name, "status": status, "measured": measured, "wanted": wanted}
@@ -72,9 +82,9 @@ class Stage:
 
     @property
     def status(self) -> str:
-        """The worst of its checks."""
-        found = {check["status"] for check in self.checks}
-        return next((status for status in STATUSES if status in found), "not_measured")
+        """The worst status of its checks."""
+        statuses = [check["status"] for check in self.checks]
+        return min(statuses, key=STATUSES.index, default="not_measured")
 
     def close(self) -> int:
         """Write workflow/<stage>.json; 0 unless a check failed."""
@@ -98,11 +108,11 @@ class Stage:
 
 
 def finite(value: Any) -> Any:
-    """The same for JSON, which has no word for what is not finite: null."""
+    """The value with null for each number that is not finite: JSON has no word for it."""
     if isinstance(value, dict):
-        return {key: finite(it) for key, it in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(it) for it in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -112,50 +122,61 @@ def stage_file(run_dir: Path, name: str) -> Path:
 
 
 def read_stage(run_dir: Path, name: str) -> dict[str, Any] | None:
-    """What a stage measured, None if it has not; UserError for a file that is not of a stage."""
+    """What a stage measured, None if it has not run; UserError for a damaged file."""
     path = stage_file(run_dir, name)
     if not path.exists():
         return None
     try:
         content = json.loads(path.read_text("utf-8"))
-        problem = _problem(content, name)
-    except (OSError, ValueError) as error:
-        problem = str(error)
-    if problem:
+        if content["stage"] != name or content["status"] not in STATUSES:
+            raise ValueError(f"it is not a result of {name}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path} is damaged ({problem}): measure again with `{command(name, run_dir)}`"
-        )
+            f"{path} is damaged ({error}): measure again with `{command(name, run_dir)}`"
+        ) from None
     return content
 
 
-def need_stage(run_dir: Path, name: str, what_for: str) -> dict[str, Any]:
-    """What an earlier stage measured; UserError, with the command to run, if it has not."""
+def need_stage(run_dir: Path, name: str, user: str) -> dict[str, Any]:
+    """What an earlier stage measured; UserError, with the command to run, if it has not run."""
     if content := read_stage(run_dir, name):
         return content
-    raise UserError(f"{what_for} needs what {name} measures: run `{command(name, run_dir)}` first")
+    raise UserError(f"{user} needs what {name} measures: run `{command(name, run_dir)}` first")
 
 
 def is_current(content: dict[str, Any], config: Config) -> bool:
-    """Whether it was measured with these settings, this code and this torch, on such a machine."""
+    """Whether a result comes from these settings, this code and torch, and such a machine."""
     here = machine(config.device)
     return (
         content["code"] == code_digest()
         and all(content["machine"].get(key) == here[key] for key in ("device", "gpus", "cpu"))
         and content["versions"]["torch"] == str(torch.__version__)
-        and _that_matter(content["settings"]) == _that_matter(to_json(config))
+        and effective(content["settings"]) == effective(to_json(config))
     )
 
 
+def effective(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The settings that can change a measurement."""
+    return {
+        name: effective(value, f"{name}.") if isinstance(value, dict) else value
+        for name, value in settings.items()
+        if prefix + name not in WITHOUT_EFFECT
+    }
+
+
 def command(name: str, run_dir: Path) -> str:
-    """What to type to run a stage, or another command, for this run directory."""
-    plain = Path("runs") / run_dir.name == run_dir
-    where = f"--name {run_dir.name}" if plain else f"--run-dir {run_dir}"
-    return f"{PROGRAM} {name}" + ("" if where == "--name default" else f" {where}")
+    """What to type to run a command for this run directory."""
+    words = ["python", "-m", PACKAGE, name]
+    if run_dir != Path("runs") / run_dir.name:
+        words += ["--run-dir", str(run_dir)]
+    elif run_dir.name != "default":
+        words += ["--name", run_dir.name]
+    return shlex.join(words)
 
 
 @functools.cache
 def code_digest() -> str:
-    """sha256 over the Python files of this package: another model is another measurement."""
+    """sha256 over the Python files of this package: other code, other measurements."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -165,7 +186,7 @@ def code_digest() -> str:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What it was measured on."""
+    """The machine that a stage measures on."""
     return {
         "device": device_name(device),
         "gpus": torch.cuda.device_count(),
@@ -174,35 +195,3 @@ def machine(device: str) -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "platform": platform.platform(),
     }
-
-
-def _that_matter(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings without those that change no measurement."""
-    left_out = {"name", "run_dir", "fresh", "init_from", "init_strict", "track", "tracker"}
-    kept = {name: value for name, value in settings.items() if name not in left_out}
-    of_workflow = {k: v for k, v in kept["workflow"].items() if k not in ("go_on", "again")}
-    return {**kept, "workflow": of_workflow}
-
-
-def _problem(content: Any, name: str) -> str | None:
-    """What keeps it from being what a stage of this name wrote."""
-    kinds = {"checks": list, "advice": list, "figures": dict, "settings": dict, "code": str}
-    kinds |= {"machine": dict, "versions": dict, "seconds": (int, float), "measured_at": str}
-    if not isinstance(content, dict) or content.get("stage") != name:
-        return f"it is not of the stage {name}"
-    if odd := [key for key, kind in kinds.items() if not isinstance(content.get(key), kind)]:
-        return f"{odd[0]} is missing or of another kind"
-    if not isinstance(content["settings"].get("workflow"), dict):
-        return "its settings are not whole"
-    if "torch" not in content["versions"]:
-        return "its versions are not whole"
-    for check in content["checks"]:
-        if not isinstance(check, dict) or not set(check) >= CHECK:
-            return "a check is not whole"
-        if check["status"] not in STATUSES:
-            return f"a check has the status {check['status']!r}"
-    found = {check["status"] for check in content["checks"]}
-    worst = next((status for status in STATUSES if status in found), "not_measured")
-    if content.get("status") != worst:
-        return f"its status is {content.get('status')!r}, its checks say {worst}"
-    return None

@@ -1,10 +1,9 @@
-"""What the stages share: timing the project's own steps, and telling a difference from noise."""
+"""How the stages time the project's own steps, and tell a difference from noise."""
 
 import itertools
 import math
 import time
 from collections.abc import Iterable, Sequence
-from math import isnan
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,12 +13,12 @@ from ..loss import means
 from ..sampling import seed_step
 from ..train import State, train_step
 
-NOISE = 1.2  # ends of an interval this far apart leave open what is faster
+NOISE = 1.2  # an interval whose ends are this far apart cannot tell what is faster
 TOO_NOISY = "too noisy to tell"
 
 
 class Steps(NamedTuple):
-    """Some steps, one after the other: an array with an entry per step each."""
+    """Consecutive steps: arrays with one entry per step."""
 
     losses: np.ndarray
     seconds: np.ndarray
@@ -27,11 +26,11 @@ class Steps(NamedTuple):
     """Seconds of waiting for data, part of `seconds`."""
 
     def after(self, warmup: int) -> "Steps":
-        """Without the first ones."""
+        """All but the first ones."""
         return Steps(*(values[warmup:] for values in self))
 
     def __add__(self, other: "Steps") -> "Steps":  # type: ignore[override]
-        """These, then the others."""
+        """These steps, then the others."""
         return Steps(*(np.concatenate(pair) for pair in zip(self, other, strict=True)))
 
 
@@ -43,12 +42,12 @@ class Interval(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        """As people write it."""
+        """As in 1.25 (1.21 to 1.3)."""
         return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
 
 
 def record_steps(state: State, steps: int) -> Steps:
-    """Take steps of the project's loop, device-synchronised; the loader stays as it is."""
+    """Take steps of the project's loop, waiting for the device after each."""
     losses, seconds, waits = [], [], []
     synchronize(state.world.device)
     for _ in range(steps):
@@ -63,65 +62,66 @@ def record_steps(state: State, steps: int) -> Steps:
 
 
 def has_drawn(state: State) -> bool:
-    """Whether the last step drew random numbers from torch, which are those of its rank."""
-    device, config = state.world.device, state.config.train
+    """Whether the last step drew random numbers from torch, as dropout does."""
+    device, seed = state.world.device, state.config.train.seed
     generators = [torch] if device.type == "cpu" else [torch, getattr(torch, device.type)]
     after = [generator.get_rng_state() for generator in generators]
-    seed_step(config.seed, state.step - 1, state.world.rank, device)  # as the step began
-    before = (generator.get_rng_state() for generator in generators)
+    seed_step(seed, state.step - 1, state.world.rank, device)  # as the step began
+    before = [generator.get_rng_state() for generator in generators]
     return not all(map(torch.equal, after, before))
 
 
 def spread(values: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """Median, 10th and 90th percentile, and their number, as figures hold them."""
+    """Median, 10th and 90th percentile, and number of values, as figures hold them."""
     p10, median, p90 = (float(x) for x in np.percentile(values, [10, 50, 90]))
     return {"median": median, "p10": p10, "p90": p90, "n": len(values)}
-
-
-def median_interval(values: Sequence[float] | np.ndarray) -> Interval:
-    """The median with its 95 % confidence interval, by order statistics: no distribution assumed.
-
-    With fewer than six values the interval is all of them, which is less than 95 %.
-    """
-    ordered = np.sort(np.asarray(values, dtype=float))
-    count = len(ordered)
-    # So many of them are on one side of the true median, or fewer, as heads in `count` throws.
-    fewer = itertools.accumulate(math.comb(count, heads) for heads in range(count // 2))
-    rank = max(0, sum(2 * ways <= 0.05 * 2**count for ways in fewer) - 1)
-    return Interval(float(np.median(ordered)), float(ordered[rank]), float(ordered[-1 - rank]))
-
-
-def difference(a: float, b: float) -> float:
-    """Relative; infinite for what is no number."""
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return math.inf
-    return abs(a - b) / max(abs(a), abs(b), 1e-12)
-
-
-def differences(first: Iterable[float], second: Iterable[float]) -> np.ndarray:
-    """Those of pairs; none where both are no number."""
-    pairs = zip(first, second, strict=True)
-    return np.array([0.0 if isnan(a) and isnan(b) else difference(a, b) for a, b in pairs])
-
-
-def verdict(eager: list[float], compiled: list[float]) -> tuple[Interval, str]:
-    """How many times as fast compiled steps are, from windows in pairs, and what to call it."""
-    speedup = median_interval(np.array(eager) / np.array(compiled))
-    if speedup.low > 1 or speedup.high < 1:
-        return speedup, "faster" if speedup.low > 1 else "slower"
-    told = speedup.high < NOISE * speedup.low  # a wide interval is no sign of being alike
-    return speedup, "within noise" if told else TOO_NOISY
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was queued."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
 
 
 def describe(figures: dict[str, Any], scale: float = 1.0, unit: str = "") -> str:
     """A spread in words."""
     median, p10, p90 = (figures[key] * scale for key in ("median", "p10", "p90"))
     return f"{median:.2f}{unit} (p10 {p10:.2f}, p90 {p90:.2f})"
+
+
+def median_interval(values: Sequence[float] | np.ndarray) -> Interval:
+    """The median with its 95 % confidence interval, by order statistics: no distribution assumed.
+
+    With fewer than six values the interval is their range, which covers less than 95 %.
+    """
+    ordered = np.sort(np.asarray(values, dtype=float))
+    count = len(ordered)
+    # How many values lie on one side of the true median is distributed as heads in `count` throws.
+    ways = itertools.accumulate(math.comb(count, heads) for heads in range(count // 2))
+    rank = max(0, sum(2 * fewer <= 0.05 * 2**count for fewer in ways) - 1)
+    return Interval(float(np.median(ordered)), float(ordered[rank]), float(ordered[-1 - rank]))
+
+
+def difference(a: float, b: float) -> float:
+    """Relative difference; infinite unless both are finite."""
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.inf
+    return abs(a - b) / max(abs(a), abs(b), 1e-12)
+
+
+def differences(first: Iterable[float], second: Iterable[float]) -> np.ndarray:
+    """Relative differences of pairs; 0 where both are NaN."""
+    pairs = zip(first, second, strict=True)
+    return np.array(
+        [0.0 if math.isnan(a) and math.isnan(b) else difference(a, b) for a, b in pairs]
+    )
+
+
+def speedup_of(eager: list[float], compiled: list[float]) -> tuple[Interval, str]:
+    """How many times as fast compiled steps are, from pairs of windows, and a word for it."""
+    speedup = median_interval(np.array(eager) / np.array(compiled))
+    if speedup.low > 1 or speedup.high < 1:
+        return speedup, "faster" if speedup.low > 1 else "slower"
+    return speedup, "within noise" if speedup.high < NOISE * speedup.low else TOO_NOISY
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its queue."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

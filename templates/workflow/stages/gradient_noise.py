@@ -1,4 +1,4 @@
-"""How much of a gradient is noise, which says how large a batch is worth its samples."""
+"""The gradient noise scale: how large a batch is worth its samples, and what to try."""
 
 import contextlib
 from collections.abc import Iterable
@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.manifest import published
-from ..checkpoint.paths import checkpoints_of
+from ..checkpoint.paths import checkpoints_of, published
 from ..checkpoint.reader import find_checkpoint
 from ..checkpoint.transfer import load_weights
 from ..device import move
@@ -18,8 +17,8 @@ from ..sampling import Loader, shares
 from ..train import State
 
 
-def go_to_the_run(state: State) -> None:
-    """Take the weights of the run's newest checkpoint, if it has any that fit."""
+def load_newest(state: State) -> None:
+    """Take the weights of the run's newest checkpoint, if it has one that fits."""
     directory = state.config.directory
     with contextlib.suppress(UserError, RankError):
         if published(checkpoints_of(directory)):
@@ -29,10 +28,10 @@ def go_to_the_run(state: State) -> None:
 
 
 def gradient_norms(state: State, batches: int = 16) -> tuple[float, float, int, int]:
-    """Of gradients of small batches, all at the present weights: how long they are, and their mean.
+    """Norms of gradients of small batches, all at the present weights.
 
-    Returns the mean of the squared norms, the squared norm of the mean, the samples in each small
-    batch and the number of these.
+    Returns the mean of the squared norms, the squared norm of the mean gradient, the samples in
+    each small batch and the number of these.
     """
     source, whole = state.loader.source, state.config.train.global_batch_size
     pieces = next(n for n in (4, 2, 1) if whole % n == 0)
@@ -62,10 +61,32 @@ def noise_scale(squares: float, square_of_mean: float, samples: int, count: int)
     """The gradient noise scale in samples, from what `gradient_norms` returns.
 
     The sum of the variances of a sample's gradient over the squared norm of the true gradient
-    (McCandlish et al., 2018, "simple" noise scale), each without bias. Where the mean of all
-    gradients is mostly noise itself, "value" is None: it is then above "seen", the samples seen.
+    (McCandlish et al., 2018, "simple" noise scale), each without bias. If the mean of all gradients
+    is mostly noise itself, "value" is None: it is then above "seen", the samples seen.
     """
     variance = (squares - square_of_mean) * count / (count - 1)
     signal = square_of_mean - variance / count
     resolved = signal > square_of_mean / 2
     return {"value": samples * variance / signal if resolved else None, "seen": samples * count}
+
+
+def advice_on_batch(batch: int, ranks: int, one: dict[str, Any]) -> str:
+    """What becomes of the learning rate with more ranks, and when a larger batch stops paying."""
+    text = f"learning rate: leave it, the global batch is {batch} on any number of ranks"
+    if not (noise := one["noise_scale"]):
+        return text
+    value, larger = noise["value"], batch * ranks
+    scale = f"above {noise['seen']}"
+    if value is not None:
+        larger, scale = min(larger, int(value)), f"about {value:.{0 if value >= 10 else 1}f}"
+    text += f". The gradient noise scale at step {noise['step']} is {scale} samples: "
+    if larger > batch:
+        rule = "linear" if one["nature"]["optimizer"] == "SGD" else "sqrt"
+        text += (
+            "batches up to it make good use of more ranks, beyond it they bring little. To try: "
+            f"--train.global-batch-size {larger} --optim.scaling {rule} "
+            f"--optim.base-batch-size {batch}"
+        )
+    else:
+        text += f"a larger batch than {batch} would bring little there"
+    return text + ". It grows while the loss falls: measure again later in the run"

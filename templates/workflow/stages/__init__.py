@@ -1,0 +1,149 @@
+"""The engineering workflow as commands: stages that measure the project's loop and judge it.
+
+Importing this imports no torch, so that `--help` stays quick.
+"""
+
+import contextlib
+import importlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+
+ABOUT = {
+    "baseline": "Measure one eager process: determinism, learning, throughput, waiting for data.",
+    "compile": "Try torch.compile: graph breaks, recompiles, same numbers, speedup, warm caches.",
+    "profile": "Trace some steps for Perfetto: where a step's time goes, and what to try next.",
+    "scale": "Run on 1 to n processes: same losses, efficiency, memory per rank, DDP or FSDP.",
+    "checkpoint": "Drill the recovery: restore, reshard, kill, damage; say how often to save.",
+}
+MODULES = {name: name for name in ABOUT} | {"checkpoint": "recovery"}
+STAGES = {
+    name: about
+    for name, about in ABOUT.items()
+    if (Path(__file__).parent / f"{MODULES[name]}.py").exists()
+}
+"""The stages of this project, in the order in which they build on each other."""
+COMMANDS = STAGES | {
+    "workflow": "Run all stages in order, up to the first failed gate; then write the report.",
+    "report": "Write report.html: loss, throughput, scaling, memory, checkpoints, checks, advice.",
+}
+PASSED = ("pass", "not_measured")  # what lets the workflow continue
+
+
+@dataclass(frozen=True)
+class WorkflowConfig:
+    """How far the stages go."""
+
+    ranks: int = 0
+    """The most processes to start (0: one per GPU of this machine, on a CPU 2)."""
+    hours_between_failures: float = 24.0
+    """Mean time between failures of the whole job, preemptions included; the advised interval
+    between checkpoints follows from it."""
+    keep_going: bool = False
+    """Continue after a gate that failed."""
+    force: bool = False
+    """Measure again what was already measured with these settings and this code."""
+
+    def __post_init__(self) -> None:
+        """Check the values (UserError)."""
+        if self.ranks < 0:
+            raise UserError("--workflow.ranks must not be negative")
+        if not self.hours_between_failures > 0:
+            raise UserError("--workflow.hours-between-failures must be positive")
+
+
+def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:
+    """Run one of `COMMANDS`; `parse(kind)` reads settings of that kind from the arguments."""
+    from ..checkpoint.storage import on_disk
+    from ..config import RunLocation
+    from .stage import StageConfig
+
+    if name == "report":
+        from .report import publish_report
+
+        print(publish_report(parse(RunLocation).directory))
+        return 0
+    config = on_disk(parse(StageConfig))
+    if name == "workflow":
+        return run_stages(config, arguments)
+    return importlib.import_module(f"{__name__}.{MODULES[name]}").measure(config)
+
+
+def run_stages(config: Any, arguments: list[str]) -> int:
+    """Run each stage with these arguments in a process of its own; 0 if no gate failed, else 1.
+
+    A stage measured before with the same settings and code is not run again, so the same command
+    continues an interrupted workflow. The first failed gate ends it, unless
+    `--workflow.keep-going`. At the end it writes the report.
+    """
+    from ..errors import leave
+    from .report import publish_report
+
+    signal.signal(signal.SIGTERM, leave)
+    results = dict.fromkeys(STAGES, ("not_run", 0.0))
+    for number, (name, about) in enumerate(STAGES.items(), 1):
+        print(f"\n[{number}/{len(STAGES)}] {name}: {about}", flush=True)
+        started = time.perf_counter()
+        status = earlier_status(config, name) or run_stage(config, name, arguments)
+        results[name] = status, time.perf_counter() - started
+        if status not in PASSED and not config.workflow.keep_going:
+            break
+    print()
+    for name, (status, seconds) in results.items():
+        print(f"{name:<12}{status.replace('_', ' '):<14}{seconds:6.1f} s", flush=True)
+    with contextlib.suppress(UserError):  # a stage that crashed may have left nothing
+        print(f"report: {publish_report(config.directory)}")
+    failed = [name for name, (status, _) in results.items() if status in ("fail", "crashed")]
+    if failed and not config.workflow.keep_going:
+        print(
+            f"stopped at {failed[0]}: fix it and rerun the same command to continue from there "
+            "(--workflow.keep-going continues after a failed gate)"
+        )
+    return int(bool(failed))
+
+
+def earlier_status(config: Any, name: str) -> str | None:
+    """The status of a stage that need not be measured again, else None."""
+    from .stage import is_current, read_stage, stage_file
+
+    try:
+        content = read_stage(config.directory, name)
+    except UserError:
+        print(f"measuring again: {stage_file(config.directory, name)} is damaged")
+        return None
+    if not content or config.workflow.force or content["status"] == "fail":
+        return None
+    if not is_current(content, config):
+        print("measuring again: the settings, the code, torch or the machine have changed")
+        return None
+    status = content["status"]
+    when = content["measured_at"]
+    print(f"{status.replace('_', ' ')}, measured {when} (--workflow.force measures again)")
+    return status
+
+
+def run_stage(config: Any, name: str, arguments: list[str]) -> str:
+    """The status of a stage run in a process of its own; "crashed" if it wrote no result."""
+    from .stage import PACKAGE, command, read_stage, stage_file
+
+    path = stage_file(config.directory, name)
+    before = path.stat().st_mtime_ns if path.exists() else None
+    with subprocess.Popen([sys.executable, "-m", PACKAGE, name, *arguments]) as process:
+        try:
+            code = process.wait()
+        except BaseException:
+            process.terminate()
+            print(f"\nstopped in {name}, of which nothing is kept: the same command reruns it")
+            raise
+    if code in (0, 1) and path.exists() and path.stat().st_mtime_ns != before:
+        return read_stage(config.directory, name)["status"]
+    problem = "refused its input (see above)" if code == 2 else f"crashed (exit code {code})"
+    print(f"{name} {problem}; to run it alone: {command(name, config.directory)}")
+    return "crashed"

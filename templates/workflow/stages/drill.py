@@ -1,0 +1,302 @@
+"""What the restore drill does to short runs: resume, reshard, damage, time and kill them.
+
+`python -m` this module FOLDER TASK [names] runs a task on one plain process or, under torchrun, on
+several ranks. Its settings are in FOLDER/settings.json, its result goes to FOLDER/TASK.json.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from logging.handlers import BufferingHandler
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint import MANIFEST, PUBLISHED, step_name
+from ..checkpoint.paths import published
+from ..checkpoint.publish import RESERVED
+from ..checkpoint.reader import DCP_INDEX
+from ..checkpoint.tensors import flat
+from ..config import Config, load, override
+from ..distributed import Group, World, join, leave, parallel
+from ..errors import RankError, UserError, exit_code
+from ..files import write_json
+from ..run.hardware import check_memory, expected_memory
+from ..run.logs import log_to_console
+from ..train import State, run, setup, start, train_step
+from . import processes
+from .stage import PACKAGE
+from .timing import record_steps, spread, synchronize
+
+STARTED = time.time()  # the imports are over
+STEPS, EVERY = 12, 3  # of a run of the drill, and between its saves
+QUIET_STEPS, SAVES, SECONDS = 8, 11, 15.0  # steps without a save; saves to time, and for how long
+PATIENCE = 1800.0  # seconds for a process of the drill
+LOG = BufferingHandler(1_000_000)  # what this package has logged
+Digests = dict[str, str]  # sha256 by the name of a tensor
+
+
+def main(words: list[str]) -> int:
+    """Run one task."""
+    logging.getLogger(PACKAGE).addHandler(LOG)
+    folder, task, *names = Path(words[0]), *words[1:]
+    config = load(folder / "settings.json")
+    if task == "train":
+        recorder = Recorder(folder / "restart.json")
+        run(override(config, {"run_dir": folder / names[0]}), [recorder])
+        result: dict[str, Any] = {"digests": recorder.digests}
+    else:
+        world = join(config.parallel, config.device)
+        action = {"reload": reload, "examine": examine}[task]
+        result = action(config, world, *(folder / name for name in names))
+        leave(world)  # only now that nothing refers to the model
+    if os.environ.get("RANK", "0") == "0":
+        write_json(folder / f"{task}.json", result)
+    return 0
+
+
+class Recorder:
+    """A callback: when a run got how far in (re)starting, and the digests of its last two saves."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.started = file, False
+        self.digests: dict[int, Digests] = {}
+
+    def after_step(self, state: State, record: dict[str, Any] | None) -> None:
+        """Write `file` after the first step."""
+        if not self.started and state.world.rank == 0:
+            resumed = [r.created for r in LOG.buffer if r.getMessage().startswith("resuming from")]
+            times = {"main": STARTED, "restored": max(resumed, default=STARTED)}
+            write_json(self.file, {"step": state.step - 1, **times, "first_step": time.time()})
+        self.started = True
+        if state.step >= STEPS - EVERY and state.step % EVERY == 0:
+            self.digests[state.step] = digests_of(state, Group(state.world))
+
+
+def reload(config: Config, world: World, source: Path, target: Path) -> dict[str, Any]:
+    """Load the newest checkpoint of a run, and save it as the only one of another."""
+    try:
+        state = setup(config, world)
+        check_memory(expected_memory(state.model, state.optimizer, 0), world.device)
+    except UserError as error:  # too large for so few processes
+        return {"refused": str(error)}
+    group = Group(world)
+    digests, step = load_into(state, source, group), state.step
+    checkpointer = start(state, target, group)  # finds nothing there
+    checkpointer.save(step)
+    checkpointer.close()
+    state.loader.close()
+    return {"digests": digests}
+
+
+def examine(config: Config, world: World, run_dir: Path) -> dict[str, Any]:
+    """Restore a run into processes that never trained, flip bits of it, then time other saves."""
+    state, group = setup(config, world), Group(world)
+    newest = group.from_first(lambda: published(run_dir / "checkpoints")[-1])
+    group.from_first(lambda: os.rename(newest, run_dir / "held-back"))
+    restored, step = load_into(state, run_dir, group), state.step
+    losses = record_steps(state, EVERY).losses.tolist()
+    after = digests_of(state, group)
+    group.from_first(lambda: os.rename(run_dir / "held-back", newest))
+    flips = {}
+    for bit in group.from_first(lambda: bits_of(newest)):
+        problem = problem_with_flip(state, newest, bit, group, step, restored)
+        flips[f"{bit[0]}, byte {bit[1]:,}"] = problem
+    group.from_first(lambda: shutil.rmtree(run_dir / "checkpoints"))
+    costs = time_saves(state, run_dir.with_name("timed"), group)
+    state.loader.close()
+    return {
+        "roundtrip": {"restored": restored, "step": step, "losses": losses, "after": after},
+        "flips": flips,
+        "costs": costs,
+    }
+
+
+def bits_of(checkpoint: Path) -> list[tuple[str, int]]:
+    """Where to flip a bit, as (file, byte): in the manifest, any index, and the largest file."""
+    sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
+    small = [name for name in (MANIFEST, DCP_INDEX) if name in sizes]
+    largest = max(sizes.keys() - small, key=lambda name: (sizes[name], name))
+    last = sizes[largest] - 1
+    middles = [(name, sizes[name] // 2) for name in small]
+    return middles + [(largest, offset) for offset in (0, last // 2, last)]
+
+
+def problem_with_flip(
+    state: State, newest: Path, bit: tuple[str, int], group: Group, step: int, expected: Digests
+) -> str:
+    """Flip a bit of a run's newest checkpoint, restore the run, and undo the damage.
+
+    Returns what went wrong; empty if the damage was named, the checkpoint set aside, and the one
+    before it restored, which is of `step` and holds what is `expected`.
+    """
+    file, offset = newest / bit[0], bit[1]
+    group.from_first(lambda: flip_bit(file, offset))
+    LOG.buffer.clear()
+    problem, restored = "", {}
+    try:
+        restored = load_into(state, newest.parents[1], group)
+    except RankError as error:
+        problem = str(error)
+
+    def undo() -> bool:
+        set_aside = sorted(newest.parent.glob(f"{newest.name}.damaged-*"))
+        for path in set_aside:
+            os.rename(path, newest)
+        flip_bit(file, offset)
+        return bool(set_aside)
+
+    set_aside = group.from_first(undo)
+    warnings = [record.getMessage() for record in LOG.buffer]
+    if problem:
+        return problem
+    if state.step != step or restored != expected:
+        return f"not noticed, or not repaired: restored other values, of step {state.step}"
+    if not set_aside:
+        return "noticed, but the checkpoint was not set aside"
+    if not any("DAMAGED" in text and file.name in text for text in warnings):
+        return "noticed, but no warning names the file"
+    return ""
+
+
+def flip_bit(path: Path, offset: int) -> None:
+    """Flip the lowest bit of one byte."""
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
+    """Save again and again, each time when the save before is published: what each of them cost."""
+    checkpointer = start(state, run_dir, group)
+    quiet = record_steps(state, QUIET_STEPS).seconds[1:]
+    began = time.perf_counter()
+    saves = [time_save(state, run_dir, group)]
+    while len(saves) < SAVES and group.from_first(
+        lambda: len(saves) < 4 or time.perf_counter() < began + SECONDS
+    ):
+        saves.append(time_save(state, run_dir, group))
+    checkpointer.close()
+    group.from_first(lambda: shutil.rmtree(run_dir))
+    blocked, seconds = zip(*saves, strict=True)
+    return {
+        "blocked_first": blocked[0],
+        "blocked_seconds": spread(blocked[1:]),
+        "save_seconds": spread(seconds[1:]),
+        "step_seconds": spread(quiet),
+        "saves": len(saves),
+    }
+
+
+def time_save(state: State, run_dir: Path, group: Group) -> tuple[float, float]:
+    """Save, and train until the save is published: (blocked seconds, seconds until published).
+
+    Blocked is what the checkpointer of the slowest rank counts. The checkpoint is looked for
+    before each step, so behind a save in the background the second figure can be a step too long.
+    """
+    checkpointer, step = state.checkpointer, state.step
+    path = run_dir / "checkpoints" / step_name(step)
+    synchronize(state.world.device)  # otherwise the save would wait for the steps before it
+    before, began = checkpointer.blocked_seconds, time.perf_counter()
+    checkpointer.save(step)
+    seconds = 0.0
+    while not seconds or state.step == step:
+        if not seconds and group.from_first(lambda: path.exists() or checkpointer.failed):
+            seconds = time.perf_counter() - began
+        train_step(state, state.loader.next())
+    blocked = max(group.agree(lambda: checkpointer.blocked_seconds - before))
+    checkpointer.settle()
+    return blocked, seconds
+
+
+def load_into(state: State, run_dir: Path, group: Group) -> Digests:
+    """Restore the newest good checkpoint of a run over other values; the digests of the state."""
+    with torch.no_grad():
+        for tensor in state.model.state_dict().values():
+            tensor.fill_(7)
+    state.optimizer.state.clear()
+    start(state, run_dir, group).close()
+    return digests_of(state, group)
+
+
+def digests_of(state: State, group: Group) -> Digests:
+    """sha256 of each whole tensor of model and optimizer.
+
+    Where ranks hold different values, rank 0 returns all of theirs, to which nothing can be equal.
+    """
+    parallel.agree_on_buffers(state.model, state.world)
+    digests: Digests = {}
+    for name, tensor in flat(state.checkpointer.tensors()):
+        content = (
+            parallel.whole(tensor).detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        )
+        digests[name] = hashlib.sha256(content).hexdigest()
+    ranks = group.agree(lambda: digests)
+    return {name: " ".join(sorted({other[name] for other in ranks})) for name in digests}
+
+
+def kill_in_save(process: subprocess.Popen[str], checkpoints: Path) -> int | None:
+    """Kill a run once a save has written a file; the step of the save.
+
+    The run is stopped first to look again: on a fast disk a save is over as soon as it is seen.
+    None if the run ended, or died outside of a save.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=0.001)  # reads the output, so that no pipe gets full
+            processes.finish(process, "training to be killed", PATIENCE)
+            return None
+        if saving := save_under_way(checkpoints):
+            send(process, signal.SIGSTOP)
+            if saving.exists() and saving == save_under_way(checkpoints):
+                processes.kill(process)
+                process.communicate()  # until the last of its processes is gone
+                return int(re.search(r"step_(\d+)", saving.name)[1]) if saving.exists() else None
+            send(process, signal.SIGCONT)
+    raise RankError(f"a run of a few steps took more than {PATIENCE:.0f} s")
+
+
+def save_under_way(checkpoints: Path) -> Path | None:
+    """The folder of a save that has written a file, once an earlier checkpoint is published."""
+    if not (done := whole(checkpoints)):
+        return None
+    folders = {file.parent for file in checkpoints.glob("*/*")} - done
+    begun = (it for it in folders if it.name.startswith(RESERVED) or PUBLISHED.fullmatch(it.name))
+    return next(begun, None)
+
+
+def whole(checkpoints: Path) -> set[Path]:
+    """Published checkpoints that have a manifest."""
+    return {path for path in published(checkpoints) if (path / MANIFEST).exists()}
+
+
+def send(process: subprocess.Popen[str], number: int) -> None:
+    """Send a signal to all processes of a run; to the launcher last, since it watches the ranks."""
+    for pid in reversed([process.pid, *processes.descendants(process.pid)]):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def losses_of(run_dir: Path) -> dict[int, float]:
+    """Loss by step, from the complete lines of metrics.jsonl; NaN where it was not finite."""
+    lines = (run_dir / "metrics.jsonl").read_text("utf-8").split("\n")[:-1]
+    records = map(json.loads, lines)
+    return {it["step"]: math.nan if it["loss"] is None else it["loss"] for it in records}
+
+
+if __name__ == "__main__":
+    log_to_console()
+    sys.exit(exit_code(lambda: main(sys.argv[1:])))

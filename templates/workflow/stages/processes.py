@@ -1,0 +1,138 @@
+"""Processes that a stage starts, plain or under torchrun; none outlives the stage."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from ..distributed import check_ranks
+from ..errors import RankError, UserError, leave
+from ..run.hardware import usable_cores
+from .stage import PACKAGE, StageConfig
+
+# Variables by which torchrun tells a process its rank: the stage may have them, its children not.
+OF_TORCHRUN = re.compile("TORCHELASTIC|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME|MASTER_")
+
+
+@contextlib.contextmanager
+def started(
+    ranks: int,
+    *arguments: str,
+    module: str = PACKAGE,
+    threads: int | None = None,
+    **environment: str,
+) -> Iterator[subprocess.Popen[str]]:
+    """`python -m module arguments`, as one plain process (`ranks` 0) or as `ranks` under torchrun.
+
+    Each rank has `threads` threads (default: its share of the cores). The output goes to a pipe.
+    When the block ends, by SIGTERM too, all that it started is killed.
+    """
+    command = [sys.executable, "-m"]
+    if ranks:
+        command += [f"{PACKAGE}.distributed.launch", f"--nproc-per-node={ranks}"]
+        command += ["--max-restarts=0", "-m"]
+        threads = threads or max(1, usable_cores() // ranks)
+    inherited = {name: value for name, value in os.environ.items() if not OF_TORCHRUN.match(name)}
+    if threads:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch.sh sets it
+    earlier_handler = signal.signal(signal.SIGTERM, leave)
+    try:
+        with subprocess.Popen(
+            [*command, module, *arguments],
+            env=inherited | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                yield process
+            finally:
+                kill(process)
+                process.communicate()  # until nobody holds the pipe any more
+    finally:
+        signal.signal(signal.SIGTERM, earlier_handler)
+
+
+def finish(process: subprocess.Popen[str], task: str, seconds: float) -> str:
+    """The output of a process that succeeds in time; else RankError with the end of its output."""
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        kill(process)
+        output, _ = process.communicate()
+        raise RankError(f"{task} took more than {seconds:.0f} s{_errors(output)}") from None
+    if process.returncode:
+        raise RankError(f"{task} ended with exit code {process.returncode}{_errors(output)}")
+    return output
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """Kill a process and everything that it started, unless it has ended."""
+    if process.poll() is None:
+        for pid in [process.pid, *descendants(process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below `pid` (Linux; elsewhere torchrun's workers end with it by themselves)."""
+    pids = []
+    with contextlib.suppress(OSError):
+        for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+            pids += [child, *descendants(child)]
+    return pids
+
+
+def _errors(output: str) -> str:
+    """The first errors in an output, since torchrun prints much after them; else its last lines."""
+    lines = output.splitlines()
+    shown = [line for line in lines if re.search("[Ee]rror: ", line)][:3] or lines[-15:]
+    return "\n  ".join([":", *shown]) if shown else ""
+
+
+def most_ranks(config: StageConfig, device: torch.device) -> tuple[int, str]:
+    """The most processes that can share the work here; with 1, why. UserError for too many."""
+    asked, batch = config.workflow.ranks, config.train.global_batch_size
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    most = asked or min(batch, {"cuda": gpus, "cpu": 2}.get(device.type, 1))
+    if asked == 1:
+        return 1, "one process was asked for"
+    if batch == 1:
+        return 1, "--train.global-batch-size 1 cannot be divided"
+    if most == 1:
+        return 1, "there is one device here; --device cpu shows everything except its speed"
+    if device.type not in ("cpu", "cuda") or config.device == f"cuda:{device.index}":
+        return 1, f"--device {config.device} is one device; give cpu, or cuda for all GPUs"
+    if most > gpus > 0:
+        raise UserError(f"--workflow.ranks {most}: there are {gpus} GPUs here")
+    if most > batch:
+        raise UserError(
+            f"--workflow.ranks {most} is more than --train.global-batch-size {batch}, which they "
+            "divide among them: lower it, or raise the batch"
+        )
+    reason = refusal(config, most)
+    return (1, reason) if reason else (most, "")
+
+
+def refusal(config: StageConfig, ranks: int) -> str:
+    """Why so many processes cannot share the work; empty if they can."""
+    try:
+        check_ranks(config.parallel, ranks)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def named(count: int, what: str) -> str:
+    """As in 1 process, 2 processes."""
+    plural = "es" if what.endswith("s") else "s"
+    return f"{count} {what}" + ("" if count == 1 else plural)

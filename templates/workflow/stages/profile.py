@@ -1,0 +1,310 @@
+"""The profile stage: where the time of a step goes, and what to try about it.
+
+It runs plain or under torchrun. Of several ranks it reports the slowest one, which waits least in
+communication, since the others wait for it there.
+"""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..config import Config
+from ..distributed import Group, join, leave
+from ..profiler import Profiler, trace_steps
+from ..run.hardware import usable_cores
+from ..train import State, setup, train_step
+from . import STAGES
+from .stage import Stage, command, read_stage
+from .timing import Interval, median_interval, spread, synchronize
+from .trace import PARTS, Breakdown, TraceError, breakdown, read_trace
+
+SECONDS, MOST_STEPS = 5.0, 200  # to measure what an idle profiler costs
+IDLE_LIMIT = 0.01
+SHOWN = 10  # operators
+WORTH_A_WORD = 0.15  # the share of a step from which on a second cause is mentioned
+WORDS = {"data": "waiting for data", "host": "host gaps"}
+CAUSES = {
+    "input-bound": ("data", "copies"),
+    "host-bound": ("host",),
+    "kernel-bound": ("kernels",),
+    "communication-bound": ("communication",),
+}
+Shares = dict[str, float]
+
+
+def measure(config: Config) -> int:
+    """Measure and judge; 0 when the gate is passed, 1 when it is not."""
+    stage = Stage("profile", config)
+    world = join(config.parallel, config.device)
+    group = Group(world)
+    state = setup(config, world)
+    plan = config.profile
+    if world.rank == 0:
+        steps = f"{plan.active} steps after {plan.wait + plan.warmup}, {plan.repeat} times"
+        print(f"     tracing {steps}; then timing steps without a trace ...", flush=True)
+    traces = trace_steps(plan, config.directory / "traces", state, train_step)
+    ranks = group.agree(lambda: read_back(traces))
+    idle, seconds = idle_costs(state, group)
+    state.loader.close()
+    if world.rank == 0:
+        judge(stage, world.device, ranks, traces[-1], idle, seconds)
+    del state
+    leave(world)
+    return stage.close() if world.rank == 0 else 0
+
+
+def read_back(traces: list[Path]) -> Breakdown | str:
+    """Where the time of this rank's traced steps went, or why a trace cannot be read.
+
+    Operators and the longest gap are those of the last window.
+    """
+    try:
+        windows = [breakdown(read_trace(path)) for path in traces]
+    except TraceError as error:
+        return str(error)
+    return windows[-1]._replace(
+        seconds=np.concatenate([window.seconds for window in windows]),
+        compilations=sum(window.compilations for window in windows),
+    )
+
+
+def idle_costs(state: State, group: Group) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of each call to a profiler between its windows, and of the step before that call.
+
+    This call is all by which such a step differs from one of a run without `--profile.every`. It
+    is timed by itself, since a difference of whole steps would drown in noise.
+    """
+    profiler = Profiler(replace(state.config.profile, every=2**40), Path("unused"), state)
+    calls, steps = [], []
+
+    def take_step() -> None:
+        started = time.perf_counter()
+        train_step(state, state.loader.next())
+        synchronize(state.world.device)
+        between = time.perf_counter()
+        profiler(state)
+        calls.append(time.perf_counter() - between)
+        steps.append(between - started)
+
+    take_step()
+    for _ in range(group.from_first(lambda: int(np.clip(SECONDS / steps[0], 8, MOST_STEPS)))):
+        take_step()
+    return np.array(calls[1:]), np.array(steps[1:])
+
+
+def judge(
+    stage: Stage,
+    device: torch.device,
+    ranks: list[Breakdown | str],
+    trace: Path,
+    idle: np.ndarray,
+    seconds: np.ndarray,
+) -> None:
+    """Turn what the ranks measured into checks and figures."""
+    problems = [f"rank {i}: {rank}" for i, rank in enumerate(ranks) if isinstance(rank, str)]
+    stage.figures |= {"trace": str(trace), "step_seconds": spread(seconds), "diagnosis": None}
+    size = trace.stat().st_size / 2**20 if trace.exists() else 0
+    stage.check(
+        "trace",
+        not problems,
+        measured=problems[0] if problems else f"{trace.name}, {size:.1f} MiB, read back whole",
+        wanted="written and readable",
+        advice="is there space left on the disk?",
+    )
+    if not problems:
+        print(f"     open {trace} at https://ui.perfetto.dev")
+        judge_steps(stage, device, ranks, float(np.median(seconds)))
+    judge_idle(stage, median_interval(idle / seconds), float(np.median(idle)))
+
+
+def judge_steps(
+    stage: Stage, device: torch.device, ranks: list[Breakdown], untraced: float
+) -> None:
+    """Say where the time goes and what to try; `untraced` is a step's usual seconds."""
+    slowest = min(range(len(ranks)), key=lambda i: ranks[i].shares["communication"])
+    rank = ranks[slowest]
+    steps = len(rank.seconds)
+    traced = float(rank.seconds.sum()) / steps
+    compilations = max(other.compilations for other in ranks)
+    last = stage.config.profile.active
+    print(f"     top operators by self time, in the last {last} traced steps:")
+    for name, own, share, calls in rank.operators[:SHOWN]:
+        print(f"     {share:6.1%} {own * 1e3:9.2f} ms {calls:6} x  {name[:60]}")
+    print(f"     a step took {traced * 1e3:.2f} ms while traced, else {untraced * 1e3:.2f} ms")
+    stage.figures |= {
+        "steps": steps,
+        "traced_step_seconds": traced,
+        "recompiles": compilations,
+        "operators": [operator._asdict() for operator in rank.operators[:SHOWN]],
+    }
+    stage.check(
+        "recompiles",
+        not compilations,
+        measured=f"{compilations} within {steps} traced steps",
+        wanted="none: while it compiles, no share means anything",
+        advice="if it only compiles late, --profile.wait more steps",
+    )
+    if device.type != "cpu" and not rank.device:
+        problem = f"the trace holds nothing that {device.type} did: torch.profiler cannot see it"
+        stage.check("shares", None, measured=problem, wanted="measured")
+        return
+    shares = without_tracing(rank.shares, traced / untraced) if rank.device else rank.shares
+    text = ", ".join(f"{WORDS.get(part, part)} {shares[part]:.1%}" for part in PARTS)
+    stage.check("shares", True, measured=text, wanted="measured")
+    diagnosis = diagnose(shares, compilations)
+    stage.figures |= {"shares": shares, "diagnosis": diagnosis}
+    if len(ranks) > 1:
+        compare_ranks(stage, ranks, slowest)
+    stage.advise(f"{diagnosis}: {advice(diagnosis, shares, rank, stage.config)}")
+    for other in second_causes(diagnosis, shares):
+        stage.advise(f"besides, {advice(other, shares, rank, stage.config)}")
+
+
+def compare_ranks(stage: Stage, ranks: list[Breakdown], slowest: int) -> None:
+    """Say how much of the communication is waiting for the slowest rank."""
+    seconds = np.stack([rank.seconds for rank in ranks])
+    exposed = seconds[:, :, PARTS.index("communication")]
+    if ranks[slowest].device:  # a GPU's steps do not end where the host's do
+        exposed = exposed.sum(axis=1, keepdims=True)
+    waiting = float((exposed - exposed.min(axis=0)).sum() / seconds.sum())
+    stage.figures |= {"ranks": [rank.shares for rank in ranks], "waiting_for_ranks": waiting}
+    print(f"     the ranks spend {waiting:.1%} of their time waiting for a slower one")
+    if waiting > WORTH_A_WORD / len(ranks):
+        print(f"     mostly for rank {slowest}, whose shares are reported")
+
+
+def without_tracing(shares: Shares, slowdown: float) -> Shares:
+    """Shares of a step on a GPU without what tracing added, which is all time of the host."""
+    added = min(max(0.0, 1 - 1 / slowdown), shares["host"])
+    rest = shares | {"host": shares["host"] - added}
+    return {part: share / (1 - added) for part, share in rest.items()}
+
+
+def judge_idle(stage: Stage, ratio: Interval, call: float) -> None:
+    """Check that `--profile.every` costs almost nothing between its windows."""
+    stage.figures["idle_overhead"] = ratio._asdict()
+    passed = True if ratio.high < IDLE_LIMIT else False if ratio.low > IDLE_LIMIT else None
+    noise = "; too noisy here to tell" if passed is None else ""
+    stage.check(
+        "idle_overhead",
+        passed,
+        measured=f"{ratio.value:.4%} of a step ({ratio.low:.4%} to {ratio.high:.4%}), "
+        f"{call * 1e6:.2g} us a call{noise}",
+        wanted=f"less than {IDLE_LIMIT:.0%}",
+        advice="if steps are this short, leave --profile.every off and use this command",
+    )
+
+
+def diagnose(shares: Shares, compilations: int) -> str:
+    """What most of a step goes to; while the compiler works, no share means anything."""
+    return "recompiling" if compilations else max(CAUSES, key=lambda cause: lost(shares, cause))
+
+
+def lost(shares: Shares, cause: str) -> float:
+    """The share of a step that a cause accounts for."""
+    return sum(shares[part] for part in CAUSES[cause])
+
+
+def second_causes(diagnosis: str, shares: Shares) -> list[str]:
+    """What else a step loses much of its time to."""
+    others = [cause for cause in CAUSES if cause not in (diagnosis, "kernel-bound")]
+    return [cause for cause in others if lost(shares, cause) > WORTH_A_WORD]
+
+
+def advice(diagnosis: str, shares: Shares, rank: Breakdown, config: Config) -> str:
+    """The figures behind a diagnosis, and the next thing to try."""
+    function = {
+        "recompiling": on_recompiling,
+        "input-bound": on_input,
+        "host-bound": on_host,
+        "kernel-bound": on_kernels,
+        "communication-bound": on_communication,
+    }[diagnosis]
+    figures, remedy = function(shares, rank, config)
+    return f"{figures}. Try {remedy}"
+
+
+def on_recompiling(shares: Shares, rank: Breakdown, config: Config) -> tuple[str, str]:
+    """Something varies that the compiler took for constant."""
+    return (
+        f"{rank.compilations} compilations within {len(rank.seconds)} steps that should need none",
+        f"`{command('compile', config.directory)}`, which names the guards that failed; where "
+        "lengths vary, --compile.dynamic True, or data of one length",
+    )
+
+
+def on_input(shares: Shares, rank: Breakdown, config: Config) -> tuple[str, str]:
+    """The loop waits for a batch, or for its copy to the device."""
+    if shares["copies"] > shares["data"]:
+        return (
+            f"copies between host and device take {shares['copies']:.0%} of a step",
+            "smaller types in the dataset (uint8, converted on the device); copies that the host "
+            "waits for come from .item(), .cpu() or print in the step",
+        )
+    workers = 2 * config.train.loader_workers or max(1, min(4, usable_cores() - 1))
+    return (
+        f"a step waits for data during {shares['data']:.0%} of its time",
+        f"--train.loader-workers {workers}, or make __getitems__ cheaper",
+    )
+
+
+def on_host(shares: Shares, rank: Breakdown, config: Config) -> tuple[str, str]:
+    """Neither data nor kernels: Python, launches, waits for the device."""
+    gap, train = rank.longest_gap, config.train
+    step = rank.seconds.sum() / len(rank.seconds)
+    figures = (
+        f"nothing is computed during {shares['host']:.0%} of a step; the longest gap, "
+        f"{gap.seconds * 1e3:.2g} ms of a step's {step * 1e3:.3g}, is after {_short(gap.after)} "
+        f"and before {_short(gap.before)}"
+    )
+    if gap.seconds > 0.2 * shares["host"] * step:
+        return figures, "to move the Python work there out of the step, or into tensor operations"
+    tries = try_compiling(config)
+    if train.micro_batch_size < train.global_batch_size:
+        size = 2 * train.micro_batch_size
+        tries.append(f"fewer, larger micro-batches (--train.micro-batch-size {size})")
+    return figures, " and ".join(tries) or "more work per step: launching it takes most of the time"
+
+
+def on_kernels(shares: Shares, rank: Breakdown, config: Config) -> tuple[str, str]:
+    """The device computes, as it should."""
+    figures = f"{shares['kernels']:.0%} of a step is computing"
+    if rank.operators:
+        top = rank.operators[0]
+        figures += f", {top.share:.0%} in {_short(top.name)}"
+    tries = try_compiling(config)
+    if rank.device and config.train.precision == "fp32":
+        tries.insert(0, "--train.precision bf16")
+    devices = f"more devices (`{command('scale', config.directory)}` says what they bring) or "
+    return figures, " and ".join(tries) or (
+        f"{devices if 'scale' in STAGES else ''}a leaner model; the loop itself has little left to "
+        "give"
+    )
+
+
+def on_communication(shares: Shares, rank: Breakdown, config: Config) -> tuple[str, str]:
+    """The ranks exchange tensors, and nothing is computed meanwhile."""
+    figures = f"communication that nothing hides takes {shares['communication']:.0%} of a step"
+    if getattr(config.parallel, "reshard_after_forward", False):
+        remedy = "--parallel.no-reshard-after-forward (gathers once, not twice, for more memory)"
+    else:
+        remedy = "more samples per step (--train.global-batch-size; it is part of a run's identity)"
+    return figures, f"{remedy}, or fewer ranks"
+
+
+def try_compiling(config: Config) -> list[str]:
+    """The compile mode to try, if any."""
+    if config.compile.mode != "none":
+        return []
+    measured = read_stage(config.directory, "compile") or {"figures": {}}
+    best = measured["figures"].get("best")
+    if best is None:
+        return [f"--compile.mode blocks (`{command('compile', config.directory)}` measures it)"]
+    return [] if best == "none" else [f"--compile.mode {best}, which was measured to be faster"]
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 48 else name[:45] + "..."

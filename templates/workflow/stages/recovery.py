@@ -1,0 +1,397 @@
+"""The last stage, `checkpoint`: a drill that restores, reshards, damages and kills a short run.
+
+The drill trains this run's model for a few steps in RUN_DIR/workflow/.drill; the run's own
+checkpoints are not touched. Training and restoring happen in processes of their own (drill.py).
+"""
+
+import contextlib
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint import PUBLISHED
+from ..checkpoint.manifest import read_manifest
+from ..checkpoint.paths import published
+from ..config import Config, override
+from ..device import pick_device
+from ..distributed import Group
+from ..errors import RankError, UserError
+from ..files import to_json, write_json
+from ..run.directory import RunDirectory
+from ..run.hardware import in_units
+from . import processes
+from .drill import EVERY, PATIENCE, STEPS, Digests, kill_in_save, losses_of, whole
+from .processes import most_ranks, named, refusal
+from .stage import Stage, code_digest, command, need_stage, stage_file
+from .timing import describe, differences
+
+ON_DISK = 4  # checkpoints that the drill keeps at once, at most
+LAUNCHES = 3  # to meet a save
+NEAR = 1e-3  # relative; between losses of kernels that are not deterministic
+CHECKS = {  # name: (wanted, advice)
+    "roundtrip": (
+        "model and optimizer bit for bit, and the same steps after them",
+        "look for state that is in no parameter and no persistent buffer, and for random numbers "
+        "that do not come from torch's generators",
+    ),
+    "reshard": (
+        "the same tensors on any number of processes",
+        "look for tensors whose shape or content depends on the number of processes",
+    ),
+    "corrupt_newest": (
+        "a damaged checkpoint is never loaded, the one before it is",
+        "restore only what its manifest and every hash confirm (checkpoint/manifest.py)",
+    ),
+    "killed_while_saving": (
+        "no more than one save lost, the same end, nothing left over",
+        "publish by one rename, when everything is on disk (checkpoint/publish.py)",
+    ),
+}
+
+
+def measure(config: Config) -> int:
+    """Measure and judge; 0 when the gate is passed, 1 when it is not."""
+    step_seconds, checkpoint_bytes = read_baseline(config)
+    stage = Stage("checkpoint", config)
+    with scratch_folder(config.directory, ON_DISK * checkpoint_bytes) as folder:
+        Drill(stage, folder).run(step_seconds)
+    return stage.close()
+
+
+def read_baseline(config: Config) -> tuple[float, int]:
+    """Seconds of a step and bytes of a checkpoint; UserError if baseline has not measured them."""
+    content = need_stage(config.directory, "baseline", "checkpoint")
+    remedy = f"measure again with `{command('baseline', config.directory)}`"
+    settings, changed = to_json(config), content["code"] != code_digest()
+    if changed or any(content["settings"][k] != settings[k] for k in ("model", "data", "train")):
+        say(f"baseline was measured with other code or settings; to be sure of it, {remedy}")
+    try:
+        figures = content["figures"]
+        weights_and_moments = 3 * 4 * int(figures["parameters"])  # float32
+        return float(figures["step_seconds"]["median"]), weights_and_moments
+    except (KeyError, TypeError, ValueError):
+        path = stage_file(config.directory, "baseline")
+        raise UserError(f"{path} is damaged or of an older version: {remedy}") from None
+
+
+@contextlib.contextmanager
+def scratch_folder(run_dir: Path, needed: int) -> Iterator[Path]:
+    """A folder in the run directory that is removed afterwards; UserError if the disk is too full.
+
+    An earlier drill that was killed may have left files there: they are removed first.
+    """
+    with RunDirectory(run_dir / "workflow/.drill", Group()) as locked:  # removed if left empty
+        folder = locked.path / "runs"
+        shutil.rmtree(folder, ignore_errors=True)
+        free = shutil.disk_usage(run_dir).free
+        if free < needed:
+            raise UserError(
+                f"the drill needs about {in_units(needed)} in {run_dir} for {ON_DISK} checkpoints, "
+                f"and {in_units(free)} are free: make room there, or take another --run-dir"
+            )
+        try:
+            folder.mkdir()
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def world_sizes(config: Config, device: torch.device) -> tuple[int, int, str]:
+    """Processes to train on, a third number to load into (0: none), and why only one, if so."""
+    ranks, why_one = most_ranks(config, device)
+    third = ranks + 1 if device.type == "cpu" else ranks // 2
+    if ranks == 1 or not 1 < third <= config.train.global_batch_size or refusal(config, third):
+        third = 0
+    return ranks, third, why_one
+
+
+class Drill:
+    """The parts of the drill in `folder`. If one breaks down its check fails, and the rest goes on.
+
+    Everything is compared with one run that nothing disturbs.
+    """
+
+    def __init__(self, stage: Stage, folder: Path) -> None:
+        config = stage.config
+        device = pick_device(config.device)
+        self.stage, self.folder = stage, folder
+        self.ranks, self.third, self.why_one = world_sizes(config, device)
+        self.exact = device.type == "cpu" or config.train.deterministic
+        short_run = {
+            "train.steps": STEPS,
+            "train.log_every": 1,
+            "train.validate_every": 0,
+            "train.validate_samples": config.train.global_batch_size,  # the last step validates
+            "checkpoint.every": EVERY,
+            "checkpoint.keep": 2,
+            "checkpoint.keep_every": 0,
+            "checkpoint.on_failure": "stop",
+            "profile.every": 0,
+            "track": False,
+        }
+        write_json(folder / "settings.json", to_json(override(config, short_run)))
+
+    def run(self, step_seconds: float) -> None:
+        """Run all parts; `step_seconds` is what baseline measured on one process."""
+        stage, folder = self.stage, self.folder
+        all_of_them = named(self.ranks, "process")
+        say(f"training {STEPS} steps undisturbed on {all_of_them}, saving every {EVERY}")
+        digests = self.child(self.ranks, "train", "undisturbed")["digests"]
+        before, end = (digests[str(step)] for step in (STEPS - EVERY, STEPS))
+        expected = Undisturbed(losses_of(folder / "undisturbed"), before, end, self.exact)
+        newest = published(folder / "undisturbed/checkpoints")[-1]
+        stage.figures["bytes"] = sum(it["size"] for it in read_manifest(newest)["files"].values())
+        examined, restarted = {}, {}
+        with self.part("reshard"):
+            self.reshard(expected)
+        say(f"restoring into {all_of_them} that never trained, flipping bits, timing saves")
+        with self.part("roundtrip", "corrupt_newest"):
+            examined = self.child(self.ranks, "examine", "undisturbed")
+            judge_roundtrip(stage, examined["roundtrip"], expected)
+            judge_flips(stage, examined["flips"])
+        say("killing the run in mid-save and restarting it")
+        with self.part("killed_while_saving"):
+            launch = partial(self.start, self.ranks, "train", "killed")
+            restarted = kill_and_restart(stage, launch, folder, expected)
+        if examined and restarted:
+            costs = examined["costs"]
+            step = costs["step_seconds"]["median"] if self.ranks > 1 else step_seconds
+            conclude(stage, costs, restarted, step)
+        else:
+            stage.figures.clear()
+
+    def reshard(self, expected: "Undisturbed") -> None:
+        """Load into other numbers of processes, each from what the one before saved."""
+        source, chain, problems, refused = "undisturbed", [self.ranks], [], [self.why_one]
+        for size in filter(None, (1, self.ranks, self.third) if self.ranks > 1 else ()):
+            say(f"loading into {named(size, 'process')}")
+            result = self.child(size, "reload", source, f"from-{size}")
+            if "refused" in result:
+                refused.append(f"{size} cannot: {result['refused']}")
+                continue
+            if problem := differing(result["digests"], expected.end):
+                problems.append(f"on {size}: {problem}")
+            if source != "undisturbed":
+                shutil.rmtree(self.folder / source)
+            source = f"from-{size}"
+            chain.append(size)
+        self.stage.figures["world_sizes"] = sorted(set(chain))
+        reasons = "; ".join(filter(None, refused))
+        if set(chain) == {self.ranks}:
+            self.stage.check("reshard", None, measured=reasons, wanted=CHECKS["reshard"][0])
+            return
+        good = f"{' -> '.join(map(str, chain))} processes: {len(expected.end)} tensors bit for bit"
+        judge(self.stage, "reshard", problems, "; ".join(filter(None, (good, reasons))))
+
+    def child(self, ranks: int, task: str, *names: str) -> dict[str, Any]:
+        """The result of a task of drill.py."""
+        with self.start(ranks, task, *names) as process:
+            processes.finish(process, " ".join([task, *names]), PATIENCE)
+        return json.loads((self.folder / f"{task}.json").read_text("utf-8"))
+
+    def start(self, ranks: int, *words: str) -> contextlib.AbstractContextManager:
+        """Processes for a task of drill.py: one plain process, or several under torchrun."""
+        number = ranks if ranks > 1 else 0
+        return processes.started(number, str(self.folder), *words, module=f"{__package__}.drill")
+
+    @contextlib.contextmanager
+    def part(self, *checks: str) -> Iterator[None]:
+        """Fail these checks, unless they are made already, if a process inside breaks down."""
+        try:
+            yield
+        except RankError as error:
+            problem = "; ".join(str(error).splitlines()[:3])
+            for name in set(checks) - {check["name"] for check in self.stage.checks}:
+                judge(self.stage, name, [problem], "")
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """The run that the others are compared with."""
+
+    losses: dict[int, float]
+    before: Digests  # of the checkpoint before the last one
+    end: Digests
+    exact: bool  # whether the same steps give the same bits on this device, with these settings
+
+    def same_losses(self, losses: Sequence[float]) -> tuple[bool, str]:
+        """Compare with as many of the last steps; the result, and in words."""
+        expected = [self.losses[step] for step in sorted(self.losses)][-len(losses) :]
+        apart = differences(losses, expected).max()
+        if not apart:
+            return True, f"{len(losses)} losses bit for bit"
+        if not self.exact and apart < NEAR:
+            return True, f"{len(losses)} losses within {apart:.0e} (--train.deterministic: exactly)"
+        return False, f"losses differ by up to {apart:.0e}, relative"
+
+    def same_end(self, digests: Digests) -> tuple[bool, str]:
+        """Compare the final tensors; if not `exact`, only the losses can tell."""
+        problem = differing(digests, self.end)
+        if problem and self.exact:
+            return False, f"at the end {problem}"
+        return True, "" if problem else "the same tensors at the end"
+
+
+def differing(digests: Digests, expected: Digests) -> str:
+    """Which tensors are missing, new or not the same bit for bit; empty if none is."""
+    names = sorted(digests.keys() | expected.keys())
+    found = [name for name in names if digests.get(name) != expected.get(name)]
+    return f"{len(found)} tensors differ, such as {found[0]}" if found else ""
+
+
+def judge(stage: Stage, name: str, problems: list[str], good: str) -> None:
+    """Add a check that fails with `problems`, or passes with `good`."""
+    wanted, advice = CHECKS[name]
+    measured = "; ".join(problems) or good
+    stage.check(name, not problems, measured=measured, wanted=wanted, advice=advice)
+
+
+def judge_roundtrip(stage: Stage, found: dict[str, Any], expected: Undisturbed) -> None:
+    """Restored into fresh processes: the same tensors, then the same steps."""
+    step, tensors = STEPS - EVERY, differing(found["restored"], expected.before)
+    same_losses, losses = expected.same_losses(found["losses"])
+    same_end, end = expected.same_end(found["after"])
+    other_step = "" if found["step"] == step else f"restored step {found['step']}, not {step}"
+    words = [other_step, tensors or f"{len(expected.before)} tensors bit for bit", losses, end]
+    measured = "; ".join(filter(None, words))
+    passed = same_losses and same_end and not tensors and not other_step
+    judge(stage, "roundtrip", [] if passed else [measured], measured)
+
+
+def judge_flips(stage: Stage, flips: dict[str, str]) -> None:
+    """A flipped bit: noticed, named, set aside, and the checkpoint before it restored."""
+    files = len({place.partition(",")[0] for place in flips})
+    good = f"{len(flips)} bits of {files} files: each noticed and named, the checkpoint set aside, "
+    problems = [f"{place}: {problem}" for place, problem in flips.items() if problem]
+    judge(stage, "corrupt_newest", problems, f"{good}the one before it restored")
+
+
+def kill_and_restart(
+    stage: Stage, launch: Callable[[], Any], folder: Path, expected: Undisturbed
+) -> dict[str, Any]:
+    """Kill the run FOLDER/killed in mid-save, restart and judge it; figures, if a save was met."""
+    run_dir, checkpoints, saving = folder / "killed", folder / "killed/checkpoints", None
+    for _ in range(LAUNCHES):
+        shutil.rmtree(run_dir, ignore_errors=True)
+        with launch() as process:
+            saving = kill_in_save(process, checkpoints)
+        if saving:
+            break
+    else:
+        reason = f"no kill met a save in {LAUNCHES} launches: they are too short here"
+        wanted, _ = CHECKS["killed_while_saving"]
+        stage.check("killed_while_saving", None, measured=reason, wanted=wanted)
+        return {}
+    killed_at, done = time.time(), max(losses_of(run_dir))
+    newest = max(int(path.name[5:]) for path in whole(checkpoints))
+    with launch() as process:
+        processes.finish(process, "the restart after the kill", PATIENCE)
+    restart, result = (
+        json.loads((folder / name).read_text("utf-8")) for name in ("restart.json", "train.json")
+    )
+    losses = losses_of(run_dir)
+    in_order = [losses.get(step, math.nan) for step in sorted(expected.losses)]
+    same_losses, words = expected.same_losses(in_order)
+    same_end, end = expected.same_end(result["digests"][str(STEPS)])
+    left_over = sorted(p.name for p in checkpoints.iterdir() if not PUBLISHED.fullmatch(p.name))
+    problems = {
+        f"resumed from step {restart['step']}, not {newest}": restart["step"] != newest,
+        f"only step {newest} was published": saving - newest > EVERY,
+        words: not same_losses,
+        end: not same_end,
+        f"left over: {', '.join(left_over)}": bool(left_over),
+    }
+    lost = done - restart["step"]
+    good = f"1 kill, in the save of step {saving}; {lost} steps done again, {words}"
+    judge(stage, "killed_while_saving", [text for text, bad in problems.items() if bad], good)
+    launched, restored = restart["main"] - killed_at, restart["restored"] - restart["main"]
+    total = restart["first_step"] - killed_at
+    parts = {"launch": launched, "restore": restored, "first_step": total - launched - restored}
+    return {"restart_seconds": {**parts, "total": total}, "lost_steps": lost}
+
+
+def best_interval(cost: float, failures: float, least: float = 0.0) -> float:
+    """Seconds between saves that lose the least time (Young, 1974; Daly, 2006).
+
+    `cost` is the seconds that a save blocks training, `failures` the mean seconds between two
+    failures. Never below `least`, the seconds until a save is published.
+    """
+    return max(math.sqrt(2 * cost * failures), least)
+
+
+def lost_share(interval: float, cost: float, restart: float, failures: float) -> float:
+    """Expected share of time lost to saving, to steps done again and to restarts (first order)."""
+    return cost / interval + (interval / 2 + restart) / failures
+
+
+def conclude(
+    stage: Stage, costs: dict[str, Any], restarted: dict[str, Any], step_seconds: float
+) -> None:
+    """Add the figures, what they cost, how often to save, and what was proven."""
+    restart, saves = restarted["restart_seconds"], costs.pop("saves")
+    stage.figures |= {k: costs[k] for k in ("blocked_seconds", "blocked_first", "save_seconds")}
+    stage.figures |= restarted
+    say(
+        f"a save of {in_units(stage.figures['bytes'])} blocks training for "
+        f"{describe(costs['blocked_seconds'], 1e3, ' ms')}, the first one for "
+        f"{1e3 * costs['blocked_first']:.2f} ms; it is published after "
+        f"{describe(costs['save_seconds'], 1e3, ' ms')}"
+    )
+    say(
+        f"from the kill to the next step {restart['total']:.1f} s: launch and imports "
+        f"{restart['launch']:.1f}, restore {restart['restore']:.1f}, "
+        f"first step {restart['first_step']:.1f}"
+    )
+    advise_interval(stage, stage.figures, step_seconds)
+    if stage.status != "fail":
+        say(
+            f"proven with {saves + 2 * STEPS // EVERY} saves, a kill and flipped bits: every "
+            "restore gave what was saved, and no damaged checkpoint was loaded"
+        )
+
+
+def advise_interval(stage: Stage, figures: dict[str, Any], step_seconds: float) -> None:
+    """Work out the interval between saves from `figures`, add it to them, and advise."""
+    config = stage.config
+    cost, upload = (figures[key]["median"] for key in ("blocked_seconds", "save_seconds"))
+    hours = config.workflow.hours_between_failures
+
+    def lost(interval: float) -> float:
+        return lost_share(interval, cost, figures["restart_seconds"]["total"], 3600 * hours)
+
+    best = best_interval(cost, 3600 * hours, upload)
+    steps = max(1, math.ceil(best / step_seconds))
+    figures |= {
+        "interval_seconds": best,
+        "interval_steps": steps,
+        "hours_between_failures": hours,
+        "step_seconds": step_seconds,
+        "lost_share": lost(best),
+    }
+    say(
+        f"with a failure every {hours:g} h, save every {best:.3g} s: {steps} steps of "
+        f"{1e3 * step_seconds:.3g} ms; {lost(best):.2%} of the time is lost then"
+    )
+    every = config.checkpoint.every or config.train.steps
+    size = 10 ** max(0, len(str(steps)) - 2)  # nobody wants to save every 487 steps
+    rounded = math.ceil(steps / size) * size
+    end = f" (this run of {config.train.steps} steps then saves only at its end)"
+    flag = f"--checkpoint.every {rounded}{end if rounded >= config.train.steps else ''}"
+    now = every * step_seconds
+    if now < upload:
+        stage.advise(f"{flag}: a save takes longer than the {every} steps between two, and waits")
+    elif not 0.5 <= now / best <= 2:
+        stage.advise(f"{flag}: {lost(best):.2%} of the time is lost then, {lost(now):.2%} as it is")
+
+
+def say(text: str) -> None:
+    """Print one line, as a part begins or ends."""
+    print(f"     {text}", flush=True)

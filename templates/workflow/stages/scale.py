@@ -1,0 +1,385 @@
+"""The fourth stage: what more processes bring, what they cost, and whether they do the same.
+
+Each number of processes is started anew and measures itself: `python -m` this module FOLDER reads
+FOLDER/settings.json and what one process found, FOLDER/1.json, and writes FOLDER/<ranks>.json.
+"""
+
+import gc
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..config import Config, from_json, override
+from ..device import pick_device
+from ..distributed import Group, World, join, leave
+from ..errors import RankError, exit_code
+from ..files import to_json, write_json
+from ..run.hardware import in_units
+from ..train import State, setup, train_step
+from . import memory_forecast as forecast
+from . import processes
+from .gradient_noise import advice_on_batch, gradient_norms, load_newest, noise_scale
+from .processes import most_ranks, named, refusal
+from .stage import Stage, machine
+from .timing import Steps, difference, has_drawn, median_interval, record_steps, spread
+
+TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}  # relative
+FACTOR = 1.5  # between predicted and measured memory
+LEAST_WEAK = 0.8  # efficiency, between GPUs of one machine
+MOST = 1.25  # efficiency; caches give some tenths above 1, other load on the machine any
+PATIENCE = 3600.0  # seconds
+COMPARED = 12  # steps whose losses are compared
+WINDOW, WINDOWS = 6, 6  # steps in a row, and how often; the first of a window is not counted
+SECONDS, NOISE_SECONDS = 3.0, 60.0  # for timed steps, and for gradients, where steps are slow
+CANNOT_TELL = {
+    "cpu": "these processes share the memory bandwidth and the caches of one machine and talk "
+    "through its memory: how it goes between machines, or on GPUs, this cannot tell",
+    "cuda": "GPUs of one machine: between machines the network is slower, which this cannot tell",
+}
+Records = dict[int, dict[str, Any]]  # by the number of processes
+
+
+def measure(config: Config) -> int:
+    """Measure and judge; 0 when the gate is passed, 1 when it is not."""
+    stage, device = Stage("scale", config), pick_device(config.device)
+    sizes, reason = world_sizes(config, device)
+    most, cores = sizes[-1], machine(config.device)["cores"]
+    threads = 1 if device.type == "cpu" else max(1, cores // most)
+    stage.figures["threads"] = threads
+    records: Records = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_json(Path(folder) / "settings.json", to_json(config))
+        for ranks in sizes:
+            print(f"     {named(ranks, 'process')}, {named(threads, 'thread')} each …", flush=True)
+            try:
+                records[ranks] = run_ranks(Path(folder), ranks, threads)
+            except RankError as error:
+                if "out of memory" not in str(error).lower():
+                    raise
+                return give_up(stage, ranks)
+            print(f"     {summary(ranks, records[ranks])}", flush=True)
+    if most > 1:
+        print("     communication and waiting: what the same processes save by exchanging nothing")
+        print(f"     {CANNOT_TELL[device.type]}", flush=True)
+    judge_losses(stage, records, reason)
+    for kind in ("strong", "weak"):
+        judge_efficiency(stage, kind, records, reason, device.type, cores)
+    judge_memory(stage, records)
+    wanted = max(2, config.workflow.ranks, most)
+    memory = {ranks: record["memory"] for ranks, record in records.items()}
+    choice = forecast.choose(memory[1], memory[most], wanted, device.type)
+    stage.advise(forecast.explain(choice))
+    stage.advise(advice_on_batch(config.train.global_batch_size, wanted, records[1]))
+    stage.figures |= figures_of(records) | {"choice": choice}
+    return stage.close()
+
+
+def world_sizes(config: Config, device: torch.device) -> tuple[list[int], str]:
+    """1, 2, 4 … and the most processes to start; why only 1, if so."""
+    most, reason = most_ranks(config, device)
+    between = (2**k for k in range(1, most.bit_length()) if 2**k < most)
+    several = [*(ranks for ranks in between if not refusal(config, ranks)), most]
+    return [1, *(several if most > 1 else [])], reason
+
+
+def give_up(stage: Stage, ranks: int) -> int:
+    """Nothing can be compared: so many processes ran out of memory."""
+    reason = f"{named(ranks, 'process')} ran out of memory, and all is compared with one"
+    for name in ("same_losses", "strong_efficiency", "weak_efficiency", "memory"):
+        stage.check(name, None, measured=reason, wanted="measured")
+    stage.advise(
+        "to measure a smaller relative: fewer layers, a smaller --train.micro-batch-size or "
+        "--train.activation-checkpointing. A model that no device can hold needs FSDP: "
+        + forecast.change_to("FSDP")
+    )
+    return stage.close()
+
+
+def run_ranks(folder: Path, ranks: int, threads: int) -> dict[str, Any]:
+    """What so many processes measured: one of them plain, several under torchrun."""
+    words = (ranks if ranks > 1 else 0, str(folder))
+    with processes.started(*words, module=f"{__package__}.scale", threads=threads) as process:
+        processes.finish(process, f"measuring on {named(ranks, 'process')}", PATIENCE)
+    return json.loads((folder / f"{ranks}.json").read_text("utf-8"))
+
+
+def judge_losses(stage: Stage, records: Records, reason: str) -> None:
+    """The first steps on any number of ranks give the losses and gradients of one."""
+    nature = records[1]["nature"]
+    wanted = "the order of sums apart, the same: within {losses:.0e} and {gradient_norms:.0e}"
+    wanted = wanted.format(**TOLERANCE)
+    if nature["statistics"]:
+        reason = f"not applicable: {nature['statistics']} takes statistics of what each rank sees"
+    elif nature["always_random"]:
+        reason = "not applicable: the model draws random numbers, by rank, in evaluation too"
+    if reason:
+        stage.check("same_losses", None, measured=reason, wanted=wanted)
+        return
+    apart = {
+        key: max(
+            difference(a, b)
+            for record in records.values()
+            for a, b in zip(records[1][key], record[key], strict=True)
+        )
+        for key in TOLERANCE
+    }
+    dropout = "; without dropout, which draws by rank" if nature["random"] else ""
+    stage.check(
+        "same_losses",
+        all(apart[key] <= limit for key, limit in TOLERANCE.items()),
+        measured=f"{len(records[1]['losses'])} losses on 1 to {max(records)} ranks differ by at "
+        f"most {apart['losses']:.1e} (relative), gradient norms by {apart['gradient_norms']:.1e}"
+        + dropout,
+        wanted=wanted,
+        advice="look for what depends on the rank, or on how a batch is divided: a mean where "
+        "compute_loss must return a sum, statistics of a batch, files read by rank",
+    )
+
+
+def efficiencies(kind: str, records: Records) -> dict[int, tuple[float, float, float]]:
+    """Samples/s of a rank over those of one alone, with its interval, by the number of ranks."""
+    value, low, high = records[1][kind]["interval"]
+    found = {}
+    for ranks in records.keys() - {1}:
+        share = ranks if kind == "strong" else 1
+        middle, shortest, longest = (share * t for t in records[ranks][kind]["interval"])
+        found[ranks] = (value / middle, low / longest, high / shortest)
+    return dict(sorted(found.items()))
+
+
+def judge_efficiency(
+    stage: Stage, kind: str, records: Records, reason: str, device: str, cores: int
+) -> None:
+    """On GPUs there is a limit; for processes that share a CPU it is only recorded."""
+    most, found = max(records), efficiencies(kind, records)
+    if not reason and device == "cpu" and most > cores:
+        reason = f"{most} ranks take turns on {named(cores, 'core')}"
+    limit = {"weak": LEAST_WEAK, "strong": 1 / most}[kind] if device == "cuda" else 0.0
+    name, wanted = f"{kind}_efficiency", f"{most} ranks above {limit:.0%}" if limit else "measured"
+    if reason:
+        stage.check(name, None, measured=reason, wanted=wanted)
+        return
+    shown = ", ".join(f"{n} ranks {v:.0%} ({a:.0%} to {b:.0%})" for n, (v, a, b) in found.items())
+    if any(low > MOST for _, low, _ in found.values()):
+        reason = f"{shown}: more than ranks can bring, so one alone had less of the machine"
+        advice = "measure again when nothing else runs on this machine"
+        stage.check(name, None, measured=reason, wanted=wanted, advice=advice)
+        return
+    efficiency, communication = found[most][0], records[most][kind]["communication"]
+    advice = (
+        "the ranks are slow though they need not wait for each other: look at what they share "
+        "(reading data, see --train.loader-workers; the host's cores)"
+    )
+    if communication is None or communication > (1 - efficiency) / 2:
+        advice = (
+            "a rank computes too little between two synchronisations: raise "
+            "--train.micro-batch-size and --train.global-batch-size; see the links of the GPUs "
+            "(nvidia-smi topo -m)"
+        )
+    batch = "the same batch" if kind == "strong" else "a batch for each rank"
+    measured = f"{shown}, {batch}"
+    stage.check(name, efficiency > limit, measured=measured, wanted=wanted, advice=advice)
+    if not limit and most * efficiency <= 1:
+        stage.advise(f"{most} ranks do not do more than one here: {kind} scaling brings nothing")
+
+
+def judge_memory(stage: Stage, records: Records) -> None:
+    """A rank takes what was forecast."""
+    wanted = f"within a factor of {FACTOR:g}"
+    memory = {ranks: record["memory"] for ranks, record in records.items()}
+    if reason := next(filter(None, map(forecast.unpredictable, memory.values())), ""):
+        stage.check("memory", None, measured=reason, wanted=wanted)
+        return
+    shown = (
+        f"{named(ranks, 'rank')} predicted {in_units(m['predicted'])}, "
+        f"measured {in_units(m['measured'])}"
+        for ranks, m in memory.items()
+    )
+    ratios = [m["measured"] / max(1, m["predicted"]) for m in memory.values()]
+    stage.check(
+        "memory",
+        all(1 / FACTOR <= ratio <= FACTOR for ratio in ratios),
+        measured="; ".join(shown),
+        wanted=wanted,
+        advice="something is allocated that is neither weights, gradients, optimizer state nor "
+        "kept for backward, or kept and never used: see the operators of `profile`, with memory",
+    )
+
+
+def figures_of(records: Records) -> dict[str, Any]:
+    """What the report reads."""
+    by_ranks = {str(ranks): record for ranks, record in records.items()}
+    shown = (*forecast.PARTS, "predicted", "measured")
+    figures: dict[str, Any] = {"ranks": list(records), "noise_scale": records[1]["noise_scale"]}
+    for key in ("strong", "weak", "losses", "gradient_norms"):
+        figures[key] = {ranks: record[key] for ranks, record in by_ranks.items()}
+    for kind in ("strong", "weak"):
+        values = {str(n): value for n, (value, *_) in efficiencies(kind, records).items()}
+        figures[f"{kind}_efficiency"] = values
+    memory = {ranks: record["memory"] for ranks, record in by_ranks.items()}
+    figures["memory"] = {
+        ranks: {part: sizes[part] for part in shown if sizes[part] is not None}
+        for ranks, sizes in memory.items()
+    }
+    return figures
+
+
+def summary(ranks: int, record: dict[str, Any]) -> str:
+    """What so many processes did, in words."""
+    texts = []
+    for kind, batch in (("strong", "the same batch"), ("weak", f"{ranks} times the batch")):
+        pace = record[kind]
+        text = f"{pace['samples_per_second']:,.0f} samples/s"
+        if ranks == 1:
+            return text
+        share = pace["communication"]
+        told = f"not measured ({pace['problem']})" if share is None else f"{share:.0%} of a step"
+        texts.append(f"{text} with {batch} (communication and waiting {told})")
+    return "; ".join(texts)
+
+
+def main() -> int:
+    """Measure on as many ranks as this process was started with."""
+    folder = Path(sys.argv[1])
+    config = from_json(Config(), folder / "settings.json", leave_out=("fresh", "init_from"))
+    world = join(config.parallel, config.device)
+    file = folder / "1.json"
+    record = examine(config, world, json.loads(file.read_text("utf-8")) if file.exists() else {})
+    if world.rank == 0:
+        write_json(folder / f"{world.size}.json", record)
+    leave(world)
+    return 0
+
+
+def examine(config: Config, world: World, one: dict[str, Any]) -> dict[str, Any]:
+    """All that is measured on this number of ranks; `one` is what one process measured before."""
+    nature = one.get("nature") or nature_of(config, world)
+    record = {"nature": nature, **compare(config, world, nature)}
+    state, peak = forecast.set_up_and_measure(config, world)
+    alone, problem = on_its_own(config, world) if world.distributed else (state, "")
+    record["memory"] = forecast.memory_of(state, alone, peak)
+    windows = one.get("windows") or windows_in_time(state)
+    record["strong"] = record["weak"] = time_windows(state, alone, windows) | {"problem": problem}
+    record["windows"] = windows
+    del state, alone
+    if world.size > 1:
+        gc.collect()
+        larger = {"train.global_batch_size": config.train.global_batch_size * world.size}
+        config = override(config, larger)
+        state = setup(config, world)
+        record_steps(state, 2)
+        alone, problem = on_its_own(config, world)
+        record["weak"] = time_windows(state, alone, windows) | {"problem": problem}
+    return record
+
+
+def windows_in_time(state: State) -> int:
+    """How many windows of steps there is time for."""
+    step = float(record_steps(state, 3).seconds[-1])
+    return max(2, min(WINDOWS, int(SECONDS / (WINDOW * step))))
+
+
+def time_windows(state: State, alone: State | None, windows: int) -> dict[str, Any]:
+    """Seconds of a step, over so many windows of steps, and the share that is communication.
+
+    That share is how much longer the steps take than those of `alone`, window by window: the same
+    work of the same processes, which then exchange nothing. So it is what computing does not hide,
+    and the waiting for each other; under FSDP also what sharding itself costs or saves.
+    """
+    together: list[Steps] = []
+    shares_of_time = []
+    for _ in range(windows):
+        together.append(record_steps(state, WINDOW).after(1))
+        if alone and alone is not state:
+            apart = statistics.median(record_steps(alone, WINDOW).seconds[1:])
+            shares_of_time.append(1 - apart / statistics.median(together[-1].seconds))
+    for loader in (state.loader, *([alone.loader] if alone else [])):
+        loader.close()
+    seconds = sum(together[1:], together[0]).seconds
+    communication = max(0.0, statistics.median(shares_of_time)) if shares_of_time else None
+    return {
+        "step_seconds": spread(seconds),
+        "interval": median_interval(seconds),
+        "samples_per_second": state.config.train.global_batch_size / statistics.median(seconds),
+        "communication": 0.0 if alone is state else communication,
+    }
+
+
+def on_its_own(config: Config, world: World) -> tuple[State | None, str]:
+    """This rank's share of the work with no other rank to talk to; None, and why, if not all can.
+
+    The whole model has to fit on each rank then.
+    """
+    held: list[State] = []
+
+    def build() -> None:
+        held.append(setup(config, World(world.rank, world.size, world.device)))
+        record_steps(held[0], 2)
+
+    try:
+        Group(world).agree(build)
+    except RankError as error:
+        return None, str(error).splitlines()[0]
+    return held[0], ""
+
+
+def nature_of(config: Config, world: World) -> dict[str, Any]:
+    """What a step of this model does that depends on how the batch is divided among ranks.
+
+    "statistics" names a module or buffer that takes statistics of a batch; "random" says whether
+    random numbers are drawn in training, "always_random" whether in evaluation too; "optimizer" is
+    the class, whose name says how the learning rate goes with the batch.
+    """
+    state = setup(config, world)
+    saved = state.model.state_dict()
+    before = {name: b.clone() for name, b in state.model.named_buffers() if name in saved}
+    train_step(state, state.loader.next())
+    random, after = has_drawn(state), dict(state.model.named_buffers())
+    statistics_of = [name for name, m in state.model.named_modules() if isinstance(m, _BatchNorm)]
+    statistics_of += [name for name, b in before.items() if not torch.equal(b, after[name])]
+    state.module.eval()
+    train_step(state, state.loader.next())
+    always_random = random and has_drawn(state)
+    state.loader.close()
+    return {
+        "statistics": statistics_of[0] if statistics_of else None,
+        "random": random,
+        "always_random": always_random,
+        "optimizer": type(state.optimizer).__name__,
+    }
+
+
+def compare(config: Config, world: World, nature: dict[str, Any]) -> dict[str, Any]:
+    """Losses and gradient norms of the first steps, in float32, without what is random.
+
+    On one process also the gradient noise scale at the end of these steps.
+    """
+    state = setup(override(config, {"train.precision": "fp32"}), world)
+    torch.set_float32_matmul_precision("highest")  # until the next setup; without TF32, whose
+    torch.backends.cudnn.allow_tf32 = False  # rounding depends on how the batch is divided
+    if nature["random"]:
+        state.module.eval()
+    losses, norms = [], []
+    for _ in range(COMPARED):
+        steps = record_steps(state, 1)
+        losses.append(float(steps.losses[0]))
+        norms.append(float(state.grad_norm))
+    noise = None
+    if world.size == 1 and not nature["statistics"]:
+        state.module.train()
+        load_newest(state)
+        batches = max(4, min(16, int(NOISE_SECONDS / steps.seconds[0])))
+        noise = noise_scale(*gradient_norms(state, batches)) | {"step": state.step}
+    torch.backends.cudnn.allow_tf32 = True
+    state.loader.close()
+    return {"losses": losses, "gradient_norms": norms, "noise_scale": noise}
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
