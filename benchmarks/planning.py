@@ -162,9 +162,9 @@ def save(ranks: int, shards: int, blocks: int, folder: Path, clock: Clock) -> li
 
 def directory(ranks: int, sizes: list[int], checkpoints: Path, clock: Clock) -> dict[str, Any]:
     """What the project's own code does with the files of all ranks; returns their entries."""
-    control, manifest, snapshots = (
+    distributed, manifest, publish = (
         importlib.import_module(f"{PACKAGE}.{name}")
-        for name in ("control", "manifest", "snapshots")
+        for name in ("distributed", "checkpoint.manifest", "checkpoint.publish")
     )
     folder = checkpoints / manifest.step_name(120)
     names = [f"__{rank}_0.distcp" for rank in range(ranks)]
@@ -181,8 +181,8 @@ def directory(ranks: int, sizes: list[int], checkpoints: Path, clock: Clock) -> 
     clock("manifest_read", lambda: manifest.read_manifest(folder))
     _, problems = clock("verify", lambda: manifest.verify(folder))
     assert not problems, problems[0]
-    kept = snapshots.Snapshots(checkpoints, snapshots.RetentionConfig(), control.Group())
-    clock("prune", kept.prune)
+    publisher = publish.Publisher(checkpoints, publish.RetentionConfig(), distributed.Group())
+    clock("prune", publisher.prune)
     for name, size in zip(names, sizes, strict=True):
         os.truncate(folder / name, size)  # a hole: what the index points to has to be there
     return {name: None for name in [*names, ".metadata"]}
@@ -190,8 +190,8 @@ def directory(ranks: int, sizes: list[int], checkpoints: Path, clock: Clock) -> 
 
 def restore(ranks: int, blocks: int, folder: Path, names: dict[str, Any], clock: Clock) -> None:
     """What each rank does before it reads: the index, checked, and what it wants of which part."""
-    shards = importlib.import_module(f"{PACKAGE}.checkpoint.shards")
-    index = clock("index_read", lambda: shards.read_index(folder, names))
+    reader = importlib.import_module(f"{PACKAGE}.checkpoint.reader")
+    index = clock("index_read", lambda: reader.read_index(folder, names))
 
     def wanted() -> list[Any]:
         return [

@@ -49,7 +49,7 @@ class Bench:
         self.state = self.train.setup(config)
         self.step()
         self.rank, self.size = self.state.world.rank, self.state.world.size
-        optimizer_tensors = self.part("dcp_async", "checkpoint.optimizers").optimizer_tensors
+        optimizer_tensors = self.part("dcp_async", "checkpoint.tensors").optimizer_tensors
         moments = optimizer_tensors(self.state.model, self.state.optimizer).values()
         self.bytes = sum(t.nbytes for t in self.state.model.state_dict().values()) + sum(
             t.nbytes for tensors in moments for t in tensors.values()
@@ -65,9 +65,8 @@ class Bench:
 
     def checkpointer(self, answer: str, suffix: str = "") -> Any:
         """The checkpointer of a render, over the one state, that keeps the newest checkpoint."""
-        checkpoint = self.part(answer, "checkpoint.writer")
-        state = self.part(answer, "checkpoint.checkpointer")
-        identity = state.identity_of(self.state.model, global_batch_size=8)
+        checkpoint = self.part(answer, "checkpoint.checkpointer")
+        identity = checkpoint.identity_of(self.state.model, global_batch_size=8)
         return checkpoint.Checkpointer(
             self.folder / "runs" / f"{self.size}-{answer}{suffix}",
             checkpoint.CheckpointConfig(keep=1),

@@ -23,8 +23,8 @@ def work(bench: ranks.Bench, smoke: bool) -> dict[str, Any]:
     for name, checkpointer in checkpointers.items():
         checkpointer.save(bench.state.step)
         checkpointer.settle()
-        actions[f"{name}, verify"] = checkpointer.snapshots.newest_good
-        actions[f"{name}, verify again"] = checkpointer.snapshots.newest_good
+        actions[f"{name}, verify"] = checkpointer.publisher.newest_good
+        actions[f"{name}, verify again"] = checkpointer.publisher.newest_good
         actions[f"{name}, restore"] = checkpointer.restore
     bench.calm()
     rates: dict[str, list[float]] = {name: [] for name in actions}

@@ -125,14 +125,16 @@ def work(bench: ranks.Bench, smoke: bool) -> dict[str, Any]:
 def _one_of_ours(bench: ranks.Bench, checkpointer: Any) -> dict[str, float]:
     state, before = bench.state, checkpointer.blocked_seconds
     state.checkpointer = checkpointer
-    if not hasattr(checkpointer, "upload"):  # it saves while training waits
+    if not checkpointer.writer.stages:  # it saves while training waits
         checkpointer.save(state.step)
         return {"blocked": bench.largest(checkpointer.blocked_seconds - before)}
     again, quiet = (statistics.median(_timed(bench.step) for _ in range(QUIET)) for _ in range(2))
     over: list[float] = []
     started = time.perf_counter()
     checkpointer.save(state.step)
-    checkpointer.upload.add_done_callback(lambda _: over.append(time.perf_counter()))
+    checkpointer.writer.background.upload.add_done_callback(
+        lambda _: over.append(time.perf_counter())
+    )
     lost = time.perf_counter() - started
     during = []
     while not during or bench.largest(not over):  # it may be over before the first step

@@ -29,10 +29,12 @@ NAMES = itertools.count()
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    with Project.imported(tmp_path_factory.mktemp("store"), "stored", parallelism="fsdp") as it:
-        it.module("checkpoint.remote").PART = 5 << 20  # the least that S3 takes
-        it.module("checkpoint.remote").LIMIT = 200.0
-        it.module("checkpoint.retrying").PAUSES = (0.01, 0.01, 0.01)
+    answers = {"parallelism": "fsdp", "storage": "object_store"}
+    with Project.imported(tmp_path_factory.mktemp("store"), "stored", **answers) as it:
+        stores = it.module("checkpoint.object_store")
+        stores.PART = it.module("checkpoint.paths").PART = 5 << 20  # the least that S3 takes
+        it.module("checkpoint.upload").PART = 5 << 20
+        stores.LIMIT, stores.PAUSES = 200.0, (0.01, 0.01, 0.01)
         yield it
 
 
@@ -52,18 +54,17 @@ class Saver:
         self, project: Project, store: Store, sizes: tuple[int, ...] = SMALL, **retention: Any
     ) -> None:
         self.run, self.store, self.sizes = f"made-up-{next(NAMES)}", store, sizes
-        self.remote, module = (
-            project.module("checkpoint.remote"),
-            project.module("checkpoint.publish"),
+        self.paths, module = (
+            project.module("checkpoint.paths"),
+            project.module("checkpoint.storage"),
         )
         self.errors = project.module("checkpoint.manifest").CheckpointError
-        self.persistently = project.module("checkpoint.retrying").persistently
-        config = module.RetentionConfig(url=store.url(self.run), **retention)
+        config = module.StorageConfig(url=store.url(self.run), **retention)
         group = project.module("distributed").Group()
-        self.directory = self.remote.located(config.url)
-        self.start = lambda: module.Snapshots(self.directory, config, group)
-        self.snapshots = self.start()
-        self.snapshots.newest_good()
+        self.directory = self.paths.located(config.url)
+        self.start = lambda: module.StorePublisher(self.directory, config, group)
+        self.publisher = self.start()
+        self.publisher.newest_good()
 
     def content(self, step: int) -> dict[str, bytes]:
         """What a checkpoint holds."""
@@ -74,15 +75,20 @@ class Saver:
 
         def write(folder: Any) -> list[str]:
             for name, content in self.content(step).items():
-                self.persistently(lambda path=folder / name, it=content: send(path, it), folder)
+                path = folder / name
+                self.paths.persistently(lambda path=path, it=content: send(path, it), folder)
             return list(self.content(step))
 
         def send(path: Any, content: bytes) -> None:
-            with self.remote.created(path) as stream:
+            with self.paths.create(path) as stream:
                 for start in range(0, len(content), 1 << 20):
                     stream.write(content[start : start + (1 << 20)])
 
-        self.snapshots.publish(step, write, {})
+        self.published(step, write)
+
+    def published(self, step: int, write: Any) -> None:
+        """Publish."""
+        self.publisher.publish(step, write, {})
 
     def save(self, step: int) -> bool:
         """Whether it said that it had saved."""
@@ -94,8 +100,8 @@ class Saver:
 
     def newest(self) -> int | None:
         """The step that a new start goes on from; what lies there must be it, to the byte."""
-        self.snapshots = self.start()
-        found = self.snapshots.newest_good()
+        self.publisher = self.start()
+        found = self.publisher.newest_good()
         if found is None:
             return None
         path, manifest = found
@@ -289,23 +295,21 @@ def test_half_uploads_may_be_a_secret(project: Project, store: Store) -> None:
 
 
 class Doubled(Saver):
-    """Publishes on disk, and has that uploaded."""
+    """Publishes on disk, and uploads that when it is submitted."""
 
     def __init__(self, project: Project, store: Store, folder: Path, **retention: Any) -> None:
         super().__init__(project, store, **retention)
-        self.mirrors = project.module("checkpoint.upload")
-        self.group, self.folder = self.snapshots.group, folder
-        snapshots = project.module("checkpoint.publish")
-        self.retention = self.snapshots.retention
-        self.snapshots = snapshots.Snapshots(folder, self.retention, self.group)
-        self.mirror = self.open()
-        self.snapshots.in_use = lambda: self.mirror.path
+        self.open = lambda: project.module("checkpoint.upload").UploadingPublisher(
+            folder, self.start()
+        )
+        self.on_disk = project.module("checkpoint.publish").Publisher
+        self.both = self.open()
 
-    def open(self, identity: Any = None) -> Any:
-        """Another start."""
-        return self.mirrors.Mirror(self.directory, self.retention, self.group, identity)
+    def published(self, step: int, write: Any) -> None:
+        """Publish on disk alone."""
+        self.on_disk.publish(self.both, step, write, {})
 
-    def published(self) -> list[int]:
+    def in_store(self) -> list[int]:
         """The steps in the store."""
         names = [n for n in self.store.objects(self.run) if n.endswith("/manifest.json")]
         return sorted(int(name.partition("/")[0][5:]) for name in names)
@@ -315,7 +319,7 @@ def test_a_slow_store_gets_what_it_can_and_the_newest(
     project: Project, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     both = Doubled(project, store, tmp_path, keep=1)
-    assert both.mirror.newer(None) is None
+    assert both.both.newer(None) is None
     gate = threading.Event()
 
     def slow(request: Request) -> str | None:
@@ -326,14 +330,14 @@ def test_a_slow_store_gets_what_it_can_and_the_newest(
     with store.failing(slow):
         for step in (1, 2, 3):
             assert both.save(step)
-            both.mirror.submit(tmp_path / f"step_{step:08d}")
-        assert both.published() == []
+            both.both.submit(tmp_path / f"step_{step:08d}")
+        assert both.in_store() == []
         assert caplog.text.count("is left out") == 1
         gate.set()
-        both.mirror.finish()
+        both.both.close()
     manifests = [r.path for r in store.requests if r.method == "PUT" and "manifest" in r.path]
     assert [path.split("/")[-2] for path in manifests[-2:]] == ["step_00000001", "step_00000003"]
-    assert both.published() == [3]
+    assert both.in_store() == [3]
     both.assert_tidy()
 
 
@@ -342,7 +346,7 @@ def test_who_has_lost_the_store_is_told_at_the_end(
 ) -> None:
     """Also when the start that took over has removed what was on its way."""
     both = Doubled(project, store, tmp_path)
-    both.mirror.newer(None)
+    both.both.newer(None)
     reached, gate = threading.Event(), threading.Event()
 
     def slow(request: Request) -> str | None:
@@ -353,37 +357,37 @@ def test_who_has_lost_the_store_is_told_at_the_end(
 
     assert both.save(1)
     with store.failing(slow):
-        both.mirror.submit(tmp_path / "step_00000001")
+        both.both.submit(tmp_path / "step_00000001")
         assert reached.wait(600)
         assert both.start().newest_good() is None
         gate.set()
         with pytest.raises(project.module("errors").UserError, match="another run has taken over"):
-            both.mirror.finish()
-    assert both.published() == []
+            both.both.close()
+    assert both.in_store() == []
 
 
 def test_what_is_damaged_on_disk_is_not_published(
     project: Project, store: Store, tmp_path: Path
 ) -> None:
     both = Doubled(project, store, tmp_path, keep=1)
-    both.mirror.newer(None)
+    both.both.newer(None)
     for step in (1, 2):
         assert both.save(step)
         if step == 2:
             (tmp_path / "step_00000002/part-0").write_bytes(b"x" * 100)
-        both.mirror.submit(tmp_path / f"step_{step:08d}")
-        both.mirror.copied.exception()
+        both.both.submit(tmp_path / f"step_{step:08d}")
+        both.both.copied.exception()
     with pytest.raises(both.errors, match=r"not uploaded.*part-0 has other content"):
-        both.mirror.finish()
-    assert both.published() == [1]
+        both.both.close()
+    assert both.in_store() == [1]
 
 
 def test_what_was_uploaded_before_a_kill_is_not_sent_again(
     project: Project, store: Store, tmp_path: Path
 ) -> None:
     both = Doubled(project, store, tmp_path)
-    assert both.mirror.newer(None) is None and both.save(1)
-    found = both.snapshots.newest_good()
+    assert both.both.newer(None) is None and both.save(1)
+    found = both.on_disk.newest_good(both.both)
     with store.failing(
         lambda r: (
             "500"
@@ -391,15 +395,15 @@ def test_what_was_uploaded_before_a_kill_is_not_sent_again(
             else None
         )
     ):
-        both.mirror.submit(found[0])
-        both.mirror.copied.exception()
-    mirror = both.open()
+        both.both.submit(found[0])
+        both.both.copied.exception()
+    again = both.open()
     store.requests.clear()
-    assert mirror.newer(found) == found
-    mirror.finish()
+    assert again.newer(found) == found
+    again.close()
     sent = [r.path for r in store.requests if r.method == "PUT" and "step_" in r.path]
     assert [path.rpartition("/")[2] for path in sent] == ["part-1", "manifest.json"]
-    assert both.published() == [1]
+    assert both.in_store() == [1]
     both.assert_tidy()
 
 
@@ -485,17 +489,16 @@ def test_whoever_started_last_owns_the_place(project: Project, store: Store) -> 
     assert saver.save(1)
     late, found = saver.start(), saver.newest()  # another process starts
     assert found == 1
-    saver.snapshots, ours = late, saver.snapshots
+    saver.publisher, ours = late, saver.publisher
     with pytest.raises(project.module("errors").UserError, match="another run has taken over"):
         saver.publish(2)
-    saver.snapshots = ours
+    saver.publisher = ours
     assert saver.save(2) and saver.newest() == 2
     saver.assert_tidy()
 
 
 def test_a_rank_with_another_store_is_noticed(project: Project, store: Store) -> None:
     saver = Saver(project, store)
-    storage = saver.snapshots.storage
 
     class Group(project.module("distributed").Group):
         def from_first(self, action: Any) -> Any:
@@ -503,7 +506,8 @@ def test_a_rank_with_another_store_is_noticed(project: Project, store: Store) ->
             return "what rank 0 has written elsewhere"
 
     with pytest.raises(project.module("errors").UserError, match="does not see what rank 0 writes"):
-        storage.claim(Group())
+        saver.publisher.group = Group()
+        saver.publisher.own()
 
 
 def trained(project: Project, stop_at: int = 0, **changes: Any) -> Any:
@@ -532,7 +536,8 @@ def test_a_run_goes_on_elsewhere_exactly(
 ) -> None:
     """Stopped, and gone on with where nothing but the store is known of it."""
     caplog.set_level(logging.DEBUG, logger=f"stored_{checkpoint}")
-    with Project.imported(tmp_path, f"stored_{checkpoint}", checkpoint=checkpoint) as project:
+    answers = {"checkpoint": checkpoint, "storage": "object_store"}
+    with Project.imported(tmp_path, f"stored_{checkpoint}", **answers) as project:
         runs, url = tmp_path / "runs", store.url(f"run-{checkpoint}")
         trained(project, run_dir=runs / "still")
         there = {"checkpoint__url": url}
@@ -540,7 +545,7 @@ def test_a_run_goes_on_elsewhere_exactly(
         assert not list(runs.glob("here/checkpoints"))
         assert trained(project, run_dir=runs / "elsewhere", **there).status == "finished"
         assert f"resuming from {url}/step_00000006" in caplog.text
-        remote = project.module("checkpoint.remote").located(url)
+        remote = project.module("checkpoint.storage").located(url)
         assert alike(project.tensors(remote), project.tensors(runs / "still"))
         for run in (("--run-dir", str(runs / "elsewhere")), ("--run-dir", url)):
             project("verify", *run)
@@ -621,7 +626,7 @@ def test_a_store_that_is_down_costs_the_upload_alone(
 
 def test_ranks_killed_while_they_upload(project: Project, store: Store, tmp_path: Path) -> None:
     """Two ranks, killed with their save half there; then one process; then two, disk first."""
-    folder = bake(tmp_path, parallelism="fsdp", checkpoint="dcp")
+    folder = bake(tmp_path, parallelism="fsdp", checkpoint="dcp", storage="object_store")
     url, options = store.url("ranks"), ("--train.steps", "12", "--checkpoint.every", "4")
     caught = threading.Event()
 
@@ -676,7 +681,7 @@ def test_a_place_that_cannot_be_is_told(
 def test_an_address_with_a_password_is_not_repeated(project: Project, url: str) -> None:
     error = project.module("errors").UserError
     for takes in (
-        project.module("checkpoint.remote").located,
+        project.module("checkpoint.storage").located,
         lambda it: project.config(fresh=True, checkpoint__url=it),
     ):
         with pytest.raises(error, match="no credentials in an address") as refused:

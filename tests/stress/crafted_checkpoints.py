@@ -48,11 +48,12 @@ def cases(tell_tale: str, bounded: bool) -> Iterator[Case]:
         # Each call by each way in one place; one call, and what is no call, in all places.
         everywhere = not bounded and (name.startswith("os.system") or " by " not in name)
         yield from places if everywhere else [places[number % len(places)]]
-    for name, change in list(manifests(bounded))[:: 2 if bounded else 1]:
+    for name, change in list(manifests())[:: 2 if bounded else 1]:
         yield Case(f"manifest: {name}", "dcp", change, "manifest", not name.startswith(HARMLESS))
     for name, change in indices():
-        yield Case(f"index: {name}", "dcp", change, refused=name != "a hole")
-    for name, change in archives(bounded):
+        # Only that it names other files must be refused: what else it says may be read as data.
+        yield Case(f"index: {name}", "dcp", change, refused=name.startswith("a part in"))
+    for name, change in archives():
         yield Case(f"archive: {name}", "torch_save", change)
     yield from files()
 
@@ -140,7 +141,7 @@ def seal(folder: Path, sealed: Callable[[dict[str, Any]], bytes], content: Any =
     (folder / MANIFEST).write_bytes(sealed(content))
 
 
-def manifests(bounded: bool) -> Iterator[tuple[str, Change]]:
+def manifests() -> Iterator[tuple[str, Change]]:
     """Manifests that are sealed, and something else than they seem."""
     import hashlib
 
@@ -198,19 +199,10 @@ def manifests(bounded: bool) -> Iterator[tuple[str, Change]]:
     yield "digits", raw(lambda _, text: f'{text}, "step": {"9" * 100_000}')
     yield "not text", raw(lambda _, text: text.encode() + b', "x": "\xff\xfe"')
     yield "UTF-16", raw(lambda _, text: text.encode("utf-16"))
-    yield "entries over the limit", raw(lambda _, text: f'{text}, "x": [{"{}," * 5_600_000}1]')
-    if not bounded:
-        yield "many entries", raw(lambda _, text: f'{text}, "x": [{"{}," * 5_000_000}1]')
     yield "many objects", raw(lambda _, text: f'{text}, "x": [{chr(123)}"":1{chr(125)}]')
     yield "two keys of one name", raw(lambda _, text: f'{text}, "step": 2, "step": 1')
     yield "a pickle", lambda folder: (folder / MANIFEST).write_bytes(pickle.dumps({"step": 3}))
     yield "nothing", lambda folder: (folder / MANIFEST).write_bytes(b"")
-
-    def gigabytes(size: int) -> Change:
-        # What 10^9 entries take, as a file with a hole: it must not even be read to its end.
-        return lambda folder: os.truncate(folder / MANIFEST, size)
-
-    yield "100 GB", gigabytes(100 << 30)
     yield "a pipe", lambda folder: ((folder / MANIFEST).unlink(), os.mkfifo(folder / MANIFEST))
     yield "a link", lambda f: ((f / MANIFEST).unlink(), (f / MANIFEST).symlink_to("/etc/hostname"))
     yield "a file is a pipe", lambda f: ((f / SHARD).unlink(), os.mkfifo(f / SHARD))
@@ -256,8 +248,6 @@ def indices() -> Iterator[tuple[str, Change]]:
         yield f"parts at {value!r:.30}", tensors(lambda e, c=moved: replace(e, chunks=[c]))
     yield "no parts", tensors(lambda e: replace(e, chunks=[]))
     yield "each part twice", tensors(lambda e: replace(e, chunks=e.chunks * 2))
-    shared = [metadata.ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))] * 100_000
-    yield "many parts, shared", tensors(lambda e: replace(e, chunks=shared))
     yield "parts of none", tensors(lambda e: replace(e, chunks=None))
     yield "no properties", tensors(lambda e: replace(e, properties=None))
     yield "no tensors", tensors(lambda e: metadata.BytesStorageMetadata())
@@ -265,18 +255,10 @@ def indices() -> Iterator[tuple[str, Change]]:
     yield "no storage", reindexed(lambda i: replace(i, storage_data=None))
     yield "no entries", reindexed(lambda i: replace(i, state_dict_metadata=None))
     yield "a list", reindexed(lambda i: [i])
-    yield "a hole", lambda folder: os.truncate(folder / INDEX, 300 << 20)
-    yield (
-        "mostly a hole",
-        lambda folder: (
-            (folder / INDEX).write_bytes(b"\x80\x04\x95" + struct.pack("<Q", 200 << 20)),
-            os.truncate(folder / INDEX, 200 << 20),
-        ),
-    )
 
 
-def archives(bounded: bool) -> Iterator[tuple[str, Change]]:
-    """Files of torch.save that are larger inside than outside, or reach beyond themselves."""
+def archives() -> Iterator[tuple[str, Change]]:
+    """Files of torch.save that reach beyond themselves."""
     rebuild = "ctorch._utils\n_rebuild_tensor_v2\n"
 
     def tensor(offset: int, size: int, stride: int, numel: int = 4) -> bytes:
@@ -307,21 +289,6 @@ def archives(bounded: bool) -> Iterator[tuple[str, Change]]:
     }.items():
         yield name, put(zipped(content, **numbers))
     yield "no memory", put(zipped(tensor(0, 4, 1)))
-    for size in (1 << 20,) if bounded else (1 << 20, 1 << 29):
-        bomb = b"\x80\x02" + b"]" * size + b"."
-        yield (
-            f"{size >> 20} MB, compressed",
-            lambda f, b=bomb: (f / WHOLE).write_bytes(zipped(b, zipfile.ZIP_DEFLATED)),
-        )
-        for kind in (zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)[: 1 + (size < 9e6)]:
-            yield (
-                f"{size >> 20} MB of memory, compressed by {kind}",
-                lambda f, k=kind, s=size: (f / WHOLE).write_bytes(
-                    zipped(tensor(0, 4, 1), k, data__0=bytes(s))
-                ),
-            )
-    large = zipped(tensor(0, 4, 1), zipfile.ZIP_DEFLATED, version=bytes(1 << 26))
-    yield "a version, compressed", put(large)
     script = {"constants.pkl": b"\x80\x02).", "code__x.py": b"1"}
     code = zipped(tensor(0, 4, 1), **numbers, **script)
     yield "of TorchScript", put(code)
@@ -332,7 +299,6 @@ def archives(bounded: bool) -> Iterator[tuple[str, Change]]:
     whole = zipped(tensor(0, 4, 1), **numbers)
     far = whole[:-6] + struct.pack("<I", 1 << 31) + whole[-2:]
     yield "its list is far away", put(far)
-    yield "a hole", lambda f: os.truncate(f / WHOLE, (256 if bounded else 4096) << 20)
 
 
 def files() -> Iterator[Case]:
@@ -354,8 +320,6 @@ def files() -> Iterator[Case]:
     one = '{"a": {"dtype": "F32", "shape": [%s], "data_offsets": [%s]}}'
     for name, content, length in (
         ("a header of 2^63 bytes", header("{}", 1 << 63), None),
-        ("a header of 100 GB", header("{}", 100 << 30), 101 << 30),
-        ("a header of 90 MB of spaces", header("{" + " " * 90_000_000 + "}"), None),
         ("a header of deep lists", header('{"a":' + "[" * 100_000), None),
         ("a huge tensor", header(one % ("1000000000000", "0, 4000000000000")), None),
         ("a tensor beyond the end", header(one % ("4", "0, 16")), None),
@@ -375,7 +339,6 @@ def files() -> Iterator[Case]:
                 archive.addfile(member)
 
     yield Case(".pt: the oldest format, with links", "dcp", tar, "file")
-    yield Case(".pt: a hole of 100 GB", "dcp", put("x.pt", b"", 100 << 30), "file")
     yield Case(".pt: noise", "dcp", put("x.pt", random.Random(1).randbytes(9999)), "file")
     yield Case(".pt: a pipe", "dcp", lambda f: os.mkfifo(f / "x.pt"), "file")
     yield Case(".pt: a folder", "dcp", lambda f: (f / "x.pt").mkdir(), "file")

@@ -32,21 +32,24 @@ STEPS = 3  # saves in a recording
 ANSWERS = ("torch_save", "dcp", "dcp_async")
 SHARE = 0.05  # of the states amid the writing of a file, when the time is bounded
 NOTICED = "code without one of its precautions is found out"
-# What is there in checkpoint/disk.py, and what is put in its place.
+# What is there in checkpoint/publish.py, and what is put in its place.
 BREAKAGES = {
     "no_directory_synced": [
-        ("_sync(path, os.O_RDONLY | os.O_DIRECTORY)", "pass"),
+        (
+            "from ..files import naming, sync_directory, sync_file\n",
+            "from ..files import naming, sync_file\nsync_directory = lambda path: None\n",
+        ),
     ],
     "renamed_before_files_are_synced": [
-        ("        _sync(path)\n", ""),
+        ("        sync_file(path)\n", ""),
         (
             "os.rename(reservation, target)\n",
             "os.rename(reservation, target)\n"
-            '        [_sync(target / name) for name in manifest["files"]]\n',
+            '        [sync_file(target / name) for name in manifest["files"]]\n',
         ),
     ],
-    "no_file_synced": [("        _sync(path)\n", "")],
-    "manifest_not_synced": [("        _sync(reservation / MANIFEST)\n", "")],
+    "no_file_synced": [("        sync_file(path)\n", "")],
+    "manifest_not_synced": [("        sync_file(reservation / MANIFEST)\n", "")],
     "name_of_the_run_not_synced": [
         ("                sync_directory(parent)", "                pass")
     ],
@@ -196,10 +199,10 @@ def prepare(folder: Path, answer: str, breakage: str = "") -> str:
     package = f"crash_{answer}" + (f"_{list(BREAKAGES).index(breakage)}" if breakage else "")
     (folder / "renders" / package).mkdir(parents=True)
     source = render(folder / "renders" / package, package_name=package, checkpoint=answer)
-    path = source / package / "checkpoint" / "disk.py"
+    path = source / package / "checkpoint" / "publish.py"
     for there, instead in BREAKAGES[breakage] if breakage else ():
         code = path.read_text("utf-8")
-        assert code.count(there) == 1, f"{breakage}: checkpoint/disk.py has changed"
+        assert code.count(there) == 1, f"{breakage}: checkpoint/publish.py has changed"
         path.write_text(code.replace(there, instead), "utf-8")
     return package
 

@@ -38,6 +38,7 @@ class Target:
     def __init__(self, package: str, run: Path, ranks: int) -> None:
         self.package, self.run, self.ranks = package, run, ranks
         self.manifest = importlib.import_module(f"{package}.checkpoint.manifest")
+        self.publish = importlib.import_module(f"{package}.checkpoint.publish")
         self.before, self.newest = self.manifest.published(run / "checkpoints")[-2:]
         self.files = sorted(path.name for path in self.newest.iterdir())
         self.entries = self.manifest.read_manifest(self.newest)["files"]
@@ -113,7 +114,7 @@ def saved(folder: Path) -> list[Target]:
 
 def alarm(findings: Findings, target: Target) -> None:
     """Nothing must be wrong with what is whole."""
-    for path in target.manifest.published(target.run / "checkpoints"):
+    for path in target.publish.published(target.run / "checkpoints"):
         problems = target.problems(path)
         tally = findings.tally(NO_FALSE_ALARM, "checkpoints")
         tally.count(f"{target}: {path.name}: {problems}" if problems else None)
@@ -228,7 +229,7 @@ def resume(findings: Findings, target: Target, rng: random.Random) -> None:
         problem = f"{target}: {named} {what}: step {state.step}, set aside {aside}, same {same}"
         findings.tally(RESUMED, "resumes").count(None if well else problem)
 
-        for path in target.manifest.published(copy / "checkpoints"):
+        for path in target.publish.published(copy / "checkpoints"):
             shutil.rmtree(path)
             path.mkdir()
         problem = f"{target}: all damaged: a run began"
@@ -254,7 +255,7 @@ def tensors(target: Target, path: Path) -> dict[str, Any]:
 
 def flat(target: Target, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Live tensors, by the names that they have in a checkpoint."""
-    return importlib.import_module(f"{target.package}.checkpoint.reader").flat(tree)
+    return importlib.import_module(f"{target.package}.checkpoint.tensors").flat(tree)
 
 
 @contextlib.contextmanager

@@ -151,22 +151,22 @@ def slow(variant: Variant, seconds: float, hits: Counter[str]) -> None:
 
     def hook() -> None:
         training = importlib.import_module(f"{variant.package}.train")
-        ours = importlib.import_module(f"{variant.package}.checkpoint.publish").Snapshots
+        ours = importlib.import_module(f"{variant.package}.checkpoint.publish").Publisher
         step, publish = training.train_step, ours.publish
 
         def linger(self: Any, number: int, write: Callable[[Path], Any], facts: Any) -> Any:
             return publish(self, number, lambda at: (time.sleep(seconds), write(at))[1], facts)
 
-        recovery = importlib.import_module(f"{variant.package}.checkpoint.checkpointer").Recovery
-        say_waited = recovery._say_waited
+        state = importlib.import_module(f"{variant.package}.checkpoint.checkpointer")
+        warn = state.Checkpointer._warn_of_waiting
 
         def note(self: Any, waited: float, number: int) -> None:
             if self.world.rank == 0:
                 with waits.open("a") as file:
                     file.write(f"{waited}\n")
-            say_waited(self, waited, number)
+            warn(self, waited, number)
 
-        recovery._say_waited = note
+        state.Checkpointer._warn_of_waiting = note
         if os.environ.get("RANK", "0") == str(slowest):
             if seconds < 1:
                 training.train_step = lambda *a: (time.sleep(0.02), step(*a))[1]
@@ -176,10 +176,12 @@ def slow(variant: Variant, seconds: float, hits: Counter[str]) -> None:
     settings = {"checkpoint.every": every, "checkpoint.keep": variant.steps}
     code, log = variant.job(run_dir, lambda call: 0, set(), hook, **settings)
     there = contents(run_dir)
-    manifest = importlib.import_module(f"{variant.package}.checkpoint.manifest")
+    checkpoints = importlib.import_module(f"{variant.package}.checkpoint.publish")
     problems = [f"{code}: {log[-2000:]}"] if code != 0 else []
     problems += [
-        t for p in manifest.published(run_dir / "checkpoints") for t in manifest.verify(p)[1]
+        t
+        for path in checkpoints.published(run_dir / "checkpoints")
+        for t in checkpoints.verify(path)[1]
     ]
     if sorted(there) != [every, 2 * every]:
         problems.append(f"saved {sorted(there)}")

@@ -144,8 +144,7 @@ class Saves:
         folder = self.run_dir / "checkpoints"
         if not folder.exists():
             return
-        manifest = importlib.import_module(f"{self.package}.checkpoint.manifest")
-        paths = manifest.published(folder)
+        paths = importlib.import_module(f"{self.package}.checkpoint.publish").published(folder)
         steps = [int(path.name[5:]) for path in paths]
         problems = [text for path in paths for text in self.problems(path)]
         saved = self.step in steps

@@ -244,10 +244,9 @@ class _Watch:
     def everything(self, training: Any) -> None:
         """Wrap all that is told apart."""
         state = importlib.import_module(f"{self.package}.checkpoint.checkpointer")
-        snapshots = importlib.import_module(f"{self.package}.checkpoint.publish")
-        storage = importlib.import_module(f"{self.package}.checkpoint.disk")
-        staging = importlib.import_module(f"{self.package}.checkpoint.staging")
-        step, save, begin = training.train_step, training.Checkpointer._save, staging.Stager.begin
+        publish = importlib.import_module(f"{self.package}.checkpoint.publish")
+        writer = importlib.import_module(f"{self.package}.checkpoint.writer")
+        step, save = training.train_step, training.Checkpointer.save
 
         def train_step(now: Any, batches: Any) -> None:
             compiling = now.config.compile.mode != "none" and not self.mine[DONE]
@@ -256,24 +255,28 @@ class _Watch:
             self.mine[DONE] = now.step
             self.mine[MAIN] = PHASES.index("training")
 
-        def begin_save(checkpointer: Any, number: int, loss: Any) -> None:
-            self.mine[SAVING] = number
+        def begin_save(checkpointer: Any, number: int, loss: Any = None) -> None:
+            checkpointer.settle()
+            if number != checkpointer.last_saved:
+                self.mine[SAVING] = number
             save(checkpointer, number, loss)
 
-        def stage(stager: Any, *arguments: Any) -> Any:
+        def stage(holder: Any, *arguments: Any) -> Any:
             self.enter("staging", MAIN)
-            copies, copy = begin(stager, *arguments)
+            copies, copy = begin(holder, *arguments)
             self.mine[MAIN] = PHASES.index("training")
             holder = type("", (), {"copy": staticmethod(copy)})
             self.mark(holder, "copy", "staging")
             return copies, holder.copy
 
-        training.train_step, training.Checkpointer._save = train_step, begin_save
-        staging.Stager.begin = stage
+        training.train_step, training.Checkpointer.save = train_step, begin_save
+        if background := getattr(writer, "Background", None):
+            begin, background._stage = background._stage, stage
         self.mark(training, "setup", "setting up")
         self.mark(training, "validate", "validating")
-        self.mark(storage, "sha256_of", "hashing")
-        self.mark(storage.DiskStorage, "commit", "renaming")
-        self.mark(snapshots.Snapshots, "prune", "pruning")
-        self.mark(state.Recovery, "restore", "restoring", lambda at, _: self.note(RESTORED, at + 1))
-        self.mark(state.Recovery, "publish", "uploading", lambda *_: self.note(SAVING, 0))
+        self.mark(publish, "sha256_of", "hashing")
+        self.mark(publish.Publisher, "commit", "renaming")
+        self.mark(publish.Publisher, "prune", "pruning")
+        restored = lambda step, _: self.note(RESTORED, step + 1)  # noqa: E731
+        self.mark(state.Checkpointer, "restore", "restoring", restored)
+        self.mark(publish.Publisher, "publish", "uploading", lambda *_: self.note(SAVING, 0))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from . import sampling
-from .checkpoint import publish as snapshots
+from .checkpoint import publish
 from .distributed import stop
 
 HEARD: list[tuple[Any, ...]] = []
@@ -43,7 +43,7 @@ def arm(training: Any) -> None:
     places: dict[str, tuple[Any, str]] = {
         "start-up": (training, "start"),
         "validation": (training, "fetch"),
-        "save": (snapshots.Snapshots, "publish"),
+        "save": (publish.Publisher, "publish"),
         "step": (training, "train_step"),
     }
     if "at" in what:

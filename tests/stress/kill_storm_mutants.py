@@ -21,15 +21,15 @@ def _lets_orphans_live(package: str) -> None:
 
 
 def _restores_no_moments(package: str) -> None:
-    recovery = importlib.import_module(f"{package}.checkpoint.checkpointer").Recovery
-    restore = recovery.restore
+    checkpointer = importlib.import_module(f"{package}.checkpoint.checkpointer").Checkpointer
+    restore = checkpointer.restore
 
     def forgetful(self) -> int:
         step = restore(self)
         self.optimizer.state.clear()
         return step
 
-    recovery.restore = forgetful
+    checkpointer.restore = forgetful
 
 
 def _trains_otherwise(package: str) -> None:
@@ -41,20 +41,20 @@ def _trains_otherwise(package: str) -> None:
 
 
 def _saves_only_at_the_end(package: str) -> None:
-    recovery = importlib.import_module(f"{package}.checkpoint.checkpointer").Recovery
-    publish = recovery.publish
+    publisher = importlib.import_module(f"{package}.checkpoint.publish").Publisher
+    publish = publisher.publish
 
-    def lazy(self, step: int, *arguments) -> None:
-        if step == self.facts["schedule"]["steps"]:
-            publish(self, step, *arguments)
+    def lazy(self, step: int, write, facts) -> None:
+        if step == facts["schedule"]["steps"]:
+            publish(self, step, write, facts)
 
-    recovery.publish = lazy
+    publisher.publish = lazy
 
 
 def _overlooks_the_newest(package: str) -> None:
-    snapshots = importlib.import_module(f"{package}.checkpoint.publish")
-    published = snapshots.published
-    snapshots.published = lambda directory: published(directory)[:-1]
+    publish = importlib.import_module(f"{package}.checkpoint.publish")
+    published = publish.published
+    publish.published = lambda directory: published(directory)[:-1]
 
 
 BREAKS: dict[Callable[[str], None], tuple[str, str, str]] = {

@@ -108,7 +108,6 @@ def payloads(file: str, bounded: bool) -> Iterator[tuple[str, bytes]]:
         for way, content in ways:
             yield f"{module}.{attribute} by {way}", content
     yield from changes(file)
-    yield from floods(100_000)
 
 
 def calls(module: str, attribute: str, given: bytes, file: str) -> Iterator[tuple[str, bytes]]:
@@ -158,42 +157,3 @@ def changes(file: str) -> Iterator[tuple[str, bytes]]:
         yield f"BUILD on {attribute} itself", content
     path = name("pathlib", "PosixPath") + b"N}" + text("exists") + name("torch", "Size") + b"s\x86"
     yield "BUILD on PosixPath itself", b"\x80\x04" + path + b"b."
-
-
-def floods(many: int) -> Iterator[tuple[str, bytes]]:
-    """Short pickles that ask for much memory or time, and deep ones that overflow a stack."""
-    start = b"\x80\x04"
-    yield "an index of the memo", start + b"Nr" + struct.pack("<I", 2**31 - 1) + b"."
-    number = b"\x8a\x06" + (9 << 32).to_bytes(6, "little")
-    yield "a bytearray by REDUCE", b"\x80\x02cbuiltins\nbytearray\n" + number + b"\x85R."
-    yield "a bytearray by opcode", b"\x80\x05\x96" + struct.pack("<Q", 1 << 36) + b"."
-    yield "bytes", start + pickle.BINBYTES8 + struct.pack("<Q", 1 << 40) + b"x."
-    yield "text", start + pickle.BINUNICODE8 + struct.pack("<Q", 1 << 40) + b"x."
-    long = pickle.LONG4 + struct.pack("<i", 1 << 20) + bytes(1 << 20)
-    yield "an integer", b"\x80\x02" + long + b"."
-    yield "digits", b"L" + b"9" * (many // 4) + b"L\n."
-    yield "laughs of tuples", start + b"N" + b"2\x86" * 100_000 + b"."
-    twice = b"0}" + text("a") + b"h\x00s" + text("b") + b"h\x00sq\x00"
-    laughs = b"}q\x00" + twice * 60
-    yield "laughs of dictionaries", start + laughs + b"."
-    yield "a dictionary in itself", start + b"}q\x00" + text("a") + b"h\x00s."
-    yield "a deep tuple", start + b")" + b"\x85" * many + b"."
-    yield "a deep tuple as key", start + b"})" + b"\x85" * many + b"Ns."
-    yield "a deep tuple in a set", start + b"\x8f()" + b"\x85" * many + b"\x90."
-    deep = (b"}" + text("a")) * (many // 10) + b"}" + b"s" * (many // 10)
-    yield "dictionaries in each other", start + deep + b"."
-    yield "lists in each other", start + b"]" * (many // 4) + b"a" * (many // 4 - 1) + b"."
-    yield "many dictionaries", start + b"}" * many + b"."
-    yield "many memos", start + b"N" + b"\x94" * many + b"."
-    yield "marks", start + b"(" * many + b"."
-    yield "pops", start + b"0" * 1000 + b"."
-    yield (
-        "calls of a sound name, nested",
-        (start + name("collections", "OrderedDict") + b")R" + b"\x85" * (many // 4) + b"."),
-    )
-    same = (k * (2**61 - 1) for k in range(1, 60_000))
-    keys = b"".join(b"\x8a\x0a" + key.to_bytes(10, "little") + b"N" for key in same)
-    yield "keys of one hash", start + b"}(" + keys + b"u."
-    yield "nothing", b""
-    yield "only a stop", b"."
-    yield "no such opcode", b"\xff\xfe\xfd"

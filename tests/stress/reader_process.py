@@ -208,10 +208,8 @@ def main(folder: Path, start: int, stop: int, mutants: int, bounded: bool, seed:
         )
         reader = readers[case.answer]
         where = reader.place(case, place)
-        bytes_there = sum(p.lstat().st_blocks * 512 for p in place.rglob("*"))
         problems = []
-        reset = hasattr(os, "fork") and reset_peak()
-        before, began = memory(), time.process_time()
+        began = time.process_time()
         for road, read in reader.roads(case, where):
             with watched(watch, place):
                 step, unclear = attempt(read, reader.clear)
@@ -230,8 +228,6 @@ def main(folder: Path, start: int, stop: int, mutants: int, bounded: bool, seed:
             "fuzz": number >= fixed,
             "problems": problems,
             "seconds": time.process_time() - began,
-            "grown": peak() - before if reset else 0,
-            "bytes": bytes_there,
         }
         print(json.dumps(result), flush=True)
     shutil.rmtree(folder / "case", ignore_errors=True)
@@ -260,28 +256,6 @@ def harmed(reader: Reader) -> bool:
     things = (metadata.Metadata, torch.Size, torch._utils._rebuild_tensor_v2)
     things += (collections.OrderedDict, Path)
     return any(hasattr(thing, "harmed") for thing in things) or not callable(Path.exists)
-
-
-def reset_peak() -> bool:
-    """Start counting the most memory anew, where the system can (Linux)."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
-
-
-def memory() -> int:
-    """Resident bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def peak() -> int:
-    """The most resident bytes since `reset_peak`, files that are mapped included."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import errno
 import importlib
 import io
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import fault_cases
@@ -22,31 +22,26 @@ def module(package: str, name: str) -> Any:
 
 
 def _hides_errors(package: str) -> None:
-    module(package, "checkpoint.writing").naming = lambda path: contextlib.nullcontext()
+    module(package, "checkpoint.parts").naming = lambda path: contextlib.nullcontext()
 
 
 def _loses_threads(package: str) -> None:
-    writing = module(package, "checkpoint.writing")
+    parts = module(package, "checkpoint.parts")
 
     def forgetful(self: Any, *rest: Any) -> Any:
-        self.fs = writing.Streams()
-        written = writing.dcp.FileSystemWriter.write_data(self, *rest)
-        self.names = [name for name in self.fs.names if (self.path / name).exists()]
-        return written
+        self.fs = parts.Files()
+        return parts.dcp.FileSystemWriter.write_data(self, *rest)
 
-    writing.ShardWriter.write_data = forgetful
+    parts.PartsWriter.write_data = forgetful
 
 
 def _leaves_rubbish(package: str) -> None:
-    module(package, "checkpoint.disk").shutil.rmtree = lambda *_, **__: None
+    module(package, "checkpoint.publish").shutil.rmtree = lambda *_, **__: None
 
 
 def _publishes_what_failed(package: str) -> None:
-    snapshots, manifest = (
-        module(package, "checkpoint.publish"),
-        module(package, "checkpoint.manifest"),
-    )
-    publish = snapshots.Snapshots.publish
+    publisher = module(package, "checkpoint.publish").Publisher
+    manifest, publish = module(package, "checkpoint.manifest"), publisher.publish
 
     def hasty(self: Any, step: int, *rest: Any) -> Any:
         try:
@@ -57,24 +52,25 @@ def _publishes_what_failed(package: str) -> None:
             (target / manifest.MANIFEST).write_text('{"files": {}}')
             raise
 
-    snapshots.Snapshots.publish = hasty
+    publisher.publish = hasty
 
 
 def _leaks_descriptors(package: str) -> None:
-    storage = module(package, "checkpoint.disk")
-    sha256_of = storage.sha256_of
-    storage.sha256_of = lambda path: (KEPT.append(path.open()), sha256_of(path))[1]
+    publish = module(package, "checkpoint.publish")
+    sha256_of = publish.sha256_of
+    publish.sha256_of = lambda path: (KEPT.append(path.open()), sha256_of(path))[1]
 
 
 def _never_stops(package: str) -> None:
-    recovery = module(package, "checkpoint.checkpointer").Recovery
-    settle = recovery._attempt
+    checkpointer = module(package, "checkpoint.checkpointer").Checkpointer
+    blocking = checkpointer._blocking
 
-    def patient(self: Any, *rest: Any) -> None:
-        with contextlib.suppress(RuntimeError):
-            settle(self, *rest)
+    @contextlib.contextmanager
+    def patient(self: Any) -> Iterator[None]:
+        with contextlib.suppress(RuntimeError), blocking(self):
+            yield
 
-    recovery._attempt = patient
+    checkpointer._blocking = patient
 
 
 def _takes_errors_for_damage(package: str) -> None:
@@ -93,11 +89,12 @@ def _stops_for_a_line(package: str) -> None:
 
 
 def _skips_saves(package: str) -> None:
-    checkpointer = importlib.import_module(f"{package}.checkpoint.writer").Checkpointer
+    checkpointer = module(package, "checkpoint.checkpointer").Checkpointer
     save = checkpointer.save
 
     def skip(self: Any, *rest: Any) -> None:
-        if not self.upload or self.upload.done():
+        upload = self.writer.background.upload
+        if not upload or upload.done():
             save(self, *rest)
 
     checkpointer.save = skip
@@ -108,15 +105,15 @@ def _says_nothing(package: str) -> None:
 
 
 def _leaks_copies(package: str) -> None:
-    stager = module(package, "checkpoint.staging").Stager
-    begin = stager.begin
+    background = module(package, "checkpoint.background").Background
+    start = background.start
 
     def leaky(self: Any, *rest: Any) -> Any:
         KEPT.append(self.buffers)
         self.buffers = {}
-        return begin(self, *rest)
+        return start(self, *rest)
 
-    stager.begin = leaky
+    background.start = leaky
 
 
 FULL, ONCE = Fault(errno.ENOSPC), Fault(errno.EIO, once=True)

@@ -54,13 +54,13 @@ class Restorer:
         whole = [name for name, content in there.items() if contents.get(name) == content]
         wanted = max((int(name[5:]) for name in whole), default=0)
         halves = ", ".join(sorted(there.keys() - whole))
-        manifests, snapshots = self.module("checkpoint.manifest"), self.module("checkpoint.publish")
+        manifests, publish = self.module("checkpoint.manifest"), self.module("checkpoint.publish")
         directory = self.folder / CHECKPOINTS
         group, retention = (
             self.module("distributed").Group(),
-            snapshots.RetentionConfig(keep=1),
+            publish.RetentionConfig(keep=1),
         )
-        ours = snapshots.Snapshots(directory, retention, group)
+        ours = publish.Publisher(directory, retention, group)
         restored = left = None
         write_tree(self.folder, tree)
         try:

@@ -39,9 +39,9 @@ def main(folder: Path, jobs: list[tuple[str, str, int]]) -> None:
             },
         )
         world = world or train.join(settings.parallel, "cpu")
-        note_saves(importlib.import_module(f"{package}.checkpoint.disk"), folder / "marks" / run)
+        note_saves(importlib.import_module(f"{package}.checkpoint.publish"), folder / "marks" / run)
 
-        walk = importlib.import_module(f"{package}.checkpoint.reader").walk
+        walk = importlib.import_module(f"{package}.checkpoint.tensors").walk
         note = functools.partial(note_state, folder / "expected" / run, walk)
         train._run(settings, world, [SimpleNamespace(after_step=note)])
     train.leave(world)
@@ -58,16 +58,16 @@ def note_state(folder: Path, walk: Callable[..., Any], state: Any, record: Any) 
         torch.save(tensors, folder / f"{state.step}.pt")
 
 
-def note_saves(storage: Any, marks: Path) -> None:
+def note_saves(publishing: Any, marks: Path) -> None:
     """Leave a mark, which the recording shows in its place, when a checkpoint is published."""
-    if not hasattr(storage.DiskStorage, "unmarked"):
-        storage.DiskStorage.unmarked = storage.DiskStorage.commit
+    if not hasattr(publishing.Publisher, "unmarked"):
+        publishing.Publisher.unmarked = publishing.Publisher.commit
 
     def commit(self: Any, reserved: str, manifest: dict[str, Any]) -> None:
         self.unmarked(reserved, manifest)
-        os.makedirs(marks / storage.step_name(manifest["step"]), exist_ok=True)
+        os.makedirs(marks / publishing.step_name(manifest["step"]), exist_ok=True)
 
-    storage.DiskStorage.commit = commit
+    publishing.Publisher.commit = commit
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ def run_here(render: Render, run: str, observer: Any, *options: str, **changes: 
 
 
 def _tensors(render: Render, state: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    return render.module("checkpoint.reader").flat(state.checkpointer.tensors())
+    return render.module("checkpoint.tensors").flat(state.checkpointer.tensors())
 
 
 def _kind(name: str, state: Any) -> str:

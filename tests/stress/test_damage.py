@@ -28,6 +28,6 @@ def test_damage_is_found_and_so_would_be_its_oversight(
         assert {damage.FOUND, damage.FOUND + ": a flipped bit"} <= broken()
     with monkeypatch.context() as patch:
         patch.setattr(
-            "damage_torch_save.checkpoint.disk.DiskStorage.set_aside", lambda self, path: path
+            "damage_torch_save.checkpoint.publish.Publisher.set_aside", lambda self, path: path
         )
         assert {damage.RESUMED, damage.NO_FRESH_START} <= broken()

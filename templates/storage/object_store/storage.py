@@ -12,6 +12,7 @@ ensures that only the process that started last writes a manifest.
 """
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import logging
@@ -24,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..config import override
 from ..distributed import Group
 from ..errors import RankError, UserError
 from . import MANIFEST, CheckpointError, step_name
@@ -257,4 +257,5 @@ def refuse_to_forget(run_dir: Path, directory: Place) -> None:
 
 def on_disk(config: C) -> C:
     """The settings without a store: for what measures this machine, or is another run."""
-    return override(config, {"checkpoint.url": None, "checkpoint.local_first": False})
+    checkpoint = dataclasses.replace(config.checkpoint, url=None, local_first=False)
+    return dataclasses.replace(config, checkpoint=checkpoint)

@@ -19,8 +19,8 @@ STEPS = 3
 
 def tensors_of(state: Any) -> dict[str, torch.Tensor]:
     """All that a checkpoint of this state holds, by name."""
-    reading = importlib.import_module(f"{type(state).__module__.split('.')[0]}.checkpoint.reader")
-    return dict(reading.flat(state.checkpointer.tensors()))
+    naming = importlib.import_module(f"{type(state).__module__.split('.')[0]}.checkpoint.tensors")
+    return dict(naming.flat(state.checkpointer.tensors()))
 
 
 def digest(state: Any) -> str:

@@ -81,14 +81,18 @@ def parse_manifest(content: bytes, name: str) -> dict[str, Any]:
         raise CheckpointError(f"{MANIFEST} does not match its own digest")
     try:
         manifest = json.loads(content)
-        version, step = manifest["format_version"], int(manifest["step"])
-        sizes = [int(entry["size"]) for entry in manifest["files"].values()]
+        version, step = manifest["format_version"], manifest["step"]
+        loss, entries = manifest.get("validation_loss"), manifest["files"].values()
+        if not all(isinstance(n, int) for n in (step, *(entry["size"] for entry in entries))):
+            raise TypeError("a step or a size is no integer")
+        if not isinstance(loss, float | None):
+            raise TypeError("the validation loss is no number")
         names_are_plain = all(map(is_plain, [*manifest["files"], manifest.get("folder", "x")]))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} is not a manifest ({type(error).__name__})") from error
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{MANIFEST} has format {version}; this code reads {FORMAT_VERSION}")
-    if not names_are_plain or not sizes:
+    if not names_are_plain or not entries:
         raise CheckpointError(f"{MANIFEST} names a file outside its own directory, or none at all")
     if PUBLISHED.fullmatch(name) and name != step_name(step):
         raise CheckpointError(f"{MANIFEST} belongs to {step_name(step)}")

@@ -5,11 +5,13 @@ No code from a checkpoint runs: torch.load gets `weights_only=True`, and the ind
 checkpoint nothing is opened but the files that its verified manifest names.
 """
 
+import collections
 import contextlib
 import io
 import logging
 import pathlib
 import pickle
+import types
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,9 +20,8 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
 
 from ..distributed import Group, parallel
 from ..errors import RankError, UserError
@@ -35,19 +36,21 @@ DCP_INDEX = ".metadata"
 SAFETENSORS = ".safetensors"
 NOTE = "note"
 SMALL = 1 << 20  # bytes; up to here one read is quicker than many small ones
-DCP_CLASSES = (
-    "Metadata MetadataIndex StorageMeta TensorStorageMetadata TensorProperties "
-    "BytesStorageMetadata ChunkStorageMetadata _MEM_FORMAT_ENCODING"
+CLASSES = (
+    *(metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta, metadata.TensorProperties),
+    *(metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata),
+    *(metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo, torch.serialization._get_layout),
+    *(torch.Size, collections.OrderedDict, pathlib.PosixPath),
 )
-OTHERS = (
-    "torch.distributed.checkpoint.filesystem._StorageInfo torch.Size collections.OrderedDict "
-    "torch.serialization._get_layout pathlib.PosixPath"
-)
-ALLOWED = {
-    *(f"{metadata.__name__}.{name}" for name in DCP_CLASSES.split()),
-    *(f"torch.{name}" for name, value in vars(torch).items() if type(value) is torch.dtype),
-    *OTHERS.split(),
-}
+
+
+def plain(module: str, name: str) -> str:
+    """A full name; Python 3.13 has its paths in a module of their own."""
+    return f"{module.removesuffix('._local')}.{name}"
+
+
+ALLOWED = {plain(kind.__module__, kind.__qualname__): kind for kind in CLASSES}
+ALLOWED |= {f"torch.{n}": value for n, value in vars(torch).items() if type(value) is torch.dtype}
 
 
 class Form(NamedTuple):
@@ -106,19 +109,27 @@ class OneFile:
             target.copy_(parallel.like(source, target))
 
 
-class IndexUnpickler(pickle.Unpickler):
+class IndexUnpickler(pickle._Unpickler):  # the one in Python: of that in C BUILD has no method
     """Reads the index of a DCP checkpoint, which consists of a few harmless classes."""
+
+    dispatch = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         """The class of that name, if DCP writes it; UnpicklingError for any other."""
-        module = module.removesuffix("._local")  # where Python 3.13 has its paths
-        if f"{module}.{name}" not in ALLOWED:
-            raise pickle.UnpicklingError(f"it asks for {f'{module}.{name}'!a:.200}")
-        # A PosixPath of its own version, since this Python's may be elsewhere.
-        return getattr(pathlib, name) if module == "pathlib" else super().find_class(module, name)
+        if (full := plain(module, name)) not in ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {full!a:.200}")
+        return ALLOWED[full]
+
+    def load_build(self) -> None:
+        """Set the attributes of an object, but not of a class, which would stay for the process."""
+        if isinstance(self.stack[-2], type | types.FunctionType):
+            raise pickle.UnpicklingError("it changes a class")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
 
 
-class Files(FileSystem):
+class Files(filesystem.FileSystem):
     """Opens files of a checkpoint for DCP."""
 
     def concat_path(self, path: Place, suffix: str) -> Place:
