@@ -1,8 +1,8 @@
 """Files that want to harm: is anything executed, read or written elsewhere, or filled?
 
 Whoever crafts a checkpoint also makes its hashes right, so it verifies, and what has to be safe is
-the reading. Pickles that call in every way, indices that point elsewhere, archives that reach beyond
-themselves, manifests of every odd kind are read by all roads (resume, --init-from, export,
+the reading. Pickles that call in every way, indices that point elsewhere, archives that reach
+beyond themselves, manifests of every odd kind are read by all roads (resume, --init-from, export,
 verify) in a process of its own that is watched; then checkpoints that were changed at random.
 """
 

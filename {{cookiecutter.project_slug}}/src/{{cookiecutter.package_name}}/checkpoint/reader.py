@@ -15,7 +15,7 @@ import types
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, ClassVar, BinaryIO, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -112,7 +112,7 @@ class OneFile:
 class IndexUnpickler(pickle._Unpickler):  # the one in Python: of that in C BUILD has no method
     """Reads the index of a DCP checkpoint, which consists of a few harmless classes."""
 
-    dispatch = dict(pickle._Unpickler.dispatch)
+    dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         """The class of that name, if DCP writes it; UnpicklingError for any other."""
