@@ -39,15 +39,15 @@ _WINDOWS = re.compile("con|prn|aux|nul|(com|lpt)[0-9]")
 # command, as a package it would hide a module. tests/template/test_answers.py derives these tuples
 # from renders and from torch, and compares.
 DEPENDENCIES = (  # what the pyproject.toml of some answers requires
-    *("alembic", "matplotlib", "mlflow_skinny", "numpy", "pillow", "pre_commit", "pytest", "ruff"),
-    *("s3fs", "safetensors", "scikit_learn", "setuptools", "sqlalchemy", "tensorboard", "torch"),
-    *("tqdm", "tyro", "wandb"),
+    *("alembic", "fsspec", "jinja2", "markupsafe", "matplotlib", "mlflow_skinny", "numpy"),
+    *("pillow", "pre_commit", "pytest", "ruff", "s3fs", "safetensors", "scikit_learn"),
+    *("setuptools", "sqlalchemy", "tensorboard", "torch", "tqdm", "tyro", "wandb"),
 )
 PROVIDED = (  # modules and commands of these that have other names than their distributions
     *("f2py", "functorch", "mlflow", "mpl_toolkits", "numpy_config", "pil", "py", "pylab"),
     *("sklearn", "torchfrtrace", "torchgen", "torchrun", "wb"),
 )
-IMPORTED_BY_TORCH = ("filelock", "fsspec", "jinja2", "networkx", "sympy", "typing_extensions")
+IMPORTED_BY_TORCH = ("filelock", "networkx", "sympy", "typing_extensions")
 COMMANDS = ("activate", "pip", "pip3", "python", "python3")  # of any virtual environment
 TAKEN = {*DEPENDENCIES, *PROVIDED, *IMPORTED_BY_TORCH, *COMMANDS}
 

@@ -39,7 +39,7 @@ class Target:
         self.package, self.run, self.ranks = package, run, ranks
         self.manifest = importlib.import_module(f"{package}.checkpoint.manifest")
         self.publish = importlib.import_module(f"{package}.checkpoint.publish")
-        self.before, self.newest = self.manifest.published(run / "checkpoints")[-2:]
+        self.before, self.newest = self.publish.published(run / "checkpoints")[-2:]
         self.files = sorted(path.name for path in self.newest.iterdir())
         self.entries = self.manifest.read_manifest(self.newest)["files"]
 

@@ -83,7 +83,7 @@ class Reader:
         )
         self.control = self.module("distributed")
         self.clear = (self.module("errors").UserError, self.module("errors").RankError)
-        config = prepare.settings(package, self.run, folder / "text.txt")
+        config = prepare_checkpoints.settings(package, self.run, folder / "text.txt")
         self.state = self.training.setup(config)
         group = self.control.Group(self.state.world)
         with self.training.RunDirectory(self.run, group) as run_dir:
