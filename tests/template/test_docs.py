@@ -70,8 +70,8 @@ def test_a_stale_block_is_named_and_mended(
     assert cut.main([str(page)]) == 0
     mended = page.read_text("utf-8")
     assert re.sub(r"```.*?```\n", "", mended, flags=re.DOTALL) == PAGE
+    assert re.search(r"```\nmy-training-run/\n  launch\.sh +Start training under torchrun", mended)
     for text in (
-        "```\nmy-training-run/\n  launch.sh    Start training under torchrun",
         "```python\ndef compute_loss(",
         "```console\n$ python -c 'print(\"shown\")'\nshown\n```\n<!-- end -->\nThe end.\n",
     ):
