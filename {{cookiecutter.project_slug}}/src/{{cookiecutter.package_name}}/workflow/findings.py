@@ -130,6 +130,7 @@ class CompileCache:
         pass
 
     def __call__(self, *arguments: Any) -> None:
+        """A stand-in."""
         pass
 
     def seconds_saved(self) -> None:
