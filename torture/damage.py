@@ -39,7 +39,7 @@ class Target:
         self.package, self.run, self.ranks = package, run, ranks
         self.manifest = importlib.import_module(f"{package}.checkpoint.manifest")
         self.publish = importlib.import_module(f"{package}.checkpoint.publish")
-        self.before, self.newest = self.manifest.published(run / "checkpoints")[-2:]
+        self.before, self.newest = self.publish.published(run / "checkpoints")[-2:]
         self.files = sorted(path.name for path in self.newest.iterdir())
         self.entries = self.manifest.read_manifest(self.newest)["files"]
 
@@ -207,7 +207,7 @@ def seen(findings: Findings, target: Target, what: str, named: str, damage: Dama
 def resume(findings: Findings, target: Target, rng: random.Random) -> None:
     """Let a run go on over damage; then over nothing but damage."""
     training = importlib.import_module(f"{target.package}.train")
-    errors = importlib.import_module(f"{target.package}.distributed.world").RankError
+    errors = importlib.import_module(f"{target.package}.errors").RankError
     wanted, step = tensors(target, target.before), int(target.before.name[5:])
     for _ in range(2 if findings.bounded else 12):
         copy = findings.folder / "resumed"
@@ -246,7 +246,7 @@ def tensors(target: Target, path: Path) -> dict[str, Any]:
     import torch
 
     reading = importlib.import_module(f"{target.package}.checkpoint.reader")
-    control = importlib.import_module(f"{target.package}.distributed.world")
+    control = importlib.import_module(f"{target.package}.distributed")
     source = reading.open_tensors(*reading.find_checkpoint(path))
     found = {name: torch.empty(f.shape, dtype=f.dtype) for name, f in source.forms.items()}
     source.read(found, control.Group())

@@ -51,7 +51,8 @@ class Render:
     def checkpoint(self, run: str) -> tuple[int, dict[str, str], list[str]]:
         """Of the newest: its step, what its tensors' files hash to, problems."""
         manifests = self.module("checkpoint.manifest")
-        found = manifests.published(self.run_dir(run) / "checkpoints")
+        published = self.module("checkpoint.publish").published
+        found = published(self.run_dir(run) / "checkpoints")
         if not found:
             return 0, {}, []
         manifest, problems = manifests.verify(found[-1])
