@@ -19,7 +19,11 @@ import yaml
 from tests.conftest import PROJECT, ROOT, bake, bake_cli, copy_template
 
 QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
-CHOICES = {name: answers for name, answers in QUESTIONS.items() if isinstance(answers, list)}
+CHOICES = {
+    name: answers
+    for name, answers in QUESTIONS.items()
+    if isinstance(answers, list) and name[0] != "_"
+}
 Answers = tuple[str, ...]  # in the order of CHOICES
 CORE = ("task", "parallelism", "checkpoint")
 
@@ -87,6 +91,9 @@ def every(folder: str, names: str, suffix: str = ".py") -> list[str]:
     return [f"{folder}/{name}{suffix}" for name in names.split()]
 
 
+STAGE_FILES = (
+    "compile compile_worker profile trace recovery drill processes world_size report plots"
+)
 # Every file that only some renders have, and when.
 CONDITIONAL: dict[str, Condition] = {
     "LICENSE": lambda a: a["license"] != "none",
@@ -95,19 +102,25 @@ CONDITIONAL: dict[str, Condition] = {
     "pytorchjob.yaml": lambda a: a["cluster"] == "kubernetes",
     "tests/test_ranks.py": ranks,
     f"{PACKAGE}/checkpoint/background.py": lambda a: a["checkpoint"] == "dcp_async",
-    f"{PACKAGE}/workflow/scale.py": lambda a: stages(a) and ranks(a),
+    f"{PACKAGE}/checkpoint/parts.py": lambda a: a["checkpoint"] != "torch_save",
+    f"{PACKAGE}/run/tracker_adapter.py": lambda a: a["tracker"] != "none",
+    "entrypoint.sh": lambda a: a["cluster"] == "kubernetes" and ranks(a),
     f"{PACKAGE}/workflow/report.html": stages,
     **dict.fromkeys(
-        ("Dockerfile", ".dockerignore", "entrypoint.sh", "volume.yaml", "trainjob.yaml"),
+        ("Dockerfile", ".dockerignore", "volume.yaml", "trainjob.yaml"),
         lambda a: a["cluster"] == "kubernetes",
+    ),
+    **dict.fromkeys(
+        every(f"{PACKAGE}/workflow", "scale memory_forecast gradient_noise"),
+        lambda a: stages(a) and ranks(a),
     ),
     **dict.fromkeys(every(f"{PACKAGE}/distributed", "world agreement watchdog launch"), ranks),
     **dict.fromkeys(
-        every(f"{PACKAGE}/checkpoint", "object_store upload"),
+        every(f"{PACKAGE}/checkpoint", "disk object_store upload"),
         lambda a: a["storage"] == "object_store",
     ),
     **dict.fromkeys(
-        every(f"{PACKAGE}/workflow", "compile profile trace recovery processes report plots"),
+        every(f"{PACKAGE}/workflow", STAGE_FILES),
         stages,
     ),
 }
@@ -123,9 +136,11 @@ ALWAYS = {
     *every(f"{PACKAGE}/distributed", "__init__ parallel stop"),
     *every(
         f"{PACKAGE}/checkpoint",
-        "__init__ checkpointer manifest publish reader storage tensors transfer writer",
+        "__init__ checkpointer manifest paths publish reader storage tensors transfer writer",
     ),
-    *every(f"{PACKAGE}/run", "__init__ bad_steps directory hardware journal logs tracker"),
+    *every(
+        f"{PACKAGE}/run", "__init__ bad_steps callbacks directory hardware journal logs tracker"
+    ),
     *every(f"{PACKAGE}/workflow", "__init__ baseline stage timing"),
 }
 FILES = ALWAYS | CONDITIONAL.keys()
@@ -140,16 +155,21 @@ OWNERS: dict[str, tuple[str, ...]] = {
         every(f"{PACKAGE}/distributed", "__init__ parallel world agreement watchdog launch"),
         ("parallelism",),
     ),
-    **dict.fromkeys(every(f"{PACKAGE}/checkpoint", "writer background"), ("checkpoint",)),
-    **dict.fromkeys(every(f"{PACKAGE}/checkpoint", "storage object_store upload"), ("storage",)),
-    **dict.fromkeys(every(f"{PACKAGE}/run", "tracker tracking"), ("tracker",)),
+    **dict.fromkeys(every(f"{PACKAGE}/checkpoint", "writer background parts"), ("checkpoint",)),
     **dict.fromkeys(
-        every(f"{PACKAGE}/workflow", "compile profile trace recovery processes report plots"),
+        every(f"{PACKAGE}/checkpoint", "storage paths disk object_store upload"), ("storage",)
+    ),
+    **dict.fromkeys(every(f"{PACKAGE}/run", "tracker tracker_adapter"), ("tracker",)),
+    **dict.fromkeys(
+        every(f"{PACKAGE}/workflow", STAGE_FILES),
         ("workflow",),
     ),
     f"{PACKAGE}/workflow/__init__.py": ("workflow",),
     f"{PACKAGE}/workflow/report.html": ("workflow",),
-    f"{PACKAGE}/workflow/scale.py": ("workflow", "parallelism"),
+    **dict.fromkeys(
+        every(f"{PACKAGE}/workflow", "scale memory_forecast gradient_noise"),
+        ("workflow", "parallelism"),
+    ),
     **dict.fromkeys(
         (
             *("train.sbatch", "Dockerfile", ".dockerignore", "entrypoint.sh", "volume.yaml"),
@@ -317,10 +337,11 @@ def attributes_of(path: Path, module: str) -> tuple[str, ...]:
 
 
 def signature(module: Path, name: str) -> str:
-    """A function's parameters, or a class's name; of what a module passes on, where it is."""
+    """A function's required parameters, or a class's name, wherever it is defined."""
     for node in ast.parse(module.read_text("utf-8")).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
-            return f"{name}({', '.join(a.arg for a in node.args.args + node.args.kwonlyargs)})"
+            required = len(node.args.args) - len(node.args.defaults)
+            return f"{name}({', '.join(a.arg for a in node.args.args[:required])})"
         if isinstance(node, ast.ClassDef) and node.name == name:
             return f"class {name}"
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
