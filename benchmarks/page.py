@@ -141,7 +141,7 @@ def workflow(found: Series) -> list[str]:
             lines.append(
                 f"- {task}, compiled ({mode}): {_number(ratio['median'])} times as fast as eager, "
                 f"in the rounds {_number(low)} to {_number(high)}; {_number(cold)} s to compile "
-                f"with nothing cached, {_number(warm)} s at a restart with the carried cache."
+                f"with nothing cached, {_number(warm)} s at a restart with the compile cache."
             )
     return lines
 
