@@ -6,10 +6,10 @@ FOLDER/settings.json and what one process found, FOLDER/1.json, and writes FOLDE
 
 import gc
 import json
-import statistics
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from . import memory_forecast as forecast
 from . import processes
 from .gradient_noise import advice_on_batch, gradient_norms, load_newest, noise_scale
 from .stage import Stage, StageConfig, machine
-from .timing import Steps, difference, has_drawn, median_interval, record_steps, spread
+from .timing import difference, has_drawn, median_interval, record_steps, spread
 from .world_size import most_ranks, named, refusal
 
 TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}  # relative
@@ -38,9 +38,9 @@ COMPARED = 12  # steps whose losses are compared
 WINDOW, WINDOWS = 6, 6  # steps in a row, and how often; the first of a window is not counted
 SECONDS, NOISE_SECONDS = 3.0, 60.0  # for timed steps, and for gradients, where steps are slow
 CANNOT_TELL = {
-    "cpu": "these processes share the memory bandwidth and the caches of one machine and talk "
-    "through its memory: how it goes between machines, or on GPUs, this cannot tell",
-    "cuda": "GPUs of one machine: between machines the network is slower, which this cannot tell",
+    "cpu": "these processes share the memory bandwidth and the caches of one machine: how it goes "
+    "between machines, or on GPUs, this cannot tell",
+    "cuda": "between machines the network is slower, which this cannot tell",
 }
 Records = dict[int, dict[str, Any]]  # by the number of processes
 
@@ -72,8 +72,7 @@ def measure(config: StageConfig) -> int:
         judge_efficiency(stage, kind, records, reason, device.type, cores)
     judge_memory(stage, records)
     wanted = max(2, config.workflow.ranks, most)
-    memory = {ranks: record["memory"] for ranks, record in records.items()}
-    choice = forecast.choose(memory[1], memory[most], wanted, device.type)
+    choice = forecast.choose(records[1]["memory"], records[most]["memory"], wanted, device.type)
     stage.advise(forecast.explain(choice))
     stage.advise(advice_on_batch(config.train.global_batch_size, wanted, records[1]))
     stage.figures |= figures_of(records) | {"choice": choice}
@@ -83,22 +82,9 @@ def measure(config: StageConfig) -> int:
 def world_sizes(config: StageConfig, device: torch.device) -> tuple[list[int], str]:
     """1, 2, 4 … and the most processes to start; why only 1, if so."""
     most, reason = most_ranks(config, device)
-    between = (2**k for k in range(1, most.bit_length()) if 2**k < most)
-    several = [*(ranks for ranks in between if not refusal(config, ranks)), most]
-    return [1, *(several if most > 1 else [])], reason
-
-
-def give_up(stage: Stage, ranks: int) -> int:
-    """Nothing can be compared: so many processes ran out of memory."""
-    reason = f"{named(ranks, 'process')} ran out of memory, and all is compared with one"
-    for name in ("same_losses", "strong_efficiency", "weak_efficiency", "memory"):
-        stage.check(name, None, measured=reason, wanted="measured")
-    stage.advise(
-        "to measure a smaller relative: fewer layers, a smaller --train.micro-batch-size or "
-        "--train.activation-checkpointing. A model that no device can hold needs FSDP: "
-        + forecast.change_to("FSDP")
-    )
-    return stage.close()
+    powers = [2**k for k in range(1, most.bit_length()) if 2**k < most]
+    between = [ranks for ranks in powers if not refusal(config, ranks)]
+    return sorted({1, *between, most}), reason
 
 
 def run_ranks(folder: Path, ranks: int, threads: int) -> dict[str, Any]:
@@ -109,9 +95,22 @@ def run_ranks(folder: Path, ranks: int, threads: int) -> dict[str, Any]:
     return json.loads((folder / f"{ranks}.json").read_text("utf-8"))
 
 
+def give_up(stage: Stage, ranks: int) -> int:
+    """Nothing can be compared: so many processes ran out of memory."""
+    reason = f"{named(ranks, 'process')} ran out of memory, and all is compared with one"
+    for name in ("same_losses", "strong_efficiency", "weak_efficiency", "memory"):
+        stage.check(name, None, measured=reason, wanted="measured")
+    stage.advise(
+        "measure a smaller relative: fewer layers, a smaller --train.micro-batch-size or "
+        "--train.activation-checkpointing. A model that no device can hold needs FSDP: "
+        + forecast.change_to("FSDP")
+    )
+    return stage.close()
+
+
 def judge_losses(stage: Stage, records: Records, reason: str) -> None:
     """The first steps on any number of ranks give the losses and gradients of one."""
-    nature = records[1]["nature"]
+    nature, most = records[1]["nature"], max(records)
     wanted = "the order of sums apart, the same: within {losses:.0e} and {gradient_norms:.0e}"
     wanted = wanted.format(**TOLERANCE)
     if nature["statistics"]:
@@ -129,13 +128,13 @@ def judge_losses(stage: Stage, records: Records, reason: str) -> None:
         )
         for key in TOLERANCE
     }
+    measured = "losses on 1 to {} ranks differ by at most {losses:.1e} (relative), gradient norms "
+    measured += "by {gradient_norms:.1e}"
     dropout = "; without dropout, which draws by rank" if nature["random"] else ""
     stage.check(
         "same_losses",
         all(apart[key] <= limit for key, limit in TOLERANCE.items()),
-        measured=f"{len(records[1]['losses'])} losses on 1 to {max(records)} ranks differ by at "
-        f"most {apart['losses']:.1e} (relative), gradient norms by {apart['gradient_norms']:.1e}"
-        + dropout,
+        measured=f"{len(records[1]['losses'])} {measured.format(most, **apart)}{dropout}",
         wanted=wanted,
         advice="look for what depends on the rank, or on how a batch is divided: a mean where "
         "compute_loss must return a sum, statistics of a batch, files read by rank",
@@ -145,12 +144,12 @@ def judge_losses(stage: Stage, records: Records, reason: str) -> None:
 def efficiencies(kind: str, records: Records) -> dict[int, tuple[float, float, float]]:
     """Samples/s of a rank over those of one alone, with its interval, by the number of ranks."""
     value, low, high = records[1][kind]["interval"]
-    found = {}
-    for ranks in records.keys() - {1}:
+    result = {}
+    for ranks in sorted(records.keys() - {1}):
         share = ranks if kind == "strong" else 1
         middle, shortest, longest = (share * t for t in records[ranks][kind]["interval"])
-        found[ranks] = (value / middle, low / longest, high / shortest)
-    return dict(sorted(found.items()))
+        result[ranks] = (value / middle, low / longest, high / shortest)
+    return result
 
 
 def judge_efficiency(
@@ -161,31 +160,29 @@ def judge_efficiency(
     if not reason and device == "cpu" and most > cores:
         reason = f"{most} ranks take turns on {named(cores, 'core')}"
     limit = {"weak": LEAST_WEAK, "strong": 1 / most}[kind] if device == "cuda" else 0.0
-    name, wanted = f"{kind}_efficiency", f"{most} ranks above {limit:.0%}" if limit else "measured"
-    if reason:
-        stage.check(name, None, measured=reason, wanted=wanted)
-        return
     shown = ", ".join(f"{n} ranks {v:.0%} ({a:.0%} to {b:.0%})" for n, (v, a, b) in found.items())
-    if any(low > MOST for _, low, _ in found.values()):
-        reason = f"{shown}: more than ranks can bring, so one alone had less of the machine"
+    passed, measured, advice = None, reason, ""
+    if not reason and any(low > MOST for _, low, _ in found.values()):
+        measured = f"{shown}: more than ranks can bring, so one alone had less of the machine"
         advice = "measure again when nothing else runs on this machine"
-        stage.check(name, None, measured=reason, wanted=wanted, advice=advice)
-        return
-    efficiency, communication = found[most][0], records[most][kind]["communication"]
-    advice = (
-        "the ranks are slow though they need not wait for each other: look at what they share "
-        "(reading data, see --train.loader-workers; the host's cores)"
-    )
-    if communication is None or communication > (1 - efficiency) / 2:
+    elif not reason:
+        efficiency, communication = found[most][0], records[most][kind]["communication"]
+        batch = "the same batch" if kind == "strong" else "a batch for each rank"
+        passed, measured = efficiency > limit, f"{shown}, {batch}"
         advice = (
-            "a rank computes too little between two synchronisations: raise "
-            "--train.micro-batch-size and --train.global-batch-size; see the links of the GPUs "
-            "(nvidia-smi topo -m)"
+            "the ranks are slow though they need not wait for each other: look at what they share "
+            "(reading data, see --train.loader-workers; the host's cores)"
         )
-    batch = "the same batch" if kind == "strong" else "a batch for each rank"
-    measured = f"{shown}, {batch}"
-    stage.check(name, efficiency > limit, measured=measured, wanted=wanted, advice=advice)
-    if not limit and most * efficiency <= 1:
+        if communication is None or communication > (1 - efficiency) / 2:
+            advice = (
+                "a rank computes too little between two synchronisations: raise "
+                "--train.micro-batch-size and --train.global-batch-size; see the links of the GPUs "
+                "(nvidia-smi topo -m)"
+            )
+    wanted = f"{most} ranks above {limit:.0%}" if limit else "measured"
+    name = f"{kind}_efficiency"
+    stage.check(name, passed, measured=measured, wanted=wanted, advice=advice)
+    if passed and most * found[most][0] <= 1:
         stage.advise(f"{most} ranks do not do more than one here: {kind} scaling brings nothing")
 
 
@@ -196,37 +193,33 @@ def judge_memory(stage: Stage, records: Records) -> None:
     if reason := next(filter(None, map(forecast.unpredictable, memory.values())), ""):
         stage.check("memory", None, measured=reason, wanted=wanted)
         return
-    shown = (
-        f"{named(ranks, 'rank')} predicted {in_units(m['predicted'])}, "
-        f"measured {in_units(m['measured'])}"
-        for ranks, m in memory.items()
-    )
     ratios = [m["measured"] / max(1, m["predicted"]) for m in memory.values()]
     stage.check(
         "memory",
         all(1 / FACTOR <= ratio <= FACTOR for ratio in ratios),
-        measured="; ".join(shown),
+        measured="; ".join(
+            f"{named(ranks, 'rank')} predicted {in_units(m['predicted'])}, "
+            f"measured {in_units(m['measured'])}"
+            for ranks, m in memory.items()
+        ),
         wanted=wanted,
         advice="something is allocated that is neither weights, gradients, optimizer state nor "
-        "kept for backward, or kept and never used: see the operators of `profile`, with memory",
+        "kept for backward: see the operators of `profile`, with memory",
     )
 
 
 def figures_of(records: Records) -> dict[str, Any]:
     """What the report reads."""
-    by_ranks = {str(ranks): record for ranks, record in records.items()}
-    shown = (*forecast.PARTS, "predicted", "measured")
     figures: dict[str, Any] = {"ranks": list(records), "noise_scale": records[1]["noise_scale"]}
     for key in ("strong", "weak", "losses", "gradient_norms"):
-        figures[key] = {ranks: record[key] for ranks, record in by_ranks.items()}
+        figures[key] = {str(ranks): record[key] for ranks, record in records.items()}
     for kind in ("strong", "weak"):
         values = {str(n): value for n, (value, *_) in efficiencies(kind, records).items()}
         figures[f"{kind}_efficiency"] = values
-    memory = {ranks: record["memory"] for ranks, record in by_ranks.items()}
-    figures["memory"] = {
-        ranks: {part: sizes[part] for part in shown if sizes[part] is not None}
-        for ranks, sizes in memory.items()
-    }
+    figures["memory"] = {}
+    for ranks, record in records.items():
+        sizes = {part: record["memory"][part] for part in forecast.SHOWN}
+        figures["memory"][str(ranks)] = {k: size for k, size in sizes.items() if size is not None}
     return figures
 
 
@@ -239,8 +232,8 @@ def summary(ranks: int, record: dict[str, Any]) -> str:
         if ranks == 1:
             return text
         share = pace["communication"]
-        told = f"not measured ({pace['problem']})" if share is None else f"{share:.0%} of a step"
-        texts.append(f"{text} with {batch} (communication and waiting {told})")
+        words = f"not measured ({pace['problem']})" if share is None else f"{share:.0%} of a step"
+        texts.append(f"{text} with {batch} (communication and waiting {words})")
     return "; ".join(texts)
 
 
@@ -292,22 +285,21 @@ def time_windows(state: State, alone: State | None, windows: int) -> dict[str, A
     work of the same processes, which then exchange nothing. So it is what computing does not hide,
     and the waiting for each other; under FSDP also what sharding itself costs or saves.
     """
-    together: list[Steps] = []
-    shares_of_time = []
+    seconds: list[float] = []
+    shares_of_time = [0.0] if alone is state else []
     for _ in range(windows):
-        together.append(record_steps(state, WINDOW).after(1))
+        together = record_steps(state, WINDOW).seconds[1:]
+        seconds.extend(together)
         if alone and alone is not state:
-            apart = statistics.median(record_steps(alone, WINDOW).seconds[1:])
-            shares_of_time.append(1 - apart / statistics.median(together[-1].seconds))
-    for loader in (state.loader, *([alone.loader] if alone else [])):
-        loader.close()
-    seconds = sum(together[1:], together[0]).seconds
-    communication = max(0.0, statistics.median(shares_of_time)) if shares_of_time else None
+            apart = record_steps(alone, WINDOW).seconds[1:]
+            shares_of_time.append(1 - median(apart) / median(together))
+    for timed in filter(None, (state, alone)):
+        timed.loader.close()
     return {
         "step_seconds": spread(seconds),
         "interval": median_interval(seconds),
-        "samples_per_second": state.config.train.global_batch_size / statistics.median(seconds),
-        "communication": 0.0 if alone is state else communication,
+        "samples_per_second": state.config.train.global_batch_size / median(seconds),
+        "communication": max(0.0, median(shares_of_time)) if shares_of_time else None,
     }
 
 
