@@ -76,8 +76,10 @@ def page_of(run_dir: Path) -> str:
         )
     measured = [it.content for it in sections if it.content]
     newest = max(measured, key=lambda content: content["measured_at"], default={})
-    validated = [r for r in records if r.get("validation_loss") is not None][-1:]
-    last = [(f"validation loss, step {r['step']}", f"{r['validation_loss']:.4f}") for r in validated]
+    tiles = [tile for it in sections for tile in it.tiles]
+    for record in [r for r in records if r.get("validation_loss") is not None][-1:]:
+        what = f"validation loss, step {record['step']}"
+        tiles.insert(0, (what, f"{record['validation_loss']:.4f}"))
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters["prose"] = prose
     template = Path(__file__).with_name("report.html").read_text("utf-8")
@@ -87,7 +89,7 @@ def page_of(run_dir: Path) -> str:
         run=status or {},
         notes=notes,
         sections=sections,
-        tiles=[*last, *(tile for it in sections for tile in it.tiles)],
+        tiles=tiles,
         plots=overview(sections, records),
         origin=[*newest.get("machine", {}).items(), *newest.get("versions", {}).items()],
         settings=flatten(config or newest.get("settings", {})),

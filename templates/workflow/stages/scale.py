@@ -216,9 +216,9 @@ def figures_of(records: Records) -> dict[str, Any]:
     for kind in ("strong", "weak"):
         values = {str(n): value for n, (value, *_) in efficiencies(kind, records).items()}
         figures[f"{kind}_efficiency"] = values
-    figures["memory"] = {}
+    figures["memory"], shown = {}, (*forecast.PARTS, "predicted", "measured")
     for ranks, record in records.items():
-        sizes = {part: record["memory"][part] for part in forecast.SHOWN}
+        sizes = {part: record["memory"][part] for part in shown}
         figures["memory"][str(ranks)] = {k: size for k, size in sizes.items() if size is not None}
     return figures
 
@@ -337,12 +337,11 @@ def nature_of(config: StageConfig, world: World) -> dict[str, Any]:
     statistics_of += [name for name, b in before.items() if not torch.equal(b, after[name])]
     state.module.eval()
     train_step(state, state.loader.next())
-    always_random = random and has_drawn(state)
     state.loader.close()
     return {
-        "statistics": statistics_of[0] if statistics_of else None,
+        "statistics": next(iter(statistics_of), None),
         "random": random,
-        "always_random": always_random,
+        "always_random": random and has_drawn(state),
         "optimizer": type(state.optimizer).__name__,
     }
 
@@ -355,14 +354,12 @@ def compare(config: StageConfig, world: World, nature: dict[str, Any]) -> dict[s
     state = setup(override(config, {"train.precision": "fp32"}), world)
     torch.set_float32_matmul_precision("highest")  # until the next setup; without TF32, whose
     torch.backends.cudnn.allow_tf32 = False  # rounding depends on how the batch is divided
-    if nature["random"]:
-        state.module.eval()
-    losses, norms = [], []
+    state.module.train(not nature["random"])
+    losses, norms, noise = [], [], None
     for _ in range(COMPARED):
         steps = record_steps(state, 1)
         losses.append(float(steps.losses[0]))
         norms.append(float(state.grad_norm))
-    noise = None
     if world.size == 1 and not nature["statistics"]:
         state.module.train()
         load_newest(state)
