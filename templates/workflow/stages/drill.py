@@ -254,12 +254,12 @@ def kill_in_save(process: subprocess.Popen[str], checkpoints: Path) -> int | Non
             processes.finish(process, "training to be killed", PATIENCE)
             return None
         if saving := save_under_way(checkpoints):
-            send(process, signal.SIGSTOP)
+            processes.kill(process, signal.SIGSTOP)
             if saving.exists() and saving == save_under_way(checkpoints):
                 processes.kill(process)
                 process.communicate()  # until the last of its processes is gone
                 return int(re.search(r"step_(\d+)", saving.name)[1]) if saving.exists() else None
-            send(process, signal.SIGCONT)
+            processes.kill(process, signal.SIGCONT)
     raise RankError(f"a run of a few steps took more than {PATIENCE:.0f} s")
 
 
@@ -275,13 +275,6 @@ def save_under_way(checkpoints: Path) -> Path | None:
 def whole(checkpoints: Path) -> set[Path]:
     """Published checkpoints that have a manifest."""
     return {path for path in published(checkpoints) if (path / MANIFEST).exists()}
-
-
-def send(process: subprocess.Popen[str], number: int) -> None:
-    """Send a signal to all processes of a run; to the launcher last, since it watches the ranks."""
-    for pid in reversed([process.pid, *processes.descendants(process.pid)]):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
 
 
 def losses_of(run_dir: Path) -> dict[int, float]:

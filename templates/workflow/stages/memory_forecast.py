@@ -111,22 +111,20 @@ def kept_for_backward(state: State) -> int:
     With the two gradients that backward starts from, of an operator's output and input, each taken
     to be as large as the largest tensor that is kept.
     """
-    kept: dict[int, int] = {}
+    kept: list[torch.Tensor] = []
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        kept.update(storages([tensor]))
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)  # alive, so that no two of them have the same address
         return tensor
 
     batch = move(state.loader.source[state.step, 0], state.world.device)
-    # They stay alive as long as the loss does, so no two of them have the same address.
     with (
-        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         parallel.autocast(state.world, state.compute_dtype),
     ):
-        loss = compute_loss(state.module, batch)
-    del loss
+        compute_loss(state.module, batch)
     weights = storages([*state.model.parameters(), *state.model.buffers()])
-    sizes = [size for address, size in kept.items() if address not in weights]
+    sizes = [size for address, size in storages(kept).items() if address not in weights]
     return sum(sizes) + 2 * max(sizes, default=0)
 
 

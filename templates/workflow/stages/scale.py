@@ -38,9 +38,8 @@ COMPARED = 12  # steps whose losses are compared
 WINDOW, WINDOWS = 6, 6  # steps in a row, and how often; the first of a window is not counted
 SECONDS, NOISE_SECONDS = 3.0, 60.0  # for timed steps, and for gradients, where steps are slow
 CANNOT_TELL = {
-    "cpu": "these processes share the memory bandwidth and the caches of one machine: how it goes "
-    "between machines, or on GPUs, this cannot tell",
-    "cuda": "between machines the network is slower, which this cannot tell",
+    "cpu": "between machines, or on GPUs: here the processes share memory and caches",
+    "cuda": "between machines, whose network is slower",
 }
 Records = dict[int, dict[str, Any]]  # by the number of processes
 
@@ -66,7 +65,7 @@ def measure(config: StageConfig) -> int:
             print(f"     {summary(ranks, records[ranks])}", flush=True)
     if most > 1:
         print("     communication and waiting: what the same processes save by exchanging nothing")
-        print(f"     {CANNOT_TELL[device.type]}", flush=True)
+        print(f"     this cannot tell how it goes {CANNOT_TELL[device.type]}", flush=True)
     judge_losses(stage, records, reason)
     for kind in ("strong", "weak"):
         judge_efficiency(stage, kind, records, reason, device.type, cores)
@@ -216,24 +215,24 @@ def figures_of(records: Records) -> dict[str, Any]:
     for kind in ("strong", "weak"):
         values = {str(n): value for n, (value, *_) in efficiencies(kind, records).items()}
         figures[f"{kind}_efficiency"] = values
-    figures["memory"], shown = {}, (*forecast.PARTS, "predicted", "measured")
-    for ranks, record in records.items():
-        sizes = {part: record["memory"][part] for part in shown}
-        figures["memory"][str(ranks)] = {k: size for k, size in sizes.items() if size is not None}
+    shown = (*forecast.PARTS, "predicted", "measured")
+    figures["memory"] = {
+        str(ranks): {k: record["memory"][k] for k in shown if record["memory"][k] is not None}
+        for ranks, record in records.items()
+    }
     return figures
 
 
 def summary(ranks: int, record: dict[str, Any]) -> str:
     """What so many processes did, in words."""
+    if ranks == 1:
+        return f"{record['strong']['samples_per_second']:,.0f} samples/s"
     texts = []
     for kind, batch in (("strong", "the same batch"), ("weak", f"{ranks} times the batch")):
-        pace = record[kind]
-        text = f"{pace['samples_per_second']:,.0f} samples/s"
-        if ranks == 1:
-            return text
-        share = pace["communication"]
+        pace, share = record[kind], record[kind]["communication"]
         words = f"not measured ({pace['problem']})" if share is None else f"{share:.0%} of a step"
-        texts.append(f"{text} with {batch} (communication and waiting {words})")
+        text = f"{pace['samples_per_second']:,.0f} samples/s with {batch}"
+        texts.append(f"{text} (communication and waiting {words})")
     return "; ".join(texts)
 
 
