@@ -90,7 +90,8 @@ def step_shares(axes: Axes, shares: dict[str, float]) -> None:
             start += share
     axes.set(xlim=(0, max(100.0, start)), yticks=[], xlabel="% of a step")
     axes.grid(visible=False)
-    axes.figure.legend(loc="outside upper center", ncols=2)
+    if start:
+        axes.figure.legend(loc="outside upper center", ncols=2)
     axes.figure.set_figheight(1.9)
 
 
@@ -127,7 +128,8 @@ def memory(axes: Axes, by_ranks: dict[str, dict[str, float]]) -> None:
         axes.plot(measured.keys(), measured.values(), "D", color=INK, label="measured")
     axes.set(xlabel="processes", ylabel="MB per rank")
     axes.grid(axis="x", visible=False)
-    axes.figure.legend(loc="outside center right")
+    if ranks:
+        axes.figure.legend(loc="outside center right")
 
 
 def lost_time(
