@@ -431,7 +431,7 @@ def test_memory_that_is_kept_and_allocated_is_counted(project: Project) -> None:
     assert counted[-1] == 0
 
     config = project.config()
-    world = forecast.parallel.setup(config.parallel, config.device)
+    world = project.module("distributed").join(config.parallel, config.device)
     state = forecast.setup(config, world)
     few = forecast.kept_for_backward(state)
     twice = project.config(train__micro_batch_size=8)

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import math
+import mmap
 import os
 import re
 import shutil
@@ -49,16 +50,15 @@ Digests = dict[str, str]  # sha256 by the name of a tensor
 def main(words: list[str]) -> int:
     """Run one task."""
     logging.getLogger(PACKAGE).addHandler(LOG)
-    folder, task, *names = Path(words[0]), *words[1:]
+    folder, task, *runs = Path(words[0]), words[1], *(Path(words[0], name) for name in words[2:])
     config = load(folder / "settings.json")
     if task == "train":
         recorder = Recorder(folder / "restart.json")
-        run(override(config, {"run_dir": folder / names[0]}), [recorder])
+        run(override(config, {"run_dir": runs[0]}), [recorder])
         result: dict[str, Any] = {"digests": recorder.digests}
     else:
         world = join(config.parallel, config.device)
-        action = {"reload": reload, "examine": examine}[task]
-        result = action(config, world, *(folder / name for name in names))
+        result = {"reload": reload, "examine": examine}[task](config, world, *runs)
         leave(world)  # only now that nothing refers to the model
     if os.environ.get("RANK", "0") == "0":
         write_json(folder / f"{task}.json", result)
@@ -108,10 +108,12 @@ def examine(config: Config, world: World, run_dir: Path) -> dict[str, Any]:
     losses = record_steps(state, EVERY).losses.tolist()
     after = digests_of(state, group)
     group.from_first(lambda: os.rename(run_dir / "held-back", newest))
-    flips = {}
-    for bit in group.from_first(lambda: bits_of(newest)):
-        problem = problem_with_flip(state, newest, bit, group, step, restored)
-        flips[f"{bit[0]}, byte {bit[1]:,}"] = problem
+    flips = {
+        f"{name}, byte {offset:,}": problem_with_flip(
+            state, newest / name, offset, group, (step, restored)
+        )
+        for name, offset in group.from_first(lambda: bits_of(newest))
+    }
     group.from_first(lambda: shutil.rmtree(run_dir / "checkpoints"))
     costs = time_saves(state, run_dir.with_name("timed"), group)
     state.loader.close()
@@ -133,17 +135,16 @@ def bits_of(checkpoint: Path) -> list[tuple[str, int]]:
 
 
 def problem_with_flip(
-    state: State, newest: Path, bit: tuple[str, int], group: Group, step: int, expected: Digests
+    state: State, file: Path, offset: int, group: Group, expected: tuple[int, Digests]
 ) -> str:
     """Flip a bit of a run's newest checkpoint, restore the run, and undo the damage.
 
     Returns what went wrong; empty if the damage was named, the checkpoint set aside, and the one
-    before it restored, which is of `step` and holds what is `expected`.
+    before it restored, whose step and digests are `expected`.
     """
-    file, offset = newest / bit[0], bit[1]
+    newest, problem, restored = file.parent, "", {}
     group.from_first(lambda: flip_bit(file, offset))
     LOG.buffer.clear()
-    problem, restored = "", {}
     try:
         restored = load_into(state, newest.parents[1], group)
     except RankError as error:
@@ -160,32 +161,27 @@ def problem_with_flip(
     warnings = [record.getMessage() for record in LOG.buffer]
     if problem:
         return problem
-    if state.step != step or restored != expected:
+    if (state.step, restored) != expected:
         return f"not noticed, or not repaired: restored other values, of step {state.step}"
     if not set_aside:
         return "noticed, but the checkpoint was not set aside"
-    if not any("DAMAGED" in text and file.name in text for text in warnings):
-        return "noticed, but no warning names the file"
-    return ""
+    named = any("DAMAGED" in text and file.name in text for text in warnings)
+    return "" if named else "noticed, but no warning names the file"
 
 
 def flip_bit(path: Path, offset: int) -> None:
     """Flip the lowest bit of one byte."""
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as content:
+        content[offset] ^= 1
 
 
 def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
     """Save again and again, each time when the save before is published: what each of them cost."""
     checkpointer = start(state, run_dir, group)
     quiet = record_steps(state, QUIET_STEPS).seconds[1:]
-    began = time.perf_counter()
-    saves = [time_save(state, run_dir, group)]
-    while len(saves) < SAVES and group.from_first(
-        lambda: len(saves) < 4 or time.perf_counter() < began + SECONDS
+    deadline, saves = time.perf_counter() + SECONDS, []
+    while len(saves) < 4 or (
+        len(saves) < SAVES and group.from_first(lambda: time.perf_counter() < deadline)
     ):
         saves.append(time_save(state, run_dir, group))
     checkpointer.close()
@@ -237,12 +233,10 @@ def digests_of(state: State, group: Group) -> Digests:
     Where ranks hold different values, rank 0 returns all of theirs, to which nothing can be equal.
     """
     parallel.agree_on_buffers(state.model, state.world)
-    digests: Digests = {}
+    digests = {}
     for name, tensor in flat(state.checkpointer.tensors()):
-        content = (
-            parallel.whole(tensor).detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        )
-        digests[name] = hashlib.sha256(content).hexdigest()
+        content = parallel.whole(tensor).detach().cpu().contiguous().flatten().view(torch.uint8)
+        digests[name] = hashlib.sha256(content.numpy()).hexdigest()
     ranks = group.agree(lambda: digests)
     return {name: " ".join(sorted({other[name] for other in ranks})) for name in digests}
 
@@ -260,12 +254,12 @@ def kill_in_save(process: subprocess.Popen[str], checkpoints: Path) -> int | Non
             processes.finish(process, "training to be killed", PATIENCE)
             return None
         if saving := save_under_way(checkpoints):
-            send(process, signal.SIGSTOP)
+            processes.kill(process, signal.SIGSTOP)
             if saving.exists() and saving == save_under_way(checkpoints):
                 processes.kill(process)
                 process.communicate()  # until the last of its processes is gone
                 return int(re.search(r"step_(\d+)", saving.name)[1]) if saving.exists() else None
-            send(process, signal.SIGCONT)
+            processes.kill(process, signal.SIGCONT)
     raise RankError(f"a run of a few steps took more than {PATIENCE:.0f} s")
 
 
@@ -283,16 +277,9 @@ def whole(checkpoints: Path) -> set[Path]:
     return {path for path in published(checkpoints) if (path / MANIFEST).exists()}
 
 
-def send(process: subprocess.Popen[str], number: int) -> None:
-    """Send a signal to all processes of a run; to the launcher last, since it watches the ranks."""
-    for pid in reversed([process.pid, *processes.descendants(process.pid)]):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
 def losses_of(run_dir: Path) -> dict[int, float]:
     """Loss by step, from the complete lines of metrics.jsonl; NaN where it was not finite."""
-    lines = (run_dir / "metrics.jsonl").read_text("utf-8").split("\n")[:-1]
+    *lines, _ = (run_dir / "metrics.jsonl").read_text("utf-8").split("\n")
     records = map(json.loads, lines)
     return {it["step"]: math.nan if it["loss"] is None else it["loss"] for it in records}
 

@@ -6,42 +6,38 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.paths import checkpoints_of, published
 from ..checkpoint.reader import find_checkpoint
 from ..checkpoint.transfer import load_weights
 from ..device import move
 from ..distributed import Group
 from ..errors import RankError, UserError
 from ..model import compute_loss
-from ..sampling import Loader, shares
+from ..sampling import shares
 from ..train import State
 
 
 def load_newest(state: State) -> None:
     """Take the weights of the run's newest checkpoint, if it has one that fits."""
-    directory = state.config.directory
     with contextlib.suppress(UserError, RankError):
-        if published(checkpoints_of(directory)):
-            path, manifest = find_checkpoint(directory, None)
-            load_weights(path, state.model, None, Group(), strict=True)
-            state.step = manifest["step"]
+        path, manifest = find_checkpoint(state.config.directory)
+        load_weights(path, state.model, None, Group(), strict=True)
+        state.step = manifest["step"]
 
 
-def gradient_norms(state: State, batches: int = 16) -> tuple[float, float, int, int]:
+def gradient_norms(state: State, batches: int) -> tuple[float, float, int, int]:
     """Norms of gradients of small batches, all at the present weights.
 
     Returns the mean of the squared norms, the squared norm of the mean gradient, the samples in
     each small batch and the number of these.
     """
-    source, whole = state.loader.source, state.config.train.global_batch_size
-    pieces = next(n for n in (4, 2, 1) if whole % n == 0)
-    batches = max(2, min(batches, len(source.dataset) // whole))
-    loader = Loader(source.dataset, source.order, shares(whole, whole // pieces, 0, 1))
-    loader.seek(state.step)
+    batch_size = state.config.train.global_batch_size
+    pieces = next(n for n in (4, 2, 1) if batch_size % n == 0)
+    plan = shares(batch_size, batch_size // pieces, 0, 1)
+    batches = max(2, min(batches, len(state.loader.source.dataset) // batch_size))
     parameters = [p for p in state.model.parameters() if p.requires_grad]
     total, squares = [torch.zeros_like(p) for p in parameters], 0.0
-    for _ in range(batches):
-        for batch in loader.next():
+    for step in range(state.step, state.step + batches):
+        for batch in state.loader.of(step, plan):
             loss = compute_loss(state.module, move(batch, state.world.device))
             gradients = torch.autograd.grad(
                 loss.total / loss.count, parameters, materialize_grads=True, allow_unused=True
@@ -49,7 +45,7 @@ def gradient_norms(state: State, batches: int = 16) -> tuple[float, float, int, 
             squares += squared_norm(gradients)
             torch._foreach_add_(total, gradients)
     count = batches * pieces
-    return squares / count, squared_norm(total) / count**2, whole // pieces, count
+    return squares / count, squared_norm(total) / count**2, batch_size // pieces, count
 
 
 def squared_norm(tensors: Iterable[torch.Tensor]) -> float:
@@ -71,7 +67,7 @@ def noise_scale(squares: float, square_of_mean: float, samples: int, count: int)
 
 
 def advice_on_batch(batch: int, ranks: int, one: dict[str, Any]) -> str:
-    """What becomes of the learning rate with more ranks, and when a larger batch stops paying."""
+    """Whether to change the learning rate with more ranks, and when a larger batch stops paying."""
     text = f"learning rate: leave it, the global batch is {batch} on any number of ranks"
     if not (noise := one["noise_scale"]):
         return text
@@ -82,11 +78,8 @@ def advice_on_batch(batch: int, ranks: int, one: dict[str, Any]) -> str:
     text += f". The gradient noise scale at step {noise['step']} is {scale} samples: "
     if larger > batch:
         rule = "linear" if one["nature"]["optimizer"] == "SGD" else "sqrt"
-        text += (
-            "batches up to it make good use of more ranks, beyond it they bring little. To try: "
-            f"--train.global-batch-size {larger} --optim.scaling {rule} "
-            f"--optim.base-batch-size {batch}"
-        )
+        text += f"larger batches pay up to there. To try: --train.global-batch-size {larger} "
+        text += f"--optim.scaling {rule} --optim.base-batch-size {batch}"
     else:
-        text += f"a larger batch than {batch} would bring little there"
-    return text + ". It grows while the loss falls: measure again later in the run"
+        text += f"a larger batch than {batch} would bring little"
+    return f"{text}. It grows while the loss falls: measure again later in the run"

@@ -4,12 +4,11 @@ import gc
 import itertools
 import json
 import math
-import tempfile
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..config import Config
@@ -23,7 +22,6 @@ from .timing import record_steps
 
 MARK = "the second step begins"
 ROOM = 0.85  # of a device's memory; the rest is for fragments and what others allocate
-ANSWERS = {"DDP": "ddp", "FSDP": "fsdp"}
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered")
 
 
@@ -35,43 +33,39 @@ def set_up_and_measure(config: Config, world: World) -> tuple[State, int | None]
     is read once more to count them, are left out. None on a device that cannot tell.
     """
     gc.collect()  # what was set up before
-    if world.device.type == "cuda":
-        before = torch.cuda.memory_allocated(world.device)
-        state = setup(config, world)
-        record_steps(state, 1)
-        torch.cuda.reset_peak_memory_stats(world.device)
-        record_steps(state, 2)
-        return state, torch.cuda.max_memory_allocated(world.device) - before
-    if world.device.type != "cpu":
-        state = setup(config, world)
-        record_steps(state, 3)
-        return state, None
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as of_data:
-        data = build_datasets(config)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as of_steps:
-        state = setup(config, world)
-        record_steps(state, 1)
-        with record_function(MARK):
-            record_steps(state, 2)
-    peak = max(allocated(of_steps)) - allocated(of_data)[-1]
-    del data  # only now: its tensors must not be counted as released
-    return state, peak
+    device, tracing = world.device, {"activities": [ProfilerActivity.CPU], "profile_memory": True}
+    if device.type == "cpu":
+        with profile(**tracing) as of_data:
+            data = build_datasets(config)
+        with profile(**tracing) as of_steps:
+            state = setup(config, world)
+            record_steps(state, 1)
+            with record_function(MARK):
+                record_steps(state, 2)
+        peak = max(allocated(of_steps)) - allocated(of_data)[-1]
+        del data  # only now: its tensors must not be counted as released
+        return state, peak
+    counted = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if counted else 0
+    state = setup(config, world)
+    record_steps(state, 1)
+    if counted:
+        torch.cuda.reset_peak_memory_stats(device)
+    record_steps(state, 2)
+    return state, torch.cuda.max_memory_allocated(device) - before if counted else None
 
 
 def allocated(finished: profile) -> list[int]:
     """Bytes held after each allocation and release since the profile began; from MARK on, if any.
 
-    The trace's own running total cannot be used: it goes on from the profile before.
+    The events' own running total cannot be used: it goes on from the profile before.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        finished.export_chrome_trace(str(path))
-        events = json.loads(path.read_text("utf-8"))["traceEvents"]
-    begin = next((event["ts"] for event in events if event["name"] == MARK), 0)
+    events = finished.profiler.kineto_results.events()
+    begin = next((event.start_ns() for event in events if event.name() == MARK), 0)
     changes = sorted(
-        (event["ts"], event["args"]["Bytes"])
+        (event.start_ns(), event.nbytes())
         for event in events
-        if event["name"] == "[memory]" and event["args"]["Device Type"] == 0
+        if event.name() == "[memory]" and event.device_type() == DeviceType.CPU
     )
     totals = itertools.accumulate(size for _, size in changes)
     return [total for (at, _), total in zip(changes, totals, strict=True) if at >= begin] or [0]
@@ -84,30 +78,26 @@ def memory_of(state: State, alone: State | None, measured: int | None) -> dict[s
     once (two blocks and all that is in no block), if the model is sharded. Activations are measured
     on `alone`, the whole model on this rank, if there is room for it.
     """
-    needed = expected_memory(state.model, state.optimizer, 0)
-    parameters, inner = list(state.model.parameters()), [*blocks(state.model)]
-    in_blocks = sorted(sum(p.numel() for p in block.parameters()) for block in inner)
-    itemsize, total = state.compute_dtype.itemsize, sum(p.numel() for p in parameters)
-    whole = itemsize * (total - sum(in_blocks[:-2]))
-    sharded = any(parallel.local_part(p).numel() < p.numel() for p in parameters)
-    sizes = {
-        "parameters": needed.parameters,
-        "gradients": needed.gradients,
-        "optimizer": needed.optimizer,
-        "activations": kept_for_backward(alone) if alone else None,
-        "gathered": whole if sharded else 0,
-    }
-    device, capacity = state.world.device, free_host_memory()
+    needed, device = expected_memory(state.model, state.optimizer, 0), state.world.device
+    size_of = {p: p.numel() * state.compute_dtype.itemsize for p in state.model.parameters()}
+    in_blocks = sorted(sum(map(size_of.get, block.parameters())) for block in blocks(state.model))
+    traffic = sum(size_of.values())
+    whole = traffic - sum(in_blocks[:-2])
+    sharded = any(parallel.local_part(p).numel() < p.numel() for p in size_of)
+    activations = kept_for_backward(alone) if alone else None
+    gathered = whole if sharded else 0
+    sizes = (needed.parameters, needed.gradients, needed.optimizer, activations, gathered)
+    capacity = free_host_memory()
     if device.type == "cuda":
         capacity = torch.cuda.get_device_properties(device).total_memory
     return {
-        **sizes,
-        "predicted": sum(sizes.values()) if alone else None,
+        **dict(zip(PARTS, sizes, strict=True)),
+        "predicted": sum(sizes) if alone else None,
         "measured": measured,
         "whole": whole,
         "sharded": sharded,
         "distributed": state.world.distributed,
-        "traffic": itemsize * total,
+        "traffic": traffic,
         "micro_batches": len(state.plan),
         "recomputed": state.config.train.activation_checkpointing,
         "guessed": needed.guessed,
@@ -121,22 +111,20 @@ def kept_for_backward(state: State) -> int:
     With the two gradients that backward starts from, of an operator's output and input, each taken
     to be as large as the largest tensor that is kept.
     """
-    weights = storages([*state.model.parameters(), *state.model.buffers()])
-    kept: dict[int, int] = {}
+    kept: list[torch.Tensor] = []
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        kept.update(storages([tensor]))
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)  # alive, so that no two of them have the same address
         return tensor
 
     batch = move(state.loader.source[state.step, 0], state.world.device)
-    # They stay alive as long as the loss does, so no two of them have the same address.
     with (
-        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         parallel.autocast(state.world, state.compute_dtype),
     ):
-        loss = compute_loss(state.module, batch)
-    del loss
-    sizes = [size for address, size in kept.items() if address not in weights]
+        compute_loss(state.module, batch)
+    weights = storages([*state.model.parameters(), *state.model.buffers()])
+    sizes = [size for address, size in storages(kept).items() if address not in weights]
     return sum(sizes) + 2 * max(sizes, default=0)
 
 
@@ -166,16 +154,16 @@ def choose(one: dict[str, Any], most: dict[str, Any], ranks: int, device: str) -
     """
     state = one["parameters"] + one["gradients"] + one["optimizer"]
     activations = most["activations"] or one["activations"] or 0
+    not_shared = activations + one["whole"]
+    needed = {"DDP": state + activations, "FSDP": state // ranks + not_shared}
     capacity = most["capacity"]
     if capacity and device == "cpu":
         capacity //= ranks  # they share one memory
-    not_shared = activations + one["whole"]
-    needed = {"DDP": state + activations, "FSDP": state // ranks + not_shared}
-    fits = {name: not capacity or size <= ROOM * capacity for name, size in needed.items()}
-    others = (ranks - 1) / ranks
+    room = ROOM * capacity if capacity else math.inf
+    fits = {name: size <= room for name, size in needed.items()}
     gathered = 2 * most["micro_batches"] * most["traffic"]
     sent = {"DDP": 2 * one["gradients"], "FSDP": gathered + one["gradients"]}
-    left = ROOM * (capacity or 0) - not_shared
+    enough = math.ceil(state / (room - not_shared)) if room > not_shared else None
     rendered = "FSDP" if most["sharded"] else "DDP"
     return {
         "name": "DDP" if fits["DDP"] else "FSDP",
@@ -184,9 +172,9 @@ def choose(one: dict[str, Any], most: dict[str, Any], ranks: int, device: str) -
             "ranks": ranks,
             "bytes_per_rank": needed,
             "capacity": capacity,
-            "bytes_sent_per_step": {name: round(others * size) for name, size in sent.items()},
+            "bytes_sent_per_step": {k: round((ranks - 1) / ranks * n) for k, n in sent.items()},
             "fits": fits,
-            "enough_ranks": math.ceil(state / left) if not fits["FSDP"] and left > 0 else None,
+            "enough_ranks": None if fits["FSDP"] else enough,
         },
     }
 
@@ -216,5 +204,5 @@ def explain(choice: dict[str, Any]) -> str:
 
 def change_to(name: str) -> str:
     """What to type to render this project for DDP, or FSDP."""
-    answer = json.dumps({"parallelism": ANSWERS[name]})
+    answer = json.dumps({"parallelism": name.lower()})
     return f"cruft update --variables-to-update '{answer}'"

@@ -72,12 +72,12 @@ def finish(process: subprocess.Popen[str], task: str, seconds: float) -> str:
     return output
 
 
-def kill(process: subprocess.Popen[str]) -> None:
-    """Kill a process and everything that it started, unless it has ended."""
+def kill(process: subprocess.Popen[str], number: int = signal.SIGKILL) -> None:
+    """Kill (or signal) a process and everything that it started, unless it has ended."""
     if process.poll() is None:
         for pid in [process.pid, *descendants(process.pid)]:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
 
 
 def descendants(pid: int) -> list[int]:

@@ -39,8 +39,7 @@ NEAR = 1e-3  # relative; between losses of kernels that are not deterministic
 CHECKS = {  # name: (wanted, advice)
     "roundtrip": (
         "model and optimizer bit for bit, and the same steps after them",
-        "look for state that is in no parameter and no persistent buffer, and for random numbers "
-        "that do not come from torch's generators",
+        "look for state in no parameter or persistent buffer, and random numbers not from torch",
     ),
     "reshard": (
         "the same tensors on any number of processes",
@@ -120,9 +119,8 @@ class Drill:
     """
 
     def __init__(self, stage: Stage, folder: Path) -> None:
-        config = stage.config
+        config, self.stage, self.folder = stage.config, stage, folder
         device = pick_device(config.device)
-        self.stage, self.folder = stage, folder
         self.ranks, self.third, self.why_one = world_sizes(config, device)
         self.exact = device.type == "cpu" or config.train.deterministic
         short_run = {
@@ -186,12 +184,9 @@ class Drill:
             source = f"from-{size}"
             chain.append(size)
         self.stage.figures["world_sizes"] = sorted(set(chain))
-        reasons = "; ".join(filter(None, refused))
-        if set(chain) == {self.ranks}:
-            self.stage.check("reshard", None, measured=reasons, wanted=CHECKS["reshard"][0])
-            return
         good = f"{' -> '.join(map(str, chain))} processes: {len(expected.end)} tensors bit for bit"
-        judge(self.stage, "reshard", problems, "; ".join(filter(None, (good, reasons))))
+        measured = "; ".join(filter(None, [good if len(set(chain)) > 1 else "", *refused]))
+        judge(self.stage, "reshard", problems, measured, measurable=len(set(chain)) > 1)
 
     def child(self, ranks: int, task: str, *names: str) -> dict[str, Any]:
         """The result of a task of drill.py."""
@@ -212,7 +207,7 @@ class Drill:
         except RankError as error:
             problem = "; ".join(str(error).splitlines()[:3])
             for name in set(checks) - {check["name"] for check in self.stage.checks}:
-                judge(self.stage, name, [problem], "")
+                judge(self.stage, name, [problem])
 
 
 @dataclass(frozen=True)
@@ -249,11 +244,14 @@ def differing(digests: Digests, expected: Digests) -> str:
     return f"{len(found)} tensors differ, such as {found[0]}" if found else ""
 
 
-def judge(stage: Stage, name: str, problems: list[str], good: str) -> None:
-    """Add a check that fails with `problems`, or passes with `good`."""
+def judge(
+    stage: Stage, name: str, problems: list[str], good: str = "", measurable: bool = True
+) -> None:
+    """Add a check that fails with `problems`, or passes with `good`, if it is `measurable`."""
     wanted, advice = CHECKS[name]
+    passed = not problems if measurable else None
     measured = "; ".join(problems) or good
-    stage.check(name, not problems, measured=measured, wanted=wanted, advice=advice)
+    stage.check(name, passed, measured=measured, wanted=wanted, advice=advice if measurable else "")
 
 
 def judge_roundtrip(stage: Stage, found: dict[str, Any], expected: Undisturbed) -> None:
@@ -284,13 +282,11 @@ def kill_and_restart(
     for _ in range(LAUNCHES):
         shutil.rmtree(run_dir, ignore_errors=True)
         with launch() as process:
-            saving = kill_in_save(process, checkpoints)
-        if saving:
-            break
+            if saving := kill_in_save(process, checkpoints):
+                break
     else:
         reason = f"no kill met a save in {LAUNCHES} launches: they are too short here"
-        wanted, _ = CHECKS["killed_while_saving"]
-        stage.check("killed_while_saving", None, measured=reason, wanted=wanted)
+        judge(stage, "killed_while_saving", [], reason, measurable=False)
         return {}
     killed_at, done = time.time(), max(losses_of(run_dir))
     newest = max(int(path.name[5:]) for path in whole(checkpoints))
@@ -314,10 +310,10 @@ def kill_and_restart(
     lost = done - restart["step"]
     good = f"1 kill, in the save of step {saving}; {lost} steps done again, {words}"
     judge(stage, "killed_while_saving", [text for text, bad in problems.items() if bad], good)
-    launched, restored = restart["main"] - killed_at, restart["restored"] - restart["main"]
-    total = restart["first_step"] - killed_at
-    parts = {"launch": launched, "restore": restored, "first_step": total - launched - restored}
-    return {"restart_seconds": {**parts, "total": total}, "lost_steps": lost}
+    marks = killed_at, restart["main"], restart["restored"], restart["first_step"]
+    parts = ("launch", "restore", "first_step")
+    seconds = {part: marks[i + 1] - marks[i] for i, part in enumerate(parts)}
+    return {"restart_seconds": {**seconds, "total": marks[3] - killed_at}, "lost_steps": lost}
 
 
 def best_interval(cost: float, failures: float, least: float = 0.0) -> float:
@@ -338,25 +334,24 @@ def conclude(
     stage: Stage, costs: dict[str, Any], restarted: dict[str, Any], step_seconds: float
 ) -> None:
     """Add the figures, what they cost, how often to save, and what was proven."""
-    restart, saves = restarted["restart_seconds"], costs.pop("saves")
-    stage.figures |= {k: costs[k] for k in ("blocked_seconds", "blocked_first", "save_seconds")}
-    stage.figures |= restarted
+    restart, figures = restarted["restart_seconds"], stage.figures
+    figures |= {key: costs[key] for key in ("blocked_seconds", "blocked_first", "save_seconds")}
+    figures |= restarted
     say(
-        f"a save of {in_units(stage.figures['bytes'])} blocks training for "
+        f"a save of {in_units(figures['bytes'])} blocks training for "
         f"{describe(costs['blocked_seconds'], 1e3, ' ms')}, the first one for "
         f"{1e3 * costs['blocked_first']:.2f} ms; it is published after "
         f"{describe(costs['save_seconds'], 1e3, ' ms')}"
     )
     say(
-        f"from the kill to the next step {restart['total']:.1f} s: launch and imports "
-        f"{restart['launch']:.1f}, restore {restart['restore']:.1f}, "
-        f"first step {restart['first_step']:.1f}"
+        "from the kill to the next step {total:.1f} s: launch and imports {launch:.1f}, "
+        "restore {restore:.1f}, first step {first_step:.1f}".format(**restart)
     )
-    advise_interval(stage, stage.figures, step_seconds)
+    advise_interval(stage, figures, step_seconds)
     if stage.status != "fail":
         say(
-            f"proven with {saves + 2 * STEPS // EVERY} saves, a kill and flipped bits: every "
-            "restore gave what was saved, and no damaged checkpoint was loaded"
+            f"proven with {costs['saves'] + 2 * STEPS // EVERY} saves, a kill and flipped bits: "
+            "every restore gave what was saved, and no damaged checkpoint was loaded"
         )
 
 
@@ -365,33 +360,33 @@ def advise_interval(stage: Stage, figures: dict[str, Any], step_seconds: float) 
     config = stage.config
     cost, upload = (figures[key]["median"] for key in ("blocked_seconds", "save_seconds"))
     hours = config.workflow.hours_between_failures
-
-    def lost(interval: float) -> float:
-        return lost_share(interval, cost, figures["restart_seconds"]["total"], 3600 * hours)
-
     best = best_interval(cost, 3600 * hours, upload)
+    every = config.checkpoint.every or config.train.steps
+    now = every * step_seconds
+    lost, lost_now = (
+        lost_share(interval, cost, figures["restart_seconds"]["total"], 3600 * hours)
+        for interval in (best, now)
+    )
     steps = max(1, math.ceil(best / step_seconds))
     figures |= {
         "interval_seconds": best,
         "interval_steps": steps,
         "hours_between_failures": hours,
         "step_seconds": step_seconds,
-        "lost_share": lost(best),
+        "lost_share": lost,
     }
     say(
         f"with a failure every {hours:g} h, save every {best:.3g} s: {steps} steps of "
-        f"{1e3 * step_seconds:.3g} ms; {lost(best):.2%} of the time is lost then"
+        f"{1e3 * step_seconds:.3g} ms; {lost:.2%} of the time is lost then"
     )
-    every = config.checkpoint.every or config.train.steps
     size = 10 ** max(0, len(str(steps)) - 2)  # nobody wants to save every 487 steps
     rounded = math.ceil(steps / size) * size
     end = f" (this run of {config.train.steps} steps then saves only at its end)"
     flag = f"--checkpoint.every {rounded}{end if rounded >= config.train.steps else ''}"
-    now = every * step_seconds
     if now < upload:
         stage.advise(f"{flag}: a save takes longer than the {every} steps between two, and waits")
     elif not 0.5 <= now / best <= 2:
-        stage.advise(f"{flag}: {lost(best):.2%} of the time is lost then, {lost(now):.2%} as it is")
+        stage.advise(f"{flag}: {lost:.2%} of the time is lost then, {lost_now:.2%} as it is")
 
 
 def say(text: str) -> None:

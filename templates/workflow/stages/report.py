@@ -1,15 +1,16 @@
 """report.html: what a run and the stages of the workflow have found, on one page."""
 
+import contextlib
 import json
 import logging
-from base64 import b64encode
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from ..config import load
@@ -35,17 +36,25 @@ class Section:
     content: Figures = field(default_factory=dict)  # of workflow/<stage>.json
     tiles: list[tuple[str, str]] = field(default_factory=list)  # (what, value)
     rates: list[tuple[str, float, float, float]] = field(default_factory=list)  # samples/s
-    plots: list[tuple[str, str | None]] = field(default_factory=list)  # (title, SVG)
+    plots: list[tuple[str, str | None]] = field(default_factory=list)  # (title, picture)
 
     def rate(self, label: str, seconds: dict[str, float]) -> None:
         """Add a row to the plot of throughput: the median, its lower and upper end."""
         batch = self.content["settings"]["train"]["global_batch_size"]
         self.rates.append((label, *(batch / seconds[key] for key in ("median", "p90", "p10"))))
 
+    def plot(self, title: str, paint: Callable[..., None], *figures: Any) -> None:
+        """Add a plot, unless there is nothing to draw."""
+        self.plots.append((title, plots.picture(paint, *figures)))
+
 
 def publish_report(run_dir: Path) -> Path:
-    """Write the report, and hand it to the tracker of a run that has trained."""
-    path, settings = write_report(run_dir), run_dir / "config.json"
+    """Write RUN_DIR/report.html, and hand it to the tracker of a run that has trained."""
+    path, settings, page = run_dir / "report.html", run_dir / "config.json", page_of(run_dir)
+    try:
+        path.write_text(page, "utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error}") from None
     if settings.exists():
         try:
             log_report(run_dir, load(settings), path)
@@ -54,8 +63,8 @@ def publish_report(run_dir: Path) -> Path:
     return path
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write RUN_DIR/report.html; what is damaged is named on it. UserError if nothing is there."""
+def page_of(run_dir: Path) -> str:
+    """The page as HTML; what is damaged is named on it. UserError if nothing is there."""
     notes: list[str] = []
     sections = [section(run_dir, name) for name in STAGES]
     records = read_metrics(run_dir / "metrics.jsonl", notes)
@@ -67,31 +76,24 @@ def write_report(run_dir: Path) -> Path:
         )
     measured = [it.content for it in sections if it.content]
     newest = max(measured, key=lambda content: content["measured_at"], default={})
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"picture": picture, "moment": moment, "prose": prose}
-    page = environment.get_template("report.html").render(
+    tiles = [tile for it in sections for tile in it.tiles]
+    for record in [r for r in records if r.get("validation_loss") is not None][-1:]:
+        what = f"validation loss, step {record['step']}"
+        tiles.insert(0, (what, f"{record['validation_loss']:.4f}"))
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    environment.filters["prose"] = prose
+    template = Path(__file__).with_name("report.html").read_text("utf-8")
+    return environment.from_string(template).render(
         name=run_dir.name,
         package=PACKAGE,
         run=status or {},
         notes=notes,
         sections=sections,
-        tiles=[*of_run(records), *(tile for it in sections for tile in it.tiles)],
-        plots=list(overview(sections, records)),
+        tiles=tiles,
+        plots=overview(sections, records),
         origin=[*newest.get("machine", {}).items(), *newest.get("versions", {}).items()],
-        settings=list(flatten(config or newest.get("settings", {}))),
+        settings=flatten(config or newest.get("settings", {})),
     )
-    path = run_dir / "report.html"
-    try:
-        path.write_text(page, "utf-8")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error}") from None
-    return path
 
 
 def section(run_dir: Path, name: str) -> Section:
@@ -100,103 +102,92 @@ def section(run_dir: Path, name: str) -> Section:
     try:
         if (content := read_stage(run_dir, name)) is None:
             return Section(name, about, again)
-        found = Section(name, about, again, content["status"], content=content)
-        SHOW[name](found, content["figures"])
+        result = Section(name, about, again, content["status"], content=content)
+        SHOW[name](result, content["figures"])
+        return result
     except UserError as error:
-        return Section(name, about, again, "damaged", str(error).partition(": measure again")[0])
+        problem = str(error).partition(": measure again")[0]
     except (KeyError, TypeError, AttributeError) as error:
         problem = f"its figures are damaged or of an older version of this project ({error!r})"
-        return Section(name, about, again, "damaged", problem)
-    return found
+    return Section(name, about, again, "damaged", problem)
 
 
-def of_baseline(found: Section, figures: Figures) -> None:
+def of_baseline(section: Section, figures: Figures) -> None:
     """Throughput of one eager process."""
     if figures.get("step_seconds"):
-        found.rate("baseline, eager", figures["step_seconds"])
-        found.tiles.append(("samples/s, eager", f"{figures['samples_per_second']:,.0f}"))
-    if figures.get("tokens_per_second"):
-        found.tiles.append(("tokens/s, eager", f"{figures['tokens_per_second']:,.0f}"))
-    if figures.get("mfu"):
-        found.tiles.append(("MFU, eager", f"{figures['mfu']:.1%}"))
-    if figures.get("peak_memory_bytes"):
-        found.tiles.append(("peak memory, eager", in_units(figures["peak_memory_bytes"])))
+        section.rate("baseline, eager", figures["step_seconds"])
+    for key, what, shown in (
+        ("samples_per_second", "samples/s", "{:,.0f}".format),
+        ("tokens_per_second", "tokens/s", "{:,.0f}".format),
+        ("mfu", "MFU", "{:.1%}".format),
+        ("peak_memory_bytes", "peak memory", in_units),
+    ):
+        if figures.get(key):
+            section.tiles.append((f"{what}, eager", shown(figures[key])))
 
 
-def of_compile(found: Section, figures: Figures) -> None:
+def of_compile(section: Section, figures: Figures) -> None:
     """The speedup, and seconds of compiling, cold and warm."""
-    modes = figures.get("modes", {})
-    for mode, mode_figures in modes.items():
-        if mode_figures.get("step_seconds"):
-            found.rate(f"compiled, {mode}", mode_figures["step_seconds"])
+    modes, rows = figures.get("modes", {}), []
+    for mode, of_mode in modes.items():
+        if of_mode.get("step_seconds"):
+            section.rate(f"compiled, {mode}", of_mode["step_seconds"])
+        rows += [(f"{mode}, {k}", v) for k, v in of_mode.get("compile_seconds", {}).items()]
     if best := modes.get(figures.get("best")):
         what = f"speedup, compiled {figures['best']}"
-        found.tiles.append((what, f"{best['speedup']['value']:.2f}x"))
-    rows = [
-        (f"{mode}, {cache}", seconds)
-        for mode, mode_figures in modes.items()
-        for cache, seconds in mode_figures.get("compile_seconds", {}).items()
-    ]
-    svg = plots.bars(rows, "seconds", plots.in_time)
-    found.plots.append(("Compiling, with a cold and a warm cache", svg))
+        section.tiles.append((what, f"{best['speedup']['value']:.2f}x"))
+    title = "Compiling, with a cold and a warm cache"
+    section.plot(title, plots.bars, rows, "seconds", plots.in_time)
 
 
-def of_profile(found: Section, figures: Figures) -> None:
+def of_profile(section: Section, figures: Figures) -> None:
     """Where a step's time goes, and in which operators."""
     if figures.get("diagnosis"):
-        found.tiles.append(("a step is", figures["diagnosis"]))
+        section.tiles.append(("a step is", figures["diagnosis"]))
     rows = [
         # Both ends of a long name: operators and their backward differ in the last letters.
         (name if len(name) <= 28 else f"{name[:17]}…{name[-10:]}", 100 * share)
         for name, share in ((it["name"], it["share"]) for it in figures.get("operators", [])[:8])
     ]
-    found.plots += [
-        ("Where a step's time goes", plots.step_shares(figures.get("shares", {}))),
-        ("Operators by self time", plots.bars(rows, "% of a step, self time")),
-    ]
+    section.plot("Where a step's time goes", plots.step_shares, figures.get("shares", {}))
+    what = "% of a step, self time"
+    section.plot("Operators by self time", plots.bars, rows, what, "{:.3g}".format)
 
 
-def of_scale(found: Section, figures: Figures) -> None:
+def of_scale(section: Section, figures: Figures) -> None:
     """Throughput and memory by the number of processes."""
     each = " of 1 thread" if figures.get("threads") == 1 else ""  # other stages had more
     strong = figures.get("strong", {})
     for ranks, pace in strong.items():
         processes = "process" if ranks == "1" else "processes"
-        found.rate(f"scale, {ranks} {processes}{each}", pace["step_seconds"])
-    statuses = {check["name"]: check["status"] for check in found.content["checks"]}
+        section.rate(f"scale, {ranks} {processes}{each}", pace["step_seconds"])
+    statuses = {check["name"]: check["status"] for check in section.content["checks"]}
     if statuses.get("strong_efficiency") != "not_measured":
         for ranks, value in [*figures.get("strong_efficiency", {}).items()][-1:]:
-            found.tiles.append((f"strong efficiency, {ranks} ranks", f"{value:.0%}"))
-    found.plots += [
-        ("Throughput by processes", plots.scaling(strong, figures.get("weak", {}))),
-        ("Memory of a rank", plots.memory(figures.get("memory", {}))),
-    ]
+            section.tiles.append((f"strong efficiency, {ranks} ranks", f"{value:.0%}"))
+    section.plot("Throughput by processes", plots.scaling, strong, figures.get("weak", {}))
+    section.plot("Memory of a rank", plots.memory, figures.get("memory", {}))
 
 
-def of_checkpoint(found: Section, figures: Figures) -> None:
+def of_checkpoint(section: Section, figures: Figures) -> None:
     """What saving and failing cost, and what follows for the interval between saves."""
     if not figures:
         return
     blocked, published = (figures[key]["median"] for key in ("blocked_seconds", "save_seconds"))
     restart, best = figures["restart_seconds"], figures["interval_seconds"]
     hours = figures["hours_between_failures"]
-    found.tiles += [
+    section.tiles += [
         ("training blocked by a save", plots.in_time(blocked)),
         ("from kill to the next step", plots.in_time(restart["total"])),
         ("save every", plots.in_time(best)),
     ]
-    rows = [
-        ("blocked by a save", blocked),
-        ("save, until published", published),
-        ("restart: launch", restart["launch"]),
-        ("restart: restore", restart["restore"]),
-        ("restart: first step", restart["first_step"]),
-    ]
-    curve = plots.lost_time(blocked, restart["total"], 3600 * hours, best, published)
-    found.plots += [
-        ("What saving and restarting cost", plots.bars(rows, "seconds", plots.in_time)),
-        (f"Time lost, at a failure every {hours:g} h", curve),
-    ]
+    rows = [("blocked by a save", blocked), ("save, until published", published)]
+    for part in ("launch", "restore", "first_step"):
+        rows.append((f"restart: {part.replace('_', ' ')}", restart[part]))
+    title = "What saving and restarting cost"
+    section.plot(title, plots.bars, rows, "seconds", plots.in_time)
+    costs = blocked, restart["total"], 3600 * hours, best, published
+    section.plot(f"Time lost, at a failure every {hours:g} h", plots.lost_time, *costs)
 
 
 SHOW = {
@@ -208,23 +199,18 @@ SHOW = {
 }
 
 
-def of_run(records: list[Figures]) -> Iterator[tuple[str, str]]:
-    """The run's own tile."""
-    for record in [r for r in records if r.get("validation_loss") is not None][-1:]:
-        yield f"validation loss, step {record['step']}", f"{record['validation_loss']:.4f}"
-
-
-def overview(sections: list[Section], records: list[Figures]) -> Iterator[tuple[str, str]]:
-    """The first plots: (title, SVG)."""
-    baseline = sections[0].content.get("figures", {})
-    if svg := plots.loss_curve(records, baseline.get("losses", [])):
-        yield ("Loss" if records else "Loss in the baseline's steps"), svg
+def overview(sections: list[Section], records: list[Figures]) -> list[tuple[str, str | None]]:
+    """The first plots: (title, picture)."""
+    first_losses = sections[0].content.get("figures", {}).get("losses", [])
     rates = [rate for it in sections for rate in it.rates]
     if run := [r["samples_per_second"] for r in records if r.get("samples_per_second")]:
         p10, median, p90 = (float(x) for x in np.percentile(run, [10, 50, 90]))
         rates.append(("training run", median, p10, p90))
-    if svg := plots.bars(rates, "samples/s (median, p10 to p90)", "{:,.0f}".format):
-        yield "Throughput by stage", svg
+    title = "Loss" if records else "Loss in the baseline's steps"
+    loss = plots.picture(plots.loss_curve, records, first_losses)
+    what = "samples/s (median, p10 to p90)"
+    throughput = plots.picture(plots.bars, rates, what, "{:,.0f}".format)
+    return [(title, loss), ("Throughput by stage", throughput)]
 
 
 def flatten(tree: Figures, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -248,31 +234,17 @@ def read_json(path: Path, notes: list[str]) -> Figures | None:
 def read_metrics(path: Path, notes: list[str]) -> list[Figures]:
     """The lines of metrics.jsonl; those that are damaged are left out, with a note."""
     *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]  # the last may be cut
-    records, damaged = [], 0
+    records = []
     for line in lines:
-        try:
-            records.append({"step": None} | json.loads(line))
-        except (ValueError, TypeError):
-            damaged += 1
-    whole = [record for record in records if isinstance(record["step"], int)]
-    if damaged := damaged + len(records) - len(whole):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            record = json.loads(line)
+            if isinstance(record["step"], int):
+                records.append(record)
+    if damaged := len(lines) - len(records):
         notes.append(f"{path.name}: damaged lines, left out here: {damaged}")
-    return whole
-
-
-def picture(svg: str) -> str:
-    """An SVG as an address that holds all of it."""
-    return "data:image/svg+xml;base64," + b64encode(svg.encode()).decode()
-
-
-def moment(text: str) -> str:
-    """A time of JSON as people write it."""
-    return text.replace("T", " ").replace("Z", " UTC")
+    return records
 
 
 def prose(text: str) -> Markup:
     """Plain text with what stands between backticks as code."""
-    parts = [escape(part) for part in text.split("`")]
-    return Markup("").join(
-        Markup("<code>{}</code>").format(part) if i % 2 else part for i, part in enumerate(parts)
-    )
+    return Markup(re.sub("`(.*?)`", r"<code>\1</code>", str(escape(text))))

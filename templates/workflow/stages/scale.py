@@ -6,10 +6,10 @@ FOLDER/settings.json and what one process found, FOLDER/1.json, and writes FOLDE
 
 import gc
 import json
-import statistics
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from . import memory_forecast as forecast
 from . import processes
 from .gradient_noise import advice_on_batch, gradient_norms, load_newest, noise_scale
 from .stage import Stage, StageConfig, machine
-from .timing import Steps, difference, has_drawn, median_interval, record_steps, spread
+from .timing import difference, has_drawn, median_interval, record_steps, spread
 from .world_size import most_ranks, named, refusal
 
 TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}  # relative
@@ -38,9 +38,8 @@ COMPARED = 12  # steps whose losses are compared
 WINDOW, WINDOWS = 6, 6  # steps in a row, and how often; the first of a window is not counted
 SECONDS, NOISE_SECONDS = 3.0, 60.0  # for timed steps, and for gradients, where steps are slow
 CANNOT_TELL = {
-    "cpu": "these processes share the memory bandwidth and the caches of one machine and talk "
-    "through its memory: how it goes between machines, or on GPUs, this cannot tell",
-    "cuda": "GPUs of one machine: between machines the network is slower, which this cannot tell",
+    "cpu": "between machines, or on GPUs: here the processes share memory and caches",
+    "cuda": "between machines, whose network is slower",
 }
 Records = dict[int, dict[str, Any]]  # by the number of processes
 
@@ -66,14 +65,13 @@ def measure(config: StageConfig) -> int:
             print(f"     {summary(ranks, records[ranks])}", flush=True)
     if most > 1:
         print("     communication and waiting: what the same processes save by exchanging nothing")
-        print(f"     {CANNOT_TELL[device.type]}", flush=True)
+        print(f"     this cannot tell how it goes {CANNOT_TELL[device.type]}", flush=True)
     judge_losses(stage, records, reason)
     for kind in ("strong", "weak"):
         judge_efficiency(stage, kind, records, reason, device.type, cores)
     judge_memory(stage, records)
     wanted = max(2, config.workflow.ranks, most)
-    memory = {ranks: record["memory"] for ranks, record in records.items()}
-    choice = forecast.choose(memory[1], memory[most], wanted, device.type)
+    choice = forecast.choose(records[1]["memory"], records[most]["memory"], wanted, device.type)
     stage.advise(forecast.explain(choice))
     stage.advise(advice_on_batch(config.train.global_batch_size, wanted, records[1]))
     stage.figures |= figures_of(records) | {"choice": choice}
@@ -83,22 +81,9 @@ def measure(config: StageConfig) -> int:
 def world_sizes(config: StageConfig, device: torch.device) -> tuple[list[int], str]:
     """1, 2, 4 … and the most processes to start; why only 1, if so."""
     most, reason = most_ranks(config, device)
-    between = (2**k for k in range(1, most.bit_length()) if 2**k < most)
-    several = [*(ranks for ranks in between if not refusal(config, ranks)), most]
-    return [1, *(several if most > 1 else [])], reason
-
-
-def give_up(stage: Stage, ranks: int) -> int:
-    """Nothing can be compared: so many processes ran out of memory."""
-    reason = f"{named(ranks, 'process')} ran out of memory, and all is compared with one"
-    for name in ("same_losses", "strong_efficiency", "weak_efficiency", "memory"):
-        stage.check(name, None, measured=reason, wanted="measured")
-    stage.advise(
-        "to measure a smaller relative: fewer layers, a smaller --train.micro-batch-size or "
-        "--train.activation-checkpointing. A model that no device can hold needs FSDP: "
-        + forecast.change_to("FSDP")
-    )
-    return stage.close()
+    powers = [2**k for k in range(1, most.bit_length()) if 2**k < most]
+    between = [ranks for ranks in powers if not refusal(config, ranks)]
+    return sorted({1, *between, most}), reason
 
 
 def run_ranks(folder: Path, ranks: int, threads: int) -> dict[str, Any]:
@@ -109,9 +94,22 @@ def run_ranks(folder: Path, ranks: int, threads: int) -> dict[str, Any]:
     return json.loads((folder / f"{ranks}.json").read_text("utf-8"))
 
 
+def give_up(stage: Stage, ranks: int) -> int:
+    """Nothing can be compared: so many processes ran out of memory."""
+    reason = f"{named(ranks, 'process')} ran out of memory, and all is compared with one"
+    for name in ("same_losses", "strong_efficiency", "weak_efficiency", "memory"):
+        stage.check(name, None, measured=reason, wanted="measured")
+    stage.advise(
+        "measure a smaller relative: fewer layers, a smaller --train.micro-batch-size or "
+        "--train.activation-checkpointing. A model that no device can hold needs FSDP: "
+        + forecast.change_to("FSDP")
+    )
+    return stage.close()
+
+
 def judge_losses(stage: Stage, records: Records, reason: str) -> None:
     """The first steps on any number of ranks give the losses and gradients of one."""
-    nature = records[1]["nature"]
+    nature, most = records[1]["nature"], max(records)
     wanted = "the order of sums apart, the same: within {losses:.0e} and {gradient_norms:.0e}"
     wanted = wanted.format(**TOLERANCE)
     if nature["statistics"]:
@@ -129,13 +127,13 @@ def judge_losses(stage: Stage, records: Records, reason: str) -> None:
         )
         for key in TOLERANCE
     }
+    measured = "losses on 1 to {} ranks differ by at most {losses:.1e} (relative), gradient norms "
+    measured += "by {gradient_norms:.1e}"
     dropout = "; without dropout, which draws by rank" if nature["random"] else ""
     stage.check(
         "same_losses",
         all(apart[key] <= limit for key, limit in TOLERANCE.items()),
-        measured=f"{len(records[1]['losses'])} losses on 1 to {max(records)} ranks differ by at "
-        f"most {apart['losses']:.1e} (relative), gradient norms by {apart['gradient_norms']:.1e}"
-        + dropout,
+        measured=f"{len(records[1]['losses'])} {measured.format(most, **apart)}{dropout}",
         wanted=wanted,
         advice="look for what depends on the rank, or on how a batch is divided: a mean where "
         "compute_loss must return a sum, statistics of a batch, files read by rank",
@@ -145,12 +143,12 @@ def judge_losses(stage: Stage, records: Records, reason: str) -> None:
 def efficiencies(kind: str, records: Records) -> dict[int, tuple[float, float, float]]:
     """Samples/s of a rank over those of one alone, with its interval, by the number of ranks."""
     value, low, high = records[1][kind]["interval"]
-    found = {}
-    for ranks in records.keys() - {1}:
+    result = {}
+    for ranks in sorted(records.keys() - {1}):
         share = ranks if kind == "strong" else 1
         middle, shortest, longest = (share * t for t in records[ranks][kind]["interval"])
-        found[ranks] = (value / middle, low / longest, high / shortest)
-    return dict(sorted(found.items()))
+        result[ranks] = (value / middle, low / longest, high / shortest)
+    return result
 
 
 def judge_efficiency(
@@ -161,31 +159,29 @@ def judge_efficiency(
     if not reason and device == "cpu" and most > cores:
         reason = f"{most} ranks take turns on {named(cores, 'core')}"
     limit = {"weak": LEAST_WEAK, "strong": 1 / most}[kind] if device == "cuda" else 0.0
-    name, wanted = f"{kind}_efficiency", f"{most} ranks above {limit:.0%}" if limit else "measured"
-    if reason:
-        stage.check(name, None, measured=reason, wanted=wanted)
-        return
     shown = ", ".join(f"{n} ranks {v:.0%} ({a:.0%} to {b:.0%})" for n, (v, a, b) in found.items())
-    if any(low > MOST for _, low, _ in found.values()):
-        reason = f"{shown}: more than ranks can bring, so one alone had less of the machine"
+    passed, measured, advice = None, reason, ""
+    if not reason and any(low > MOST for _, low, _ in found.values()):
+        measured = f"{shown}: more than ranks can bring, so one alone had less of the machine"
         advice = "measure again when nothing else runs on this machine"
-        stage.check(name, None, measured=reason, wanted=wanted, advice=advice)
-        return
-    efficiency, communication = found[most][0], records[most][kind]["communication"]
-    advice = (
-        "the ranks are slow though they need not wait for each other: look at what they share "
-        "(reading data, see --train.loader-workers; the host's cores)"
-    )
-    if communication is None or communication > (1 - efficiency) / 2:
+    elif not reason:
+        efficiency, communication = found[most][0], records[most][kind]["communication"]
+        batch = "the same batch" if kind == "strong" else "a batch for each rank"
+        passed, measured = efficiency > limit, f"{shown}, {batch}"
         advice = (
-            "a rank computes too little between two synchronisations: raise "
-            "--train.micro-batch-size and --train.global-batch-size; see the links of the GPUs "
-            "(nvidia-smi topo -m)"
+            "the ranks are slow though they need not wait for each other: look at what they share "
+            "(reading data, see --train.loader-workers; the host's cores)"
         )
-    batch = "the same batch" if kind == "strong" else "a batch for each rank"
-    measured = f"{shown}, {batch}"
-    stage.check(name, efficiency > limit, measured=measured, wanted=wanted, advice=advice)
-    if not limit and most * efficiency <= 1:
+        if communication is None or communication > (1 - efficiency) / 2:
+            advice = (
+                "a rank computes too little between two synchronisations: raise "
+                "--train.micro-batch-size and --train.global-batch-size; see the links of the GPUs "
+                "(nvidia-smi topo -m)"
+            )
+    wanted = f"{most} ranks above {limit:.0%}" if limit else "measured"
+    name = f"{kind}_efficiency"
+    stage.check(name, passed, measured=measured, wanted=wanted, advice=advice)
+    if passed and most * found[most][0] <= 1:
         stage.advise(f"{most} ranks do not do more than one here: {kind} scaling brings nothing")
 
 
@@ -196,51 +192,47 @@ def judge_memory(stage: Stage, records: Records) -> None:
     if reason := next(filter(None, map(forecast.unpredictable, memory.values())), ""):
         stage.check("memory", None, measured=reason, wanted=wanted)
         return
-    shown = (
-        f"{named(ranks, 'rank')} predicted {in_units(m['predicted'])}, "
-        f"measured {in_units(m['measured'])}"
-        for ranks, m in memory.items()
-    )
     ratios = [m["measured"] / max(1, m["predicted"]) for m in memory.values()]
     stage.check(
         "memory",
         all(1 / FACTOR <= ratio <= FACTOR for ratio in ratios),
-        measured="; ".join(shown),
+        measured="; ".join(
+            f"{named(ranks, 'rank')} predicted {in_units(m['predicted'])}, "
+            f"measured {in_units(m['measured'])}"
+            for ranks, m in memory.items()
+        ),
         wanted=wanted,
         advice="something is allocated that is neither weights, gradients, optimizer state nor "
-        "kept for backward, or kept and never used: see the operators of `profile`, with memory",
+        "kept for backward: see the operators of `profile`, with memory",
     )
 
 
 def figures_of(records: Records) -> dict[str, Any]:
     """What the report reads."""
-    by_ranks = {str(ranks): record for ranks, record in records.items()}
-    shown = (*forecast.PARTS, "predicted", "measured")
     figures: dict[str, Any] = {"ranks": list(records), "noise_scale": records[1]["noise_scale"]}
     for key in ("strong", "weak", "losses", "gradient_norms"):
-        figures[key] = {ranks: record[key] for ranks, record in by_ranks.items()}
+        figures[key] = {str(ranks): record[key] for ranks, record in records.items()}
     for kind in ("strong", "weak"):
         values = {str(n): value for n, (value, *_) in efficiencies(kind, records).items()}
         figures[f"{kind}_efficiency"] = values
-    memory = {ranks: record["memory"] for ranks, record in by_ranks.items()}
+    shown = (*forecast.PARTS, "predicted", "measured")
     figures["memory"] = {
-        ranks: {part: sizes[part] for part in shown if sizes[part] is not None}
-        for ranks, sizes in memory.items()
+        str(ranks): {k: record["memory"][k] for k in shown if record["memory"][k] is not None}
+        for ranks, record in records.items()
     }
     return figures
 
 
 def summary(ranks: int, record: dict[str, Any]) -> str:
     """What so many processes did, in words."""
+    if ranks == 1:
+        return f"{record['strong']['samples_per_second']:,.0f} samples/s"
     texts = []
     for kind, batch in (("strong", "the same batch"), ("weak", f"{ranks} times the batch")):
-        pace = record[kind]
-        text = f"{pace['samples_per_second']:,.0f} samples/s"
-        if ranks == 1:
-            return text
-        share = pace["communication"]
-        told = f"not measured ({pace['problem']})" if share is None else f"{share:.0%} of a step"
-        texts.append(f"{text} with {batch} (communication and waiting {told})")
+        pace, share = record[kind], record[kind]["communication"]
+        words = f"not measured ({pace['problem']})" if share is None else f"{share:.0%} of a step"
+        text = f"{pace['samples_per_second']:,.0f} samples/s with {batch}"
+        texts.append(f"{text} (communication and waiting {words})")
     return "; ".join(texts)
 
 
@@ -292,22 +284,21 @@ def time_windows(state: State, alone: State | None, windows: int) -> dict[str, A
     work of the same processes, which then exchange nothing. So it is what computing does not hide,
     and the waiting for each other; under FSDP also what sharding itself costs or saves.
     """
-    together: list[Steps] = []
-    shares_of_time = []
+    seconds: list[float] = []
+    shares_of_time = [0.0] if alone is state else []
     for _ in range(windows):
-        together.append(record_steps(state, WINDOW).after(1))
+        together = record_steps(state, WINDOW).seconds[1:]
+        seconds.extend(together)
         if alone and alone is not state:
-            apart = statistics.median(record_steps(alone, WINDOW).seconds[1:])
-            shares_of_time.append(1 - apart / statistics.median(together[-1].seconds))
-    for loader in (state.loader, *([alone.loader] if alone else [])):
-        loader.close()
-    seconds = sum(together[1:], together[0]).seconds
-    communication = max(0.0, statistics.median(shares_of_time)) if shares_of_time else None
+            apart = record_steps(alone, WINDOW).seconds[1:]
+            shares_of_time.append(1 - median(apart) / median(together))
+    for timed in filter(None, (state, alone)):
+        timed.loader.close()
     return {
         "step_seconds": spread(seconds),
         "interval": median_interval(seconds),
-        "samples_per_second": state.config.train.global_batch_size / statistics.median(seconds),
-        "communication": 0.0 if alone is state else communication,
+        "samples_per_second": state.config.train.global_batch_size / median(seconds),
+        "communication": max(0.0, median(shares_of_time)) if shares_of_time else None,
     }
 
 
@@ -345,12 +336,11 @@ def nature_of(config: StageConfig, world: World) -> dict[str, Any]:
     statistics_of += [name for name, b in before.items() if not torch.equal(b, after[name])]
     state.module.eval()
     train_step(state, state.loader.next())
-    always_random = random and has_drawn(state)
     state.loader.close()
     return {
-        "statistics": statistics_of[0] if statistics_of else None,
+        "statistics": next(iter(statistics_of), None),
         "random": random,
-        "always_random": always_random,
+        "always_random": random and has_drawn(state),
         "optimizer": type(state.optimizer).__name__,
     }
 
@@ -363,14 +353,12 @@ def compare(config: StageConfig, world: World, nature: dict[str, Any]) -> dict[s
     state = setup(override(config, {"train.precision": "fp32"}), world)
     torch.set_float32_matmul_precision("highest")  # until the next setup; without TF32, whose
     torch.backends.cudnn.allow_tf32 = False  # rounding depends on how the batch is divided
-    if nature["random"]:
-        state.module.eval()
-    losses, norms = [], []
+    state.module.train(not nature["random"])
+    losses, norms, noise = [], [], None
     for _ in range(COMPARED):
         steps = record_steps(state, 1)
         losses.append(float(steps.losses[0]))
         norms.append(float(state.grad_norm))
-    noise = None
     if world.size == 1 and not nature["statistics"]:
         state.module.train()
         load_newest(state)

@@ -23,10 +23,8 @@ def most_ranks(config: StageConfig, device: torch.device) -> tuple[int, str]:
     if most > gpus > 0:
         raise UserError(f"--workflow.ranks {most}: there are {gpus} GPUs here")
     if most > batch:
-        raise UserError(
-            f"--workflow.ranks {most} is more than --train.global-batch-size {batch}, which they "
-            "divide among them: lower it, or raise the batch"
-        )
+        problem = f"is more than --train.global-batch-size {batch}, which they share"
+        raise UserError(f"--workflow.ranks {most} {problem}: lower it, or raise the batch")
     reason = refusal(config, most)
     return (1, reason) if reason else (most, "")
 
