@@ -6,6 +6,7 @@ Usage: cross_load.py write|read FOLDER PACKAGE... (by forks.py)
 import hashlib
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,7 +48,8 @@ def main(task: str, folder: Path, packages: list[str]) -> None:
                 "train.steps": STEPS,
             },
         )
-        world = world or package.join(settings.parallel, "cpu")
+        if world is None or "RANK" not in os.environ:  # only several ranks share a process group
+            world = package.join(settings.parallel, "cpu")
         group = package.Group(world)
         if task == "write":
 
