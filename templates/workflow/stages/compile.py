@@ -35,16 +35,15 @@ Speedups = dict[str, tuple[Interval, str]]
 def measure(config: Config) -> int:
     """Measure and judge; 0 when the gate is passed, 1 when it is not."""
     stage = Stage("compile", config)
-    modes, shapes = {}, None
     with tempfile.TemporaryDirectory(prefix="compile-") as scratch:
-        for mode in MODES:
-            modes[mode] = try_mode(config, mode, Path(scratch) / mode)
-        if ran := [mode for mode in MODES if has_run(modes[mode])]:
-            print(f"     {ran[0]}: shapes that vary, with each --compile.dynamic ...", flush=True)
+        modes = {mode: try_mode(config, mode, Path(scratch) / mode) for mode in MODES}
+        shapes = None
+        if ran := next((mode for mode in MODES if has_run(modes[mode])), None):
+            print(f"     {ran}: shapes that vary, with each --compile.dynamic ...", flush=True)
             # Graphs and recompiles do not depend on the backend; this one compiles fast.
-            settings = {"mode": ran[0], "fullgraph": False, "backend": "aot_eager"}
-            settings = {f"compile.{name}": value for name, value in settings.items()}
-            shapes, _ = run_child("vary", override(config, settings), Path(scratch) / "vary")
+            fast = {"compile.backend": "aot_eager", "compile.fullgraph": False}
+            config = override(config, fast | {"compile.mode": ran})
+            shapes, _ = run_child("vary", config, Path(scratch) / "vary")
     judge(stage, modes, shapes)
     return stage.close()
 
@@ -100,34 +99,30 @@ def judge(stage: Stage, modes: dict[str, Figures], shapes: Figures | None) -> No
     """Turn what was measured into checks, figures and advice."""
     compiled = {mode: figures for mode, figures in modes.items() if has_run(figures)}
     speedups = {mode: speedup_of(**figures["windows"]) for mode, figures in compiled.items()}
+    for mode, (speedup, word) in speedups.items():
+        compiled[mode] |= {"speedup": speedup._asdict(), "verdict": word}
     best = best_mode(speedups)
     judge_compiling(stage, modes)
     if compiled:
-        judge_findings(stage, "graph_breaks", compiled)
-        judge_findings(stage, "recompiles", compiled)
-        judge_limit(stage, compiled)
+        judge_findings(stage, compiled)
         judge_numerics(stage, compiled)
         judge_speedup(stage, compiled, speedups)
         advise(stage, compiled, speedups, best)
     else:
         for name in ("graph_breaks", "recompiles", "recompile_limit", "numerics", "speedup"):
             stage.check(name, None, measured="nothing was compiled", wanted="measured")
-    for mode, (speedup, word) in speedups.items():
-        compiled[mode] |= {"speedup": speedup._asdict(), "verdict": word}
     if shapes and "error" in shapes:
         print(f"     shapes that vary: not measured, {shapes['error']}")
     elif shapes:
         advise_on_shapes(stage, shapes, next(iter(compiled.values())))
     shown = compiled.get(best) or next(iter(compiled.values()), {})
+    saved = shown.get("restart", {}).get("saved")
     stage.figures |= {
         "modes": compiled,
         "not_tried": {mode: f for mode, f in modes.items() if not has_run(f)},
         "dynamic": shapes,
         "best": best,
-        "cache": {
-            "bytes": shown.get("cache_bytes"),
-            "seconds_saved": shown.get("restart", {}).get("saved"),
-        },
+        "cache": {"bytes": shown.get("cache_bytes"), "seconds_saved": saved},
     }
 
 
@@ -135,21 +130,23 @@ def judge_compiling(stage: Stage, modes: dict[str, Figures]) -> None:
     """Check that every mode compiled and ran, cold and warm; say how long that took."""
     parts, errors = [], []
     for mode, figures in modes.items():
-        if not has_run(figures):
-            parts.append(f"{mode}: {figures.get('error') or 'not tried, ' + figures['skipped']}")
-            errors += [figures.get("whole", figures["error"])] if "error" in figures else []
+        if "skipped" in figures:
+            parts.append(f"{mode}: not tried, {figures['skipped']}")
+            continue
+        if "error" in figures:
+            parts.append(f"{mode}: {figures['error']}")
+            errors.append(figures.get("whole", figures["error"]))
             continue
         if not figures["graphs"]:
             errors.append(f"{mode}: no graph was compiled")
-        text = f"{figures['compile_seconds']['cold']:.1f} s cold"
-        if (warm_seconds := figures["compile_seconds"]["warm"]) is not None:
-            text += f", {warm_seconds:.1f} s with the project's compile cache"
-        elif problem := figures.get("restart", {}).get("error"):
-            errors.append(problem)
+        text = f"{mode}: {figures['compile_seconds']['cold']:.1f} s cold"
+        if (warm := figures["compile_seconds"]["warm"]) is not None:
+            text += f", {warm:.1f} s with the project's compile cache"
+        errors += filter(None, [figures.get("restart", {}).get("error")])
         memory = in_units(figures["peak_memory_bytes"])
-        parts.append(f"{mode}: {text}, graphs {figures['graphs']}, peak memory {memory}")
+        parts.append(f"{text}, graphs {figures['graphs']}, peak memory {memory}")
     lacking = any(word in error for error in errors for word in NO_COMPILER)
-    tried = errors or any(map(has_run, modes.values()))
+    tried = not all("skipped" in figures for figures in modes.values())
     stage.check(
         "compiles",
         None if lacking or not tried else not errors,
@@ -161,28 +158,24 @@ def judge_compiling(stage: Stage, modes: dict[str, Figures]) -> None:
     )
 
 
-def judge_findings(stage: Stage, name: str, compiled: dict[str, Figures]) -> None:
-    """Graph breaks or recompiles: good if there are none, or if each has its place and reason."""
-    found = [(mode, Finding(**entry)) for mode, f in compiled.items() for entry in f[name]]
-    unclear = [finding for _, finding in found if not (finding.where and finding.reason)]
-    fatal = name == "graph_breaks" and stage.config.compile.fullgraph and found
-    counts = ", ".join(f"{mode} {len(figures[name])}" for mode, figures in compiled.items())
-    lines = [f"; {mode}: {finding}" for mode, finding in dict.fromkeys(found)]
-    listed = "".join(lines[:SHOWN]) + (f"; {len(lines) - SHOWN} more" if lines[SHOWN:] else "")
-    stage.check(
-        name,
-        not (unclear or fatal),
-        measured=counts + listed,
-        wanted=f"no {name.replace('_', ' ')}, or each with its place and reason",
-        advice="--compile.fullgraph makes each of them an error"
-        if fatal
-        else f"TORCH_LOGS={name} with `train` shows what they are",
-    )
-
-
-def judge_limit(stage: Stage, compiled: dict[str, Figures]) -> None:
-    """Check that nothing was left to run eagerly because it was compiled too often."""
-    hit = [f"{m}: {Finding(**entry)}" for m, f in compiled.items() for entry in f["limits_hit"]]
+def judge_findings(stage: Stage, compiled: dict[str, Figures]) -> None:
+    """Graph breaks and recompiles pass if each has its place and reason; their limit must hold."""
+    for name in ("graph_breaks", "recompiles"):
+        entries = [entry for figures in compiled.values() for entry in figures[name]]
+        fatal = name == "graph_breaks" and stage.config.compile.fullgraph and entries
+        counts = ", ".join(f"{mode} {len(figures[name])}" for mode, figures in compiled.items())
+        lines = listed(compiled, name)
+        more = [f"{len(lines) - SHOWN} more"] if lines[SHOWN:] else []
+        stage.check(
+            name,
+            all(entry["where"] and entry["reason"] for entry in entries) and not fatal,
+            measured="; ".join([counts, *lines[:SHOWN], *more]),
+            wanted=f"no {name.replace('_', ' ')}, or each with its place and reason",
+            advice="--compile.fullgraph makes each of them an error"
+            if fatal
+            else f"TORCH_LOGS={name} with `train` shows what they are",
+        )
+    hit = listed(compiled, "limits_hit")
     stage.check(
         "recompile_limit",
         not hit,
@@ -190,6 +183,12 @@ def judge_limit(stage: Stage, compiled: dict[str, Figures]) -> None:
         wanted="not hit: what reaches it runs eagerly from then on",
         advice="keep what the guards name from changing, or try --compile.dynamic True",
     )
+
+
+def listed(compiled: dict[str, Figures], name: str) -> list[str]:
+    """The findings of that name in words, each once."""
+    found = [(mode, Finding(**entry)) for mode, f in compiled.items() for entry in f[name]]
+    return [f"{mode}: {finding}" for mode, finding in dict.fromkeys(found)]
 
 
 def judge_numerics(stage: Stage, compiled: dict[str, Figures]) -> None:
@@ -255,10 +254,8 @@ def advise(stage: Stage, compiled: dict[str, Figures], speedups: Speedups, best:
         )
     elif not is_noise(speedups):
         stage.advise("train with --compile.mode none: no mode is faster here")
-    for mode, figures in compiled.items():
-        if figures["graph_breaks"]:
-            first = Finding(**figures["graph_breaks"][0])
-            stage.advise(f"{mode}: fewer graph breaks make it faster; begin with {first}")
+    if breaks := listed(compiled, "graph_breaks"):
+        stage.advise(f"fewer graph breaks make it faster; begin with {breaks[0]}")
     hints = sorted({hint for figures in compiled.values() for hint in figures.get("hints", ())})
     if hints and best == "none" and not is_noise(speedups):
         stage.advise(f"inductor's hints on why it is not faster: {'; '.join(hints[:5])}")

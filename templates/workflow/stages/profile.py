@@ -12,20 +12,20 @@ import numpy as np
 import torch
 
 from ..config import Config
+from ..device import synchronize
 from ..distributed import Group, join, leave
 from ..profiler import Profiler, trace_steps
 from ..run.hardware import usable_cores
 from ..train import State, setup, train_step
 from . import STAGES
 from .stage import Stage, command, read_stage
-from .timing import Interval, median_interval, spread, synchronize
+from .timing import Interval, median_interval, spread
 from .trace import PARTS, Breakdown, TraceError, breakdown, read_trace
 
 SECONDS, MOST_STEPS = 5.0, 200  # to measure what an idle profiler costs
 IDLE_LIMIT = 0.01
 SHOWN = 10  # operators
 WORTH_A_WORD = 0.15  # the share of a step from which on a second cause is mentioned
-WORDS = {"data": "waiting for data", "host": "host gaps"}
 CAUSES = {
     "input-bound": ("data", "copies"),
     "host-bound": ("host",),
@@ -41,11 +41,9 @@ def measure(config: Config) -> int:
     world = join(config.parallel, config.device)
     group = Group(world)
     state = setup(config, world)
-    plan = config.profile
     if world.rank == 0:
-        steps = f"{plan.active} steps after {plan.wait + plan.warmup}, {plan.repeat} times"
-        print(f"     tracing {steps}; then timing steps without a trace ...", flush=True)
-    traces = trace_steps(plan, config.directory / "traces", state, train_step)
+        print("     tracing some steps, then timing steps without a trace ...", flush=True)
+    traces = trace_steps(config.profile, config.directory / "traces", state, train_step)
     ranks = group.agree(lambda: read_back(traces))
     idle, seconds = idle_costs(state, group)
     state.loader.close()
@@ -57,25 +55,22 @@ def measure(config: Config) -> int:
 
 
 def read_back(traces: list[Path]) -> Breakdown | str:
-    """Where the time of this rank's traced steps went, or why a trace cannot be read.
-
-    Operators and the longest gap are those of the last window.
-    """
+    """Where the time of this rank's traced steps went, or why a trace cannot be read."""
     try:
         windows = [breakdown(read_trace(path)) for path in traces]
     except TraceError as error:
         return str(error)
-    return windows[-1]._replace(
-        seconds=np.concatenate([window.seconds for window in windows]),
-        compilations=sum(window.compilations for window in windows),
-    )
+    seconds = np.concatenate([window.seconds for window in windows])
+    compilations = sum(window.compilations for window in windows)
+    # Operators and the longest gap are those of the last window.
+    return windows[-1]._replace(seconds=seconds, compilations=compilations)
 
 
 def idle_costs(state: State, group: Group) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of each call to a profiler between its windows, and of the step before that call.
 
-    This call is all by which such a step differs from one of a run without `--profile.every`. It
-    is timed by itself, since a difference of whole steps would drown in noise.
+    The call is all that `--profile.every` adds to such a step. It is timed by itself, since a
+    difference of whole steps would drown in noise.
     """
     profiler = Profiler(replace(state.config.profile, every=2**40), Path("unused"), state)
     calls, steps = [], []
@@ -129,8 +124,7 @@ def judge_steps(
     steps = len(rank.seconds)
     traced = float(rank.seconds.sum()) / steps
     compilations = max(other.compilations for other in ranks)
-    last = stage.config.profile.active
-    print(f"     top operators by self time, in the last {last} traced steps:")
+    print(f"     top operators by self time, in {stage.config.profile.active} traced steps:")
     for name, own, share, calls in rank.operators[:SHOWN]:
         print(f"     {share:6.1%} {own * 1e3:9.2f} ms {calls:6} x  {name[:60]}")
     print(f"     a step took {traced * 1e3:.2f} ms while traced, else {untraced * 1e3:.2f} ms")
@@ -152,7 +146,8 @@ def judge_steps(
         stage.check("shares", None, measured=problem, wanted="measured")
         return
     shares = without_tracing(rank.shares, traced / untraced) if rank.device else rank.shares
-    text = ", ".join(f"{WORDS.get(part, part)} {shares[part]:.1%}" for part in PARTS)
+    words = {"data": "waiting for data", "host": "host gaps"}
+    text = ", ".join(f"{words.get(part, part)} {shares[part]:.1%}" for part in PARTS)
     stage.check("shares", True, measured=text, wanted="measured")
     diagnosis = diagnose(shares, compilations)
     stage.figures |= {"shares": shares, "diagnosis": diagnosis}
@@ -203,96 +198,85 @@ def diagnose(shares: Shares, compilations: int) -> str:
     return "recompiling" if compilations else max(CAUSES, key=lambda cause: lost(shares, cause))
 
 
-def lost(shares: Shares, cause: str) -> float:
-    """The share of a step that a cause accounts for."""
-    return sum(shares[part] for part in CAUSES[cause])
-
-
 def second_causes(diagnosis: str, shares: Shares) -> list[str]:
     """What else a step loses much of its time to."""
     others = [cause for cause in CAUSES if cause not in (diagnosis, "kernel-bound")]
     return [cause for cause in others if lost(shares, cause) > WORTH_A_WORD]
 
 
+def lost(shares: Shares, cause: str) -> float:
+    """The share of a step that a cause accounts for."""
+    return sum(shares[part] for part in CAUSES[cause])
+
+
 def advice(diagnosis: str, shares: Shares, rank: Breakdown, config: Config) -> str:
     """The figures behind a diagnosis, and the next thing to try."""
-    function = {
-        "recompiling": on_recompiling,
-        "input-bound": on_input,
-        "host-bound": on_host,
-        "kernel-bound": on_kernels,
-        "communication-bound": on_communication,
-    }[diagnosis]
-    figures, remedy = function(shares, rank, config)
-    return f"{figures}. Try {remedy}"
-
-
-def on_recompiling(shares: Shares, rank: Breakdown, config: Config) -> tuple[str, str]:
-    """Something varies that the compiler took for constant."""
-    return (
-        f"{rank.compilations} compilations within {len(rank.seconds)} steps that should need none",
-        f"`{command('compile', config.directory)}`, which names the guards that failed; where "
-        "lengths vary, --compile.dynamic True, or data of one length",
-    )
-
-
-def on_input(shares: Shares, rank: Breakdown, config: Config) -> tuple[str, str]:
-    """The loop waits for a batch, or for its copy to the device."""
-    if shares["copies"] > shares["data"]:
-        return (
-            f"copies between host and device take {shares['copies']:.0%} of a step",
-            "smaller types in the dataset (uint8, converted on the device); copies that the host "
-            "waits for come from .item(), .cpu() or print in the step",
-        )
-    workers = 2 * config.train.loader_workers or max(1, min(4, usable_cores() - 1))
-    return (
-        f"a step waits for data during {shares['data']:.0%} of its time",
-        f"--train.loader-workers {workers}, or make __getitems__ cheaper",
-    )
-
-
-def on_host(shares: Shares, rank: Breakdown, config: Config) -> tuple[str, str]:
-    """Neither data nor kernels: Python, launches, waits for the device."""
-    gap, train = rank.longest_gap, config.train
-    step = rank.seconds.sum() / len(rank.seconds)
-    figures = (
-        f"nothing is computed during {shares['host']:.0%} of a step; the longest gap, "
-        f"{gap.seconds * 1e3:.2g} ms of a step's {step * 1e3:.3g}, is after {_short(gap.after)} "
-        f"and before {_short(gap.before)}"
-    )
-    if gap.seconds > 0.2 * shares["host"] * step:
-        return figures, "to move the Python work there out of the step, or into tensor operations"
-    tries = try_compiling(config)
-    if train.micro_batch_size < train.global_batch_size:
-        size = 2 * train.micro_batch_size
-        tries.append(f"fewer, larger micro-batches (--train.micro-batch-size {size})")
-    return figures, " and ".join(tries) or "more work per step: launching it takes most of the time"
-
-
-def on_kernels(shares: Shares, rank: Breakdown, config: Config) -> tuple[str, str]:
-    """The device computes, as it should."""
-    figures = f"{shares['kernels']:.0%} of a step is computing"
-    if rank.operators:
-        top = rank.operators[0]
-        figures += f", {top.share:.0%} in {_short(top.name)}"
-    tries = try_compiling(config)
-    if rank.device and config.train.precision == "fp32":
-        tries.insert(0, "--train.precision bf16")
-    devices = f"more devices (`{command('scale', config.directory)}` says what they bring) or "
-    return figures, " and ".join(tries) or (
-        f"{devices if 'scale' in STAGES else ''}a leaner model; the loop itself has little left to "
-        "give"
-    )
-
-
-def on_communication(shares: Shares, rank: Breakdown, config: Config) -> tuple[str, str]:
-    """The ranks exchange tensors, and nothing is computed meanwhile."""
-    figures = f"communication that nothing hides takes {shares['communication']:.0%} of a step"
+    match diagnosis:
+        case "recompiling":
+            return (
+                f"{rank.compilations} compilations within {len(rank.seconds)} steps that should "
+                f"need none. Try `{command('compile', config.directory)}`, which names the guards "
+                "that failed; where lengths vary, --compile.dynamic True, or data of one length"
+            )
+        case "input-bound":
+            return on_input(shares, config)
+        case "host-bound":
+            return on_host(shares["host"], rank, config)
+        case "kernel-bound":
+            return on_kernels(shares["kernels"], rank, config)
     if getattr(config.parallel, "reshard_after_forward", False):
         remedy = "--parallel.no-reshard-after-forward (gathers once, not twice, for more memory)"
     else:
         remedy = "more samples per step (--train.global-batch-size; it is part of a run's identity)"
-    return figures, f"{remedy}, or fewer ranks"
+    return (
+        f"communication that nothing hides takes {shares['communication']:.0%} of a step. "
+        f"Try {remedy}, or fewer ranks"
+    )
+
+
+def on_input(shares: Shares, config: Config) -> str:
+    """The loop waits for a batch, or for its copy to the device."""
+    if shares["copies"] > shares["data"]:
+        return (
+            f"copies between host and device take {shares['copies']:.0%} of a step. Try smaller "
+            "types in the dataset (uint8, converted on the device); .item(), .cpu() and print in "
+            "the step copy, too, and wait"
+        )
+    workers = 2 * config.train.loader_workers or max(1, min(4, usable_cores() - 1))
+    return (
+        f"a step waits for data during {shares['data']:.0%} of its time. Try "
+        f"--train.loader-workers {workers}, or make __getitems__ cheaper"
+    )
+
+
+def on_host(share: float, rank: Breakdown, config: Config) -> str:
+    """Neither data nor kernels: Python, launches, waits for the device."""
+    gap, train = rank.longest_gap, config.train
+    step = float(rank.seconds.sum()) / len(rank.seconds)
+    tries = try_compiling(config)
+    if train.micro_batch_size < train.global_batch_size:
+        size = 2 * train.micro_batch_size
+        tries.append(f"fewer, larger micro-batches (--train.micro-batch-size {size})")
+    if gap.seconds > 0.2 * share * step:
+        tries = ["to move the Python work there out of the step, or into tensor operations"]
+    return (
+        f"nothing is computed during {share:.0%} of a step; the longest gap, "
+        f"{gap.seconds * 1e3:.2g} ms of a step's {step * 1e3:.3g}, is after {gap.after[:48]} and "
+        f"before {gap.before[:48]}. Try {' and '.join(tries) or 'more work per step'}"
+    )
+
+
+def on_kernels(share: float, rank: Breakdown, config: Config) -> str:
+    """The device computes, as it should."""
+    text = f"{share:.0%} of a step is computing"
+    if rank.operators:
+        text += f", {rank.operators[0].share:.0%} in {rank.operators[0].name[:48]}"
+    tries = try_compiling(config)
+    if rank.device and config.train.precision == "fp32":
+        tries.insert(0, "--train.precision bf16")
+    devices = f"more devices (`{command('scale', config.directory)}` says what they bring) or "
+    rest = f"{devices if 'scale' in STAGES else ''}a leaner model; the loop itself has little left"
+    return f"{text}. Try {' and '.join(tries) or rest}"
 
 
 def try_compiling(config: Config) -> list[str]:
@@ -304,7 +288,3 @@ def try_compiling(config: Config) -> list[str]:
     if best is None:
         return [f"--compile.mode blocks (`{command('compile', config.directory)}` measures it)"]
     return [] if best == "none" else [f"--compile.mode {best}, which was measured to be faster"]
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 48 else name[:45] + "..."

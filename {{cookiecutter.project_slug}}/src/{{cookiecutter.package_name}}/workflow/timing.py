@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..device import synchronize
 from ..loss import means
 from ..sampling import seed_step
 from ..train import State, train_step
@@ -117,11 +118,3 @@ def speedup_of(eager: list[float], compiled: list[float]) -> tuple[Interval, str
     if speedup.low > 1 or speedup.high < 1:
         return speedup, "faster" if speedup.low > 1 else "slower"
     return speedup, "within noise" if speedup.high < NOISE * speedup.low else TOO_NOISY
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its queue."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
