@@ -112,7 +112,7 @@ def test_recompiles_are_named_with_their_guard_until_the_limit(project: Project)
     assert len(told.recompiles()) == torch._dynamo.config.recompile_limit - 1
     (limit,) = told.limits_hit()
     assert limit.reason.startswith("self.calls == ") and limit.where
-    assert "recompile limit hit" in project.module("compile").compile_summary()
+    assert "recompile limit exceeded" in project.module("compile").compile_summary()
 
 
 def test_eagerly_means_eager(project: Project) -> None:

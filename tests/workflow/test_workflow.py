@@ -26,7 +26,7 @@ STAGES = ("baseline", "compile", "profile", "scale", "checkpoint")
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    with Project.imported(tmp_path_factory.mktemp("gates"), "gated", parallelism="single") as it:
+    with Project.imported(tmp_path_factory.mktemp("gates"), "gated", parallelism="ddp") as it:
         yield it
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
+from ..errors import UserError, leave
 
 ABOUT = {
     "baseline": "Measure one eager process: determinism, learning, throughput, waiting for data.",
@@ -24,17 +24,13 @@ ABOUT = {
     "checkpoint": "Drill the recovery: restore, reshard, kill, damage; say how often to save.",
 }
 MODULES = {name: name for name in ABOUT} | {"checkpoint": "recovery"}
-STAGES = {
-    name: about
-    for name, about in ABOUT.items()
-    if (Path(__file__).parent / f"{MODULES[name]}.py").exists()
-}
+HERE = Path(__file__).parent
+STAGES = {name: ABOUT[name] for name, file in MODULES.items() if (HERE / f"{file}.py").exists()}
 """The stages of this project, in the order in which they build on each other."""
 COMMANDS = STAGES | {
     "workflow": "Run all stages in order, up to the first failed gate; then write the report.",
     "report": "Write report.html: loss, throughput, scaling, memory, checkpoints, checks, advice.",
 }
-PASSED = ("pass", "not_measured")  # what lets the workflow continue
 
 
 @dataclass(frozen=True)
@@ -83,27 +79,28 @@ def run_stages(config: Any, arguments: list[str]) -> int:
     continues an interrupted workflow. The first failed gate ends it, unless
     `--workflow.keep-going`. At the end it writes the report.
     """
-    from ..errors import leave
     from .report import publish_report
 
     signal.signal(signal.SIGTERM, leave)
     results = dict.fromkeys(STAGES, ("not_run", 0.0))
+    failed = ""
     for number, (name, about) in enumerate(STAGES.items(), 1):
         print(f"\n[{number}/{len(STAGES)}] {name}: {about}", flush=True)
         started = time.perf_counter()
         status = earlier_status(config, name) or run_stage(config, name, arguments)
         results[name] = status, time.perf_counter() - started
-        if status not in PASSED and not config.workflow.keep_going:
-            break
+        if status in ("fail", "crashed"):
+            failed = failed or name
+            if not config.workflow.keep_going:
+                break
     print()
     for name, (status, seconds) in results.items():
         print(f"{name:<12}{status.replace('_', ' '):<14}{seconds:6.1f} s", flush=True)
     with contextlib.suppress(UserError):  # a stage that crashed may have left nothing
         print(f"report: {publish_report(config.directory)}")
-    failed = [name for name, (status, _) in results.items() if status in ("fail", "crashed")]
     if failed and not config.workflow.keep_going:
         print(
-            f"stopped at {failed[0]}: fix it and rerun the same command to continue from there "
+            f"stopped at {failed}: fix it and rerun the same command to continue "
             "(--workflow.keep-going continues after a failed gate)"
         )
     return int(bool(failed))
@@ -123,8 +120,7 @@ def earlier_status(config: Any, name: str) -> str | None:
     if not is_current(content, config):
         print("measuring again: the settings, the code, torch or the machine have changed")
         return None
-    status = content["status"]
-    when = content["measured_at"]
+    status, when = content["status"], content["measured_at"]
     print(f"{status.replace('_', ' ')}, measured {when} (--workflow.force measures again)")
     return status
 

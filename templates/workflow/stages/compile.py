@@ -26,10 +26,8 @@ PRECISE = {"loss": 1e-4, "gradients": 1e-2}  # float32 throughout
 ROUNDED = {"loss": 1e-2, "gradients": 1e-1}  # bf16 or TF32: fused code rounds less often
 NO_COMPILER = ("InvalidCxxCompiler", "TritonMissing", "Python.h: No such file")
 SHOWN = 6  # graph breaks or recompiles; the figures hold all
-HINT = re.compile(r"\[__perf_hints\] (.+)")
 
 Figures = dict[str, Any]
-Speedups = dict[str, tuple[Interval, str]]
 
 
 def measure(config: Config) -> int:
@@ -56,7 +54,8 @@ def try_mode(config: Config, mode: str, folder: Path) -> Figures:
     figures, output = run_child("cold", config, folder)
     if not has_run(figures):
         return figures
-    figures["hints"] = sorted({hint for hint in HINT.findall(output) if "on CPU" not in hint})
+    hints = re.findall(r"\[__perf_hints\] (.+)", output)
+    figures["hints"] = sorted({hint for hint in hints if "on CPU" not in hint})
     cached = (path for path in (folder / "cache").rglob("*") if path.is_file())
     figures["cache_bytes"] = sum(path.stat().st_size for path in cached)
     if figures["cache_bytes"]:
@@ -98,16 +97,15 @@ def has_run(figures: Figures) -> bool:
 def judge(stage: Stage, modes: dict[str, Figures], shapes: Figures | None) -> None:
     """Turn what was measured into checks, figures and advice."""
     compiled = {mode: figures for mode, figures in modes.items() if has_run(figures)}
-    speedups = {mode: speedup_of(**figures["windows"]) for mode, figures in compiled.items()}
-    for mode, (speedup, word) in speedups.items():
-        compiled[mode] |= {"speedup": speedup._asdict(), "verdict": word}
-    best = best_mode(speedups)
+    for figures in compiled.values():
+        speedup, word = speedup_of(**figures["windows"])
+        figures |= {"speedup": speedup._asdict(), "verdict": word}
+    best = best_mode(compiled)
     judge_compiling(stage, modes)
     if compiled:
         judge_findings(stage, compiled)
         judge_numerics(stage, compiled)
-        judge_speedup(stage, compiled, speedups)
-        advise(stage, compiled, speedups, best)
+        judge_speedup(stage, compiled, best)
     else:
         for name in ("graph_breaks", "recompiles", "recompile_limit", "numerics", "speedup"):
             stage.check(name, None, measured="nothing was compiled", wanted="measured")
@@ -147,15 +145,13 @@ def judge_compiling(stage: Stage, modes: dict[str, Figures]) -> None:
         parts.append(f"{text}, graphs {figures['graphs']}, peak memory {memory}")
     lacking = any(word in error for error in errors for word in NO_COMPILER)
     tried = not all("skipped" in figures for figures in modes.values())
-    stage.check(
-        "compiles",
-        None if lacking or not tried else not errors,
-        measured="; ".join(parts),
-        wanted="every mode compiles and runs",
-        advice="inductor needs a C++ compiler on a CPU (apt install g++) and Triton on a GPU"
-        if lacking
-        else "--compile.backend aot_eager (then eager) tells which part of it is at fault",
-    )
+    if lacking:
+        advice = "inductor needs a C++ compiler on a CPU (apt install g++) and Triton on a GPU"
+    else:
+        advice = "--compile.backend aot_eager (then eager) tells which part of it is at fault"
+    passed = None if lacking or not tried else not errors
+    wanted = "every mode compiles and runs"
+    stage.check("compiles", passed, measured="; ".join(parts), wanted=wanted, advice=advice)
 
 
 def judge_findings(stage: Stage, compiled: dict[str, Figures]) -> None:
@@ -166,23 +162,17 @@ def judge_findings(stage: Stage, compiled: dict[str, Figures]) -> None:
         counts = ", ".join(f"{mode} {len(figures[name])}" for mode, figures in compiled.items())
         lines = listed(compiled, name)
         more = [f"{len(lines) - SHOWN} more"] if lines[SHOWN:] else []
-        stage.check(
-            name,
-            all(entry["where"] and entry["reason"] for entry in entries) and not fatal,
-            measured="; ".join([counts, *lines[:SHOWN], *more]),
-            wanted=f"no {name.replace('_', ' ')}, or each with its place and reason",
-            advice="--compile.fullgraph makes each of them an error"
-            if fatal
-            else f"TORCH_LOGS={name} with `train` shows what they are",
-        )
+        passed = all(entry["where"] and entry["reason"] for entry in entries) and not fatal
+        measured = "; ".join([counts, *lines[:SHOWN], *more])
+        wanted = f"no {name.replace('_', ' ')}, or each with its place and reason"
+        advice = f"TORCH_LOGS={name} with `train` shows what they are"
+        if fatal:
+            advice = "--compile.fullgraph makes each of them an error"
+        stage.check(name, passed, measured=measured, wanted=wanted, advice=advice)
     hit = listed(compiled, "limits_hit")
-    stage.check(
-        "recompile_limit",
-        not hit,
-        measured="; ".join(hit) or "not hit",
-        wanted="not hit: what reaches it runs eagerly from then on",
-        advice="keep what the guards name from changing, or try --compile.dynamic True",
-    )
+    measured, wanted = "; ".join(hit) or "not hit", "not hit: what reaches it runs eagerly after"
+    advice = "keep what the guards name from changing, or try --compile.dynamic True"
+    stage.check("recompile_limit", not hit, measured=measured, wanted=wanted, advice=advice)
 
 
 def listed(compiled: dict[str, Figures], name: str) -> list[str]:
@@ -206,58 +196,47 @@ def judge_numerics(stage: Stage, compiled: dict[str, Figures]) -> None:
         passed,
         measured=f"after {STEPS} steps, relative to eager: {'; '.join(parts)}{note}",
         wanted=f"at most {tolerance['loss']:.0e} and {tolerance['gradients']:.0e}",
-        advice="--compile.backend aot_eager tells whether inductor's kernels are at fault; do not "
-        "train with a mode that differs",
+        advice="do not train with a mode that differs; --compile.backend aot_eager tells whether "
+        "inductor's kernels are at fault",
     )
 
 
-def judge_speedup(stage: Stage, compiled: dict[str, Figures], speedups: Speedups) -> None:
-    """Say how fast each mode is; every speedup passes that is not lost in noise."""
+def best_mode(compiled: dict[str, Figures]) -> str:
+    """The fastest mode; blocks, which compile sooner, unless full is surely faster."""
+    faster = {m: f["speedup"] for m, f in compiled.items() if f["verdict"] == "faster"}
+    if set(faster) == set(MODES):
+        return "full" if faster["full"]["low"] > faster["blocks"]["high"] else "blocks"
+    return next(iter(faster), "none")
+
+
+def judge_speedup(stage: Stage, compiled: dict[str, Figures], best: str) -> None:
+    """Say how fast each mode is, and advise one; every speedup passes that is not lost in noise."""
+    noisy = any(figures["verdict"] == TOO_NOISY for figures in compiled.values())
+    speedups = {mode: Interval(**figures["speedup"]) for mode, figures in compiled.items()}
     parts = [
-        f"{mode}: {speedups[mode][1]}, {speedups[mode][0]} times as fast as eager, "
+        f"{mode}: {figures['verdict']}, {speedups[mode]} times as fast as eager, "
         f"{len(figures['windows']['eager'])} pairs of windows, a step "
         f"{describe(figures['step_seconds'], 1e3, ' ms')}"
         for mode, figures in compiled.items()
     ]
-    stage.check(
-        "speedup",
-        None if is_noise(speedups) else True,
-        measured="; ".join(parts),
-        wanted="measured, whatever it is",
-        advice="measure again when nothing else runs on this machine",
-    )
-
-
-def is_noise(speedups: Speedups) -> bool:
-    """Whether some mode was measured too noisily to be judged."""
-    return TOO_NOISY in (word for _, word in speedups.values())
-
-
-def best_mode(speedups: Speedups) -> str:
-    """The fastest mode; blocks, which compile sooner, unless full is surely faster."""
-    faster = {mode: speedup for mode, (speedup, word) in speedups.items() if word == "faster"}
-    if set(faster) == set(MODES):
-        return "full" if faster["full"].low > faster["blocks"].high else "blocks"
-    return next(iter(faster), "none")
-
-
-def advise(stage: Stage, compiled: dict[str, Figures], speedups: Speedups, best: str) -> None:
-    """Say which mode to train with, and what could make it faster."""
+    measured, wanted = "; ".join(parts), "measured, whatever it is"
+    advice = "measure again when nothing else runs on this machine"
+    stage.check("speedup", None if noisy else True, measured=measured, wanted=wanted, advice=advice)
     if best != "none":
         figures = compiled[best]
         gain = figures["eager_step_seconds"]["median"] - figures["step_seconds"]["median"]
         seconds = figures["compile_seconds"]["cold"]
         steps = f" after {seconds / gain:,.0f} steps" if gain > 0 else ""
         stage.advise(
-            f"train with --compile.mode {best}: {speedups[best][0]} times as fast; the "
+            f"train with --compile.mode {best}: {speedups[best]} times as fast; the "
             f"{seconds:.0f} s of a first compile are earned back{steps}"
         )
-    elif not is_noise(speedups):
+    elif not noisy:
         stage.advise("train with --compile.mode none: no mode is faster here")
     if breaks := listed(compiled, "graph_breaks"):
         stage.advise(f"fewer graph breaks make it faster; begin with {breaks[0]}")
     hints = sorted({hint for figures in compiled.values() for hint in figures.get("hints", ())})
-    if hints and best == "none" and not is_noise(speedups):
+    if hints and best == "none" and not noisy:
         stage.advise(f"inductor's hints on why it is not faster: {'; '.join(hints[:5])}")
 
 
@@ -266,11 +245,10 @@ def advise_on_shapes(stage: Stage, shapes: Figures, figures: Figures) -> None:
     per_graph = figures["compile_seconds"]["cold"] / max(1, figures["graphs"])
     counts = []
     for name, dynamic in DYNAMIC.items():
-        shapes[name]["seconds"] = per_graph * shapes[name]["graphs"]
-        counts.append(
-            f"{dynamic} graphs {shapes[name]['graphs']}, recompiles {shapes[name]['recompiles']}, "
-            f"about {shapes[name]['seconds']:.1f} s"
-        )
+        found = shapes[name]
+        found["seconds"] = per_graph * found["graphs"]
+        numbers = f"graphs {found['graphs']}, recompiles {found['recompiles']}"
+        counts.append(f"{dynamic} {numbers}, about {found['seconds']:.1f} s")
     number = shapes["shapes"]
     print(f"     {number} shapes ({shapes['varied']}): --compile.dynamic {'; '.join(counts)}")
     best = min(DYNAMIC, key=lambda name: shapes[name]["graphs"])  # the default, if they are equal

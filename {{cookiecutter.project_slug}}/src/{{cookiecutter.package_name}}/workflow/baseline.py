@@ -25,7 +25,7 @@ BATCHES = 8  # on which the loss has to fall
 DATA_WAIT_LIMIT = 0.05
 ADDS_UP = 0.01  # relative: bfloat16 rounds by less, while a mean is off by a factor
 # Relative differences of the first loss and of the others, where kernels may add in any order.
-TOLERANCE = {"first": 1e-5, "others": 1e-2}
+FIRST, OTHERS = 1e-5, 1e-2
 
 
 def measure(config: Config) -> int:
@@ -77,13 +77,12 @@ def judge(
     stage: Stage, state: State, first: Steps, second: Steps, losses: tuple[float, float]
 ) -> None:
     """Turn two recordings into checks and figures; `losses` are those before and after."""
-    device, (before, after) = state.world.device, losses
-    judge_losses(stage, first.losses, second.losses, device.type == "cpu")
+    (before, after), steps = losses, len(second.losses)
+    judge_losses(stage, first.losses, second.losses, state.world.device.type == "cpu")
     stage.check(
         "loss_falls",
         after < before,
-        measured=f"from {before:.4f} to {after:.4f} in {len(second.losses)} steps, on the same "
-        f"{BATCHES} batches",
+        measured=f"from {before:.4f} to {after:.4f} on {BATCHES} batches, by {steps} steps",
         wanted="lower at the end",
         advice="try another --optim.learning-rate, and look at a batch of the data",
     )
@@ -92,12 +91,8 @@ def judge(
     samples = state.config.train.global_batch_size / seconds["median"]
     tokens = getattr(state.spec, "tokens_per_sample", None)
     per_token = f", {samples * tokens:,.0f} tokens/s" if tokens else ""
-    stage.check(
-        "throughput",
-        True,
-        measured=f"{samples:,.1f} samples/s{per_token}; a step {describe(seconds, 1e3, ' ms')}",
-        wanted="measured",
-    )
+    measured = f"{samples:,.1f} samples/s{per_token}; a step {describe(seconds, 1e3, ' ms')}"
+    stage.check("throughput", True, measured=measured, wanted="measured")
     # Over all steps together: loader workers bring several batches at once, then the median is 0.
     waited = float(both.waits.sum() / both.seconds.sum())
     stage.check(
@@ -130,12 +125,7 @@ def use_of_device(state: State, samples: float) -> dict[str, float | None]:
     memory = peak_memory(device)
     share = f"{mfu:.1%} of {peak / 1e9:,.0f} GFLOP/s (MFU)" if mfu else "MFU unknown"
     print(f"     {share}; peak memory {in_units(memory)}")
-    return {
-        "peak_memory_bytes": memory,
-        "flops_per_sample": flops,
-        "peak_flops": peak,
-        "mfu": mfu,
-    }
+    return {"peak_memory_bytes": memory, "flops_per_sample": flops, "peak_flops": peak, "mfu": mfu}
 
 
 def judge_losses(stage: Stage, first: np.ndarray, second: np.ndarray, cpu: bool) -> None:
@@ -150,12 +140,9 @@ def judge_losses(stage: Stage, first: np.ndarray, second: np.ndarray, cpu: bool)
     if cpu or stage.config.train.deterministic:
         passed, wanted = not differing, "none"
     else:
-        passed = bool(apart[0] <= TOLERANCE["first"] and apart.max() <= TOLERANCE["others"])
-        wanted = (
-            f"the first within {TOLERANCE['first']:.0e}, the others {TOLERANCE['others']:.0e}, as "
-            "kernels add in any order (--train.deterministic: bit for bit)"
-        )
-        advice += "; --train.deterministic rules out everything else"
+        passed = bool(apart[0] <= FIRST and apart.max() <= OTHERS)
+        wanted = f"at most {FIRST:.0e} in the first loss and {OTHERS:.0e} in the others"
+        advice += "; --train.deterministic rules out the order in which kernels add"
     stage.check("deterministic", passed, measured=measured, wanted=wanted, advice=advice)
 
 
@@ -164,10 +151,10 @@ def judge_sums(stage: Stage, state: State) -> None:
 
     Measured in evaluation mode, without dropout; a model that is random even then cannot be judged.
     """
-    dataset, names = state.loader.source.dataset, []
+    names: list[str] = []
 
     def sums(ids: np.ndarray) -> torch.Tensor:
-        batch = move(fetch(dataset, ids), state.world.device)
+        batch = move(fetch(state.loader.source.dataset, ids), state.world.device)
         with torch.no_grad(), parallel.autocast(state.world, state.compute_dtype):
             loss = compute_loss(state.module, batch)
         names[:] = "loss", "count", *loss.metrics
@@ -189,14 +176,9 @@ def judge_sums(stage: Stage, state: State) -> None:
         return
     apart, at = ((parts.sum(0) - whole).abs() / size).max(0)
     one, two = parts[:, at].tolist()
-    stage.check(
-        "adds_up",
-        bool(apart < ADDS_UP),
-        measured=f"{names[at]} of {len(ids)} samples {whole[at]:.6g}, in parts {one:.6g} and "
-        f"{two:.6g}",
-        wanted=wanted,
-        advice="compute_loss must return sums, not means (reduction='sum'), over what it counts",
-    )
+    measured = f"{names[at]} of {len(ids)} samples {whole[at]:.6g}, in parts {one:.6g} + {two:.6g}"
+    advice = "compute_loss must return sums, not means (reduction='sum'), over what it counts"
+    stage.check("adds_up", bool(apart < ADDS_UP), measured=measured, wanted=wanted, advice=advice)
 
 
 def measure_utilisation(stage: Stage, state: State) -> None:
