@@ -243,7 +243,7 @@ def graph_breaks() -> list[Finding]:
         if entry.fail_type and not _limited(entry):  # a whole function, as for a break in a loop
             path = entry.fail_user_frame_filename or entry.co_filename
             line = entry.fail_user_frame_lineno or entry.co_firstlineno
-            found.append(_finding((path, line), entry.fail_reason))
+            found.append(_finding((path, line), entry.fail_reason or ""))
     unique: dict[str, Finding] = {}
     for finding in found:
         unique.setdefault(finding.where or finding.reason, finding)

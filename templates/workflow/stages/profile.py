@@ -102,13 +102,9 @@ def judge(
     problems = [f"rank {i}: {rank}" for i, rank in enumerate(ranks) if isinstance(rank, str)]
     stage.figures |= {"trace": str(trace), "step_seconds": spread(seconds), "diagnosis": None}
     size = trace.stat().st_size / 2**20 if trace.exists() else 0
-    stage.check(
-        "trace",
-        not problems,
-        measured=problems[0] if problems else f"{trace.name}, {size:.1f} MiB, read back whole",
-        wanted="written and readable",
-        advice="is there space left on the disk?",
-    )
+    read = problems[0] if problems else f"{trace.name}, {size:.1f} MiB, read back whole"
+    wanted, tip = "written and readable", "is there space left on the disk?"
+    stage.check("trace", not problems, measured=read, wanted=wanted, advice=tip)
     if not problems:
         print(f"     open {trace} at https://ui.perfetto.dev")
         judge_steps(stage, device, ranks, float(np.median(seconds)))
@@ -121,26 +117,23 @@ def judge_steps(
     """Say where the time goes and what to try; `untraced` is a step's usual seconds."""
     slowest = min(range(len(ranks)), key=lambda i: ranks[i].shares["communication"])
     rank = ranks[slowest]
-    steps = len(rank.seconds)
+    steps, operators = len(rank.seconds), rank.operators[:SHOWN]
     traced = float(rank.seconds.sum()) / steps
     compilations = max(other.compilations for other in ranks)
     print(f"     top operators by self time, in {stage.config.profile.active} traced steps:")
-    for name, own, share, calls in rank.operators[:SHOWN]:
+    for name, own, share, calls in operators:
         print(f"     {share:6.1%} {own * 1e3:9.2f} ms {calls:6} x  {name[:60]}")
     print(f"     a step took {traced * 1e3:.2f} ms while traced, else {untraced * 1e3:.2f} ms")
     stage.figures |= {
         "steps": steps,
         "traced_step_seconds": traced,
         "recompiles": compilations,
-        "operators": [operator._asdict() for operator in rank.operators[:SHOWN]],
+        "operators": [operator._asdict() for operator in operators],
     }
-    stage.check(
-        "recompiles",
-        not compilations,
-        measured=f"{compilations} within {steps} traced steps",
-        wanted="none: while it compiles, no share means anything",
-        advice="if it only compiles late, --profile.wait more steps",
-    )
+    measured = f"{compilations} within {steps} traced steps"
+    wanted = "none: while it compiles, no share means anything"
+    tip = "if it only compiles late, --profile.wait more steps"
+    stage.check("recompiles", not compilations, measured=measured, wanted=wanted, advice=tip)
     if device.type != "cpu" and not rank.device:
         problem = f"the trace holds nothing that {device.type} did: torch.profiler cannot see it"
         stage.check("shares", None, measured=problem, wanted="measured")
@@ -182,15 +175,13 @@ def judge_idle(stage: Stage, ratio: Interval, call: float) -> None:
     """Check that `--profile.every` costs almost nothing between its windows."""
     stage.figures["idle_overhead"] = ratio._asdict()
     passed = True if ratio.high < IDLE_LIMIT else False if ratio.low > IDLE_LIMIT else None
-    noise = "; too noisy here to tell" if passed is None else ""
-    stage.check(
-        "idle_overhead",
-        passed,
-        measured=f"{ratio.value:.4%} of a step ({ratio.low:.4%} to {ratio.high:.4%}), "
-        f"{call * 1e6:.2g} us a call{noise}",
-        wanted=f"less than {IDLE_LIMIT:.0%}",
-        advice="if steps are this short, leave --profile.every off and use this command",
-    )
+    measured = f"{ratio.value:.4%} of a step ({ratio.low:.4%} to {ratio.high:.4%})"
+    measured += f", {call * 1e6:.2g} us a call"
+    if passed is None:
+        measured += "; too noisy here to tell"
+    wanted = f"less than {IDLE_LIMIT:.0%}"
+    tip = "if steps are this short, leave --profile.every off and use this command"
+    stage.check("idle_overhead", passed, measured=measured, wanted=wanted, advice=tip)
 
 
 def diagnose(shares: Shares, compilations: int) -> str:
