@@ -138,18 +138,18 @@ def test_a_place_that_cannot_be_written_is_told_before(project: Project, tmp_pat
 
 
 def test_another_setting_makes_a_measurement_stale(project: Project, tmp_path: Path) -> None:
-    stages = project.module("workflow.stage")
+    stages, workflow = project.module("workflow.stage"), project.module("workflow")
     write_stage(project, tmp_path, "baseline")
     content = stages.read_stage(tmp_path, "baseline")
     same = {"run_dir": tmp_path, "name": "x", "workflow__force": True, "workflow__keep_going": True}
-    assert stages.is_current(content, project.config(**same))
+    assert workflow.is_current(content, project.config(**same))
     for change in ({"train__seed": 1}, {"model__width": 64}, {"workflow__ranks": 3}):
-        assert not stages.is_current(content, project.config(**same, **change))
-    assert not stages.is_current({**content, "code": "another"}, project.config(**same))
+        assert not workflow.is_current(content, project.config(**same, **change))
+    assert not workflow.is_current({**content, "code": "another"}, project.config(**same))
     elsewhere = {**content, "machine": {**content["machine"], "device": "NVIDIA H100"}}
-    assert not stages.is_current(elsewhere, project.config(**same))
+    assert not workflow.is_current(elsewhere, project.config(**same))
     older = {**content, "versions": {"torch": "2.9.0"}}
-    assert not stages.is_current(older, project.config(**same))
+    assert not workflow.is_current(older, project.config(**same))
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError, leave
+from ..files import to_json
 
 ABOUT = {
     "baseline": "Measure one eager process: determinism, learning, throughput, waiting for data.",
@@ -31,6 +32,9 @@ COMMANDS = STAGES | {
     "workflow": "Run all stages in order, up to the first failed gate; then write the report.",
     "report": "Write report.html: loss, throughput, scaling, memory, checkpoints, checks, advice.",
 }
+# Settings that change no measurement.
+WITHOUT_EFFECT = {"name", "run_dir", "fresh", "init_from", "init_strict", "track", "tracker"}
+WITHOUT_EFFECT |= {"workflow.keep_going", "workflow.force"}
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ def run_stages(config: Any, arguments: list[str]) -> int:
 
 def earlier_status(config: Any, name: str) -> str | None:
     """The status of a stage that need not be measured again, else None."""
-    from .stage import is_current, read_stage, stage_file
+    from .stage import read_stage, stage_file
 
     try:
         content = read_stage(config.directory, name)
@@ -123,6 +127,30 @@ def earlier_status(config: Any, name: str) -> str | None:
     status, when = content["status"], content["measured_at"]
     print(f"{status.replace('_', ' ')}, measured {when} (--workflow.force measures again)")
     return status
+
+
+def is_current(content: dict[str, Any], config: Any) -> bool:
+    """Whether a result comes from these settings, this code and torch, and such a machine."""
+    import torch
+
+    from .stage import code_digest, machine
+
+    here = machine(config.device)
+    return (
+        content["code"] == code_digest()
+        and all(content["machine"].get(key) == here[key] for key in ("device", "gpus", "cpu"))
+        and content["versions"]["torch"] == str(torch.__version__)
+        and effective(content["settings"]) == effective(to_json(config))
+    )
+
+
+def effective(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The settings that can change a measurement."""
+    return {
+        name: effective(value, f"{name}.") if isinstance(value, dict) else value
+        for name, value in settings.items()
+        if prefix + name not in WITHOUT_EFFECT
+    }
 
 
 def run_stage(config: Any, name: str, arguments: list[str]) -> str:

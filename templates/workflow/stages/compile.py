@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..config import Config, override
 from ..errors import RankError, UserError
 from ..files import to_json, write_json
@@ -17,7 +19,7 @@ from ..run.hardware import in_units
 from .compile_worker import DYNAMIC, STEPS, Finding
 from .processes import finish, started
 from .stage import PACKAGE, Stage
-from .timing import TOO_NOISY, Interval, describe, speedup_of
+from .timing import Interval, describe, median_interval
 
 MODES = ("blocks", "full")
 TIMEOUT = 1800.0  # seconds for one child process
@@ -25,6 +27,8 @@ TIMEOUT = 1800.0  # seconds for one child process
 PRECISE = {"loss": 1e-4, "gradients": 1e-2}  # float32 throughout
 ROUNDED = {"loss": 1e-2, "gradients": 1e-1}  # bf16 or TF32: fused code rounds less often
 NO_COMPILER = ("InvalidCxxCompiler", "TritonMissing", "Python.h: No such file")
+NOISE = 1.2  # an interval whose ends are this far apart cannot tell what is faster
+TOO_NOISY = "too noisy to tell"
 SHOWN = 6  # graph breaks or recompiles; the figures hold all
 
 Figures = dict[str, Any]
@@ -128,20 +132,17 @@ def judge_compiling(stage: Stage, modes: dict[str, Figures]) -> None:
     """Check that every mode compiled and ran, cold and warm; say how long that took."""
     parts, errors = [], []
     for mode, figures in modes.items():
-        if "skipped" in figures:
-            parts.append(f"{mode}: not tried, {figures['skipped']}")
-            continue
-        if "error" in figures:
-            parts.append(f"{mode}: {figures['error']}")
-            errors.append(figures.get("whole", figures["error"]))
+        failed = [f for f in (figures, figures.get("restart", {})) if "error" in f]
+        errors += [found.get("whole", found["error"]) for found in failed]
+        if not has_run(figures):
+            parts.append(f"{mode}: {figures.get('error') or 'not tried, ' + figures['skipped']}")
             continue
         if not figures["graphs"]:
             errors.append(f"{mode}: no graph was compiled")
-        text = f"{mode}: {figures['compile_seconds']['cold']:.1f} s cold"
-        if (warm := figures["compile_seconds"]["warm"]) is not None:
-            text += f", {warm:.1f} s with the project's compile cache"
-        errors += filter(None, [figures.get("restart", {}).get("error")])
-        memory = in_units(figures["peak_memory_bytes"])
+        seconds, memory = figures["compile_seconds"], in_units(figures["peak_memory_bytes"])
+        text = f"{mode}: {seconds['cold']:.1f} s cold"
+        if seconds["warm"] is not None:
+            text += f", {seconds['warm']:.1f} s with the project's compile cache"
         parts.append(f"{text}, graphs {figures['graphs']}, peak memory {memory}")
     lacking = any(word in error for error in errors for word in NO_COMPILER)
     tried = not all("skipped" in figures for figures in modes.values())
@@ -199,6 +200,14 @@ def judge_numerics(stage: Stage, compiled: dict[str, Figures]) -> None:
         advice="do not train with a mode that differs; --compile.backend aot_eager tells whether "
         "inductor's kernels are at fault",
     )
+
+
+def speedup_of(eager: list[float], compiled: list[float]) -> tuple[Interval, str]:
+    """How many times as fast compiled steps are, from pairs of windows, and a word for it."""
+    speedup = median_interval(np.array(eager) / np.array(compiled))
+    if speedup.low > 1 or speedup.high < 1:
+        return speedup, "faster" if speedup.low > 1 else "slower"
+    return speedup, "within noise" if speedup.high < NOISE * speedup.low else TOO_NOISY
 
 
 def best_mode(compiled: dict[str, Figures]) -> str:

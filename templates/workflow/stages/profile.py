@@ -12,14 +12,13 @@ import numpy as np
 import torch
 
 from ..config import Config
-from ..device import synchronize
 from ..distributed import Group, join, leave
 from ..profiler import Profiler, trace_steps
 from ..run.hardware import usable_cores
 from ..train import State, setup, train_step
 from . import STAGES
 from .stage import Stage, command, read_stage
-from .timing import Interval, median_interval, spread
+from .timing import Interval, median_interval, record_steps, spread
 from .trace import PARTS, Breakdown, TraceError, breakdown, read_trace
 
 SECONDS, MOST_STEPS = 5.0, 200  # to measure what an idle profiler costs
@@ -73,21 +72,15 @@ def idle_costs(state: State, group: Group) -> tuple[np.ndarray, np.ndarray]:
     difference of whole steps would drown in noise.
     """
     profiler = Profiler(replace(state.config.profile, every=2**40), Path("unused"), state)
-    calls, steps = [], []
-
-    def take_step() -> None:
+    first = float(record_steps(state, 1).seconds[0])
+    count = group.from_first(lambda: int(np.clip(SECONDS / first, 8, MOST_STEPS)))
+    calls, steps = np.zeros(count), np.zeros(count)
+    for i in range(count):
+        (steps[i],) = record_steps(state, 1).seconds
         started = time.perf_counter()
-        train_step(state, state.loader.next())
-        synchronize(state.world.device)
-        between = time.perf_counter()
-        profiler.after_step(state, None)
-        calls.append(time.perf_counter() - between)
-        steps.append(between - started)
-
-    take_step()
-    for _ in range(group.from_first(lambda: int(np.clip(SECONDS / steps[0], 8, MOST_STEPS)))):
-        take_step()
-    return np.array(calls[1:]), np.array(steps[1:])
+        profiler.after_step(state)
+        calls[i] = time.perf_counter() - started
+    return calls, steps
 
 
 def judge(

@@ -23,6 +23,7 @@ import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,12 +110,18 @@ def read_trace(path: Path) -> list[Event]:
 
 def breakdown(events: list[Event]) -> Breakdown:
     """Divide the steps of a trace into `PARTS`; TraceError if it holds no step."""
-    steps = [e for e in events if _text(e).startswith("user_annotation ProfilerStep#")]
+    events = [
+        event
+        | {"end": event["ts"] + event["dur"], "text": f"{event['cat']} {event['name']}"}
+        | {"id": event.get("args", {}).get("External id")}
+        for event in events
+    ]
+    steps = [e for e in events if e["text"].startswith("user_annotation ProfilerStep#")]
     if not steps:
         raise TraceError("it holds no step")
-    steps.sort(key=lambda event: event["ts"])
-    start, end = steps[0]["ts"], max(map(_end, steps))
-    events = [event for event in events if _end(event) > start and event["ts"] < end]
+    steps.sort(key=itemgetter("ts"))
+    start, end = steps[0]["ts"], max(event["end"] for event in steps)
+    events = [event for event in events if event["end"] > start and event["ts"] < end]
     thread = steps[0]["pid"], steps[0]["tid"]
     on_thread = [event for event in events if (event["pid"], event["tid"]) == thread]
     device = any(event["cat"] in DEVICE for event in events)
@@ -140,12 +147,12 @@ def claims_of(
     events: list[Event], on_thread: list[Event], rules: Sequence[tuple[str, str]]
 ) -> list[Claim]:
     """The events that belong to a part, the weakest first; an event may be there more than once."""
-    events = on_thread + [event for event in events if ELSEWHERE.match(_text(event))]
+    events = on_thread + [event for event in events if ELSEWHERE.match(event["text"])]
     return [
         (part, event)
         for part, pattern in reversed(rules)
         for event in events
-        if re.match(pattern, _text(event))
+        if re.match(pattern, event["text"])
     ]
 
 
@@ -170,19 +177,19 @@ def typical_gap(gaps: list[np.ndarray], work: list[Event]) -> Gap:
     lengths = ([(end - start, start, end) for start, end in step.tolist()] for step in gaps)
     longest = sorted(max(step, default=(0.0, 0.0, 0.0)) for step in lengths)
     length, start, end = longest[len(longest) // 2]
-    earlier = [event for event in work if _end(event) <= start + 1e-3]
+    earlier = [event for event in work if event["end"] <= start + 1e-3]
     later = [event for event in work if event["ts"] >= end - 1e-3]
-    after = max(earlier, key=_end)["name"] if earlier else "the first step's start"
-    before = min(later, key=lambda e: e["ts"])["name"] if later else "the last step's end"
+    after = max(earlier, key=itemgetter("end"))["name"] if earlier else "the first step's start"
+    before = min(later, key=itemgetter("ts"))["name"] if later else "the last step's end"
     return Gap(length / 1e6, after, before)
 
 
 def device_calls(events: list[Event]) -> Iterator[tuple[str, float]]:
     """Operators and the microseconds of each kernel that they launched, found by "External id"."""
-    launchers = {_id(event): event["name"] for event in events if event["cat"] == "cpu_op"}
+    launchers = {event["id"]: event["name"] for event in events if event["cat"] == "cpu_op"}
     for event in events:
         if event["cat"] in DEVICE:  # without a launcher: of a CUDA graph
-            yield launchers.get(_id(event), event["name"]), event["dur"]
+            yield launchers.get(event["id"], event["name"]), event["dur"]
 
 
 def host_calls(on_thread: list[Event]) -> Iterator[tuple[str, float]]:
@@ -192,7 +199,7 @@ def host_calls(on_thread: list[Event]) -> Iterator[tuple[str, float]]:
     own = [event["dur"] for event in nested]
     callers: list[int] = []
     for i, event in enumerate(nested):
-        while callers and _end(nested[callers[-1]]) <= event["ts"]:
+        while callers and nested[callers[-1]]["end"] <= event["ts"]:
             callers.pop()
         if callers:
             own[callers[-1]] -= event["dur"]
@@ -204,16 +211,4 @@ def host_calls(on_thread: list[Event]) -> Iterator[tuple[str, float]]:
 
 def _spans(events: Iterable[Event]) -> np.ndarray:
     """Starts and ends, [events, 2], in microseconds."""
-    return np.array([(e["ts"], _end(e)) for e in events], dtype=float).reshape(-1, 2)
-
-
-def _end(event: Event) -> float:
-    return event["ts"] + event["dur"]
-
-
-def _text(event: Event) -> str:
-    return f"{event['cat']} {event['name']}"
-
-
-def _id(event: Event) -> int | None:
-    return event.get("args", {}).get("External id")
+    return np.array([(e["ts"], e["end"]) for e in events], dtype=float).reshape(-1, 2)

@@ -26,9 +26,6 @@ from . import WorkflowConfig
 
 STATUSES = ("fail", "not_measured", "pass")  # the worst first
 PACKAGE = __package__.split(".")[0]
-# Settings that change no measurement.
-WITHOUT_EFFECT = {"name", "run_dir", "fresh", "init_from", "init_strict", "track", "tracker"}
-WITHOUT_EFFECT |= {"workflow.keep_going", "workflow.force"}
 
 
 @dataclass(frozen=True)
@@ -134,26 +131,6 @@ def need_stage(run_dir: Path, name: str, user: str) -> dict[str, Any]:
     if content := read_stage(run_dir, name):
         return content
     raise UserError(f"{user} needs what {name} measures: run `{command(name, run_dir)}` first")
-
-
-def is_current(content: dict[str, Any], config: Config) -> bool:
-    """Whether a result comes from these settings, this code and torch, and such a machine."""
-    here = machine(config.device)
-    return (
-        content["code"] == code_digest()
-        and all(content["machine"].get(key) == here[key] for key in ("device", "gpus", "cpu"))
-        and content["versions"]["torch"] == str(torch.__version__)
-        and effective(content["settings"]) == effective(to_json(config))
-    )
-
-
-def effective(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The settings that can change a measurement."""
-    return {
-        name: effective(value, f"{name}.") if isinstance(value, dict) else value
-        for name, value in settings.items()
-        if prefix + name not in WITHOUT_EFFECT
-    }
 
 
 def command(name: str, run_dir: Path) -> str:

@@ -14,9 +14,6 @@ from ..loss import means
 from ..sampling import seed_step
 from ..train import State, train_step
 
-NOISE = 1.2  # an interval whose ends are this far apart cannot tell what is faster
-TOO_NOISY = "too noisy to tell"
-
 
 class Steps(NamedTuple):
     """Consecutive steps: arrays with one entry per step."""
@@ -110,11 +107,3 @@ def differences(first: Iterable[float], second: Iterable[float]) -> np.ndarray:
     return np.array(
         [0.0 if math.isnan(a) and math.isnan(b) else difference(a, b) for a, b in pairs]
     )
-
-
-def speedup_of(eager: list[float], compiled: list[float]) -> tuple[Interval, str]:
-    """How many times as fast compiled steps are, from pairs of windows, and a word for it."""
-    speedup = median_interval(np.array(eager) / np.array(compiled))
-    if speedup.low > 1 or speedup.high < 1:
-        return speedup, "faster" if speedup.low > 1 else "slower"
-    return speedup, "within noise" if speedup.high < NOISE * speedup.low else TOO_NOISY
