@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
+from ..errors import UserError, leave
+from ..files import to_json
 
 ABOUT = {
     "baseline": "Measure one eager process: determinism, learning, throughput, waiting for data.",
@@ -24,17 +25,16 @@ ABOUT = {
     "checkpoint": "Drill the recovery: restore, reshard, kill, damage; say how often to save.",
 }
 MODULES = {name: name for name in ABOUT} | {"checkpoint": "recovery"}
-STAGES = {
-    name: about
-    for name, about in ABOUT.items()
-    if (Path(__file__).parent / f"{MODULES[name]}.py").exists()
-}
+HERE = Path(__file__).parent
+STAGES = {name: ABOUT[name] for name, file in MODULES.items() if (HERE / f"{file}.py").exists()}
 """The stages of this project, in the order in which they build on each other."""
 COMMANDS = STAGES | {
     "workflow": "Run all stages in order, up to the first failed gate; then write the report.",
     "report": "Write report.html: loss, throughput, scaling, memory, checkpoints, checks, advice.",
 }
-PASSED = ("pass", "not_measured")  # what lets the workflow continue
+# Settings that change no measurement.
+WITHOUT_EFFECT = {"name", "run_dir", "fresh", "init_from", "init_strict", "track", "tracker"}
+WITHOUT_EFFECT |= {"workflow.keep_going", "workflow.force"}
 
 
 @dataclass(frozen=True)
@@ -83,27 +83,28 @@ def run_stages(config: Any, arguments: list[str]) -> int:
     continues an interrupted workflow. The first failed gate ends it, unless
     `--workflow.keep-going`. At the end it writes the report.
     """
-    from ..errors import leave
     from .report import publish_report
 
     signal.signal(signal.SIGTERM, leave)
     results = dict.fromkeys(STAGES, ("not_run", 0.0))
+    failed = ""
     for number, (name, about) in enumerate(STAGES.items(), 1):
         print(f"\n[{number}/{len(STAGES)}] {name}: {about}", flush=True)
         started = time.perf_counter()
         status = earlier_status(config, name) or run_stage(config, name, arguments)
         results[name] = status, time.perf_counter() - started
-        if status not in PASSED and not config.workflow.keep_going:
-            break
+        if status in ("fail", "crashed"):
+            failed = failed or name
+            if not config.workflow.keep_going:
+                break
     print()
     for name, (status, seconds) in results.items():
         print(f"{name:<12}{status.replace('_', ' '):<14}{seconds:6.1f} s", flush=True)
     with contextlib.suppress(UserError):  # a stage that crashed may have left nothing
         print(f"report: {publish_report(config.directory)}")
-    failed = [name for name, (status, _) in results.items() if status in ("fail", "crashed")]
     if failed and not config.workflow.keep_going:
         print(
-            f"stopped at {failed[0]}: fix it and rerun the same command to continue from there "
+            f"stopped at {failed}: fix it and rerun the same command to continue "
             "(--workflow.keep-going continues after a failed gate)"
         )
     return int(bool(failed))
@@ -111,7 +112,7 @@ def run_stages(config: Any, arguments: list[str]) -> int:
 
 def earlier_status(config: Any, name: str) -> str | None:
     """The status of a stage that need not be measured again, else None."""
-    from .stage import is_current, read_stage, stage_file
+    from .stage import read_stage, stage_file
 
     try:
         content = read_stage(config.directory, name)
@@ -123,10 +124,33 @@ def earlier_status(config: Any, name: str) -> str | None:
     if not is_current(content, config):
         print("measuring again: the settings, the code, torch or the machine have changed")
         return None
-    status = content["status"]
-    when = content["measured_at"]
+    status, when = content["status"], content["measured_at"]
     print(f"{status.replace('_', ' ')}, measured {when} (--workflow.force measures again)")
     return status
+
+
+def is_current(content: dict[str, Any], config: Any) -> bool:
+    """Whether a result comes from these settings, this code and torch, and such a machine."""
+    import torch
+
+    from .stage import code_digest, machine
+
+    here = machine(config.device)
+    return (
+        content["code"] == code_digest()
+        and all(content["machine"].get(key) == here[key] for key in ("device", "gpus", "cpu"))
+        and content["versions"]["torch"] == str(torch.__version__)
+        and effective(content["settings"]) == effective(to_json(config))
+    )
+
+
+def effective(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The settings that can change a measurement."""
+    return {
+        name: effective(value, f"{name}.") if isinstance(value, dict) else value
+        for name, value in settings.items()
+        if prefix + name not in WITHOUT_EFFECT
+    }
 
 
 def run_stage(config: Any, name: str, arguments: list[str]) -> str:

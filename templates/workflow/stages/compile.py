@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..config import Config, override
 from ..errors import RankError, UserError
 from ..files import to_json, write_json
@@ -17,7 +19,7 @@ from ..run.hardware import in_units
 from .compile_worker import DYNAMIC, STEPS, Finding
 from .processes import finish, started
 from .stage import PACKAGE, Stage
-from .timing import TOO_NOISY, Interval, describe, speedup_of
+from .timing import Interval, describe, median_interval
 
 MODES = ("blocks", "full")
 TIMEOUT = 1800.0  # seconds for one child process
@@ -25,26 +27,25 @@ TIMEOUT = 1800.0  # seconds for one child process
 PRECISE = {"loss": 1e-4, "gradients": 1e-2}  # float32 throughout
 ROUNDED = {"loss": 1e-2, "gradients": 1e-1}  # bf16 or TF32: fused code rounds less often
 NO_COMPILER = ("InvalidCxxCompiler", "TritonMissing", "Python.h: No such file")
+NOISE = 1.2  # an interval whose ends are this far apart cannot tell what is faster
+TOO_NOISY = "too noisy to tell"
 SHOWN = 6  # graph breaks or recompiles; the figures hold all
-HINT = re.compile(r"\[__perf_hints\] (.+)")
 
 Figures = dict[str, Any]
-Speedups = dict[str, tuple[Interval, str]]
 
 
 def measure(config: Config) -> int:
     """Measure and judge; 0 when the gate is passed, 1 when it is not."""
     stage = Stage("compile", config)
-    modes, shapes = {}, None
     with tempfile.TemporaryDirectory(prefix="compile-") as scratch:
-        for mode in MODES:
-            modes[mode] = try_mode(config, mode, Path(scratch) / mode)
-        if ran := [mode for mode in MODES if has_run(modes[mode])]:
-            print(f"     {ran[0]}: shapes that vary, with each --compile.dynamic ...", flush=True)
+        modes = {mode: try_mode(config, mode, Path(scratch) / mode) for mode in MODES}
+        shapes = None
+        if ran := next((mode for mode in MODES if has_run(modes[mode])), None):
+            print(f"     {ran}: shapes that vary, with each --compile.dynamic ...", flush=True)
             # Graphs and recompiles do not depend on the backend; this one compiles fast.
-            settings = {"mode": ran[0], "fullgraph": False, "backend": "aot_eager"}
-            settings = {f"compile.{name}": value for name, value in settings.items()}
-            shapes, _ = run_child("vary", override(config, settings), Path(scratch) / "vary")
+            fast = {"compile.backend": "aot_eager", "compile.fullgraph": False}
+            config = override(config, fast | {"compile.mode": ran})
+            shapes, _ = run_child("vary", config, Path(scratch) / "vary")
     judge(stage, modes, shapes)
     return stage.close()
 
@@ -57,7 +58,8 @@ def try_mode(config: Config, mode: str, folder: Path) -> Figures:
     figures, output = run_child("cold", config, folder)
     if not has_run(figures):
         return figures
-    figures["hints"] = sorted({hint for hint in HINT.findall(output) if "on CPU" not in hint})
+    hints = re.findall(r"\[__perf_hints\] (.+)", output)
+    figures["hints"] = sorted({hint for hint in hints if "on CPU" not in hint})
     cached = (path for path in (folder / "cache").rglob("*") if path.is_file())
     figures["cache_bytes"] = sum(path.stat().st_size for path in cached)
     if figures["cache_bytes"]:
@@ -99,35 +101,30 @@ def has_run(figures: Figures) -> bool:
 def judge(stage: Stage, modes: dict[str, Figures], shapes: Figures | None) -> None:
     """Turn what was measured into checks, figures and advice."""
     compiled = {mode: figures for mode, figures in modes.items() if has_run(figures)}
-    speedups = {mode: speedup_of(**figures["windows"]) for mode, figures in compiled.items()}
-    best = best_mode(speedups)
+    for figures in compiled.values():
+        speedup, word = speedup_of(**figures["windows"])
+        figures |= {"speedup": speedup._asdict(), "verdict": word}
+    best = best_mode(compiled)
     judge_compiling(stage, modes)
     if compiled:
-        judge_findings(stage, "graph_breaks", compiled)
-        judge_findings(stage, "recompiles", compiled)
-        judge_limit(stage, compiled)
+        judge_findings(stage, compiled)
         judge_numerics(stage, compiled)
-        judge_speedup(stage, compiled, speedups)
-        advise(stage, compiled, speedups, best)
+        judge_speedup(stage, compiled, best)
     else:
         for name in ("graph_breaks", "recompiles", "recompile_limit", "numerics", "speedup"):
             stage.check(name, None, measured="nothing was compiled", wanted="measured")
-    for mode, (speedup, word) in speedups.items():
-        compiled[mode] |= {"speedup": speedup._asdict(), "verdict": word}
     if shapes and "error" in shapes:
         print(f"     shapes that vary: not measured, {shapes['error']}")
     elif shapes:
         advise_on_shapes(stage, shapes, next(iter(compiled.values())))
     shown = compiled.get(best) or next(iter(compiled.values()), {})
+    saved = shown.get("restart", {}).get("saved")
     stage.figures |= {
         "modes": compiled,
         "not_tried": {mode: f for mode, f in modes.items() if not has_run(f)},
         "dynamic": shapes,
         "best": best,
-        "cache": {
-            "bytes": shown.get("cache_bytes"),
-            "seconds_saved": shown.get("restart", {}).get("saved"),
-        },
+        "cache": {"bytes": shown.get("cache_bytes"), "seconds_saved": saved},
     }
 
 
@@ -135,61 +132,54 @@ def judge_compiling(stage: Stage, modes: dict[str, Figures]) -> None:
     """Check that every mode compiled and ran, cold and warm; say how long that took."""
     parts, errors = [], []
     for mode, figures in modes.items():
+        failed = [f for f in (figures, figures.get("restart", {})) if "error" in f]
+        errors += [found.get("whole", found["error"]) for found in failed]
         if not has_run(figures):
             parts.append(f"{mode}: {figures.get('error') or 'not tried, ' + figures['skipped']}")
-            errors += [figures.get("whole", figures["error"])] if "error" in figures else []
             continue
         if not figures["graphs"]:
             errors.append(f"{mode}: no graph was compiled")
-        text = f"{figures['compile_seconds']['cold']:.1f} s cold"
-        if (warm_seconds := figures["compile_seconds"]["warm"]) is not None:
-            text += f", {warm_seconds:.1f} s with the project's compile cache"
-        elif problem := figures.get("restart", {}).get("error"):
-            errors.append(problem)
-        memory = in_units(figures["peak_memory_bytes"])
-        parts.append(f"{mode}: {text}, graphs {figures['graphs']}, peak memory {memory}")
+        seconds, memory = figures["compile_seconds"], in_units(figures["peak_memory_bytes"])
+        text = f"{mode}: {seconds['cold']:.1f} s cold"
+        if seconds["warm"] is not None:
+            text += f", {seconds['warm']:.1f} s with the project's compile cache"
+        parts.append(f"{text}, graphs {figures['graphs']}, peak memory {memory}")
     lacking = any(word in error for error in errors for word in NO_COMPILER)
-    tried = errors or any(map(has_run, modes.values()))
-    stage.check(
-        "compiles",
-        None if lacking or not tried else not errors,
-        measured="; ".join(parts),
-        wanted="every mode compiles and runs",
-        advice="inductor needs a C++ compiler on a CPU (apt install g++) and Triton on a GPU"
-        if lacking
-        else "--compile.backend aot_eager (then eager) tells which part of it is at fault",
-    )
+    tried = not all("skipped" in figures for figures in modes.values())
+    if lacking:
+        advice = "inductor needs a C++ compiler on a CPU (apt install g++) and Triton on a GPU"
+    else:
+        advice = "--compile.backend aot_eager (then eager) tells which part of it is at fault"
+    passed = None if lacking or not tried else not errors
+    wanted = "every mode compiles and runs"
+    stage.check("compiles", passed, measured="; ".join(parts), wanted=wanted, advice=advice)
 
 
-def judge_findings(stage: Stage, name: str, compiled: dict[str, Figures]) -> None:
-    """Graph breaks or recompiles: good if there are none, or if each has its place and reason."""
+def judge_findings(stage: Stage, compiled: dict[str, Figures]) -> None:
+    """Graph breaks and recompiles pass if each has its place and reason; their limit must hold."""
+    for name in ("graph_breaks", "recompiles"):
+        entries = [entry for figures in compiled.values() for entry in figures[name]]
+        fatal = name == "graph_breaks" and stage.config.compile.fullgraph and entries
+        counts = ", ".join(f"{mode} {len(figures[name])}" for mode, figures in compiled.items())
+        lines = listed(compiled, name)
+        more = [f"{len(lines) - SHOWN} more"] if lines[SHOWN:] else []
+        passed = all(entry["where"] and entry["reason"] for entry in entries) and not fatal
+        measured = "; ".join([counts, *lines[:SHOWN], *more])
+        wanted = f"no {name.replace('_', ' ')}, or each with its place and reason"
+        advice = f"TORCH_LOGS={name} with `train` shows what they are"
+        if fatal:
+            advice = "--compile.fullgraph makes each of them an error"
+        stage.check(name, passed, measured=measured, wanted=wanted, advice=advice)
+    hit = listed(compiled, "limits_hit")
+    measured, wanted = "; ".join(hit) or "not hit", "not hit: what reaches it runs eagerly after"
+    advice = "keep what the guards name from changing, or try --compile.dynamic True"
+    stage.check("recompile_limit", not hit, measured=measured, wanted=wanted, advice=advice)
+
+
+def listed(compiled: dict[str, Figures], name: str) -> list[str]:
+    """The findings of that name in words, each once."""
     found = [(mode, Finding(**entry)) for mode, f in compiled.items() for entry in f[name]]
-    unclear = [finding for _, finding in found if not (finding.where and finding.reason)]
-    fatal = name == "graph_breaks" and stage.config.compile.fullgraph and found
-    counts = ", ".join(f"{mode} {len(figures[name])}" for mode, figures in compiled.items())
-    lines = [f"; {mode}: {finding}" for mode, finding in dict.fromkeys(found)]
-    listed = "".join(lines[:SHOWN]) + (f"; {len(lines) - SHOWN} more" if lines[SHOWN:] else "")
-    stage.check(
-        name,
-        not (unclear or fatal),
-        measured=counts + listed,
-        wanted=f"no {name.replace('_', ' ')}, or each with its place and reason",
-        advice="--compile.fullgraph makes each of them an error"
-        if fatal
-        else f"TORCH_LOGS={name} with `train` shows what they are",
-    )
-
-
-def judge_limit(stage: Stage, compiled: dict[str, Figures]) -> None:
-    """Check that nothing was left to run eagerly because it was compiled too often."""
-    hit = [f"{m}: {Finding(**entry)}" for m, f in compiled.items() for entry in f["limits_hit"]]
-    stage.check(
-        "recompile_limit",
-        not hit,
-        measured="; ".join(hit) or "not hit",
-        wanted="not hit: what reaches it runs eagerly from then on",
-        advice="keep what the guards name from changing, or try --compile.dynamic True",
-    )
+    return [f"{mode}: {finding}" for mode, finding in dict.fromkeys(found)]
 
 
 def judge_numerics(stage: Stage, compiled: dict[str, Figures]) -> None:
@@ -207,60 +197,55 @@ def judge_numerics(stage: Stage, compiled: dict[str, Figures]) -> None:
         passed,
         measured=f"after {STEPS} steps, relative to eager: {'; '.join(parts)}{note}",
         wanted=f"at most {tolerance['loss']:.0e} and {tolerance['gradients']:.0e}",
-        advice="--compile.backend aot_eager tells whether inductor's kernels are at fault; do not "
-        "train with a mode that differs",
+        advice="do not train with a mode that differs; --compile.backend aot_eager tells whether "
+        "inductor's kernels are at fault",
     )
 
 
-def judge_speedup(stage: Stage, compiled: dict[str, Figures], speedups: Speedups) -> None:
-    """Say how fast each mode is; every speedup passes that is not lost in noise."""
+def speedup_of(eager: list[float], compiled: list[float]) -> tuple[Interval, str]:
+    """How many times as fast compiled steps are, from pairs of windows, and a word for it."""
+    speedup = median_interval(np.array(eager) / np.array(compiled))
+    if speedup.low > 1 or speedup.high < 1:
+        return speedup, "faster" if speedup.low > 1 else "slower"
+    return speedup, "within noise" if speedup.high < NOISE * speedup.low else TOO_NOISY
+
+
+def best_mode(compiled: dict[str, Figures]) -> str:
+    """The fastest mode; blocks, which compile sooner, unless full is surely faster."""
+    faster = {m: f["speedup"] for m, f in compiled.items() if f["verdict"] == "faster"}
+    if set(faster) == set(MODES):
+        return "full" if faster["full"]["low"] > faster["blocks"]["high"] else "blocks"
+    return next(iter(faster), "none")
+
+
+def judge_speedup(stage: Stage, compiled: dict[str, Figures], best: str) -> None:
+    """Say how fast each mode is, and advise one; every speedup passes that is not lost in noise."""
+    noisy = any(figures["verdict"] == TOO_NOISY for figures in compiled.values())
+    speedups = {mode: Interval(**figures["speedup"]) for mode, figures in compiled.items()}
     parts = [
-        f"{mode}: {speedups[mode][1]}, {speedups[mode][0]} times as fast as eager, "
+        f"{mode}: {figures['verdict']}, {speedups[mode]} times as fast as eager, "
         f"{len(figures['windows']['eager'])} pairs of windows, a step "
         f"{describe(figures['step_seconds'], 1e3, ' ms')}"
         for mode, figures in compiled.items()
     ]
-    stage.check(
-        "speedup",
-        None if is_noise(speedups) else True,
-        measured="; ".join(parts),
-        wanted="measured, whatever it is",
-        advice="measure again when nothing else runs on this machine",
-    )
-
-
-def is_noise(speedups: Speedups) -> bool:
-    """Whether some mode was measured too noisily to be judged."""
-    return TOO_NOISY in (word for _, word in speedups.values())
-
-
-def best_mode(speedups: Speedups) -> str:
-    """The fastest mode; blocks, which compile sooner, unless full is surely faster."""
-    faster = {mode: speedup for mode, (speedup, word) in speedups.items() if word == "faster"}
-    if set(faster) == set(MODES):
-        return "full" if faster["full"].low > faster["blocks"].high else "blocks"
-    return next(iter(faster), "none")
-
-
-def advise(stage: Stage, compiled: dict[str, Figures], speedups: Speedups, best: str) -> None:
-    """Say which mode to train with, and what could make it faster."""
+    measured, wanted = "; ".join(parts), "measured, whatever it is"
+    advice = "measure again when nothing else runs on this machine"
+    stage.check("speedup", None if noisy else True, measured=measured, wanted=wanted, advice=advice)
     if best != "none":
         figures = compiled[best]
         gain = figures["eager_step_seconds"]["median"] - figures["step_seconds"]["median"]
         seconds = figures["compile_seconds"]["cold"]
         steps = f" after {seconds / gain:,.0f} steps" if gain > 0 else ""
         stage.advise(
-            f"train with --compile.mode {best}: {speedups[best][0]} times as fast; the "
+            f"train with --compile.mode {best}: {speedups[best]} times as fast; the "
             f"{seconds:.0f} s of a first compile are earned back{steps}"
         )
-    elif not is_noise(speedups):
+    elif not noisy:
         stage.advise("train with --compile.mode none: no mode is faster here")
-    for mode, figures in compiled.items():
-        if figures["graph_breaks"]:
-            first = Finding(**figures["graph_breaks"][0])
-            stage.advise(f"{mode}: fewer graph breaks make it faster; begin with {first}")
+    if breaks := listed(compiled, "graph_breaks"):
+        stage.advise(f"fewer graph breaks make it faster; begin with {breaks[0]}")
     hints = sorted({hint for figures in compiled.values() for hint in figures.get("hints", ())})
-    if hints and best == "none" and not is_noise(speedups):
+    if hints and best == "none" and not noisy:
         stage.advise(f"inductor's hints on why it is not faster: {'; '.join(hints[:5])}")
 
 
@@ -269,11 +254,10 @@ def advise_on_shapes(stage: Stage, shapes: Figures, figures: Figures) -> None:
     per_graph = figures["compile_seconds"]["cold"] / max(1, figures["graphs"])
     counts = []
     for name, dynamic in DYNAMIC.items():
-        shapes[name]["seconds"] = per_graph * shapes[name]["graphs"]
-        counts.append(
-            f"{dynamic} graphs {shapes[name]['graphs']}, recompiles {shapes[name]['recompiles']}, "
-            f"about {shapes[name]['seconds']:.1f} s"
-        )
+        found = shapes[name]
+        found["seconds"] = per_graph * found["graphs"]
+        numbers = f"graphs {found['graphs']}, recompiles {found['recompiles']}"
+        counts.append(f"{dynamic} {numbers}, about {found['seconds']:.1f} s")
     number = shapes["shapes"]
     print(f"     {number} shapes ({shapes['varied']}): --compile.dynamic {'; '.join(counts)}")
     best = min(DYNAMIC, key=lambda name: shapes[name]["graphs"])  # the default, if they are equal

@@ -11,9 +11,10 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -25,16 +26,16 @@ from torch.utils import _pytree as pytree
 
 from ..compile import compile_seconds, graphs
 from ..config import Config, from_json, override
+from ..device import synchronize
 from ..distributed import join
 from ..errors import UserError
 from ..files import write_json
-from ..loss import means
 from ..model import blocks
 from ..run.hardware import peak_memory
 from ..sampling import Share, fetch
 from ..train import State, setup, train_step
 from .stage import StageConfig
-from .timing import has_drawn, spread, synchronize
+from .timing import has_drawn, record_steps, spread
 
 STEPS = 5  # compared with eager steps
 WINDOW, SECONDS = 0.2, 6.0  # of a window of steps, and of all windows together
@@ -58,7 +59,7 @@ class Finding(NamedTuple):
 class FirstSteps(NamedTuple):
     """The first steps of a run, as far as they are compared."""
 
-    losses: list[float]
+    losses: Sequence[float]
     gradients: list[torch.Tensor]  # of the last step, on the host
     random: bool
     """Whether the steps drew random numbers."""
@@ -97,7 +98,11 @@ def cold(config: Config) -> Figures:
 def warm(config: Config) -> Figures:
     """The same start again, with the compile cache that the cold one left."""
     first_steps(setup(config))
-    hits, misses = cache_lookups()
+    caches = (("inductor", "fxgraph_cache"), ("aot_autograd", "autograd_cache"))
+    hits, misses = (
+        sum(dynamo.counters[part][f"{cache}_{end}"] for part, cache in caches)
+        for end in ("hit", "miss")
+    )
     return {"seconds": compile_seconds(), "hits": hits, "misses": misses}
 
 
@@ -116,47 +121,47 @@ def vary(config: Config) -> Figures:
     return figures
 
 
-KINDS = {"cold": cold, "warm": warm, "vary": vary}
+def measure_kind(kind: str, config: Config) -> Figures:
+    """What a child measured; an error of the compiler, or of the model under it, is a result."""
+    try:
+        return {"cold": cold, "warm": warm, "vary": vary}[kind](config)
+    except UserError as error:
+        return {"refused": str(error)}
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0]
+        return {"error": f"{type(error).__name__}: {first_line}", "whole": str(error)}
 
 
 def first_steps(state: State) -> FirstSteps:
     """Take the first steps of a run."""
-    losses, gradients, random = [], [], False
+    gradients: list[torch.Tensor] = []
 
     def keep(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         gradients[:] = [p.grad.detach().cpu().clone() for p in parameters if p.grad is not None]
 
-    for step in range(1, STEPS + 1):
-        batches = state.loader.next()
-        if step == STEPS:
-            hook = state.optimizer.register_step_pre_hook(keep)
-        train_step(state, batches)
-        random |= has_drawn(state)
-        losses.append(means(state.sums, state.metrics)["loss"])
-        state.sums = 0.0
+    steps = record_steps(state, STEPS - 1)
+    hook = state.optimizer.register_step_pre_hook(keep)
+    steps += record_steps(state, 1)
     hook.remove()
     state.loader.close()
-    return FirstSteps(losses, gradients, random)
+    return FirstSteps(steps.losses, gradients, has_drawn(state))
 
 
 def difference(eager: FirstSteps, compiled: FirstSteps) -> dict[str, float]:
     """Relative differences: the largest of a loss, and that of the last gradients as one vector."""
-    losses, others = np.array(eager.losses), np.array(compiled.losses)
-    loss = float(np.max(np.abs(losses - others) / np.abs(losses)))
+    loss = float(np.abs(np.divide(compiled.losses, eager.losses) - 1).max())
     if len(eager.gradients) != len(compiled.gradients) or not eager.gradients:
         return {"loss": loss, "gradients": math.inf}
     pairs = zip(eager.gradients, compiled.gradients, strict=True)
-    apart = math.hypot(*(float((a.double() - b.double()).norm()) for a, b in pairs))
-    length = math.hypot(*(float(a.double().norm()) for a in eager.gradients))
-    return {"loss": loss, "gradients": apart / length if length else math.inf}
+    apart = nn.utils.get_total_norm([a.double() - b.double() for a, b in pairs])
+    return {"loss": loss, "gradients": float(apart / nn.utils.get_total_norm(eager.gradients))}
 
 
 def time_windows(state: State) -> Figures:
     """Time windows of eager and compiled steps in turns, so that other load meets both alike."""
     device = state.world.device
     windows: dict[str, list[float]] = {"eager": [], "compiled": []}
-    peak = 0
 
     def window(name: str, steps: int) -> float:
         with eagerly(state.model) if name == "eager" else contextlib.nullcontext():
@@ -168,22 +173,21 @@ def time_windows(state: State) -> Figures:
         return (time.perf_counter() - started) / steps
 
     slowest = max(max(window(name, 1) for _ in range(2)) for name in windows)
-    steps = max(1, min(100, round(WINDOW / slowest)))
-    pairs = max(PAIRS[0], min(PAIRS[1], round(SECONDS / (2 * steps * slowest))))
+    steps = int(np.clip(round(WINDOW / slowest), 1, 100))
+    pairs = int(np.clip(round(SECONDS / (2 * steps * slowest)), *PAIRS))
     for pair in range(pairs):
         for name in sorted(windows, reverse=pair % 2 == 0):
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
             windows[name].append(window(name, steps))
-            if name == "compiled" or device.type != "cuda":
-                peak = max(peak, peak_memory(device))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    window("compiled", 1)
     state.loader.close()
     return {
         "windows": windows,
         "window_steps": steps,
         "eager_step_seconds": spread(windows["eager"]),
         "step_seconds": spread(windows["compiled"]),
-        "peak_memory_bytes": peak,
+        "peak_memory_bytes": peak_memory(device),
     }
 
 
@@ -193,15 +197,14 @@ def batches_that_vary(state: State) -> tuple[list[Any], str]:
     size = max(4, state.plan[0].places.stop - state.plan[0].places.start)  # 1 is a case of its own
     ids = np.resize(order.ids(0), size)
     full, fewer, fewest = (fetch(dataset, ids[: size - less]) for less in range(3))
-    shorter = shortened(fewer)
-    if shorter is None:
-        return [full, fewer, fewest], "batch size (its tensors share no length that could be cut)"
-    try:
-        one_step(state, shorter)
-    except Exception as error:
-        problem = f"the model refuses a shorter batch, {type(error).__name__}"
-        return [full, fewer, fewest], f"batch size ({problem})"
-    return [full, fewer, shorter], "batch size and length"
+    problem = "its tensors share no length that could be cut"
+    if (shorter := shortened(fewer)) is not None:
+        try:
+            one_step(state, shorter)
+            return [full, fewer, shorter], "batch size and length"
+        except Exception as error:
+            problem = f"the model refuses a shorter batch, {type(error).__name__}"
+    return [full, fewer, fewest], f"batch size ({problem})"
 
 
 def shortened(batch: Any) -> Any | None:
@@ -226,32 +229,21 @@ def one_step(state: State, batch: Any) -> None:
     synchronize(state.world.device)
 
 
-def measure_kind(kind: str, config: Config) -> Figures:
-    """What a child measured; an error of the compiler, or of the model under it, is a result."""
-    try:
-        return KINDS[kind](config)
-    except UserError as error:
-        return {"refused": str(error)}
-    except Exception as error:
-        first_line = str(error).strip().partition("\n")[0]
-        return {"error": f"{type(error).__name__}: {first_line}", "whole": str(error)}
-
-
 def graph_breaks() -> list[Finding]:
     """Where a graph had to end early, each place once."""
     found, torch_itself = [], str(Path(torch.__file__).parent)
     for entry in dynamo.graph_break_reasons:
-        stack = [f for f in entry.user_stack if not f.filename.startswith(torch_itself)]
-        frame = (stack or entry.user_stack or [None])[-1]
+        places = [(frame.filename, frame.lineno) for frame in entry.user_stack]
+        own = [place for place in places if not place[0].startswith(torch_itself)]
         reason = entry.reason
         if reason.startswith("generic_jump"):  # torch's name for a break that it can resume after
             reason = "Data-dependent branching"
-        found.append(_finding(frame and frame.filename, frame and frame.lineno, reason))
+        found.append(_finding((own or places or [("", 0)])[-1], reason))
     for entry in dynamo.get_compilation_metrics():
         if entry.fail_type and not _limited(entry):  # a whole function, as for a break in a loop
             path = entry.fail_user_frame_filename or entry.co_filename
             line = entry.fail_user_frame_lineno or entry.co_firstlineno
-            found.append(_finding(path, line, entry.fail_reason or ""))
+            found.append(_finding((path, line), entry.fail_reason or ""))
     unique: dict[str, Finding] = {}
     for finding in found:
         unique.setdefault(finding.where or finding.reason, finding)
@@ -269,13 +261,6 @@ def limits_hit() -> list[Finding]:
     return [_recompile(e) for e in dynamo.get_compilation_metrics() if _limited(e)]
 
 
-def cache_lookups() -> tuple[int, int]:
-    """How often the compiler found something in its caches, and how often it did not."""
-    names = (("inductor", "fxgraph_cache"), ("aot_autograd", "autograd_cache"))
-    counters = [(dynamo.counters[part], name) for part, name in names]
-    return tuple(sum(c[f"{name}_{end}"] for c, name in counters) for end in ("hit", "miss"))
-
-
 def forget_compiling() -> None:
     """Throw away all that was compiled in this process, and the records of it."""
     torch.compiler.reset()
@@ -290,21 +275,13 @@ def eagerly(model: nn.Module) -> Iterator[None]:
     `torch.compiler.set_stance("force_eager")` would leave wrappers around each compiled call, which
     slow a short eager step down by some 2 %.
     """
-    calls = {m: call for m in model.modules() if (call := m._compiled_call_impl) is not None}
-    forwards = {
-        m: f for m in model.modules() if hasattr(f := m.forward, "_torchdynamo_orig_callable")
-    }
-    try:
-        for module in calls:
-            module._compiled_call_impl = None
-        for module, forward in forwards.items():
-            module.forward = forward._torchdynamo_orig_callable
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            if module._compiled_call_impl is not None:
+                stack.enter_context(patch.object(module, "_compiled_call_impl", None))
+            if eager := getattr(module.forward, "_torchdynamo_orig_callable", None):
+                stack.enter_context(patch.object(module, "forward", eager))
         yield
-    finally:
-        for module, call in calls.items():
-            module._compiled_call_impl = call
-        for module, forward in forwards.items():
-            module.forward = forward
 
 
 def _limited(entry: dynamo.CompilationMetrics) -> bool:
@@ -316,20 +293,18 @@ def _recompile(entry: dynamo.CompilationMetrics) -> Finding:
     text = entry.recompile_reason or ""
     guard = re.sub(r"^\d+/\d+: ", "", text.partition("\n")[0]).split("  # ")[0]
     stack = re.findall(r'File "(.+?)", line (\d+)', text)
-    return _finding(*(stack[-1] if stack else (entry.co_filename, entry.co_firstlineno)), guard)
+    place = stack[-1] if stack else (entry.co_filename, entry.co_firstlineno)
+    return _finding(place, guard)
 
 
-def _finding(path: str | None, line: int | str | None, reason: str) -> Finding:
+def _finding(place: tuple[str | None, Any], reason: str) -> Finding:
+    path, line = place
     near = os.path.relpath(path) if path else ""
     where = f"{path if near.startswith('..') else near}:{line}" if path else ""
     return Finding(where, reason.strip().partition("\n")[0])
 
 
-def main(kind: str, folder: Path) -> None:
-    """Measure as a child process."""
+if __name__ == "__main__":
+    kind, folder = sys.argv[1], Path(sys.argv[2])
     config = from_json(StageConfig(), folder / "config.json")
     write_json(folder / f"{kind}.json", measure_kind(kind, config))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))

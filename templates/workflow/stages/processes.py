@@ -35,21 +35,16 @@ def started(
         command += [f"{PACKAGE}.distributed.launch", f"--nproc-per-node={ranks}"]
         command += ["--max-restarts=0", "-m"]
         threads = threads or max(1, usable_cores() // ranks)
-    inherited = {name: value for name, value in os.environ.items() if not OF_TORCHRUN.match(name)}
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch.sh sets it
+    inherited = {name: value for name, value in os.environ.items() if not OF_TORCHRUN.match(name)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    words, everything = [*command, module, *arguments], inherited | environment
     earlier_handler = signal.signal(signal.SIGTERM, leave)
     try:
-        with subprocess.Popen(
-            [*command, module, *arguments],
-            env=inherited | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as process:
+        with subprocess.Popen(words, env=everything, start_new_session=True, **pipes) as process:
             try:
                 yield process
             finally:
@@ -84,8 +79,8 @@ def descendants(pid: int) -> list[int]:
     """The processes below `pid` (Linux; elsewhere torchrun's workers end with it by themselves)."""
     pids = []
     with contextlib.suppress(OSError):
-        for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
-            pids += [child, *descendants(child)]
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            pids += [int(child), *descendants(int(child))]
     return pids
 
 

@@ -18,14 +18,13 @@ from ..run.hardware import usable_cores
 from ..train import State, setup, train_step
 from . import STAGES
 from .stage import Stage, command, read_stage
-from .timing import Interval, median_interval, spread, synchronize
+from .timing import Interval, median_interval, record_steps, spread
 from .trace import PARTS, Breakdown, TraceError, breakdown, read_trace
 
 SECONDS, MOST_STEPS = 5.0, 200  # to measure what an idle profiler costs
 IDLE_LIMIT = 0.01
 SHOWN = 10  # operators
 WORTH_A_WORD = 0.15  # the share of a step from which on a second cause is mentioned
-WORDS = {"data": "waiting for data", "host": "host gaps"}
 CAUSES = {
     "input-bound": ("data", "copies"),
     "host-bound": ("host",),
@@ -41,11 +40,9 @@ def measure(config: Config) -> int:
     world = join(config.parallel, config.device)
     group = Group(world)
     state = setup(config, world)
-    plan = config.profile
     if world.rank == 0:
-        steps = f"{plan.active} steps after {plan.wait + plan.warmup}, {plan.repeat} times"
-        print(f"     tracing {steps}; then timing steps without a trace ...", flush=True)
-    traces = trace_steps(plan, config.directory / "traces", state, train_step)
+        print("     tracing some steps, then timing steps without a trace ...", flush=True)
+    traces = trace_steps(config.profile, config.directory / "traces", state, train_step)
     ranks = group.agree(lambda: read_back(traces))
     idle, seconds = idle_costs(state, group)
     state.loader.close()
@@ -57,42 +54,33 @@ def measure(config: Config) -> int:
 
 
 def read_back(traces: list[Path]) -> Breakdown | str:
-    """Where the time of this rank's traced steps went, or why a trace cannot be read.
-
-    Operators and the longest gap are those of the last window.
-    """
+    """Where the time of this rank's traced steps went, or why a trace cannot be read."""
     try:
         windows = [breakdown(read_trace(path)) for path in traces]
     except TraceError as error:
         return str(error)
-    return windows[-1]._replace(
-        seconds=np.concatenate([window.seconds for window in windows]),
-        compilations=sum(window.compilations for window in windows),
-    )
+    seconds = np.concatenate([window.seconds for window in windows])
+    compilations = sum(window.compilations for window in windows)
+    # Operators and the longest gap are those of the last window.
+    return windows[-1]._replace(seconds=seconds, compilations=compilations)
 
 
 def idle_costs(state: State, group: Group) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of each call to a profiler between its windows, and of the step before that call.
 
-    This call is all by which such a step differs from one of a run without `--profile.every`. It
-    is timed by itself, since a difference of whole steps would drown in noise.
+    The call is all that `--profile.every` adds to such a step. It is timed by itself, since a
+    difference of whole steps would drown in noise.
     """
     profiler = Profiler(replace(state.config.profile, every=2**40), Path("unused"), state)
-    calls, steps = [], []
-
-    def take_step() -> None:
+    first = float(record_steps(state, 1).seconds[0])
+    count = group.from_first(lambda: int(np.clip(SECONDS / first, 8, MOST_STEPS)))
+    calls, steps = np.zeros(count), np.zeros(count)
+    for i in range(count):
+        (steps[i],) = record_steps(state, 1).seconds
         started = time.perf_counter()
-        train_step(state, state.loader.next())
-        synchronize(state.world.device)
-        between = time.perf_counter()
-        profiler.after_step(state, None)
-        calls.append(time.perf_counter() - between)
-        steps.append(between - started)
-
-    take_step()
-    for _ in range(group.from_first(lambda: int(np.clip(SECONDS / steps[0], 8, MOST_STEPS)))):
-        take_step()
-    return np.array(calls[1:]), np.array(steps[1:])
+        profiler.after_step(state)
+        calls[i] = time.perf_counter() - started
+    return calls, steps
 
 
 def judge(
@@ -107,13 +95,9 @@ def judge(
     problems = [f"rank {i}: {rank}" for i, rank in enumerate(ranks) if isinstance(rank, str)]
     stage.figures |= {"trace": str(trace), "step_seconds": spread(seconds), "diagnosis": None}
     size = trace.stat().st_size / 2**20 if trace.exists() else 0
-    stage.check(
-        "trace",
-        not problems,
-        measured=problems[0] if problems else f"{trace.name}, {size:.1f} MiB, read back whole",
-        wanted="written and readable",
-        advice="is there space left on the disk?",
-    )
+    read = problems[0] if problems else f"{trace.name}, {size:.1f} MiB, read back whole"
+    wanted, tip = "written and readable", "is there space left on the disk?"
+    stage.check("trace", not problems, measured=read, wanted=wanted, advice=tip)
     if not problems:
         print(f"     open {trace} at https://ui.perfetto.dev")
         judge_steps(stage, device, ranks, float(np.median(seconds)))
@@ -126,33 +110,30 @@ def judge_steps(
     """Say where the time goes and what to try; `untraced` is a step's usual seconds."""
     slowest = min(range(len(ranks)), key=lambda i: ranks[i].shares["communication"])
     rank = ranks[slowest]
-    steps = len(rank.seconds)
+    steps, operators = len(rank.seconds), rank.operators[:SHOWN]
     traced = float(rank.seconds.sum()) / steps
     compilations = max(other.compilations for other in ranks)
-    last = stage.config.profile.active
-    print(f"     top operators by self time, in the last {last} traced steps:")
-    for name, own, share, calls in rank.operators[:SHOWN]:
+    print(f"     top operators by self time, in {stage.config.profile.active} traced steps:")
+    for name, own, share, calls in operators:
         print(f"     {share:6.1%} {own * 1e3:9.2f} ms {calls:6} x  {name[:60]}")
     print(f"     a step took {traced * 1e3:.2f} ms while traced, else {untraced * 1e3:.2f} ms")
     stage.figures |= {
         "steps": steps,
         "traced_step_seconds": traced,
         "recompiles": compilations,
-        "operators": [operator._asdict() for operator in rank.operators[:SHOWN]],
+        "operators": [operator._asdict() for operator in operators],
     }
-    stage.check(
-        "recompiles",
-        not compilations,
-        measured=f"{compilations} within {steps} traced steps",
-        wanted="none: while it compiles, no share means anything",
-        advice="if it only compiles late, --profile.wait more steps",
-    )
+    measured = f"{compilations} within {steps} traced steps"
+    wanted = "none: while it compiles, no share means anything"
+    tip = "if it only compiles late, --profile.wait more steps"
+    stage.check("recompiles", not compilations, measured=measured, wanted=wanted, advice=tip)
     if device.type != "cpu" and not rank.device:
         problem = f"the trace holds nothing that {device.type} did: torch.profiler cannot see it"
         stage.check("shares", None, measured=problem, wanted="measured")
         return
     shares = without_tracing(rank.shares, traced / untraced) if rank.device else rank.shares
-    text = ", ".join(f"{WORDS.get(part, part)} {shares[part]:.1%}" for part in PARTS)
+    words = {"data": "waiting for data", "host": "host gaps"}
+    text = ", ".join(f"{words.get(part, part)} {shares[part]:.1%}" for part in PARTS)
     stage.check("shares", True, measured=text, wanted="measured")
     diagnosis = diagnose(shares, compilations)
     stage.figures |= {"shares": shares, "diagnosis": diagnosis}
@@ -187,25 +168,18 @@ def judge_idle(stage: Stage, ratio: Interval, call: float) -> None:
     """Check that `--profile.every` costs almost nothing between its windows."""
     stage.figures["idle_overhead"] = ratio._asdict()
     passed = True if ratio.high < IDLE_LIMIT else False if ratio.low > IDLE_LIMIT else None
-    noise = "; too noisy here to tell" if passed is None else ""
-    stage.check(
-        "idle_overhead",
-        passed,
-        measured=f"{ratio.value:.4%} of a step ({ratio.low:.4%} to {ratio.high:.4%}), "
-        f"{call * 1e6:.2g} us a call{noise}",
-        wanted=f"less than {IDLE_LIMIT:.0%}",
-        advice="if steps are this short, leave --profile.every off and use this command",
-    )
+    measured = f"{ratio.value:.4%} of a step ({ratio.low:.4%} to {ratio.high:.4%})"
+    measured += f", {call * 1e6:.2g} us a call"
+    if passed is None:
+        measured += "; too noisy here to tell"
+    wanted = f"less than {IDLE_LIMIT:.0%}"
+    tip = "if steps are this short, leave --profile.every off and use this command"
+    stage.check("idle_overhead", passed, measured=measured, wanted=wanted, advice=tip)
 
 
 def diagnose(shares: Shares, compilations: int) -> str:
     """What most of a step goes to; while the compiler works, no share means anything."""
     return "recompiling" if compilations else max(CAUSES, key=lambda cause: lost(shares, cause))
-
-
-def lost(shares: Shares, cause: str) -> float:
-    """The share of a step that a cause accounts for."""
-    return sum(shares[part] for part in CAUSES[cause])
 
 
 def second_causes(diagnosis: str, shares: Shares) -> list[str]:
@@ -214,85 +188,79 @@ def second_causes(diagnosis: str, shares: Shares) -> list[str]:
     return [cause for cause in others if lost(shares, cause) > WORTH_A_WORD]
 
 
+def lost(shares: Shares, cause: str) -> float:
+    """The share of a step that a cause accounts for."""
+    return sum(shares[part] for part in CAUSES[cause])
+
+
 def advice(diagnosis: str, shares: Shares, rank: Breakdown, config: Config) -> str:
     """The figures behind a diagnosis, and the next thing to try."""
-    function = {
-        "recompiling": on_recompiling,
-        "input-bound": on_input,
-        "host-bound": on_host,
-        "kernel-bound": on_kernels,
-        "communication-bound": on_communication,
-    }[diagnosis]
-    figures, remedy = function(shares, rank, config)
-    return f"{figures}. Try {remedy}"
-
-
-def on_recompiling(shares: Shares, rank: Breakdown, config: Config) -> tuple[str, str]:
-    """Something varies that the compiler took for constant."""
-    return (
-        f"{rank.compilations} compilations within {len(rank.seconds)} steps that should need none",
-        f"`{command('compile', config.directory)}`, which names the guards that failed; where "
-        "lengths vary, --compile.dynamic True, or data of one length",
-    )
-
-
-def on_input(shares: Shares, rank: Breakdown, config: Config) -> tuple[str, str]:
-    """The loop waits for a batch, or for its copy to the device."""
-    if shares["copies"] > shares["data"]:
-        return (
-            f"copies between host and device take {shares['copies']:.0%} of a step",
-            "smaller types in the dataset (uint8, converted on the device); copies that the host "
-            "waits for come from .item(), .cpu() or print in the step",
-        )
-    workers = 2 * config.train.loader_workers or max(1, min(4, usable_cores() - 1))
-    return (
-        f"a step waits for data during {shares['data']:.0%} of its time",
-        f"--train.loader-workers {workers}, or make __getitems__ cheaper",
-    )
-
-
-def on_host(shares: Shares, rank: Breakdown, config: Config) -> tuple[str, str]:
-    """Neither data nor kernels: Python, launches, waits for the device."""
-    gap, train = rank.longest_gap, config.train
-    step = rank.seconds.sum() / len(rank.seconds)
-    figures = (
-        f"nothing is computed during {shares['host']:.0%} of a step; the longest gap, "
-        f"{gap.seconds * 1e3:.2g} ms of a step's {step * 1e3:.3g}, is after {_short(gap.after)} "
-        f"and before {_short(gap.before)}"
-    )
-    if gap.seconds > 0.2 * shares["host"] * step:
-        return figures, "to move the Python work there out of the step, or into tensor operations"
-    tries = try_compiling(config)
-    if train.micro_batch_size < train.global_batch_size:
-        size = 2 * train.micro_batch_size
-        tries.append(f"fewer, larger micro-batches (--train.micro-batch-size {size})")
-    return figures, " and ".join(tries) or "more work per step: launching it takes most of the time"
-
-
-def on_kernels(shares: Shares, rank: Breakdown, config: Config) -> tuple[str, str]:
-    """The device computes, as it should."""
-    figures = f"{shares['kernels']:.0%} of a step is computing"
-    if rank.operators:
-        top = rank.operators[0]
-        figures += f", {top.share:.0%} in {_short(top.name)}"
-    tries = try_compiling(config)
-    if rank.device and config.train.precision == "fp32":
-        tries.insert(0, "--train.precision bf16")
-    devices = f"more devices (`{command('scale', config.directory)}` says what they bring) or "
-    return figures, " and ".join(tries) or (
-        f"{devices if 'scale' in STAGES else ''}a leaner model; the loop itself has little left to "
-        "give"
-    )
-
-
-def on_communication(shares: Shares, rank: Breakdown, config: Config) -> tuple[str, str]:
-    """The ranks exchange tensors, and nothing is computed meanwhile."""
-    figures = f"communication that nothing hides takes {shares['communication']:.0%} of a step"
+    match diagnosis:
+        case "recompiling":
+            return (
+                f"{rank.compilations} compilations within {len(rank.seconds)} steps that should "
+                f"need none. Try `{command('compile', config.directory)}`, which names the guards "
+                "that failed; where lengths vary, --compile.dynamic True, or data of one length"
+            )
+        case "input-bound":
+            return on_input(shares, config)
+        case "host-bound":
+            return on_host(shares["host"], rank, config)
+        case "kernel-bound":
+            return on_kernels(shares["kernels"], rank, config)
     if getattr(config.parallel, "reshard_after_forward", False):
         remedy = "--parallel.no-reshard-after-forward (gathers once, not twice, for more memory)"
     else:
         remedy = "more samples per step (--train.global-batch-size; it is part of a run's identity)"
-    return figures, f"{remedy}, or fewer ranks"
+    return (
+        f"communication that nothing hides takes {shares['communication']:.0%} of a step. "
+        f"Try {remedy}, or fewer ranks"
+    )
+
+
+def on_input(shares: Shares, config: Config) -> str:
+    """The loop waits for a batch, or for its copy to the device."""
+    if shares["copies"] > shares["data"]:
+        return (
+            f"copies between host and device take {shares['copies']:.0%} of a step. Try smaller "
+            "types in the dataset (uint8, converted on the device); .item(), .cpu() and print in "
+            "the step copy, too, and wait"
+        )
+    workers = 2 * config.train.loader_workers or max(1, min(4, usable_cores() - 1))
+    return (
+        f"a step waits for data during {shares['data']:.0%} of its time. Try "
+        f"--train.loader-workers {workers}, or make __getitems__ cheaper"
+    )
+
+
+def on_host(share: float, rank: Breakdown, config: Config) -> str:
+    """Neither data nor kernels: Python, launches, waits for the device."""
+    gap, train = rank.longest_gap, config.train
+    step = float(rank.seconds.sum()) / len(rank.seconds)
+    tries = try_compiling(config)
+    if train.micro_batch_size < train.global_batch_size:
+        size = 2 * train.micro_batch_size
+        tries.append(f"fewer, larger micro-batches (--train.micro-batch-size {size})")
+    if gap.seconds > 0.2 * share * step:
+        tries = ["to move the Python work there out of the step, or into tensor operations"]
+    return (
+        f"nothing is computed during {share:.0%} of a step; the longest gap, "
+        f"{gap.seconds * 1e3:.2g} ms of a step's {step * 1e3:.3g}, is after {gap.after[:48]} and "
+        f"before {gap.before[:48]}. Try {' and '.join(tries) or 'more work per step'}"
+    )
+
+
+def on_kernels(share: float, rank: Breakdown, config: Config) -> str:
+    """The device computes, as it should."""
+    text = f"{share:.0%} of a step is computing"
+    if rank.operators:
+        text += f", {rank.operators[0].share:.0%} in {rank.operators[0].name[:48]}"
+    tries = try_compiling(config)
+    if rank.device and config.train.precision == "fp32":
+        tries.insert(0, "--train.precision bf16")
+    devices = f"more devices (`{command('scale', config.directory)}` says what they bring) or "
+    rest = f"{devices if 'scale' in STAGES else ''}a leaner model; the loop itself has little left"
+    return f"{text}. Try {' and '.join(tries) or rest}"
 
 
 def try_compiling(config: Config) -> list[str]:
@@ -304,7 +272,3 @@ def try_compiling(config: Config) -> list[str]:
     if best is None:
         return [f"--compile.mode blocks (`{command('compile', config.directory)}` measures it)"]
     return [] if best == "none" else [f"--compile.mode {best}, which was measured to be faster"]
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 48 else name[:45] + "..."

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..config import Config, override
-from ..device import move
+from ..device import move, synchronize
 from ..distributed import join, leave, parallel
 from ..loss import checked, loss_vector, means
 from ..model import compute_loss
@@ -17,7 +17,7 @@ from ..run.hardware import cpu_peak_flops, forward_flops, in_units, peak_flops, 
 from ..sampling import fetch, seed_step
 from ..train import State, setup, train_step
 from .stage import Stage
-from .timing import Steps, describe, differences, record_steps, spread, synchronize
+from .timing import Steps, describe, differences, record_steps, spread
 
 WARMUP, MEASURED = 5, 40  # steps
 SECONDS = 60.0  # for each of the two runs, if steps are slow
@@ -25,7 +25,7 @@ BATCHES = 8  # on which the loss has to fall
 DATA_WAIT_LIMIT = 0.05
 ADDS_UP = 0.01  # relative: bfloat16 rounds by less, while a mean is off by a factor
 # Relative differences of the first loss and of the others, where kernels may add in any order.
-TOLERANCE = {"first": 1e-5, "others": 1e-2}
+FIRST, OTHERS = 1e-5, 1e-2
 
 
 def measure(config: Config) -> int:
@@ -33,17 +33,13 @@ def measure(config: Config) -> int:
     stage = Stage("baseline", config)
     config = override(config, {"compile.mode": "none"})
     world = join(config.parallel, config.device)
-    steps = WARMUP + MEASURED
-    print(f"     the first {steps} steps, fewer if they are slow, twice ...", flush=True)
-    first, _ = first_steps(setup(config, world), steps)
+    print("     the first steps of the run, twice ...", flush=True)
+    first, _ = first_steps(setup(config, world), WARMUP + MEASURED)
     state = setup(config, world)
     second, losses = first_steps(state, len(first.losses))
     judge_sums(stage, state)
-    utilisation = gpu_utilisation(state)
+    measure_utilisation(stage, state)
     judge(stage, state, first, second, losses)
-    if utilisation:
-        stage.figures["gpu_utilisation"] = spread(utilisation)
-        print(f"     GPU utilisation {describe(stage.figures['gpu_utilisation'], unit=' %')}")
     del state
     leave(world)
     return stage.close()
@@ -52,8 +48,7 @@ def measure(config: Config) -> int:
 def first_steps(state: State, steps: int) -> tuple[Steps, tuple[float, float]]:
     """The first steps of a run, within about `SECONDS`; the loss on fixed batches before and after.
 
-    The losses of the steps themselves come from different batches, which differ by more than a
-    few steps teach.
+    The losses of the steps come from batches that differ by more than a few steps teach.
     """
     before = loss_on_first_batches(state)
     warmup = record_steps(state, WARMUP)
@@ -82,14 +77,12 @@ def judge(
     stage: Stage, state: State, first: Steps, second: Steps, losses: tuple[float, float]
 ) -> None:
     """Turn two recordings into checks and figures; `losses` are those before and after."""
-    device, steps = state.world.device, len(second.losses)
-    judge_losses(stage, first.losses, second.losses, device.type == "cpu")
-    before, after = losses
+    (before, after), steps = losses, len(second.losses)
+    judge_losses(stage, first.losses, second.losses, state.world.device.type == "cpu")
     stage.check(
         "loss_falls",
         after < before,
-        measured=f"from {before:.4f} to {after:.4f} in {steps} steps, on the same {BATCHES} "
-        "batches",
+        measured=f"from {before:.4f} to {after:.4f} on {BATCHES} batches, by {steps} steps",
         wanted="lower at the end",
         advice="try another --optim.learning-rate, and look at a batch of the data",
     )
@@ -98,12 +91,8 @@ def judge(
     samples = state.config.train.global_batch_size / seconds["median"]
     tokens = getattr(state.spec, "tokens_per_sample", None)
     per_token = f", {samples * tokens:,.0f} tokens/s" if tokens else ""
-    stage.check(
-        "throughput",
-        bool(samples > 0),
-        measured=f"{samples:,.1f} samples/s{per_token}; a step {describe(seconds, 1e3, ' ms')}",
-        wanted="measured",
-    )
+    measured = f"{samples:,.1f} samples/s{per_token}; a step {describe(seconds, 1e3, ' ms')}"
+    stage.check("throughput", True, measured=measured, wanted="measured")
     # Over all steps together: loader workers bring several batches at once, then the median is 0.
     waited = float(both.waits.sum() / both.seconds.sum())
     stage.check(
@@ -111,28 +100,32 @@ def judge(
         waited < DATA_WAIT_LIMIT,
         measured=f"{waited:.1%} of the time",
         wanted=f"less than {DATA_WAIT_LIMIT:.0%}",
-        advice="make __getitems__ cheaper, or read ahead with --train.loader-workers (which does "
-        "not help if a step takes only a millisecond or two)",
+        advice="make __getitems__ cheaper, or read ahead with --train.loader-workers (no help for "
+        "steps of a millisecond or two)",
     )
-    batch = fetch(state.loader.source.dataset, state.loader.source.order.ids(0)[:1])
-    flops = forward_flops(state.model, compute_loss, batch)
-    peak = peak_flops(device) or (cpu_peak_flops() if device.type == "cpu" else None)
-    mfu = 3 * flops * samples / peak if flops and peak else None
-    memory = peak_memory(device)
-    share = f"{mfu:.1%} of {peak / 1e9:,.0f} GFLOP/s (MFU)" if mfu else "MFU unknown"
-    print(f"     {share}; peak memory {in_units(memory)}")
     stage.figures |= {
         "losses": second.losses.tolist(),
         "step_seconds": seconds,
         "samples_per_second": samples,
         "tokens_per_second": samples * tokens if tokens else None,
         "data_wait": spread(both.waits / both.seconds) | {"all": waited},
-        "peak_memory_bytes": memory,
-        "flops_per_sample": 3 * flops if flops else None,
-        "peak_flops": peak,
-        "mfu": mfu,
         "parameters": sum(p.numel() for p in state.model.parameters()),
+        **use_of_device(state, samples),
     }
+
+
+def use_of_device(state: State, samples: float) -> dict[str, float | None]:
+    """Memory and floating-point operations at so many samples per second, as figures."""
+    device = state.world.device
+    batch = fetch(state.loader.source.dataset, state.loader.source.order.ids(0)[:1])
+    forward = forward_flops(state.model, compute_loss, batch)
+    flops = 3 * forward if forward else None
+    peak = peak_flops(device) or (cpu_peak_flops() if device.type == "cpu" else None)
+    mfu = flops * samples / peak if flops and peak else None
+    memory = peak_memory(device)
+    share = f"{mfu:.1%} of {peak / 1e9:,.0f} GFLOP/s (MFU)" if mfu else "MFU unknown"
+    print(f"     {share}; peak memory {in_units(memory)}")
+    return {"peak_memory_bytes": memory, "flops_per_sample": flops, "peak_flops": peak, "mfu": mfu}
 
 
 def judge_losses(stage: Stage, first: np.ndarray, second: np.ndarray, cpu: bool) -> None:
@@ -147,12 +140,9 @@ def judge_losses(stage: Stage, first: np.ndarray, second: np.ndarray, cpu: bool)
     if cpu or stage.config.train.deterministic:
         passed, wanted = not differing, "none"
     else:
-        passed = bool(apart[0] <= TOLERANCE["first"] and apart.max() <= TOLERANCE["others"])
-        wanted = (
-            f"the first within {TOLERANCE['first']:.0e}, the others {TOLERANCE['others']:.0e}, as "
-            "kernels add in any order (--train.deterministic: bit for bit)"
-        )
-        advice += "; --train.deterministic rules out everything else"
+        passed = bool(apart[0] <= FIRST and apart.max() <= OTHERS)
+        wanted = f"at most {FIRST:.0e} in the first loss and {OTHERS:.0e} in the others"
+        advice += "; --train.deterministic rules out the order in which kernels add"
     stage.check("deterministic", passed, measured=measured, wanted=wanted, advice=advice)
 
 
@@ -161,10 +151,10 @@ def judge_sums(stage: Stage, state: State) -> None:
 
     Measured in evaluation mode, without dropout; a model that is random even then cannot be judged.
     """
-    dataset, names = state.loader.source.dataset, []
+    names: list[str] = []
 
     def sums(ids: np.ndarray) -> torch.Tensor:
-        batch = move(fetch(dataset, ids), state.world.device)
+        batch = move(fetch(state.loader.source.dataset, ids), state.world.device)
         with torch.no_grad(), parallel.autocast(state.world, state.compute_dtype):
             loss = compute_loss(state.module, batch)
         names[:] = "loss", "count", *loss.metrics
@@ -186,33 +176,28 @@ def judge_sums(stage: Stage, state: State) -> None:
         return
     apart, at = ((parts.sum(0) - whole).abs() / size).max(0)
     one, two = parts[:, at].tolist()
-    stage.check(
-        "adds_up",
-        bool(apart < ADDS_UP),
-        measured=f"{names[at]} of {len(ids)} samples {whole[at]:.6g}, in parts {one:.6g} and "
-        f"{two:.6g}",
-        wanted=wanted,
-        advice="compute_loss must return sums, not means (reduction='sum'), over what it counts",
-    )
+    measured = f"{names[at]} of {len(ids)} samples {whole[at]:.6g}, in parts {one:.6g} + {two:.6g}"
+    advice = "compute_loss must return sums, not means (reduction='sum'), over what it counts"
+    stage.check("adds_up", bool(apart < ADDS_UP), measured=measured, wanted=wanted, advice=advice)
 
 
-def gpu_utilisation(state: State, seconds: float = 3.0) -> list[float]:
-    """Percentages of time with a kernel at work while training, by the GPU's driver; else empty."""
-    samples: list[float] = []
+def measure_utilisation(stage: Stage, state: State) -> None:
+    """Train for some seconds; percentages of time with a kernel at work, by the GPU's driver."""
     if state.world.device.type != "cuda":
-        return samples
-    started, elapsed, due = time.perf_counter(), 0.0, 1.0  # the driver looks back up to a second
-    while elapsed < seconds:
+        return
+    samples: list[float] = []
+    started, due = time.perf_counter(), 1.0  # the driver looks back up to a second
+    while (elapsed := time.perf_counter() - started) < 3.0:
         train_step(state, state.loader.next())
-        elapsed = time.perf_counter() - started
-        if elapsed < due:
-            continue
-        due = elapsed + 0.2
-        try:
-            samples.append(float(torch.cuda.utilization(state.world.device)))
-        except Exception as error:  # the driver's library is optional
-            print(f"     GPU utilisation: not measured ({error}; pip install nvidia-ml-py)")
-            break
+        if elapsed >= due:
+            due = elapsed + 0.2
+            try:
+                samples.append(float(torch.cuda.utilization(state.world.device)))
+            except Exception as error:  # the driver's library is optional
+                print(f"     GPU utilisation: not measured ({error}; pip install nvidia-ml-py)")
+                break
     synchronize(state.world.device)
     state.loader.close()
-    return samples
+    if samples:
+        stage.figures["gpu_utilisation"] = spread(samples)
+        print(f"     GPU utilisation {describe(stage.figures['gpu_utilisation'], unit=' %')}")

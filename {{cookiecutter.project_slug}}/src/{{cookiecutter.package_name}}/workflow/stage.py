@@ -7,7 +7,6 @@ versions, seconds, measured_at}. A status is pass, fail or not_measured.
 import functools
 import hashlib
 import json
-import math
 import os
 import platform
 import shlex
@@ -27,9 +26,6 @@ from . import WorkflowConfig
 
 STATUSES = ("fail", "not_measured", "pass")  # the worst first
 PACKAGE = __package__.split(".")[0]
-# Settings that change no measurement.
-WITHOUT_EFFECT = {"name", "run_dir", "fresh", "init_from", "init_strict", "track", "tracker"}
-WITHOUT_EFFECT |= {"workflow.keep_going", "workflow.force"}
 
 
 @dataclass(frozen=True)
@@ -55,8 +51,7 @@ class Stage:
         folder = stage_file(self.config.directory, self.name).parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
+            tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             raise UserError(f"{folder} cannot be written to: {error}") from None
 
@@ -68,11 +63,12 @@ class Stage:
         `measured` then says why. `advice` says what to do unless it passed.
         """
         status = {True: "pass", False: "fail", None: "not_measured"}[passed]
-        check = {"name": name, "status": status, "measured": measured, "wanted": wanted}
-        self.checks.append({**check, "advice": "" if passed else advice})
         mark = {"pass": "ok  ", "fail": "FAIL", "not_measured": "n/a "}[status]
+        advice = "" if passed else advice
+        check = {"name": name, "status": status, "measured": measured, "wanted": wanted}
+        self.checks.append({**check, "advice": advice})
         print(f"{mark} {name}: {measured} (wanted: {wanted})", flush=True)
-        if not passed and advice:
+        if advice:
             print(f"     {advice}", flush=True)
 
     def advise(self, text: str) -> None:
@@ -89,12 +85,14 @@ class Stage:
     def close(self) -> int:
         """Write workflow/<stage>.json; 0 unless a check failed."""
         path = stage_file(self.config.directory, self.name)
+        # JSON has no word for NaN and infinity, which become null.
+        figures = json.loads(json.dumps(self.figures), parse_constant=lambda _: None)
         content = {
             "stage": self.name,
             "status": self.status,
             "checks": self.checks,
             "advice": self.advice,
-            "figures": finite(self.figures),
+            "figures": figures,
             "settings": to_json(self.config),
             "code": code_digest(),
             "machine": machine(self.config.device) | {"load": round(os.getloadavg()[0], 1)},
@@ -105,15 +103,6 @@ class Stage:
         write_json(path, content)
         print(f"{self.name}: {self.status.replace('_', ' ')} ({path})", flush=True)
         return int(self.status == "fail")
-
-
-def finite(value: Any) -> Any:
-    """The value with null for each number that is not finite: JSON has no word for it."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def stage_file(run_dir: Path, name: str) -> Path:
@@ -142,26 +131,6 @@ def need_stage(run_dir: Path, name: str, user: str) -> dict[str, Any]:
     if content := read_stage(run_dir, name):
         return content
     raise UserError(f"{user} needs what {name} measures: run `{command(name, run_dir)}` first")
-
-
-def is_current(content: dict[str, Any], config: Config) -> bool:
-    """Whether a result comes from these settings, this code and torch, and such a machine."""
-    here = machine(config.device)
-    return (
-        content["code"] == code_digest()
-        and all(content["machine"].get(key) == here[key] for key in ("device", "gpus", "cpu"))
-        and content["versions"]["torch"] == str(torch.__version__)
-        and effective(content["settings"]) == effective(to_json(config))
-    )
-
-
-def effective(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The settings that can change a measurement."""
-    return {
-        name: effective(value, f"{name}.") if isinstance(value, dict) else value
-        for name, value in settings.items()
-        if prefix + name not in WITHOUT_EFFECT
-    }
 
 
 def command(name: str, run_dir: Path) -> str:

@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..device import synchronize
 from ..loss import means
 from ..sampling import seed_step
 from ..train import State, train_step
-
-NOISE = 1.2  # an interval whose ends are this far apart cannot tell what is faster
-TOO_NOISY = "too noisy to tell"
 
 
 class Steps(NamedTuple):
@@ -109,19 +107,3 @@ def differences(first: Iterable[float], second: Iterable[float]) -> np.ndarray:
     return np.array(
         [0.0 if math.isnan(a) and math.isnan(b) else difference(a, b) for a, b in pairs]
     )
-
-
-def speedup_of(eager: list[float], compiled: list[float]) -> tuple[Interval, str]:
-    """How many times as fast compiled steps are, from pairs of windows, and a word for it."""
-    speedup = median_interval(np.array(eager) / np.array(compiled))
-    if speedup.low > 1 or speedup.high < 1:
-        return speedup, "faster" if speedup.low > 1 else "slower"
-    return speedup, "within noise" if speedup.high < NOISE * speedup.low else TOO_NOISY
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its queue."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
