@@ -33,6 +33,15 @@ def to_json(settings: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(settings), default=str))
 
 
+def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by their dotted names, from nested dictionaries."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
 def write_json(path: Path, content: Any) -> None:
     """Replace a small JSON file in one step: a reader sees the old one or the new one."""
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")

@@ -37,10 +37,8 @@ class ProfileConfig:
         if self.active < 1 or self.repeat < 1 or min(self.wait, self.warmup, self.every) < 0:
             raise UserError("profile: active and repeat must be >= 1, the others >= 0")
         if 0 < self.every < self.warmup + self.active:
-            raise UserError(
-                f"--profile.every {self.every} is shorter than the window it traces "
-                f"({self.warmup} + {self.active} steps)"
-            )
+            window = f"its window ({self.warmup} + {self.active} steps)"
+            raise UserError(f"--profile.every {self.every} is shorter than {window}")
 
 
 class Profiler:
@@ -57,17 +55,10 @@ class Profiler:
         self.written: list[Path] = []
         self.profile: profile | None = None
         self.window = config.warmup + config.active
+        self.period = config.every or config.wait + self.window
+        self.opens = self.step + config.wait
         if config.every:
-            self.period = config.every
             self.opens = -(-(self.step + self.window) // self.period) * self.period - self.window
-        else:
-            self.period = config.wait + self.window
-            self.opens = self.step + config.wait
-
-    @property
-    def steps(self) -> int:
-        """Steps that all windows of `profile` take."""
-        return self.period * self.config.repeat
 
     def __enter__(self) -> "Profiler":
         """Open the first window if it begins with the next step."""
@@ -92,12 +83,10 @@ class Profiler:
             self._open()
 
     def _open(self) -> None:
-        activities = [ProfilerActivity.CPU]
-        if self.world.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
+        kinds = ("CPU", "CUDA") if self.world.device.type == "cuda" else ("CPU",)
         warmup, active = self.config.warmup, self.config.active
         self.profile = profile(
-            activities=activities,
+            activities=[ProfilerActivity.__members__[kind] for kind in kinds],
             schedule=schedule(wait=0, warmup=warmup, active=active, repeat=1),
             on_trace_ready=self._write,
             record_shapes=self.config.shapes,
@@ -128,7 +117,7 @@ def trace_steps(config: ProfileConfig, directory: Path, state: Any, step: Any) -
     profiler = Profiler(replace(config, every=0), directory, state)
     snapshot = directory / f"memory_rank_{state.world.rank}.pickle"
     with memory_snapshot(snapshot, state.world), profiler:
-        for _ in range(profiler.steps):
+        for _ in range(profiler.period * config.repeat):
             step(state, state.loader.next())
             profiler.after_step(state)
     return profiler.written
