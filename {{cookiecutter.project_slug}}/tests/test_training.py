@@ -1,5 +1,6 @@
 """The loop on your model and data: it learns, resumes exactly, and refuses what would not be."""
 
+import contextlib
 import json
 import os
 import resource
@@ -64,7 +65,7 @@ def test_accumulation_does_not_change_a_step() -> None:
         state.model.eval()  # dropout draws other numbers for other micro-batches
         train_step(state, state.loader.next())
         weights.append({k: v.clone() for k, v in state.model.state_dict().items()})
-    same(*weights, atol=1e-5, rtol=1e-4)
+    same(*weights, near=1e-5)
 
 
 def test_a_step_that_is_not_finite_is_skipped() -> None:
@@ -81,26 +82,22 @@ def test_a_step_that_is_not_finite_is_skipped() -> None:
     assert not torch.equal(parameters[0], before[0])
 
 
-EXACTLY, NEARLY = {"atol": 0, "rtol": 0}, {"atol": 1e-5, "rtol": 1e-4}
-
-
 @pytest.mark.parametrize(
     ("changes", "near"),
     [
-        ({"train__loader_workers": 1}, EXACTLY),
-        ({"train__activation_checkpointing": True}, {"atol": 1e-6, "rtol": 1e-5}),
-        ({"compile__mode": "blocks", "compile__backend": "eager"}, NEARLY),
-        ({"compile__mode": "full", "compile__backend": "eager"}, NEARLY),
+        ({"train__loader_workers": 1}, 0),
+        ({"train__activation_checkpointing": True}, 1e-6),
+        ({"compile__mode": "blocks", "compile__backend": "eager"}, 1e-5),
+        ({"compile__mode": "full", "compile__backend": "eager"}, 1e-5),
     ],
     ids=("loader workers", "activation checkpointing", "compiled blocks", "compiled"),
 )
 def test_another_way_changes_no_name_and_no_result(tmp_path, changes, near, caplog) -> None:
     if "train__activation_checkpointing" in changes:
-        model = setup(tiny(tmp_path)).model
-        skip_batch_statistics(model, "computing again updates batch statistics again")
+        skip_batch_statistics(setup(tiny(tmp_path)).model, "they would be updated twice")
     plain = train(tiny(tmp_path / "a", train__steps=6))
     caplog.set_level("INFO")
-    same(train(tiny(tmp_path / "b", train__steps=6, **changes)), plain, **near)
+    same(train(tiny(tmp_path / "b", train__steps=6, **changes)), plain, near)
     assert ("graph breaks: " in caplog.text) == ("compile__mode" in changes)
 
 
@@ -171,9 +168,8 @@ def test_another_run_is_not_taken_for_this_one(tmp_path: Path) -> None:
         run(tiny(tmp_path / "a", train__steps=8, train__seed=1))
     with pytest.raises(UserError, match="global_batch_size"):
         run(tiny(tmp_path / "a", train__steps=8, train__global_batch_size=4))
-    result = run(tiny(tmp_path / "a", train__steps=6, train__seed=1, fresh=True))
-    assert result.status == "finished"
-    assert (tmp_path / "a.old-1/checkpoints").is_dir()
+    afresh = tiny(tmp_path / "a", train__steps=6, train__seed=1, fresh=True)
+    assert run(afresh).status == "finished" and (tmp_path / "a.old-1/checkpoints").is_dir()
     changes = {"train__seed": 1, "train__steps": 2, "init_from": tmp_path / "a"}
     assert run(tiny(tmp_path / "b", **changes)).status == "finished"
 
@@ -188,8 +184,7 @@ def test_a_damaged_checkpoint_costs_one_interval(tmp_path: Path, caplog) -> None
     steps = []
     run(tiny(tmp_path, train__steps=12), [after_step(lambda state, _: steps.append(state.step))])
     assert steps[0] == 6
-    assert "DAMAGED" in caplog.text
-    assert sorted(losses(tmp_path))[-1] == 12
+    assert "DAMAGED" in caplog.text and max(losses(tmp_path)) == 12
 
 
 @pytest.mark.parametrize("on_failure", ["continue", "stop"])
@@ -198,27 +193,23 @@ def test_a_failed_save_costs_only_itself(tmp_path: Path, on_failure: str) -> Non
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def squeeze(state: State, record: dict | None) -> None:
-        if state.step == 7:
+        if state.step in (7, 12):
             state.checkpointer.settle()
             files = (tmp_path / "checkpoints/step_00000005").iterdir()
-            largest = max(path.stat().st_size for path in files)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (largest // 2, hard))
-        elif state.step == 12:
-            state.checkpointer.settle()
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            small = max(path.stat().st_size for path in files) // 2
+            limit = small if state.step == 7 else soft
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
 
     settings = tiny(tmp_path, checkpoint__on_failure=on_failure)
-    saved = ["step_00000005"]
+    ending, saved = contextlib.nullcontext(), {5, 15, 20}
+    if on_failure == "stop":
+        ending, saved = pytest.raises(RankError, match="step 10 was not saved"), {5}
     try:
-        if on_failure == "stop":
-            with pytest.raises(RankError, match="step 10 was not saved"):
-                run(settings, [after_step(squeeze)])
-        else:
+        with ending:
             assert run(settings, [after_step(squeeze)]).status == "finished"
-            saved += ["step_00000015", "step_00000020"]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == saved
+    assert {int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir()} == saved
     assert run(settings).step == 20
 
 
@@ -296,8 +287,7 @@ def test_the_commands_work_on_a_finished_run(tmp_path: Path, capfd, monkeypatch)
         return capfd.readouterr().out
 
     train(tiny(tmp_path))
-    assert "best" in command("verify")
-    assert command("infer", "--step", "20")
+    assert "best" in command("verify") and command("infer", "--step", "20")
     tiny_cpu = ("--preset", "tiny", "--device", "cpu")
     if "profile" in STAGES:
         assert "top operators" in command("profile", *tiny_cpu)
@@ -306,6 +296,5 @@ def test_the_commands_work_on_a_finished_run(tmp_path: Path, capfd, monkeypatch)
     (tmp_path / "checkpoints/step_00000020/manifest.json").unlink()
     assert "DAMAGED" in command("verify", codes=(1,))
     report = json.loads((tmp_path / "workflow/baseline.json").read_text())
-    assert report["stage"] == "baseline"
-    statuses = {check["name"]: check["status"] for check in report["checks"]}
-    assert statuses["deterministic"] == "pass"
+    passed = [check["name"] for check in report["checks"] if check["status"] == "pass"]
+    assert report["stage"] == "baseline" and "deterministic" in passed

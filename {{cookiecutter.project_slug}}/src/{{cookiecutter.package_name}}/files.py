@@ -12,10 +12,9 @@ from typing import Any
 
 @contextlib.contextmanager
 def naming(path: Any) -> Iterator[None]:
-    """Raise the system's error with the name of the file.
+    """Name the file in an OSError, which after a read, a write or a sync names none.
 
-    An OSError of a read, a write or a sync names no file, and torch.save replaces the error that
-    its file raised by one of its own.
+    torch.save replaces the error that its file raised by one of its own.
     """
     try:
         yield

@@ -44,8 +44,7 @@ class ProfileConfig:
 class Profiler:
     """A callback: traces windows of steps into a directory.
 
-    torch.profiler exists only while a window is open: between windows `after_step` compares two
-    integers, and nothing is registered with torch that could slow an operator down. With `every`
+    Between windows there is no torch.profiler, and `after_step` compares two integers. With `every`
     a window ends at each of its multiples, wherever the run was resumed.
     """
 
@@ -86,7 +85,7 @@ class Profiler:
         kinds = ("CPU", "CUDA") if self.world.device.type == "cuda" else ("CPU",)
         warmup, active = self.config.warmup, self.config.active
         self.profile = profile(
-            activities=[ProfilerActivity.__members__[kind] for kind in kinds],
+            activities=[getattr(ProfilerActivity, kind) for kind in kinds],
             schedule=schedule(wait=0, warmup=warmup, active=active, repeat=1),
             on_trace_ready=self._write,
             record_shapes=self.config.shapes,

@@ -239,8 +239,8 @@ class Loader:
 
     def close(self) -> None:
         """Stop the workers; `next` starts them again."""
-        # The iterator's finaliser does so too, but a traceback can keep the iterator alive, and
-        # Python waits at exit for workers, which ignore its signal.
+        # Its finaliser does so too, but a traceback can keep the iterator alive, and Python waits
+        # at exit for workers, which ignore its signal.
         if self.iterator is not None:
             self.iterator._shutdown_workers()
         self.iterator = None

@@ -198,7 +198,7 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         run_dir.begin(to_json(config), state.step)
         stack.callback(state.loader.close)
         journal = Journal(run_dir.path, state, group)
-        writing = (journal, *after_journal)
+        writing = (journal, *after_journal)  # only rank 0 writes: no part of a step for stragglers
         callbacks.enter([*callbacks_of(state, run_dir.path, group, writing), *more])
         before_step, after_step, after_validation = callbacks.methods()
 
@@ -270,9 +270,7 @@ def start(state: State, run_dir: "os.PathLike[str]", group: Group) -> Checkpoint
     return checkpointer
 
 
-def callbacks_of(
-    state: State, run_dir: Path, group: Group, writing: Iterable[Any]
-) -> Iterator[Any]:
+def callbacks_of(state: State, run_dir: Path, group: Group, writing: tuple) -> Iterator[Any]:
     """The callbacks of a run after the watchdog's, in the order in which they are called."""
     config = state.config
     if config.train.on_bad_step == "stop":

@@ -37,9 +37,8 @@ def step_unless(bad: torch.Tensor | bool, optimizer: torch.optim.Optimizer) -> N
 class RunningBuffers:
     """Restores persistent buffers when a step is skipped.
 
-    Forward has already written non-finite values into its running statistics, where they would
-    stay for good. The version counters show in the first step which buffers forward writes; the
-    others, however large, cost nothing from then on.
+    Forward has written non-finite values into running statistics, where they would stay. Version
+    counters show in the first step which buffers forward writes; the others then cost nothing.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -97,9 +96,8 @@ class SkippedSteps:
 class StopAtBadStep:
     """A callback for `--train.on-bad-step stop`: UserError, with the samples, after a bad step.
 
-    It makes the host wait for the device at each step. A bad step is skipped, so the weights are
-    still those of the batch: halves of it are tried as steps that change nothing, and bad halves
-    are halved again, down to single samples.
+    The host waits for the device at each step. A bad step is skipped, so the weights are still
+    those of its batch, whose halves are tried as steps that change nothing, down to single samples.
     """
 
     def __init__(self, train_step: Callable[..., None], group: Group) -> None:

@@ -75,13 +75,12 @@ def state_per_parameter(optimizer: torch.optim.Optimizer) -> float | None:
     parameter.grad = torch.zeros_like(parameter)
     known = inspect.signature(type(optimizer)).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in known}
-    try:
+    with contextlib.suppress(Exception):
         twin = type(optimizer)([parameter], **options)
         twin.step()
-    except Exception:
-        return None
-    tensors = [v for v in twin.state[parameter].values() if isinstance(v, torch.Tensor) and v.ndim]
-    return sum(tensor.nbytes for tensor in tensors) / parameter.nbytes
+        tensors = [v for v in twin.state[parameter].values() if isinstance(v, torch.Tensor)]
+        return sum(tensor.nbytes for tensor in tensors if tensor.ndim) / parameter.nbytes
+    return None
 
 
 def check_memory(needed: Memory, device: torch.device) -> None:
@@ -147,15 +146,13 @@ def forward_flops(model: nn.Module, compute: Any, batch: Any) -> int | None:
     """
     from torch.utils.flop_counter import FlopCounterMode  # only where a peak is known: 0.2 s
 
-    try:
-        tensors = [*model.parameters(), *model.buffers()]
+    tensors = [*model.parameters(), *model.buffers()]
+    with contextlib.suppress(Exception), torch.no_grad():
         shadow = copy.deepcopy(model, memo={id(t): t.detach().to("meta") for t in tensors})
-        batch = move(batch, torch.device("meta"))
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            compute(shadow, batch)
-    except Exception:
-        return None
-    return counter.get_total_flops()
+        with FlopCounterMode(display=False) as counter:
+            compute(shadow, move(batch, torch.device("meta")))
+        return counter.get_total_flops()
+    return None
 
 
 def peak_flops(device: torch.device) -> float | None:
