@@ -4,12 +4,12 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..files import flatten
 
 STATUS = {"running": "RUNNING", "preempted": "KILLED", "failed": "FAILED"}
 
@@ -61,7 +61,7 @@ class Tracker:
             experiment = self._experiment(config.experiment, artifacts)
             run = self.client.create_run(experiment, run_name=run_dir.name)
             note.write_text(json.dumps({"id": run.info.run_id}) + "\n", "utf-8")
-            params = [Param(name, str(value)) for name, value in _flatten(settings)]
+            params = [Param(name, str(value)) for name, value in flatten(settings)]
             for start in range(0, len(params), 100):
                 self.client.log_batch(run.info.run_id, params=params[start : start + 100])
         self.id = run.info.run_id
@@ -90,11 +90,3 @@ class Tracker:
         if found := self.client.get_experiment_by_name(name):
             return found.experiment_id
         return self.client.create_experiment(name, artifact_location=artifacts)
-
-
-def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

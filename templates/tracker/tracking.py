@@ -39,12 +39,7 @@ class Tracking:
     harmless = True
 
     def __init__(
-        self,
-        config: Any,
-        run_dir: Path,
-        step: int,
-        status: str = "running",
-        settings: dict[str, Any] | None = None,
+        self, config: Any, run_dir: Path, step: int, status: str = "running", settings: Any = None
     ) -> None:
         self.config, self.run_dir, self.step, self.status = config, run_dir, step, status
         self.settings = settings or to_json(config)
@@ -116,11 +111,9 @@ def log_report(run_dir: Path, config: Any, path: Path) -> None:
     if not config.track:
         return
     try:
-        with RunDirectory(run_dir, Group(), keep_logs=False):
-            settings, found = (
-                json.loads((run_dir / name).read_text("utf-8"))
-                for name in ("config.json", "status.json")
-            )
+        with RunDirectory(run_dir, Group(), logs=False):
+            names = ("config.json", "status.json")
+            settings, found = (json.loads((run_dir / name).read_text("utf-8")) for name in names)
             step = max((record["step"] for record in read_records(run_dir)), default=0)
             # A run whose status is "running" though nobody holds its directory was killed.
             status = "failed" if found["status"] == "running" else found["status"]

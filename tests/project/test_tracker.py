@@ -381,7 +381,7 @@ def test_only_the_first_rank_of_a_tracked_run_has_one(project: Project) -> None:
         world = distributed.World(rank, 2, torch.device("cpu"))
         state = SimpleNamespace(config=project.config(**changes), world=world, step=0)
         group = distributed.Group()
-        callbacks = training.callbacks_of(state, project.folder / "runs/nothing", group, None)
+        callbacks = training.callbacks_of(state, project.folder / "runs/nothing", group, ())
         return sum(type(callback).__name__ == "Tracking" for callback in callbacks)
 
     assert (trackers(0), trackers(1), trackers(0, track=False)) == (1, 0, 0)

@@ -1,10 +1,6 @@
-"""What the tests share: the tiny preset, and runs of it in this process or under torchrun."""
+"""What the tests share: the tiny preset, and runs of it in this process."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +12,6 @@ import torch
 from {{ cookiecutter.package_name }} import config
 from {{ cookiecutter.package_name }}.config import override
 from {{ cookiecutter.package_name }}.train import State, run
-
-PACKAGE = config.__package__
 
 
 def tiny(run_dir: Path, **changes: Any) -> config.Config:
@@ -33,16 +27,16 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in map(json.loads, lines)}
 
 
-def train(settings: config.Config) -> dict[str, torch.Tensor]:
-    """Run to the end in this process; the final weights."""
-    final: dict[str, torch.Tensor] = {}
+def train(settings: config.Config, at: int = 0) -> dict[str, torch.Tensor]:
+    """Run to the end in this process; the weights at a step (default: the last)."""
+    weights: dict[str, torch.Tensor] = {}
 
     def keep(state: State, record: dict | None) -> None:
-        if state.step == settings.train.steps:
-            final.update({k: v.clone() for k, v in state.model.state_dict().items()})
+        if state.step == (at or settings.train.steps):
+            weights.update({k: v.clone() for k, v in state.model.state_dict().items()})
 
     run(settings, [after_step(keep)])
-    return final
+    return weights
 
 
 def after_step(call: Callable[[State, dict | None], None]) -> SimpleNamespace:
@@ -50,22 +44,12 @@ def after_step(call: Callable[[State, dict | None], None]) -> SimpleNamespace:
     return SimpleNamespace(after_step=call)
 
 
-def launch(ranks: int, *arguments: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    """Run a command on `ranks` processes of this machine; nothing of it outlives the call."""
-    command = [sys.executable, "-m"]
-    if ranks > 1:
-        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-    with subprocess.Popen(
-        [*command, PACKAGE, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            pytest.fail(f"{arguments} took more than {timeout} s:\n{process.communicate()[0]}")
-    return subprocess.CompletedProcess(process.args, process.returncode, output)
+def same(weights: dict[str, Any], others: dict[str, Any], near: float = 0) -> None:
+    """Assert that the names and all values are equal, or as near as stated."""
+    torch.testing.assert_close(weights, others, atol=near, rtol=10 * near)
+
+
+def skip_batch_statistics(model: torch.nn.Module, reason: str) -> None:
+    """Skip the test for a model whose batch statistics it cannot hold for."""
+    if any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+        pytest.skip(f"not applicable: {reason}")

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,12 +47,18 @@ TIMED_STEPS = 64  # of each log line: the first ones
 
 def watchdog(
     run_dir: Path, world: World, group: Group, module: nn.Module, say: Callable[[str], None]
-) -> tuple[Any, ...]:
-    """The callbacks that watch over the ranks; `say` prints to the console without waiting."""
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The callbacks that watch over the ranks: those before the journal, and those after it.
+
+    `say` prints to the console without waiting.
+    """
     if group.process_group is None:
-        return ()
+        return (), ()
     watch = Watchdog(run_dir, world.step_limit.total_seconds(), group, say)
-    return (watch, Stragglers(group, world.device, module)) if world.size > 1 else (watch,)
+    if world.size == 1:
+        return (watch,), ()
+    stragglers = Stragglers(group, world.device, module)
+    return (watch, stragglers), (SimpleNamespace(after_step=stragglers.begin),)
 
 
 class Watchdog:
@@ -238,11 +245,14 @@ class Stragglers:
         self._arrive()
 
     def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
-        """Turn to the next step; add to the log line, if there is one."""
+        """Add to the log line, if there is one."""
         if self.began is not None:
             self.spans.append((self.began, self.arrived))
         if record is not None:
             record |= self._compare(record["step_seconds"])
+
+    def begin(self, state: Any, record: dict[str, Any] | None) -> None:
+        """Time the next step, after the journal: writing the record takes rank 0 alone its time."""
         self.resumed = self.group.resumed
         self.began = self._now() if len(self.spans) < TIMED_STEPS else None
 

@@ -103,6 +103,6 @@ def regrouping(told_to_stop: Callable[[], bool]) -> bool:
 
 def watchdog(
     run_dir: Path, world: World, group: Group, module: nn.Module, say: Callable[[str], None]
-) -> tuple[Any, ...]:
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Nobody waits for this process, so nothing watches over it."""
-    return ()
+    return (), ()

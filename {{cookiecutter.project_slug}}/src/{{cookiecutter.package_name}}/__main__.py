@@ -4,6 +4,7 @@ Bare `--help` imports no torch: each command imports what it needs.
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -29,14 +30,12 @@ def train(arguments: list[str]) -> int:
 
     config = parse_config("train", Config, arguments)
     result = run(config)
-    log.info("%s at step %d", result.status, result.step)
-    if os.environ.get("RANK", "0") == "0":
-        for line in summary(config.directory, result.step):
-            log.info("  %s", line)
+    lines = summary(config.directory, result.step) if os.environ.get("RANK", "0") == "0" else []
     if result.status == "already finished":
-        log.info("  to train further: raise --train.steps; to start over: --fresh (keeps this run)")
+        lines.append("to train further: raise --train.steps; to start over: --fresh")
     elif result.status == "preempted":
-        log.info("  to resume: the same command again")
+        lines.append("to resume: the same command again")
+    log.info("\n  ".join([f"{result.status} at step {result.step}", *lines]))
     return TO_BE_RESTARTED if result.status == "regrouping" else 0
 
 
@@ -45,23 +44,18 @@ def summary(run_dir: Path, step: int) -> list[str]:
     from .checkpoint.paths import checkpoints_of, published
     from .run import journal
 
-    blocked = "an unknown time"
-    try:
-        status = json.loads((run_dir / "status.json").read_text("utf-8"))
-        blocked = f"{status['checkpoint_blocked_seconds']:.2f} s"
-    except (OSError, ValueError, KeyError):
-        pass  # a full disk has been warned of
+    lines = journal.summary(run_dir, step)
     try:
         directory = checkpoints_of(run_dir)
         names = ", ".join(path.name for path in published(directory)) or "none"
         where = "" if isinstance(directory, Path) else f" in {directory}"
     except (OSError, RankError):
         names, where = "cannot be listed now", ""
-    return [
-        *journal.summary(run_dir, step),
-        f"checkpoints: {names}{where} (saving held training up for {blocked} in all)",
-        f"everything is in {run_dir}",
-    ]
+    lines.append(f"checkpoints: {names}{where}")
+    with contextlib.suppress(OSError, ValueError, KeyError):  # a full disk has been warned of
+        status = json.loads((run_dir / "status.json").read_text("utf-8"))
+        lines[-1] += f" (training waited {status['checkpoint_blocked_seconds']:.2f} s for saves)"
+    return [*lines, f"everything is in {run_dir}"]
 
 
 def verify(arguments: list[str]) -> int:
@@ -146,10 +140,8 @@ def parse_config(name: str, kind: type, arguments: list[str]) -> Any:
     either.add_argument("--config", type=Path)
     given, rest = parser.parse_known_args(arguments)
     base = config.load(given.config, kind) if given.config else config.preset(given.preset, kind)
-    more = (
-        f" Start from --preset NAME ({', '.join(PRESETS)}) or from the settings of another run "
-        "(--config runs/NAME/config.json); the options below override them."
-    )
+    names = ", ".join(PRESETS)
+    more = f" Start from --preset NAME ({names}) or --config runs/NAME/config.json, then override."
     return parse(name, kind, rest, more, default=base)
 
 

@@ -9,8 +9,8 @@ import functools
 import hashlib
 import logging
 import os
-import platform
 import signal
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,19 +66,17 @@ def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: Compile
 def use_compile_cache() -> None:
     """Keep compiled code in one folder per project and kind of machine: restarts start warm.
 
-    The folder holds code that runs, so it is outside of every run directory, which people copy and
-    send, and only its owner can open it. A folder that the user has set stays. Nodes that share a
-    home directory but have other CPUs or GPUs get folders of their own: inductor's own key does not
-    tell CPUs apart.
+    The folder holds code that runs, so only its owner can open it, and no run directory, which
+    people copy and send, has it. A folder that the user has set stays. Its name tells CPUs and GPUs
+    apart, for nodes that share a home directory: inductor's own key does not tell CPUs apart.
     """
     if CACHE in os.environ:
         return
     project = Path(__file__).resolve().parent
-    cpu = f"{cpu_name()} {torch.backends.cpu.get_cpu_capability()}"
-    kind = [str(project), platform.python_version(), torch.__version__, cpu]
-    if torch.cuda.is_available():
-        kind += [str(torch.version.cuda), torch.cuda.get_device_name()]
-    key = hashlib.sha256("\n".join(kind).encode()).hexdigest()[:12]
+    kind = [project, sys.version, torch.__version__, torch.version.cuda]
+    kind += [cpu_name(), torch.backends.cpu.get_cpu_capability()]
+    kind += [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
+    key = hashlib.sha256(repr(kind).encode()).hexdigest()[:12]
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     folder = home / project.name / f"compiled-torch-{torch.__version__}-{key}"
     try:
@@ -93,9 +91,8 @@ def use_compile_cache() -> None:
 class Compiling:
     """A callback for runs that compile: keeps stop signals from compilers, and sums up at the end.
 
-    torchrun, and whoever signals the process group, send a stop signal to the processes that
-    compile as well. They would die of it, and the step with them. So the signal is blocked while
-    the compiler works, which its processes inherit; the trainer handles it afterwards.
+    A stop signal to the process group would end the processes that compile, and the step with them.
+    So it is blocked while the compiler works, which its processes inherit, and handled afterwards.
     """
 
     def __enter__(self) -> "Compiling":
@@ -111,12 +108,10 @@ class Compiling:
         if kind is None:
             log.info("%s", compile_summary())
 
-    @staticmethod
-    def _block(compilation: object) -> None:
+    def _block(self, compilation: object) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
-    @staticmethod
-    def _unblock(compilation: object) -> None:
+    def _unblock(self, compilation: object) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
@@ -134,18 +129,14 @@ def compile_seconds() -> float:
 def compile_summary() -> str:
     """One line on the compiler's work in this process."""
     entries = torch._dynamo.utils.get_compilation_metrics()
-    breaks = len(torch._dynamo.utils.graph_break_reasons)
-    recompiles = sum(bool(entry.recompile_reason) for entry in entries)
-    text = (
-        f"compiled {graphs()} graphs in {compile_seconds():.1f} s; "
-        f"graph breaks: {breaks}; recompiles: {recompiles}"
-    )
+    parts = [
+        f"compiled {graphs()} graphs in {compile_seconds():.1f} s",
+        f"graph breaks: {len(torch._dynamo.utils.graph_break_reasons)}",
+        f"recompiles: {sum(bool(entry.recompile_reason) for entry in entries)}",
+    ]
     failed = [entry.fail_reason.splitlines()[0] for entry in entries if entry.fail_reason]
-    return f"{text}; runs eagerly: {failed[0]}" if failed else text
+    return "; ".join(parts + [f"runs eagerly: {reason}" for reason in failed[:1]])
 
 
 def _call(function: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(*arguments: Any, **named: Any) -> Any:
-        return function(*arguments, **named)
-
-    return forward
+    return lambda *arguments, **named: function(*arguments, **named)

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import logging
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -20,7 +20,7 @@ from .compile import CompileConfig
 from .data import DataConfig
 from .distributed.parallel import ParallelConfig
 from .errors import UserError
-from .files import to_json
+from .files import flatten, to_json
 from .model import PRESETS, ModelConfig
 from .optim import OptimConfig
 from .profiler import ProfileConfig
@@ -64,21 +64,18 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Check the values (UserError)."""
-        for name in ("steps", "global_batch_size", "micro_batch_size", "log_every"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--train.{name.replace('_', '-')} must be at least 1")
-        for name in ("validate_every", "validate_samples", "loader_workers", "max_bad_steps"):
-            if getattr(self, name) < 0:
-                raise UserError(f"--train.{name.replace('_', '-')} must not be negative")
-        if not 0 <= self.seed < 2**63:
-            raise UserError("--train.seed must be in [0, 2^63)")
+        positive = ("steps", "global_batch_size", "micro_batch_size", "log_every")
+        for name, value in vars(self).items():
+            if isinstance(value, int) and value < (least := int(name in positive)):
+                raise UserError(f"--train.{name.replace('_', '-')} must be at least {least}")
+        if self.seed >= 2**63:
+            raise UserError("--train.seed must be below 2^63")
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
         """The dtype of matrix products on `device`."""
-        if self.precision == "auto":
-            fast = device.type == "cuda" and torch.cuda.is_bf16_supported()
-            return torch.bfloat16 if fast else torch.float32
-        return {"bf16": torch.bfloat16, "fp32": torch.float32}[self.precision]
+        fast = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        low = self.precision == "bf16" or (self.precision == "auto" and fast)
+        return torch.bfloat16 if low else torch.float32
 
 
 @dataclass(frozen=True)
@@ -153,19 +150,19 @@ def from_json(config: C, path: Path, leave_out: Iterable[str] = ()) -> C:
     Settings that this project does not have, as it was rendered with other answers or by another
     release, are left out with one line that names them.
     """
+    unknown: dict[str, Any] = {}
     try:
         content = json.loads(path.read_text("utf-8"))
         content = {name: value for name, value in content.items() if name not in leave_out}
-        changes = dict(_flatten(content, type(config)))
-    except (OSError, ValueError, AttributeError) as error:
+        config = _replace(config, content, unknown)
+    except (OSError, TypeError, AttributeError, json.JSONDecodeError, UnicodeError) as error:
         raise UserError(f"{path} is not a config.json that can be read ({error})") from error
-    unknown = {name: changes.pop(name) for name in [*changes] if not _is_setting(config, name)}
     if unknown:
         answers = sorted({ELSEWHERE.get(name, "") for name, value in unknown.items() if value})
         hint = f" (to have them, render with {' '.join(answers).strip()})" if any(answers) else ""
         text = "left out of %s, as this project has no such settings: %s%s"
         log.info(text, path, ", ".join(unknown), hint)
-    return override(config, changes)
+    return config
 
 
 def override(config: C, changes: dict[str, Any]) -> C:
@@ -174,51 +171,29 @@ def override(config: C, changes: dict[str, Any]) -> C:
     Changes to one part are made together, since a part may check settings against each other.
     """
     tree: dict[str, Any] = {}
+    unknown: dict[str, Any] = {}
     for name, value in changes.items():
         *path, last = name.split(".")
         node = tree
         for key in path:
-            node = node.setdefault(key, _Changes())
+            node = node.setdefault(key, {})
         node[last] = value
-    return _replace(config, tree, "")
+    config = _replace(config, tree, unknown)
+    if unknown:
+        raise UserError(f"{next(iter(unknown))} is not a setting of this project")
+    return config
 
 
-class _Changes(dict):
-    """Changes to a part of the settings, as opposed to a value that is a dictionary."""
-
-
-def _replace(node: Any, changes: dict[str, Any], prefix: str) -> Any:
-    hints = _settings(node)
-    values = {}
+def _replace(part: Any, changes: dict[str, Any], unknown: dict[str, Any], prefix: str = "") -> Any:
+    """Change a part of the settings; names that it does not have go to `unknown`."""
+    types, values = typing.get_type_hints(type(part)), {}
     for name, value in changes.items():
-        if name not in hints:
-            raise UserError(f"{prefix}{name} is not a setting of this project")
-        if isinstance(value, _Changes):
-            value = _replace(getattr(node, name), value, f"{prefix}{name}.")
-        elif isinstance(value, str) and Path in (hints[name], *typing.get_args(hints[name])):
-            value = Path(value)
-        elif isinstance(value, list):
-            value = tuple(value)
-        values[name] = value
-    return dataclasses.replace(node, **values)
-
-
-def _is_setting(kind: Any, name: str) -> bool:
-    first, _, rest = name.partition(".")
-    hints = _settings(kind)
-    return first in hints and (not rest or _is_setting(hints[first], rest))
-
-
-def _settings(kind: Any) -> dict[str, Any]:
-    kind = kind if isinstance(kind, type) else type(kind)
-    return typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
-
-
-def _flatten(tree: dict[str, Any], kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    hints = _settings(kind)
-    for key, value in tree.items():
-        part = hints.get(key)
-        if isinstance(value, dict) and (part is None or dataclasses.is_dataclass(part)):
-            yield from _flatten(value, part, f"{prefix}{key}.")
+        if name not in types:
+            unknown.update(flatten({prefix + name: value}))
+        elif dataclasses.is_dataclass(types[name]):
+            values[name] = _replace(getattr(part, name), value, unknown, f"{prefix}{name}.")
+        elif isinstance(value, str) and Path in (types[name], *typing.get_args(types[name])):
+            values[name] = Path(value)
         else:
-            yield prefix + key, value
+            values[name] = tuple(value) if isinstance(value, list) else value
+    return dataclasses.replace(part, **values)

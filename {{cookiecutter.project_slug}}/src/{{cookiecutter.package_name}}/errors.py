@@ -12,15 +12,13 @@ from collections.abc import Callable
 class UserError(ValueError):
     """An error the user can fix."""
 
-    agreed = False
-    """Every rank raised it, so one of them reports it."""
+    agreed = False  # True: every rank raised it, so one of them reports it
 
 
 class RankError(RuntimeError):
     """Something failed on one rank or more; raised on all of them."""
 
-    agreed = False
-    """Every rank raised it, so one of them reports it."""
+    agreed = False  # as of UserError
 
 
 def exit_code(command: Callable[[], int]) -> int:
@@ -32,7 +30,7 @@ def exit_code(command: Callable[[], int]) -> int:
         code = command()
     except (UserError, RankError, PermissionError) as error:
         code = 2 if isinstance(error, UserError) else 1
-        _report(error)
+        _report(error, getattr(error, "agreed", False))
     except KeyboardInterrupt:
         code = 130
     except SystemExit as stop:  # of options that are wrong, or of `leave`
@@ -43,9 +41,8 @@ def exit_code(command: Callable[[], int]) -> int:
         traceback.print_exc()
         code = 1
     if "RANK" in os.environ:
-        # Leave at once: after a failure the finalisers of the process group may wait for ranks
-        # that are gone, and after success threads of libraries may abort the interpreter on its
-        # way out (seen, on a busy machine), so that torchrun would start everything again.
+        # Leave at once: finalisers of the process group may wait for ranks that are gone, and
+        # threads of libraries may abort the interpreter, after which torchrun would restart all.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -61,12 +58,11 @@ def leave(number: int, frame: types.FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def _report(error: Exception) -> None:
+def _report(error: Exception, agreed: bool) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {error}", file=sys.stderr)
         return
     time.sleep(1.0)  # the first rank may report it for all; the launcher then ends this one
-    torch_distributed = sys.modules.get("torch.distributed")
-    joined = torch_distributed is not None and torch_distributed.is_initialized()
-    if joined and not getattr(error, "agreed", False):
+    distributed = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_initialized() and not agreed:
         print(f"[rank {os.environ['RANK']}] error: {error}", file=sys.stderr)

@@ -12,10 +12,9 @@ from typing import Any
 
 @contextlib.contextmanager
 def naming(path: Any) -> Iterator[None]:
-    """Raise the system's error with the name of the file.
+    """Name the file in an OSError, which after a read, a write or a sync names none.
 
-    An OSError of a read, a write or a sync names no file, and torch.save replaces the error that
-    its file raised by one of its own.
+    torch.save replaces the error that its file raised by one of its own.
     """
     try:
         yield
@@ -31,6 +30,15 @@ def naming(path: Any) -> Iterator[None]:
 def to_json(settings: Any) -> dict[str, Any]:
     """Settings (nested dataclasses) as JSON holds them: paths become strings."""
     return json.loads(json.dumps(dataclasses.asdict(settings), default=str))
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by their dotted names, from nested dictionaries."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -37,17 +37,14 @@ class ProfileConfig:
         if self.active < 1 or self.repeat < 1 or min(self.wait, self.warmup, self.every) < 0:
             raise UserError("profile: active and repeat must be >= 1, the others >= 0")
         if 0 < self.every < self.warmup + self.active:
-            raise UserError(
-                f"--profile.every {self.every} is shorter than the window it traces "
-                f"({self.warmup} + {self.active} steps)"
-            )
+            window = f"its window ({self.warmup} + {self.active} steps)"
+            raise UserError(f"--profile.every {self.every} is shorter than {window}")
 
 
 class Profiler:
     """A callback: traces windows of steps into a directory.
 
-    torch.profiler exists only while a window is open: between windows `after_step` compares two
-    integers, and nothing is registered with torch that could slow an operator down. With `every`
+    Between windows there is no torch.profiler, and `after_step` compares two integers. With `every`
     a window ends at each of its multiples, wherever the run was resumed.
     """
 
@@ -57,17 +54,10 @@ class Profiler:
         self.written: list[Path] = []
         self.profile: profile | None = None
         self.window = config.warmup + config.active
+        self.period = config.every or config.wait + self.window
+        self.opens = self.step + config.wait
         if config.every:
-            self.period = config.every
             self.opens = -(-(self.step + self.window) // self.period) * self.period - self.window
-        else:
-            self.period = config.wait + self.window
-            self.opens = self.step + config.wait
-
-    @property
-    def steps(self) -> int:
-        """Steps that all windows of `profile` take."""
-        return self.period * self.config.repeat
 
     def __enter__(self) -> "Profiler":
         """Open the first window if it begins with the next step."""
@@ -92,12 +82,10 @@ class Profiler:
             self._open()
 
     def _open(self) -> None:
-        activities = [ProfilerActivity.CPU]
-        if self.world.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
+        kinds = ("CPU", "CUDA") if self.world.device.type == "cuda" else ("CPU",)
         warmup, active = self.config.warmup, self.config.active
         self.profile = profile(
-            activities=activities,
+            activities=[getattr(ProfilerActivity, kind) for kind in kinds],
             schedule=schedule(wait=0, warmup=warmup, active=active, repeat=1),
             on_trace_ready=self._write,
             record_shapes=self.config.shapes,
@@ -128,7 +116,7 @@ def trace_steps(config: ProfileConfig, directory: Path, state: Any, step: Any) -
     profiler = Profiler(replace(config, every=0), directory, state)
     snapshot = directory / f"memory_rank_{state.world.rank}.pickle"
     with memory_snapshot(snapshot, state.world), profiler:
-        for _ in range(profiler.steps):
+        for _ in range(profiler.period * config.repeat):
             step(state, state.loader.next())
             profiler.after_step(state)
     return profiler.written

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,12 +128,10 @@ class GlobalBatches:
         while start < stop:
             epoch, offset = divmod(start, self.size)
             count = min(stop - start, self.size - offset)
-            parts.append(self._epoch(epoch)(np.arange(offset, offset + count, dtype=np.int64)))
+            permutation = Permutation(self.size, stream_key(self.seed, 0, epoch))
+            parts.append(permutation(np.arange(offset, offset + count, dtype=np.int64)))
             start += count
         return np.concatenate(parts)
-
-    def _epoch(self, epoch: int) -> Permutation:
-        return Permutation(self.size, stream_key(self.seed, 0, epoch))
 
 
 def fixed_subset(size: int, count: int) -> np.ndarray:
@@ -169,18 +166,15 @@ def fetch(dataset: Any, ids: np.ndarray, keys: np.ndarray | None = None) -> Any:
     """Read samples as one batch of tensors.
 
     `dataset.__getitems__(ids)` may return a finished batch, or a list of samples to collate; a
-    dataset with `__getitem__` alone works too. With `keys` (uint64, one per sample), a dataset that
-    has a method `augment(batch, keys)` changes the batch by it.
+    dataset with `__getitem__` alone works too. With `keys` (uint64, one per sample), the dataset's
+    `augment(batch, keys)` changes the batch.
     """
     if hasattr(dataset, "__getitems__"):
         batch = dataset.__getitems__(ids.tolist())
     else:
         batch = [dataset[i] for i in ids.tolist()]
-    if isinstance(batch, list):
-        batch = default_collate(batch)
-    if keys is not None and hasattr(dataset, "augment"):
-        batch = dataset.augment(batch, keys)
-    return batch
+    batch = default_collate(batch) if isinstance(batch, list) else batch
+    return batch if keys is None else dataset.augment(batch, keys)
 
 
 class _MicroBatches(Dataset):
@@ -245,8 +239,8 @@ class Loader:
 
     def close(self) -> None:
         """Stop the workers; `next` starts them again."""
-        # The iterator's finaliser does so too, but a traceback can keep the iterator alive, and
-        # Python waits at exit for workers, which ignore its signal.
+        # Its finaliser does so too, but a traceback can keep the iterator alive, and Python waits
+        # at exit for workers, which ignore its signal.
         if self.iterator is not None:
             self.iterator._shutdown_workers()
         self.iterator = None
@@ -255,18 +249,13 @@ class Loader:
         return DataLoader(
             self.source,
             batch_size=None,
-            sampler=_endless(self.step, len(self.plan)),
+            sampler=((k, i) for k in itertools.count(self.step) for i in range(len(self.plan))),
             num_workers=self.workers,
             collate_fn=_unchanged,
             pin_memory=self.pin,
             worker_init_fn=_leave_signals_to_the_trainer,
             generator=torch.Generator(),  # else it draws from the trainer's random numbers
         )
-
-
-def _endless(step: int, count: int) -> Iterator[tuple[int, int]]:
-    for current in itertools.count(step):
-        yield from ((current, index) for index in range(count))
 
 
 def _unchanged(batch: Any) -> Any:

@@ -57,12 +57,11 @@ class State:
     buffers: RunningBuffers
     step: int = 0  # completed optimizer steps
     checkpointer: Checkpointer | None = None
-    sums: Tensor | float = 0.0
-    """Since the last record, over all ranks: loss, count, metrics (float32, on the device)."""
+    # Since the last record, over all ranks, on the device:
+    sums: Tensor | float = 0.0  # loss, count, metrics (float32)
     metrics: tuple[str, ...] = ()  # their names
-    bad_steps: Tensor | int = 0
-    """Since the last record: steps that were skipped for a non-finite loss or gradient."""
-    grad_norm: Tensor | float = 0.0
+    bad_steps: Tensor | int = 0  # skipped for a non-finite loss or gradient
+    grad_norm: Tensor | float = 0.0  # of the last step
 
 
 @dataclass(frozen=True)
@@ -78,11 +77,7 @@ def setup(config: Config, world: World | None = None) -> State:
     """Build everything a step needs; `world` if the caller has joined it already."""
     world = world or join(config.parallel, config.device)
     settings, batch_size = config.train, config.train.global_batch_size
-    if batch_size < world.size:
-        raise UserError(
-            f"--train.global-batch-size {batch_size} is below the {world.size} ranks of this run: "
-            "raise it or start fewer processes"
-        )
+    world.check_batch(batch_size)
     set_up_torch(settings.seed, settings.deterministic)
     train, validation, spec = build_datasets(config)
     if not len(train) or not len(validation):
@@ -190,11 +185,12 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(Stop(group))  # first, since a stop signal may come early
         state = setup(config, world)
-        directory = config.directory, group, config.fresh, config.checkpoint.far
-        run_dir = stack.enter_context(RunDirectory(*directory))
+        far = config.checkpoint.far
+        run_dir = stack.enter_context(RunDirectory(config.directory, group, config.fresh, far))
         callbacks = Callbacks(stack)
         # The watchdog also watches the restore, which waits for the other ranks.
-        callbacks.enter(watchdog(run_dir.path, world, group, state.module, say))
+        watching, after_journal = watchdog(run_dir.path, world, group, state.module, say)
+        callbacks.enter(watching)
         checkpointer = stack.enter_context(start(state, run_dir, group))
         if state.step >= settings.steps:
             checkpointer.close()
@@ -202,7 +198,8 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         run_dir.begin(to_json(config), state.step)
         stack.callback(state.loader.close)
         journal = Journal(run_dir.path, state, group)
-        callbacks.enter([*callbacks_of(state, run_dir.path, group, journal), *more])
+        writing = (journal, *after_journal)  # only rank 0 writes: no part of a step for stragglers
+        callbacks.enter([*callbacks_of(state, run_dir.path, group, writing), *more])
         before_step, after_step, after_validation = callbacks.methods()
 
         validation, stop_signal = {}, 0
@@ -238,8 +235,8 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
                 with group.patience():
                     checkpointer.save(state.step, (record or {}).get("validation_loss"))
         if stop_signal:
-            name = signal.Signals(stop_signal).name
-            log.info("%s: saving step %d, then stopping", name, state.step)
+            text = "%s: saving step %d, then stopping"
+            log.info(text, signal.Signals(stop_signal).name, state.step)
         with group.patience():
             checkpointer.finish(state.step)
         status = stop.outcome(stop_signal)
@@ -273,13 +270,13 @@ def start(state: State, run_dir: "os.PathLike[str]", group: Group) -> Checkpoint
     return checkpointer
 
 
-def callbacks_of(state: State, run_dir: Path, group: Group, journal: Journal) -> Iterator[Any]:
+def callbacks_of(state: State, run_dir: Path, group: Group, writing: tuple) -> Iterator[Any]:
     """The callbacks of a run after the watchdog's, in the order in which they are called."""
     config = state.config
     if config.train.on_bad_step == "stop":
         yield StopAtBadStep(train_step, group)
     yield SkippedSteps(config.train.max_bad_steps, group)
-    yield journal
+    yield from writing  # the record, to which the callbacks before may have added figures
     yield GarbageCollection()
     if config.track and state.world.rank == 0:
         yield from tracking(config, run_dir, state.step)

@@ -5,8 +5,10 @@ A bad step changes nothing: the optimizer does not step, and buffers that forwar
 """
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,9 +37,8 @@ def step_unless(bad: torch.Tensor | bool, optimizer: torch.optim.Optimizer) -> N
 class RunningBuffers:
     """Restores persistent buffers when a step is skipped.
 
-    Forward has already written non-finite values into its running statistics, where they would
-    stay for good. The version counters show in the first step which buffers forward writes; the
-    others, however large, cost nothing from then on.
+    Forward has written non-finite values into running statistics, where they would stay. Version
+    counters show in the first step which buffers forward writes; the others then cost nothing.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,18 +58,15 @@ class RunningBuffers:
     def put_back(self, bad: torch.Tensor | bool) -> None:
         """Restore the buffers of `keep` if `bad` is set, without waiting for the device."""
         if self.versions is not None:
-            pairs = zip(self.buffers, self.kept, self.versions, strict=True)
-            written = [(buffer, kept) for buffer, kept, v in pairs if buffer._version != v]
-            self.buffers, self.kept = ([pair[side] for pair in written] for side in (0, 1))
+            written = [b._version != v for b, v in zip(self.buffers, self.versions, strict=True)]
+            self.buffers = [*itertools.compress(self.buffers, written)]
+            self.kept = [*itertools.compress(self.kept, written)]
             self.versions = None
-        if not self.buffers or bad is False:
-            return
         if isinstance(bad, torch.Tensor):
-            pairs = zip(self.kept, self.buffers, strict=True)
-            right = [torch.where(bad, kept, buffer) for kept, buffer in pairs]
-        else:
-            right = self.kept
-        torch._foreach_copy_(self.buffers, right)
+            for buffer, kept in zip(self.buffers, self.kept, strict=True):
+                torch.where(bad, kept, buffer, out=buffer)
+        elif bad and self.buffers:
+            torch._foreach_copy_(self.buffers, self.kept)
 
 
 class SkippedSteps:
@@ -98,9 +96,8 @@ class SkippedSteps:
 class StopAtBadStep:
     """A callback for `--train.on-bad-step stop`: UserError, with the samples, after a bad step.
 
-    It makes the host wait for the device at each step. A bad step is skipped, so the weights are
-    still those of the batch: halves of it are tried as steps that change nothing, and bad halves
-    are halved again, down to single samples.
+    The host waits for the device at each step. A bad step is skipped, so the weights are still
+    those of its batch, whose halves are tried as steps that change nothing, down to single samples.
     """
 
     def __init__(self, train_step: Callable[..., None], group: Group) -> None:
@@ -115,12 +112,12 @@ class StopAtBadStep:
         ids = state.loader.source.order.ids(step).tolist()
         with self.group.patience():
             bad = self._search(state, step, 0, len(ids))
-        alone = f"on their own, those of samples {', '.join(str(ids[place]) for place in bad)}"
-        together = f"on their own, those of no sample: only together, in this batch of {ids[:64]}"
+        samples = f"samples {', '.join(str(ids[place]) for place in bad)}"
+        together = f"no sample: only together, in this batch of {ids[:64]}"
         error = UserError(
-            f"the loss or the gradient of step {state.step} is not finite; "
-            f"{alone if bad else together}. Nothing of this step is kept. Look at the data, or "
-            "go on past such steps with --train.on-bad-step skip"
+            f"the loss or the gradient of step {state.step} is not finite; on their own, those of "
+            f"{samples if bad else together}. The step changed nothing. Look at the data, or skip "
+            "such steps with --train.on-bad-step skip"
         )
         error.agreed = True
         raise error
@@ -137,22 +134,15 @@ class StopAtBadStep:
     def _is_bad(self, state: Any, step: int, low: int, high: int) -> bool:
         micro_batch, world = state.config.train.micro_batch_size, state.world
         plan = [
-            Share(slice(part.places.start + low, part.places.stop + low), part.weight)
-            for part in shares(high - low, micro_batch, world.rank, world.size)
+            Share(slice(places.start + low, places.stop + low), weight)
+            for places, weight in shares(high - low, micro_batch, world.rank, world.size)
         ]
-        changes = {"checkpointer": None, "optimizer": _Frozen(state.optimizer)}
-        changes |= {"sums": 0.0, "bad_steps": 0}
+        frozen = SimpleNamespace(
+            param_groups=[dict(group) for group in state.optimizer.param_groups],
+            zero_grad=state.optimizer.zero_grad,
+            step=lambda: None,  # the weights stay as they are
+        )
+        changes = {"checkpointer": None, "optimizer": frozen, "sums": 0.0, "bad_steps": 0}
         trial = dataclasses.replace(state, step=step, plan=plan, **changes)
         self.train_step(trial, state.loader.of(step, plan))
         return bool(trial.bad_steps)
-
-
-class _Frozen:
-    """An optimizer that leaves the weights as they are."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.param_groups = [dict(group) for group in optimizer.param_groups]
-        self.zero_grad = optimizer.zero_grad
-
-    def step(self) -> None:
-        pass

@@ -1,6 +1,7 @@
 """How the loop holds its callbacks; callbacks.py says what they are."""
 
 import contextlib
+import functools
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -35,44 +36,41 @@ class Harmless:
     """A callback whose errors do not end the run: the first is a warning, then it is left out."""
 
     def __init__(self, callback: Any) -> None:
-        self.callback, self.error = callback, None
+        self.callback, self.failed = callback, False
         self.stack = contextlib.ExitStack()
         for name in METHODS:
             if hasattr(callback, name):
-                setattr(self, name, self._guarded(getattr(callback, name)))
+                setattr(self, name, functools.partial(self._call, getattr(callback, name)))
 
     def __enter__(self) -> "Harmless":
         """Enter it, if it is a context manager."""
         if hasattr(self.callback, "__enter__"):
-            self._guarded(self.stack.enter_context)(self.callback)
+            self._call(self.stack.enter_context, self.callback)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         """Leave it if it was entered, even after an error."""
-        error, self.error = self.error, None
-        self._guarded(self.stack.__exit__, error is None)(*exception)
+        if self.failed:
+            with contextlib.suppress(Exception):
+                self.stack.__exit__(*exception)
+        self._call(self.stack.__exit__, *exception)
 
-    def _guarded(self, method: Callable[..., object], warn: bool = True) -> Callable[..., None]:
-        def call(*arguments: Any) -> None:
-            if self.error:
-                return
-            try:
-                method(*arguments)
-            except Exception as error:
-                self.error = error
-                if warn:
-                    name = type(self.callback).__name__
-                    log.warning("%s is left out from here on, training is not: %r", name, error)
-
-        return call
+    def _call(self, method: Callable[..., object], *arguments: Any) -> None:
+        if self.failed:
+            return
+        try:
+            method(*arguments)
+        except Exception as error:
+            self.failed = True
+            name = type(self.callback).__name__
+            log.warning("%s is left out from here on, training is not: %r", name, error)
 
 
 class GarbageCollection:
     """A callback: Python's cycle collector runs at log steps only, where the host waits anyway.
 
-    Elsewhere it would stop one rank, and with it all of them, at a random moment. Almost everything
-    that a step drops is freed by reference counts; a few cycles come from activation checkpointing
-    and saves.
+    Elsewhere it would stop one rank, and with it all of them, at a random moment. Reference counts
+    free almost all that a step drops.
     """
 
     def __enter__(self) -> "GarbageCollection":

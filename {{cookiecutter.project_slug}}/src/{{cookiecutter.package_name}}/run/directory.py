@@ -33,16 +33,10 @@ class RunDirectory:
     begun = False
 
     def __init__(
-        self,
-        path: Path,
-        group: Group,
-        fresh: bool = False,
-        apart: bool = False,
-        keep_logs: bool = True,
+        self, path: Path, group: Group, fresh: bool = False, apart: bool = False, logs: bool = True
     ) -> None:
         self.path, self.group, self.fresh, self.apart = path, group, fresh, apart
-        self.keep_logs = keep_logs
-        self.logs = contextlib.ExitStack()
+        self.keep_logs, self.logs = logs, contextlib.ExitStack()
 
     def __fspath__(self) -> str:
         """The directory, where a path is wanted."""
@@ -121,15 +115,13 @@ class RunDirectory:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            with file:
+                file.seek(0)
+                owner = file.readline().strip() or "another process"
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise UserError(f"{self.path} is on a file system without locks: {error}") from None
-            file.seek(0)
-            owner = file.readline().strip() or "another process"
-            file.close()
-            raise UserError(
-                f"{self.path} is in use by {owner}: wait for it or stop it, or train under "
-                "another name (--name NAME)"
-            ) from None
+            advice = "wait for it or stop it, or choose another --name"
+            raise UserError(f"{self.path} is in use by {owner}: {advice}") from None
         self.lock = file
         with naming(self.path / ".lock"):
             file.seek(0)
@@ -154,13 +146,11 @@ class RunDirectory:
                 nonce.write_text("shared\n")
 
         def look() -> None:
-            if self.path.is_dir():
+            with contextlib.suppress(FileNotFoundError):
                 os.listdir(self.path)  # a network file system then refreshes its cache
             if not nonce.exists():
-                raise UserError(
-                    f"{socket.gethostname()} does not see what rank 0 writes to {self.path}: put "
-                    "--run-dir on a file system that all machines share"
-                )
+                problem = f"{socket.gethostname()} does not see what rank 0 writes to {self.path}"
+                raise UserError(f"{problem}: put --run-dir where all machines see the same files")
 
         try:
             self.group.from_first(write)

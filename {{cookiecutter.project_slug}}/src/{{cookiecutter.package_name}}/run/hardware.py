@@ -9,7 +9,7 @@ import platform
 import re
 import resource
 import sys
-import time
+import timeit
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,24 +21,14 @@ from ..distributed import parallel
 from ..errors import UserError
 
 log = logging.getLogger(__name__)
-# Dense bf16 tensor-core peaks in FLOP/s, from the makers' data sheets, by words of the device name.
-PEAK_BF16_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "GH200": 989e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "A100": 312e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "A6000": 155e12,
-    "RTX 4090": 165e12,
-    "MI300X": 1307e12,
+# Dense bf16 peaks in TFLOP/s, from the makers' data sheets, by words of the device's name.
+# fmt: off
+PEAK_BF16_TFLOPS = {
+    "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
+    "L40S": 362, "L40": 181, "L4": 121, "A100": 312, "A10G": 70, "A10": 125, "A6000": 155,
+    "RTX 4090": 165, "MI300X": 1307,
 }
+# fmt: on
 
 
 class Memory(NamedTuple):
@@ -52,11 +42,11 @@ class Memory(NamedTuple):
 
     def __str__(self) -> str:
         """One line."""
-        names = ("parameters", "gradients", "optimizer")
-        parts = [f"{name} {in_units(size)}" for name, size in zip(names, self, strict=False)]
+        sizes = zip(("parameters", "gradients", "optimizer"), self, strict=False)
+        text = ", ".join(f"{name} {in_units(size)}" for name, size in sizes)
         if self.staging:
-            parts.append(f"copies for checkpoints {in_units(self.staging)} on the host")
-        return f"expected memory per rank: {', '.join(parts)}; activations come on top"
+            text += f", copies for checkpoints {in_units(self.staging)} on the host"
+        return f"expected memory per rank: {text}; activations come on top"
 
 
 def expected_memory(model: nn.Module, optimizer: torch.optim.Optimizer, staged_by: int) -> Memory:
@@ -80,73 +70,59 @@ def expected_memory(model: nn.Module, optimizer: torch.optim.Optimizer, staged_b
 
 
 def state_per_parameter(optimizer: torch.optim.Optimizer) -> float | None:
-    """Bytes that the optimizer keeps for each byte of a parameter, by trying it on a small one.
-
-    None for one that cannot be tried, as it takes more than parameters and options.
-    """
+    """Bytes that the optimizer keeps per byte of a parameter; None if a twin cannot be tried."""
     parameter = torch.zeros(64, 64, requires_grad=True)
     parameter.grad = torch.zeros_like(parameter)
     known = inspect.signature(type(optimizer)).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in known}
-    try:
+    with contextlib.suppress(Exception):
         twin = type(optimizer)([parameter], **options)
         twin.step()
-    except Exception:
-        return None
-    tensors = [v for v in twin.state[parameter].values() if isinstance(v, torch.Tensor) and v.ndim]
-    return sum(tensor.nbytes for tensor in tensors) / parameter.nbytes
+        tensors = [v for v in twin.state[parameter].values() if isinstance(v, torch.Tensor)]
+        return sum(tensor.nbytes for tensor in tensors if tensor.ndim) / parameter.nbytes
+    return None
 
 
 def check_memory(needed: Memory, device: torch.device) -> None:
     """Log the memory needed; a warning when it is tight, UserError when it cannot fit."""
     log.info("%s", needed)
-    advice = (
-        "take more ranks and shard the model over them (FSDP; DDP keeps all of it on each), a "
-        "smaller model, or an optimizer with less state"
-    )
+    advice = "take a smaller model, an optimizer with less state, or shard over more ranks (FSDP)"
     on_device = needed.gradients + needed.optimizer  # the parameters are there already
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    checks = [("the host", ranks * needed.staging, free_host_memory())]
+    on_host = ranks * (needed.staging + (on_device if device.type == "cpu" else 0))
+    checks = [("this machine", on_host, free_host_memory())]
     if device.type == "cuda":
-        checks.append((torch.cuda.get_device_name(device), on_device, free_on_gpu(device)))
-    elif device.type == "cpu":
-        checks = [("this machine", ranks * (needed.staging + on_device), free_host_memory())]
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + unused
+        checks.append((torch.cuda.get_device_name(device), on_device, free))
     for where, more, free in checks:
-        if free is None:
+        if free is None or more <= 0.8 * free:
             continue
         text = f"{where} has {in_units(free)} free, and this run needs {in_units(more)} more"
         if more > free and not needed.guessed:
             raise UserError(f"{text} before the first activation. {needed}. To fit, {advice}")
-        if more > 0.8 * free:
-            log.warning("%s: if it fails, %s", text, advice)
-
-
-def free_on_gpu(device: torch.device) -> int:
-    """Bytes that this process could still allocate on a CUDA device."""
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+        log.warning("%s: if it fails, %s", text, advice)
 
 
 def free_host_memory() -> int | None:
-    """Bytes of host memory that are free without swapping; None where the system does not say.
-
-    The least of the machine's free memory and of what the limit of a container leaves.
-    """
+    """Bytes that are free on the machine and within a container's limit; None if unknown."""
     free = []
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free.append(int(dict(line.split(":") for line in lines)["MemAvailable"].split()[0]) << 10)
-    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, KeyError):
+        free.append(_table("/proc/meminfo")["MemAvailable:"] << 10)
     for folder, limit, used, cached in (
-        (group, "memory.max", "memory.current", "inactive_file"),
-        (group / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ("", "max", "current", "inactive_file"),
+        ("memory/", "limit_in_bytes", "usage_in_bytes", "total_inactive_file"),  # cgroup v1
     ):
-        with contextlib.suppress(OSError, KeyError, ValueError):  # no such limit
-            lines = (folder / "memory.stat").read_text().splitlines()
-            reclaimable = int(dict(line.split() for line in lines)[cached])
-            bounds = (int((folder / name).read_text()) for name in (limit, used))
-            free.append(next(bounds) - next(bounds) + reclaimable)
+        path = f"/sys/fs/cgroup/{folder}memory."
+        with contextlib.suppress(OSError, KeyError, ValueError):  # no such limit, or "max"
+            bytes_left = int(Path(path + limit).read_text()) - int(Path(path + used).read_text())
+            free.append(bytes_left + _table(path + "stat")[cached])
     return min(free, default=None)
+
+
+def _table(path: str) -> dict[str, int]:
+    lines = map(str.split, Path(path).read_text().splitlines())
+    return {name: int(value) for name, value, *_ in lines}
 
 
 def peak_memory(device: torch.device) -> int:
@@ -164,44 +140,33 @@ def in_units(size: float) -> str:
 
 
 def forward_flops(model: nn.Module, compute: Any, batch: Any) -> int | None:
-    """FLOPs of the forward of one batch, by torch's own counter; backward takes twice as many.
+    """FLOPs of the forward of one batch; backward takes twice as many.
 
-    Counted on meta tensors: nothing is computed and the model is untouched. None when the model
-    cannot run on them.
+    Counted on meta tensors, so nothing is computed; None when the model cannot run on them.
     """
     from torch.utils.flop_counter import FlopCounterMode  # only where a peak is known: 0.2 s
 
-    try:
-        tensors = [*model.parameters(), *model.buffers()]
+    tensors = [*model.parameters(), *model.buffers()]
+    with contextlib.suppress(Exception), torch.no_grad():
         shadow = copy.deepcopy(model, memo={id(t): t.detach().to("meta") for t in tensors})
-        batch = move(batch, torch.device("meta"))
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            compute(shadow, batch)
-    except Exception:
-        return None
-    return counter.get_total_flops()
+        with FlopCounterMode(display=False) as counter:
+            compute(shadow, move(batch, torch.device("meta")))
+        return counter.get_total_flops()
+    return None
 
 
 def peak_flops(device: torch.device) -> float | None:
     """Peak bf16 FLOP/s of a CUDA device by its name, None if the table does not have it."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     # Whole words: an RTX A1000 is no A100.
-    named = (peak for key, peak in PEAK_BF16_FLOPS.items() if re.search(rf"\b{key}\b", name))
-    return next(named, None)
+    named = (peak for key, peak in PEAK_BF16_TFLOPS.items() if re.search(rf"\b{key}\b", name))
+    return next((1e12 * peak for peak in named), None)
 
 
-def cpu_peak_flops(size: int = 1024, tries: int = 5) -> float:
+def cpu_peak_flops(size: int = 1024) -> float:
     """FLOP/s of this CPU in float32, by the fastest of some matrix products: a practical peak."""
     a = torch.randn(size, size)
-    torch.mm(a, a)
-    seconds = []
-    for _ in range(tries):
-        started = time.perf_counter()
-        torch.mm(a, a)
-        seconds.append(time.perf_counter() - started)
-    return 2 * size**3 / min(seconds)
+    return 2 * size**3 / min(timeit.repeat(lambda: torch.mm(a, a), repeat=6, number=1))
 
 
 def device_name(device: str) -> str:
@@ -221,5 +186,5 @@ def cpu_name() -> str:
 
 def usable_cores() -> int:
     """Cores that this process may run on, which in a container can be fewer than there are."""
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    on_linux = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1

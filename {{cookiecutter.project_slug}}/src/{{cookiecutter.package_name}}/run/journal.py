@@ -40,13 +40,8 @@ class Journal:
     def __enter__(self) -> "Journal":
         """Open the file, without the lines of steps that will be done again; RankError."""
         self.group.from_first(self._open)
-        self.bar = tqdm(
-            total=self.total,
-            initial=self.first_step,
-            unit="step",
-            dynamic_ncols=True,
-            disable=not self.first or self.lines,
-        )
+        steps = {"total": self.total, "initial": self.first_step, "unit": "step"}
+        self.bar = tqdm(**steps, dynamic_ncols=True, disable=not self.first or self.lines)
         self.mark = (self.first_step, time.perf_counter(), 0.0, 0.0)
         return self
 
@@ -109,7 +104,7 @@ class Journal:
         with naming(self.path):
             if self.path.exists():
                 lines = self.path.read_text("utf-8").splitlines()
-                kept = [line + "\n" for line in lines if _upto(line, self.first_step)]
+                kept = [line + "\n" for line in lines if _parsed(line, self.first_step)]
                 temporary = self.path.with_name(f".{self.path.name}")
                 temporary.write_text("".join(kept), "utf-8")
                 os.replace(temporary, self.path)
@@ -118,9 +113,9 @@ class Journal:
 
     def _write(self, record: dict[str, Any]) -> None:
         """Append a line now, or with the lines after it if the system refuses."""
-        finite = {name: None if _is_odd(value) else value for name, value in record.items()}
+        odd = [name for name, v in record.items() if isinstance(v, float) and not math.isfinite(v)]
         try:
-            self.file.write(json.dumps(finite) + "\n")
+            self.file.write(json.dumps(record | dict.fromkeys(odd)) + "\n")
             self.file.flush()  # what it cannot write it keeps, and continues there next time
             self.written, self.behind = self.file.tell(), False
         except OSError as error:
@@ -129,14 +124,13 @@ class Journal:
             self.behind = True
 
     def _show(self, record: dict[str, Any]) -> None:
-        validation = _validation(record)
-        if validation:
+        if validation := _validation(record):
             text = ", ".join(f"{name} {value:.4f}" for name, value in validation.items())
             log.info("validation at step %d: %s", record["step"], text)
         shown = {"loss": f"{record['loss']:.3f}"}
-        shown["samples/s"] = f"{record['samples_per_second']:,.0f}"
-        if self.tokens:
-            shown["tokens/s"] = f"{record['tokens_per_second']:,.0f}"
+        for unit in ("samples", "tokens"):
+            if rate := record.get(f"{unit}_per_second"):
+                shown[f"{unit}/s"] = f"{rate:,.0f}"
         self.bar.set_postfix(shown)
         shown["left"] = f"{(self.total - record['step']) * record['step_seconds']:.0f} s"
         text = "  ".join(f"{name} {value}" for name, value in shown.items())
@@ -149,9 +143,7 @@ class Journal:
 def read_records(run_dir: Path, last_step: float = math.inf) -> Iterator[dict[str, Any]]:
     """The lines of metrics.jsonl up to a step; an unreadable line is left out."""
     with contextlib.suppress(OSError), open(run_dir / METRICS, "rb") as file:
-        for line in file:
-            if (record := _parsed(line)) and record["step"] <= last_step:
-                yield record
+        yield from filter(None, (_parsed(line, last_step) for line in file))
 
 
 def summary(run_dir: Path, last_step: int) -> list[str]:
@@ -174,17 +166,9 @@ def _validation(record: dict[str, Any]) -> dict[str, float]:
     return {name[11:].replace("_", " "): v for name, v in named.items() if v is not None}
 
 
-def _upto(line: str, step: int) -> bool:
-    record = _parsed(line)
-    return record is not None and record["step"] <= step
-
-
-def _parsed(line: str | bytes) -> dict[str, Any] | None:
-    with contextlib.suppress(ValueError):  # the half-written last line of a run that was killed
+def _parsed(line: str | bytes, last_step: float) -> dict[str, Any] | None:
+    # A run that was killed can leave half a line.
+    with contextlib.suppress(ValueError, TypeError, KeyError):
         record = json.loads(line)
-        return record if isinstance(record, dict) and "step" in record else None
+        return record if record["step"] <= last_step else None
     return None
-
-
-def _is_odd(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)

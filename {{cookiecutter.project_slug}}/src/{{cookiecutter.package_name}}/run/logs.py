@@ -18,16 +18,14 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import IO, Any, TextIO
 
 from tqdm import tqdm
 
 from ..errors import UserError
 
 PACKAGE = logging.getLogger(__package__.rpartition(".")[0])
-TIME = "%Y-%m-%dT%H:%M:%SZ"
-ONLY_IN_FILES = {"only_in_files": True}
-"""As `extra` of a record that the console shows in another form."""
+ONLY_IN_FILES = {"only_in_files": True}  # `extra` of a record that the console shows otherwise
 
 
 class Console(logging.Handler):
@@ -47,7 +45,8 @@ class LogFile(logging.FileHandler):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, encoding="utf-8")
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", TIME))
+        form = "%(asctime)s %(levelname)s %(message)s"
+        self.setFormatter(logging.Formatter(form, "%Y-%m-%dT%H:%M:%SZ"))
         self.formatter.converter = time.gmtime
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -113,32 +112,29 @@ def logging_to(file: LogFile, rank: int, size: int) -> Iterator[None]:
         except BaseException as error:
             # In the file alone: whoever catches the error reports it on the console.
             known = isinstance(error, UserError)
-            lines = [f"{error}"] if known else traceback.format_exception(error)
-            place = (PACKAGE.name, logging.ERROR, __file__, 0, "%s", ("".join(lines).rstrip(),))
-            file.handle(logging.LogRecord(*place, None))
+            text = str(error) if known else "".join(traceback.format_exception(error)).rstrip()
+            file.handle(logging.makeLogRecord({"levelname": "ERROR", "msg": text}))
             raise
 
 
 @contextlib.contextmanager
 def _printing_to(file: TextIO, console: Console) -> Iterator[None]:
     """Redirect this process's prints to `file`; by descriptor, so that crashes are in it, too."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    kept = [os.dup(1), os.dup(2)]
-    with open(os.dup(2), "w", encoding="utf-8") as stream:
-        console.stream = stream
-        for number in (1, 2):
-            os.dup2(file.fileno(), number)
+    with open(os.dup(1), "wb") as out, open(os.dup(2), "w", encoding="utf-8") as err:
+        _redirect(file, file)
+        console.stream = err
         try:
             yield
         finally:
-            for printed in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError):
-                    printed.flush()
-            for number, old in zip((1, 2), kept, strict=True):
-                os.dup2(old, number)
-                os.close(old)
+            _redirect(out, err)
             console.stream = None
+
+
+def _redirect(out: IO[Any], err: IO[Any]) -> None:
+    for number, target, printed in ((1, out, sys.stdout), (2, err, sys.stderr)):
+        with contextlib.suppress(OSError):
+            printed.flush()
+        os.dup2(target.fileno(), number)
 
 
 def _console() -> Console | None:
