@@ -29,6 +29,8 @@ from .run.tracker import TrackerConfig
 __all__ = ["Config", "RunLocation", "from_json", "load", "override", "preset", "to_json"]
 log = logging.getLogger(__name__)
 C = TypeVar("C")
+# Parts whose settings depend on the answers of a render, or did in an earlier release.
+OF_AN_ANSWER = ("parallel", "checkpoint", "compile", "tracker")
 OF_ONE_RUN = ("name", "run_dir", "fresh", "init_from", "init_strict", "workflow")
 
 
@@ -147,8 +149,8 @@ def load(path: Path, kind: type[C] = Config) -> C:
 def from_json(config: C, path: Path, leave_out: Iterable[str] = ()) -> C:
     """Override `config` by a JSON file, except for the top-level names in `leave_out`.
 
-    Settings that this project does not have, as it was rendered with other answers or by another
-    release, are left out with one line that names them.
+    Settings of another answer are left out, with one line that names them; UserError for any other
+    that this project does not have.
     """
     unknown: dict[str, Any] = {}
     try:
@@ -157,6 +159,9 @@ def from_json(config: C, path: Path, leave_out: Iterable[str] = ()) -> C:
         config = _replace(config, content, unknown)
     except (OSError, TypeError, AttributeError, json.JSONDecodeError, UnicodeError) as error:
         raise UserError(f"{path} is not a config.json that can be read ({error})") from error
+    for name in unknown:
+        if name.partition(".")[0] not in OF_AN_ANSWER:
+            raise UserError(f"{path}: {name} is not a setting of this project")
     if unknown:
         answers = sorted({ELSEWHERE.get(name, "") for name, value in unknown.items() if value})
         hint = f" (to have them, render with {' '.join(answers).strip()})" if any(answers) else ""
