@@ -163,10 +163,13 @@ def from_json(config: C, path: Path, leave_out: Iterable[str] = ()) -> C:
         if name.partition(".")[0] not in OF_AN_ANSWER:
             raise UserError(f"{path}: {name} is not a setting of this project")
     if unknown:
-        answers = sorted({ELSEWHERE.get(name, "") for name, value in unknown.items() if value})
-        hint = f" (to have them, render with {' '.join(answers).strip()})" if any(answers) else ""
-        text = "left out of %s, as this project has no such settings: %s%s"
-        log.info(text, path, ", ".join(unknown), hint)
+        # With the answer to which projects have the setting, if the run made use of it.
+        names = [
+            f"{name} ({ELSEWHERE[name]})" if value and name in ELSEWHERE else name
+            for name, value in unknown.items()
+        ]
+        text = "left out of %s, as this project has no such settings: %s"
+        log.info(text, path, ", ".join(names))
     return config
 
 
