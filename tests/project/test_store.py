@@ -80,7 +80,7 @@ class Saver:
             return list(self.content(step))
 
         def send(path: Any, content: bytes) -> None:
-            with self.paths.create(path) as stream:
+            with path.open("wb") as stream:
                 for start in range(0, len(content), 1 << 20):
                     stream.write(content[start : start + (1 << 20)])
 

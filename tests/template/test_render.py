@@ -94,7 +94,7 @@ CONDITIONAL: dict[str, Condition] = {
     "train.sbatch": lambda a: a["cluster"] == "slurm",
     "pytorchjob.yaml": lambda a: a["cluster"] == "kubernetes",
     "tests/test_ranks.py": ranks,
-    f"{PACKAGE}/checkpoint/background.py": lambda a: a["checkpoint"] == "dcp_async",
+    f"{PACKAGE}/checkpoint/parts.py": lambda a: a["checkpoint"] != "torch_save",
     f"{PACKAGE}/workflow/scale.py": lambda a: stages(a) and ranks(a),
     f"{PACKAGE}/workflow/report.html": stages,
     **dict.fromkeys(

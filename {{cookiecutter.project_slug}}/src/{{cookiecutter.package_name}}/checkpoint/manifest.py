@@ -10,12 +10,10 @@ import json
 import math
 import os
 import re
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..distributed import Group
 from ..errors import RankError
-from ..files import naming
 from . import MANIFEST, PUBLISHED, CheckpointError, UnreadableError, step_name
 from .paths import Place, listing, open_regular
 
@@ -178,9 +176,3 @@ def best_by_validation(manifests: dict[Place, dict[str, Any]]) -> Place | None:
         if isinstance(loss := manifest.get("validation_loss"), float) and math.isfinite(loss)
     }
     return min(reversed(judged), key=judged.__getitem__, default=None)
-
-
-def sha256_of(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal."""
-    with naming(path), open(path, "rb", buffering=0) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
