@@ -29,13 +29,11 @@ class Outcome:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> bool:
-        """Keep an error by its message: of any other type than the two, not all can be sent."""
-        if isinstance(error, UserError):
-            self.error = UserError(str(error))
-        elif isinstance(error, RankError):
-            self.error = RankError(str(error))
-        elif isinstance(error, Exception):
-            self.error = RankError(f"{type(error).__name__}: {error}")
+        """Keep an error by its message: those of other types cannot all be sent."""
+        if isinstance(error, Exception):
+            known = isinstance(error, UserError | RankError)
+            text = str(error) if known else f"{type(error).__name__}: {error}"
+            self.error = UserError(text) if isinstance(error, UserError) else RankError(text)
         return isinstance(error, Exception)
 
 
@@ -144,10 +142,8 @@ def _raise_if(errors: dict[int, UserError | RankError]) -> None:
     """Raise the same error on all ranks: of the user first, else all different ones."""
     if not errors:
         return
-    by_user = [error for error in errors.values() if isinstance(error, UserError)]
-    if by_user:
-        error: UserError | RankError = UserError(str(by_user[0]))
-    else:
+    error = next((one for one in errors.values() if isinstance(one, UserError)), None)
+    if error is None:
         first = {str(error): rank for rank, error in reversed(errors.items())}
         texts = [f"rank {rank}: {text}" for text, rank in first.items()][::-1]
         texts[4:] = [f"and {len(texts) - 4} more"] if len(texts) > 4 else []

@@ -79,7 +79,14 @@ class Checkpointer:
         self.settle()  # a save is never skipped: this waits for the one before
         if step == self.last_saved:
             return
-        self._warn_of_waiting(self.blocked_seconds - before, step)
+        waited = self.blocked_seconds - before
+        if waited > LONG and self.world.rank == 0 and not self.warned:
+            self.warned = True  # once: metrics.jsonl has it each time
+            log.warning(
+                "step %d: training waited %.1f s for the save before to end; saves take longer "
+                "than %d steps: raise --checkpoint.every",
+                *(step, waited, self.config.every),
+            )
         facts = {
             **self.facts,
             "samples": step * self.facts["identity"]["global_batch_size"],
@@ -157,12 +164,10 @@ class Checkpointer:
         if problems := identity_differences(manifest.get("identity"), self.facts["identity"]):
             own = self.run_dir / "config.json"  # not there if it goes on from an object store
             ways = f"Go on as it was (--config {own}), start" if own.exists() else "Start"
-            raise UserError(
-                f"this run cannot go on from {path}:\n  "
-                + "\n  ".join(problems)
-                + f"\n{ways} another run (--name NAME), set this one aside (--fresh), or take over "
-                f"the weights alone (--name NAME --init-from {path})."
-            )
+            ways += " another run (--name NAME), set this one aside (--fresh), or take over the "
+            ways += f"weights alone (--name NAME --init-from {path})."
+            lines = [f"this run cannot go on from {path}:", *problems]
+            raise UserError("\n  ".join(lines) + f"\n{ways}")
         create_optimizer_state(self.optimizer)
         opened = []  # together: where a rank fails alone, the others wait for it
         self.group.agree(lambda: opened.append(open_tensors(path, manifest)))
@@ -188,21 +193,8 @@ class Checkpointer:
                 missing.append(name)
                 del self.optimizer.state[parameter]
         if missing:
-            log.warning(
-                "no optimizer state was saved for %d parameters, such as %s: it starts afresh",
-                len(missing),
-                missing[0],
-            )
-
-    def _warn_of_waiting(self, seconds: float, step: int) -> None:
-        """Warn, once, that training waits for saves; metrics.jsonl has it each time."""
-        if seconds > LONG and self.world.rank == 0 and not self.warned:
-            self.warned = True
-            log.warning(
-                "step %d: training waited %.1f s for the save before to end; saves take longer "
-                "than %d steps: raise --checkpoint.every",
-                *(step, seconds, self.config.every),
-            )
+            text = "no optimizer state was saved for %d parameters, such as %s: it starts afresh"
+            log.warning(text, len(missing), missing[0])
 
     @contextlib.contextmanager
     def _blocking(self) -> Iterator[None]:

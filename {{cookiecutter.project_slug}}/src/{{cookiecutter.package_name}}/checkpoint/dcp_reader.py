@@ -20,8 +20,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.futures import Future
 
 from ..distributed import Group
-from .manifest import open_plain
-from .paths import Place
+from .paths import Place, open_regular
 from .reader import DCP_INDEX, Form, Source, printable, reading
 
 SMALL = 1 << 20  # bytes; up to here one read is quicker than many small ones
@@ -105,7 +104,7 @@ class PartsReader(dcp.FileSystemReader):
             info = self.storage_data[item.storage_index]
             files.setdefault(info.relative_path, {}).setdefault(item.storage_index, []).append(item)
         for name, parts in files.items():
-            with open_plain(self.path / name) as file:
+            with open_regular(self.path / name) as file:
                 for index, items in parts.items():
                     stored = self._load(file, self.storage_data[index])
                     for item in items:
@@ -146,7 +145,7 @@ def read_index(path: Place, files: Iterable[str]) -> metadata.Metadata:
 
     UnpicklingError when it refers to anything but `files`, or asks for a class of somebody else's.
     """
-    with open_plain(path / DCP_INDEX) as file:
+    with open_regular(path / DCP_INDEX) as file:
         index = IndexUnpickler(file).load()
     if odd := {info.relative_path for info in index.storage_data.values()} - {*files}:
         raise pickle.UnpicklingError(f"{DCP_INDEX} points to {odd.pop()!a:.200}")

@@ -129,9 +129,7 @@ class Publisher:
             moved = self.group.from_first(lambda path=path: str(self.set_aside(path)))
             log.warning(
                 "DAMAGED CHECKPOINT %s: %s. Moved to %s; going back to the one before it.",
-                path,
-                "; ".join(problems),
-                moved,
+                *(path, "; ".join(problems), moved),
             )
         if names := self.group.from_first(lambda: damaged(self.directory)):
             raise CheckpointError(
