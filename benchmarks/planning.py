@@ -196,7 +196,7 @@ def directory(ranks: int, sizes: list[int], checkpoints: Path, clock: Clock) -> 
 
 def restore(ranks: int, blocks: int, folder: Path, names: dict[str, Any], clock: Clock) -> None:
     """What each rank does before it reads: the index, checked, and what it wants of which part."""
-    reader = importlib.import_module(f"{PACKAGE}.checkpoint.reader")
+    reader = importlib.import_module(f"{PACKAGE}.checkpoint.dcp_reader")
     index = clock("index_read", lambda: reader.read_index(folder, names))
 
     def wanted() -> list[Any]:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -518,7 +519,9 @@ def trained(project: Project, stop_at: int = 0, **changes: Any) -> Any:
             os.kill(os.getpid(), signal.SIGTERM)
 
     settings = {"train__steps": 12, "train__validate_every": 0, "checkpoint__every": 4}
-    return project.module("train").run(project.config(**settings | changes), observe)
+    return project.module("train").run(
+        project.config(**settings | changes), [SimpleNamespace(after_step=observe)]
+    )
 
 
 def alike(ones: dict[str, Any], others: dict[str, Any]) -> bool:

@@ -22,7 +22,7 @@ def module(package: str, name: str) -> Any:
 
 
 def _hides_errors(package: str) -> None:
-    module(package, "checkpoint.parts").naming = lambda path: contextlib.nullcontext()
+    module(package, "checkpoint.writer").naming = lambda path: contextlib.nullcontext()
 
 
 def _loses_threads(package: str) -> None:

@@ -79,14 +79,7 @@ class Checkpointer:
         self.settle()  # a save is never skipped: this waits for the one before
         if step == self.last_saved:
             return
-        waited = self.blocked_seconds - before
-        if waited > LONG and self.world.rank == 0 and not self.warned:
-            self.warned = True  # once: metrics.jsonl has it each time
-            log.warning(
-                "step %d: training waited %.1f s for the save before to end; saves take longer "
-                "than %d steps: raise --checkpoint.every",
-                *(step, waited, self.config.every),
-            )
+        self._warn_of_waiting(self.blocked_seconds - before, step)
         facts = {
             **self.facts,
             "samples": step * self.facts["identity"]["global_batch_size"],
@@ -195,6 +188,16 @@ class Checkpointer:
         if missing:
             text = "no optimizer state was saved for %d parameters, such as %s: it starts afresh"
             log.warning(text, len(missing), missing[0])
+
+    def _warn_of_waiting(self, seconds: float, step: int) -> None:
+        """Warn, once, that training waits for saves; metrics.jsonl has it each time."""
+        if seconds > LONG and self.world.rank == 0 and not self.warned:
+            self.warned = True
+            log.warning(
+                "step %d: training waited %.1f s for the save before to end; saves take longer "
+                "than %d steps: raise --checkpoint.every",
+                *(step, seconds, self.config.every),
+            )
 
     @contextlib.contextmanager
     def _blocking(self) -> Iterator[None]:
