@@ -132,7 +132,7 @@ def _one_of_ours(bench: ranks.Bench, checkpointer: Any) -> dict[str, float]:
     over: list[float] = []
     started = time.perf_counter()
     checkpointer.save(state.step)
-    checkpointer.writer.background.upload.add_done_callback(
+    checkpointer.writer.upload.add_done_callback(
         lambda _: over.append(time.perf_counter())
     )
     lost = time.perf_counter() - started

@@ -6,27 +6,37 @@ as saved. And what the system says of a full or failing disk should reach whoeve
 
 import contextlib
 import io
-import threading
 import warnings
+# {% if cookiecutter.storage == "object_store" %}
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+# {% else %}
 from collections.abc import Iterator
 from typing import Any
+# {% endif %}
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from ..distributed import Group
 from ..files import naming
-from .paths import Place, create, persistently
-from .reader import DCP_INDEX, reading
+# {% if cookiecutter.storage == "object_store" %}
+from .paths import Place, persistently
+# {% else %}
+from .paths import Place
+# {% endif %}
+from .reader import reading
 from .tensors import Tensors
 
+# {% if cookiecutter.storage == "object_store" %}
+T = TypeVar("T")
+# {% endif %}
 # DCP says so to every plain process, though no_dist is given.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
 
 
 def write_tensors(folder: Place, part: Tensors, group: Group, threads: int = 1) -> list[str]:
     """Write this rank's part (a collective call); the names of its files."""
-    # The files are synced once, together with their directory, by the publisher.
     writer = PartsWriter(folder, threads)
     with reading(folder, "writing"):
         dcp.save(
@@ -35,20 +45,24 @@ def write_tensors(folder: Place, part: Tensors, group: Group, threads: int = 1) 
             process_group=group.process_group,
             no_dist=not group.process_group,
         )
-    return [*writer.fs.names, DCP_INDEX] if group.rank == 0 else writer.fs.names
+        if writer.fs.lost:
+            raise writer.fs.lost[0]
+    return writer.fs.names
 
 
 class Files(FileSystem):
-    """Creates files for DCP, and keeps the errors of its threads."""
+    """Creates files for DCP, and keeps the errors, which DCP's threads would lose."""
 
     def __init__(self) -> None:
-        self.caller = threading.current_thread()
         self.lost: list[Exception] = []
         self.names: list[str] = []
 
     def concat_path(self, path: Place, suffix: str) -> Place:
-        """A file in a folder."""
-        return path / suffix
+        """A file in a folder, the index under its final name at once."""
+        return path / suffix.removesuffix(".tmp")
+
+    def rename(self, path: Place, new_path: Place) -> None:
+        """Nothing to do: the index has its name."""
 
     def mkdir(self, path: Place) -> None:
         """Nothing to do: the publisher has made the folder."""
@@ -57,51 +71,51 @@ class Files(FileSystem):
         """The folder is fresh."""
         return False
 
-    def rename(self, path: Place, new_path: Place) -> None:
-        """Give a file its name."""
-        path.rename(new_path)
-
     @contextlib.contextmanager
     def create_stream(self, path: Place, mode: str) -> Iterator[Any]:
-        """Create a file; an error in one of DCP's threads, where it would be lost, is kept."""
+        """Create a file; an error is kept, and DCP goes on."""
         stream = None
         try:
-            with naming(path), create(path) as stream:
+            with naming(path), path.open(mode) as stream:
                 yield stream
         except Exception as error:
-            if threading.current_thread() is self.caller:
-                raise
             self.lost.append(error)
             if stream is None:
-                yield io.BytesIO()  # DCP's thread goes on, and needs a stream
+                yield io.BytesIO()  # DCP needs a stream to go on
         else:
-            if not path.name.startswith(DCP_INDEX):
-                self.names.append(path.name)
+            self.names.append(path.name)
 
 
 class PartsWriter(dcp.FileSystemWriter):
-    """DCP's writer, which fails when one of its threads does."""
+    """DCP's writer, into a folder of any storage."""
 
     def __init__(self, folder: Place, threads: int) -> None:
+        # The publisher syncs the files.
         super().__init__("", thread_count=threads, sync_files=False)
         self.path, self.fs = folder, Files()
 
+    # {% if cookiecutter.storage == "object_store" %}
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
-        """Write the planned parts; raises what a thread raised."""
+        """Write the planned parts, again while a failure of the store may pass."""
+        return self._persistently(lambda: super(PartsWriter, self).write_data(plan, planner))
 
-        def write() -> Any:
+    def finish(self, metadata: dcp.Metadata, results: Any) -> None:
+        """Write the index, again while a failure of the store may pass."""
+        parts = self.fs.names
+        self._persistently(lambda: super(PartsWriter, self).finish(metadata, results))
+        self.fs.names += parts
+
+    def _persistently(self, write: Callable[[], T]) -> T:
+        def attempt() -> T:
             self.fs = Files()
-            written = super(PartsWriter, self).write_data(plan, planner)
+            written = write()
             if self.fs.lost:
                 raise self.fs.lost[0]
             return written
 
-        return persistently(write, self.path)
+        return persistently(attempt, self.path)
 
-    def finish(self, metadata: dcp.Metadata, results: Any) -> None:
-        """Write the index."""
-        persistently(lambda: super(PartsWriter, self).finish(metadata, results), self.path)
-
+    # {% endif %}
     @property
     def checkpoint_id(self) -> str:
         """The folder, as DCP's index has it."""

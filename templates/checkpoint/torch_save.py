@@ -11,7 +11,11 @@ from torch import nn
 
 from ..distributed import Group, parallel
 from ..files import naming
-from .paths import Place, create, persistently
+# {% if cookiecutter.storage == "object_store" %}
+from .paths import Place, persistently
+# {% else %}
+from .paths import Place
+# {% endif %}
 from .publish import Write
 from .reader import WHOLE_FILE
 from .storage import StorageConfig
@@ -56,12 +60,17 @@ def write_tensors(folder: Place, tensors: Tensors, group: Group) -> list[str]:
     if group.rank != 0:
         return []
     path = folder / WHOLE_FILE
+    # {% if cookiecutter.storage == "object_store" %}
 
     def write() -> None:
-        with naming(path), create(path) as file:
+        with naming(path), path.open("wb") as file:
             torch.save(gathered, file)
 
     persistently(write, path)
+    # {% else %}
+    with naming(path), path.open("wb") as file:
+        torch.save(gathered, file)
+    # {% endif %}
     return [WHOLE_FILE]
 
 

@@ -36,20 +36,20 @@ NOTICED = "code without one of its precautions is found out"
 BREAKAGES = {
     "no_directory_synced": [
         (
-            "from ..files import naming, sync_directory, sync_file\n",
-            "from ..files import naming, sync_file\nsync_directory = lambda path: None\n",
+            "from ..files import naming, sync_directory\n",
+            "from ..files import naming\nsync_directory = lambda path: None\n",
         ),
     ],
     "renamed_before_files_are_synced": [
-        ("        sync_file(path)\n", ""),
+        ("            os.fsync(written.fileno())\n", ""),
         (
             "os.rename(reservation, target)\n",
             "os.rename(reservation, target)\n"
-            '        [sync_file(target / name) for name in manifest["files"]]\n',
+            '        [os.fsync(open(target / name).fileno()) for name in manifest["files"]]\n',
         ),
     ],
-    "no_file_synced": [("        sync_file(path)\n", "")],
-    "manifest_not_synced": [("        sync_file(reservation / MANIFEST)\n", "")],
+    "no_file_synced": [("            os.fsync(written.fileno())\n", "")],
+    "manifest_not_synced": [("            os.fsync(file.fileno())\n", "")],
     "name_of_the_run_not_synced": [
         ("                sync_directory(parent)", "                pass")
     ],

@@ -270,11 +270,11 @@ class _Watch:
             return copies, holder.copy
 
         training.train_step, training.Checkpointer.save = train_step, begin_save
-        if background := getattr(writer, "Background", None):
-            begin, background._stage = background._stage, stage
+        if begin := getattr(writer.Writer, "_stage", None):
+            writer.Writer._stage = stage
         self.mark(training, "setup", "setting up")
         self.mark(training, "validate", "validating")
-        self.mark(publish, "sha256_of", "hashing")
+        self.mark(publish.Publisher, "finish", "hashing")
         self.mark(publish.Publisher, "commit", "renaming")
         self.mark(publish.Publisher, "prune", "pruning")
         restored = lambda step, _: self.note(RESTORED, step + 1)  # noqa: E731

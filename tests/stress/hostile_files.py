@@ -65,7 +65,7 @@ def probe(findings: Findings, paths: list[Path], mutants: int, stop: int = 1 << 
         ) as process:
             name = "before the first case"
             for line in process.stdout or ():
-                told = json.loads(line)
+                told = json.loads(line[line.find("{") :])  # a payload may have written before it
                 if "name" in told:
                     name, start, total = told["name"], told["number"] + 1, told["of"]
                     continue

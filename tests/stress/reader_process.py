@@ -6,6 +6,7 @@ and after each case, so that whoever started it knows which one ended it.
 
 import contextlib
 import ctypes
+import hashlib
 import importlib
 import json
 import logging
@@ -122,8 +123,9 @@ class Reader:
         content = json.loads(path.read_text("utf-8"))
         del content["digest"]
         for name in content["files"]:
-            size, sha256 = os.path.getsize(newest / name), self.manifest.sha256_of(newest / name)
-            content["files"][name] = {"size": size, "sha256": sha256}
+            stored = (newest / name).read_bytes()
+            sha256 = hashlib.sha256(stored).hexdigest()
+            content["files"][name] = {"size": len(stored), "sha256": sha256}
         path.write_bytes(self.manifest.sealed(content))
 
     def roads(self, case: Any, where: Path) -> Iterator[tuple[str, Callable[[], Any]]]:

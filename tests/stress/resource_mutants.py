@@ -22,17 +22,12 @@ def module(package: str, name: str) -> Any:
 
 
 def _hides_errors(package: str) -> None:
-    module(package, "checkpoint.parts").naming = lambda path: contextlib.nullcontext()
+    module(package, "checkpoint.writer").naming = lambda path: contextlib.nullcontext()
 
 
 def _loses_threads(package: str) -> None:
-    parts = module(package, "checkpoint.parts")
-
-    def forgetful(self: Any, *rest: Any) -> Any:
-        self.fs = parts.Files()
-        return parts.dcp.FileSystemWriter.write_data(self, *rest)
-
-    parts.PartsWriter.write_data = forgetful
+    files = module(package, "checkpoint.parts").Files
+    files.lost = property(lambda self: [], lambda self, errors: None)
 
 
 def _leaves_rubbish(package: str) -> None:
@@ -56,9 +51,9 @@ def _publishes_what_failed(package: str) -> None:
 
 
 def _leaks_descriptors(package: str) -> None:
-    publish = module(package, "checkpoint.publish")
-    sha256_of = publish.sha256_of
-    publish.sha256_of = lambda path: (KEPT.append(path.open()), sha256_of(path))[1]
+    publisher = module(package, "checkpoint.publish").Publisher
+    finish = publisher.finish
+    publisher.finish = lambda self, path: (KEPT.append(path.open()), finish(self, path))[1]
 
 
 def _never_stops(package: str) -> None:
@@ -93,7 +88,7 @@ def _skips_saves(package: str) -> None:
     save = checkpointer.save
 
     def skip(self: Any, *rest: Any) -> None:
-        upload = self.writer.background.upload
+        upload = self.writer.upload
         if not upload or upload.done():
             save(self, *rest)
 
@@ -105,15 +100,15 @@ def _says_nothing(package: str) -> None:
 
 
 def _leaks_copies(package: str) -> None:
-    background = module(package, "checkpoint.background").Background
-    start = background.start
+    writer = module(package, "checkpoint.writer").Writer
+    save = writer.save
 
     def leaky(self: Any, *rest: Any) -> Any:
         KEPT.append(self.buffers)
         self.buffers = {}
-        return start(self, *rest)
+        return save(self, *rest)
 
-    background.start = leaky
+    writer.save = leaky
 
 
 FULL, ONCE = Fault(errno.ENOSPC), Fault(errno.EIO, once=True)

@@ -101,7 +101,6 @@ CONDITIONAL: dict[str, Condition] = {
     "train.sbatch": lambda a: a["cluster"] == "slurm",
     "pytorchjob.yaml": lambda a: a["cluster"] == "kubernetes",
     "tests/test_ranks.py": ranks,
-    f"{PACKAGE}/checkpoint/background.py": lambda a: a["checkpoint"] == "dcp_async",
     f"{PACKAGE}/checkpoint/parts.py": lambda a: a["checkpoint"] != "torch_save",
     f"{PACKAGE}/run/tracker_adapter.py": lambda a: a["tracker"] != "none",
     "entrypoint.sh": lambda a: a["cluster"] == "kubernetes" and ranks(a),
@@ -136,7 +135,8 @@ ALWAYS = {
     *every(f"{PACKAGE}/distributed", "__init__ parallel stop"),
     *every(
         f"{PACKAGE}/checkpoint",
-        "__init__ checkpointer manifest paths publish reader storage tensors transfer writer",
+        "__init__ checkpointer dcp_reader manifest paths publish reader storage tensors transfer "
+        "writer",
     ),
     *every(
         f"{PACKAGE}/run", "__init__ bad_steps callbacks directory hardware journal logs tracker"
@@ -155,7 +155,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         every(f"{PACKAGE}/distributed", "__init__ parallel world agreement watchdog launch"),
         ("parallelism",),
     ),
-    **dict.fromkeys(every(f"{PACKAGE}/checkpoint", "writer background parts"), ("checkpoint",)),
+    **dict.fromkeys(every(f"{PACKAGE}/checkpoint", "writer parts"), ("checkpoint",)),
     **dict.fromkeys(
         every(f"{PACKAGE}/checkpoint", "storage paths disk object_store upload"), ("storage",)
     ),

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -14,6 +15,26 @@ from ..errors import RankError, UserError
 from .world import PATIENCE, World
 
 T = TypeVar("T")
+
+
+@dataclass
+class Outcome:
+    """What became of an action on a rank: its result, or its error as it can be sent."""
+
+    result: Any = None
+    error: UserError | RankError | None = None
+
+    def __enter__(self) -> "Outcome":
+        """The outcome of the block."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> bool:
+        """Keep an error by its message: those of other types cannot all be sent."""
+        if isinstance(error, Exception):
+            known = isinstance(error, UserError | RankError)
+            text = str(error) if known else f"{type(error).__name__}: {error}"
+            self.error = UserError(text) if isinstance(error, UserError) else RankError(text)
+        return isinstance(error, Exception)
 
 
 class Group:
@@ -48,22 +69,24 @@ class Group:
 
         RankError on every rank, naming those that failed, when it failed on any.
         """
-        outcome = _outcome(action)
+        with Outcome() as outcome:
+            outcome.result = action()
         gathered = [outcome]
         if self.process_group is not None:
             gathered = [outcome] * self.size if self.rank == 0 else None
             dist.gather_object(outcome, gathered, group_dst=0, group=self.process_group)
-        failures = None
-        if gathered:
-            failures = [(rank, *it[:2]) for rank, it in enumerate(gathered) if it[0]]
+        failures = {rank: one.error for rank, one in enumerate(gathered or []) if one.error}
         _raise_if(self._broadcast(failures))
-        return [result for _, _, result in gathered or [outcome]]
+        return [one.result for one in gathered or [outcome]]
 
     def from_first(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 only and give its result to all; RankError on all if it failed."""
-        failure, by_user, result = self._broadcast(_outcome(action) if self.rank == 0 else None)
-        _raise_if([(0, failure, by_user)] if failure else [])
-        return result
+        with Outcome() as outcome:
+            if self.rank == 0:
+                outcome.result = action()
+        outcome = self._broadcast(outcome)
+        _raise_if({0: outcome.error} if outcome.error else {})
+        return outcome.result
 
     def exchange(self, flags: list[int]) -> list[int]:
         """Send `flags`; return the maxima over the ranks of those sent at the call before.
@@ -115,26 +138,14 @@ class Group:
         return box[0]
 
 
-def _outcome(action: Callable[[], T]) -> tuple[str | None, bool, T | None]:
-    """What failed, whether the user can fix it, the result."""
-    try:
-        return None, False, action()
-    except (UserError, RankError) as error:
-        return str(error), isinstance(error, UserError), None
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", False, None
-
-
-def _raise_if(failures: list[tuple[int, str, bool]]) -> None:
+def _raise_if(errors: dict[int, UserError | RankError]) -> None:
     """Raise the same error on all ranks: of the user first, else all different ones."""
-    if not failures:
+    if not errors:
         return
-    error: UserError | RankError
-    if by_user := [failure for _, failure, is_users in failures if is_users]:
-        error = UserError(by_user[0])
-    else:
-        first = {failure: rank for rank, failure, _ in reversed(failures)}
-        texts = [f"rank {rank}: {failure}" for failure, rank in first.items()][::-1]
+    error = next((one for one in errors.values() if isinstance(one, UserError)), None)
+    if error is None:
+        first = {str(error): rank for rank, error in reversed(errors.items())}
+        texts = [f"rank {rank}: {text}" for text, rank in first.items()][::-1]
         texts[4:] = [f"and {len(texts) - 4} more"] if len(texts) > 4 else []
         error = RankError("; ".join(texts))
     error.agreed = True

@@ -1,4 +1,4 @@
-"""Files of checkpoints on disk: find them, open them, create them."""
+"""Files of checkpoints on disk: find them, open them."""
 
 import contextlib
 import errno
@@ -6,15 +6,13 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 from ..errors import UserError
 from ..fingerprint import of_files
 from . import PUBLISHED
 
-T = TypeVar("T")
 Place = Path
 DAMAGED = re.compile(r"step_\d{8,}\.damaged-\d+")
 # With one slash too, since pathlib folds two into one.
@@ -74,16 +72,6 @@ def open_regular(path: Path) -> BinaryIO:
     return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
 
 
-def create(path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
-    """Open a new file for writing."""
-    return open(path, "wb")
-
-
 def local_copy(path: Path) -> contextlib.AbstractContextManager[Path]:
     """A file as one on disk: itself."""
     return contextlib.nullcontext(path)
-
-
-def persistently(action: Callable[[], T], path: Path) -> T:
-    """Run an action on a path, once: what a disk refuses, it refuses again."""
-    return action()

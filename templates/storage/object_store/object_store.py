@@ -133,8 +133,13 @@ class RemotePath:
             return {n.rpartition("/")[2]: size for n, size in sizes.items() if n != self.path}
         return {}
 
-    def open(self) -> BinaryIO:
-        """Open for reading, anywhere in it; FileNotFoundError when there is no such object."""
+    def open(self, mode: str = "rb") -> Any:
+        """Open for writing ("wb", see `create`), or for reading, anywhere in it.
+
+        FileNotFoundError when there is no such object.
+        """
+        if mode == "wb":
+            return self.create()
         info = self.info()
         if info is None or info["type"] != "file":
             raise FileNotFoundError(errno.ENOENT, "no such object", str(self))

@@ -1,4 +1,4 @@
-"""Files of checkpoints, on disk or in an object store: find them, open them, create them."""
+"""Files of checkpoints, on disk or in an object store: find them, open them."""
 
 import contextlib
 import json
@@ -77,11 +77,6 @@ def open_regular(path: Place) -> BinaryIO:
     return path.open() if isinstance(path, RemotePath) else disk.open_regular(path)
 
 
-def create(path: Place) -> contextlib.AbstractContextManager[BinaryIO]:
-    """Open a new file or object for writing."""
-    return path.create() if isinstance(path, RemotePath) else disk.create(path)
-
-
 @contextlib.contextmanager
 def local_copy(path: Place) -> Iterator[Path]:
     """A file as one on disk: an object is fetched into a temporary file."""
@@ -98,4 +93,4 @@ def persistently(action: Callable[[], T], path: Place) -> T:
     """Run an action on a path: on a disk once, in a store again while its failure may pass."""
     if isinstance(path, RemotePath):
         return persistently_in_store(action, path)
-    return disk.persistently(action, path)
+    return action()

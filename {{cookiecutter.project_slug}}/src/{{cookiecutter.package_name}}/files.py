@@ -57,12 +57,7 @@ def write_json(path: Path, content: Any) -> None:
 
 def sync_directory(path: Path) -> None:
     """Sync the names in a directory; a synced file whose name is not synced can still be lost."""
-    sync_file(path, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def sync_file(path: Path, flags: int = os.O_RDONLY) -> None:
-    """Sync a file's content to disk; OSError with its name."""
-    descriptor = os.open(path, flags)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with naming(path):
             os.fsync(descriptor)

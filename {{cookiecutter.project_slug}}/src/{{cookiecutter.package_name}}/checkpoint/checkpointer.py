@@ -157,12 +157,10 @@ class Checkpointer:
         if problems := identity_differences(manifest.get("identity"), self.facts["identity"]):
             own = self.run_dir / "config.json"  # not there if it goes on from an object store
             ways = f"Go on as it was (--config {own}), start" if own.exists() else "Start"
-            raise UserError(
-                f"this run cannot go on from {path}:\n  "
-                + "\n  ".join(problems)
-                + f"\n{ways} another run (--name NAME), set this one aside (--fresh), or take over "
-                f"the weights alone (--name NAME --init-from {path})."
-            )
+            ways += " another run (--name NAME), set this one aside (--fresh), or take over the "
+            ways += f"weights alone (--name NAME --init-from {path})."
+            lines = [f"this run cannot go on from {path}:", *problems]
+            raise UserError("\n  ".join(lines) + f"\n{ways}")
         create_optimizer_state(self.optimizer)
         opened = []  # together: where a rank fails alone, the others wait for it
         self.group.agree(lambda: opened.append(open_tensors(path, manifest)))
@@ -188,11 +186,8 @@ class Checkpointer:
                 missing.append(name)
                 del self.optimizer.state[parameter]
         if missing:
-            log.warning(
-                "no optimizer state was saved for %d parameters, such as %s: it starts afresh",
-                len(missing),
-                missing[0],
-            )
+            text = "no optimizer state was saved for %d parameters, such as %s: it starts afresh"
+            log.warning(text, len(missing), missing[0])
 
     def _warn_of_waiting(self, seconds: float, step: int) -> None:
         """Warn, once, that training waits for saves; metrics.jsonl has it each time."""

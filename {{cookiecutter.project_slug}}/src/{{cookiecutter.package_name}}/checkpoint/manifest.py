@@ -10,12 +10,10 @@ import json
 import math
 import os
 import re
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ..distributed import Group
 from ..errors import RankError
-from ..files import naming
 from . import MANIFEST, PUBLISHED, CheckpointError, UnreadableError, step_name
 from .paths import Place, listing, open_regular
 
@@ -44,14 +42,6 @@ def digest_of(content: dict[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def open_plain(path: Place) -> BinaryIO:
-    """Open a file for reading; CheckpointError when it is missing or no regular file."""
-    try:
-        return open_regular(path)
-    except OSError as error:
-        raise problem_of(path, error) from error
-
-
 def problem_of(path: Place, error: OSError) -> RankError:
     """Whether an error of reading is damage (CheckpointError), or may pass (UnreadableError)."""
     if error.errno in DAMAGE:
@@ -66,7 +56,7 @@ def read_manifest(path: Place) -> dict[str, Any]:
     if PUBLISHED.fullmatch(path.name) and path.is_symlink():
         raise CheckpointError("it is a link to somewhere else")
     try:
-        with open_plain(path / MANIFEST) as file:
+        with open_regular(path / MANIFEST) as file:
             content = file.read()
     except OSError as error:
         raise problem_of(path / MANIFEST, error) from error
@@ -115,19 +105,18 @@ def data_of(path: Place, manifest: dict[str, Any]) -> Place:
 def check_file(path: Place, entry: dict[str, Any]) -> str | None:
     """Compare one file with its manifest entry; return what is wrong with it, or None."""
     try:
-        with open_plain(path) as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(0)
             if size != entry["size"]:
                 return f"{path.name} has {size:,} bytes, not {entry['size']:,}"
             if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
                 return f"{path.name} has other content than was saved (sha256 differs)"
-    except CheckpointError as error:
-        return str(error)
     except OSError as error:
-        if error.errno in DAMAGE:
-            return str(problem_of(path, error))
-        raise problem_of(path, error) from error
+        problem = problem_of(path, error)
+        if isinstance(problem, UnreadableError):
+            raise problem from error
+        return str(problem)
     return None
 
 
@@ -178,9 +167,3 @@ def best_by_validation(manifests: dict[Place, dict[str, Any]]) -> Place | None:
         if isinstance(loss := manifest.get("validation_loss"), float) and math.isfinite(loss)
     }
     return min(reversed(judged), key=judged.__getitem__, default=None)
-
-
-def sha256_of(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal."""
-    with naming(path), open(path, "rb", buffering=0) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

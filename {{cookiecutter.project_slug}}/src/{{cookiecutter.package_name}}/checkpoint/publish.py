@@ -17,6 +17,7 @@ The file system must be POSIX and shared by all ranks; rename must be atomic and
 """
 
 import contextlib
+import hashlib
 import logging
 import os
 import shutil
@@ -28,16 +29,16 @@ from typing import Any, Literal
 
 from ..distributed import Group
 from ..errors import RankError, UserError
-from ..files import naming, sync_directory, sync_file
+from ..files import naming, sync_directory
 from . import MANIFEST, CheckpointError, step_name
 from .manifest import (
     FORMAT_VERSION,
     best_by_validation,
     data_of,
     has_sizes,
+    parse_manifest,
     read_manifest,
     sealed,
-    sha256_of,
     verify,
 )
 from .paths import Place, checkpoints_of, damaged, located, published
@@ -128,9 +129,7 @@ class Publisher:
             moved = self.group.from_first(lambda path=path: str(self.set_aside(path)))
             log.warning(
                 "DAMAGED CHECKPOINT %s: %s. Moved to %s; going back to the one before it.",
-                path,
-                "; ".join(problems),
-                moved,
+                *(path, "; ".join(problems), moved),
             )
         if names := self.group.from_first(lambda: damaged(self.directory)):
             raise CheckpointError(
@@ -194,18 +193,21 @@ class Publisher:
 
     def finish(self, path: Path) -> dict[str, Any]:
         """Make a written file durable; its entry in the manifest (on the rank that wrote it)."""
-        # DCP may have synced it before its last buffer was written.
-        sync_file(path)
-        return {"size": path.stat().st_size, "sha256": sha256_of(path)}
+        with naming(path), open(path, "rb", buffering=0) as written:
+            os.fsync(written.fileno())
+            sha256 = hashlib.file_digest(written, "sha256").hexdigest()
+            return {"size": written.tell(), "sha256": sha256}
 
     def commit(self, reserved: str, manifest: dict[str, Any]) -> None:
         """Write the manifest, and rename the reservation: this publishes the checkpoint."""
         reservation = self.directory / reserved
         target = self.directory / step_name(manifest["step"])
-        with naming(reservation / MANIFEST):
-            (reservation / MANIFEST).write_bytes(sealed(manifest))
-        read_manifest(reservation)  # what a restore would refuse must not be published
-        sync_file(reservation / MANIFEST)
+        content = sealed(manifest)
+        parse_manifest(content, reserved)  # what a restore would refuse must not be published
+        with naming(reservation / MANIFEST), open(reservation / MANIFEST, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         sync_directory(reservation)
         if os.path.lexists(target):
             self.set_aside(target)

@@ -1,33 +1,25 @@
 """Find a checkpoint and read its tensors into live ones, by any number of ranks.
 
-No code from a checkpoint runs: torch.load gets `weights_only=True`, and the index of DCP
-(torch.distributed.checkpoint) an unpickler that knows the names of DCP's own classes only. Of a
-checkpoint nothing is opened but the files that its verified manifest names.
+No code from a checkpoint runs: torch.load gets `weights_only=True` (for directories of DCP see
+dcp_reader.py). Of a checkpoint only the files that its verified manifest names are opened.
 """
 
-import collections
 import contextlib
-import io
 import logging
-import pathlib
 import pickle
 import tarfile
-import types
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.api import CheckpointException
 
 from ..distributed import Group, parallel
 from ..errors import RankError, UserError
 from . import MANIFEST, CheckpointError, step_name
-from .manifest import data_of, open_plain, verify
+from .manifest import data_of, verify
 from .paths import Place, checkpoints_of, listing, local_copy, located, published
 from .tensors import flat
 
@@ -36,22 +28,6 @@ WHOLE_FILE = "state.pt"
 DCP_INDEX = ".metadata"
 SAFETENSORS = ".safetensors"
 NOTE = "note"
-SMALL = 1 << 20  # bytes; up to here one read is quicker than many small ones
-CLASSES = (
-    *(metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta, metadata.TensorProperties),
-    *(metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata),
-    *(metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo, torch.serialization._get_layout),
-    *(torch.Size, collections.OrderedDict, pathlib.PosixPath),
-)
-
-
-def plain(module: str, name: str) -> str:
-    """A full name; Python 3.13 has its paths in a module of their own."""
-    return f"{module.removesuffix('._local')}.{name}"
-
-
-ALLOWED = {plain(kind.__module__, kind.__qualname__): kind for kind in CLASSES}
-ALLOWED |= {f"torch.{n}": value for n, value in vars(torch).items() if type(value) is torch.dtype}
 
 
 class Form(NamedTuple):
@@ -61,31 +37,18 @@ class Form(NamedTuple):
     dtype: torch.dtype
 
 
-class Parts:
-    """Tensors in a directory of DCP, by names as in "model.norm.weight"."""
+class Source:
+    """Tensors that can be read, by name; `forms` has what is known of them before."""
 
-    def __init__(self, path: Place, files: Iterable[str]) -> None:
-        """`files`: those that the index may refer to."""
-        self.path = path
-        with reading(path):
-            self.index = read_index(path, files)
-            self.forms = {
-                printable(name): Form(tuple(entry.size), entry.properties.dtype)
-                for name, entry in self.index.state_dict_metadata.items()
-            }
+    path: Place
+    forms: dict[str, Form]
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
-        """Copy into live tensors, each rank the parts that it holds; a collective call."""
-        with reading(self.path):
-            dcp.load(
-                dict(targets),
-                storage_reader=PartsReader(self.path, self.index),
-                process_group=group.process_group,
-                no_dist=not group.process_group,
-            )
+        """Copy into live tensors, of sharded ones the parts that are here; a collective call."""
+        raise NotImplementedError
 
 
-class OneFile:
+class OneFile(Source):
     """Tensors in one file, of `torch.save` or of safetensors, mapped into memory, not read yet."""
 
     def __init__(self, path: Place) -> None:
@@ -110,71 +73,6 @@ class OneFile:
             target.copy_(parallel.like(source, target))
 
 
-class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no method for BUILD
-    """Reads the index of a DCP checkpoint, which consists of a few harmless classes."""
-
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
-
-    def find_class(self, module: str, name: str) -> Any:
-        """The class of that name, if DCP writes it; UnpicklingError for any other."""
-        if (full := plain(module, name)) not in ALLOWED:
-            raise pickle.UnpicklingError(f"it asks for {full!a:.200}")
-        return ALLOWED[full]
-
-    def load_build(self) -> None:
-        """Set the attributes of an object, but not of a class, which would stay for the process."""
-        if isinstance(self.stack[-2], type | types.FunctionType):
-            raise pickle.UnpicklingError("it changes a class")
-        super().load_build()
-
-    dispatch[pickle.BUILD[0]] = load_build
-
-
-class Files(filesystem.FileSystem):
-    """Opens files of a checkpoint for DCP."""
-
-    def concat_path(self, path: Place, suffix: str) -> Place:
-        """A file in a folder."""
-        return path / suffix
-
-    def create_stream(self, path: Place, mode: str) -> BinaryIO:
-        """Open for reading."""
-        return open_plain(path)
-
-
-class PartsReader(dcp.FileSystemReader):
-    """DCP's reader, of an index that was read before."""
-
-    def __init__(self, path: Place, index: metadata.Metadata) -> None:
-        super().__init__("")
-        self.path, self.index, self.fs = path, index, Files()
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """The index."""
-        return self.index
-
-    def _slice_file(self, file: BinaryIO, info: Any) -> BinaryIO:
-        part = super()._slice_file(file, info)
-        return io.BytesIO(part.read()) if info.length <= SMALL else part
-
-
-def read_index(path: Place, files: Iterable[str]) -> metadata.Metadata:
-    """The index of a directory of DCP, without objects: DCP would unpickle those.
-
-    UnpicklingError when it refers to anything but `files`, or asks for a class of somebody else's.
-    """
-    with open_plain(path / DCP_INDEX) as file:
-        index = IndexUnpickler(file).load()
-    if odd := {info.relative_path for info in index.storage_data.values()} - {*files}:
-        raise pickle.UnpicklingError(f"{DCP_INDEX} points to {odd.pop()!a:.200}")
-    index.state_dict_metadata = {
-        name: entry
-        for name, entry in index.state_dict_metadata.items()
-        if isinstance(entry, metadata.TensorStorageMetadata)
-    }
-    return index
-
-
 def load_torch(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a file of torch.save; only files older than the zip format are not mapped."""
     if tarfile.is_tarfile(path):  # the oldest format: torch would unpack what it holds
@@ -192,7 +90,7 @@ def load_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield NOTE, torch.frombuffer(bytearray(note.encode()), dtype=torch.uint8)
 
 
-def read_new(source: Parts | OneFile, names: Iterable[str]) -> dict[str, torch.Tensor]:
+def read_new(source: Source, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Read tensors of those names into new memory of this process."""
     with reading(source.path):
         forms = ((name, source.forms[name]) for name in names)
@@ -201,13 +99,15 @@ def read_new(source: Parts | OneFile, names: Iterable[str]) -> dict[str, torch.T
     return tensors
 
 
-def open_tensors(path: Place, manifest: dict[str, Any]) -> Parts | OneFile:
+def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:
     """Open what `find_tensors` has found."""
     if path.is_file():
         return OneFile(path)
     folder, files = data_of(path, manifest), manifest.get("files")
     if files and WHOLE_FILE in files:
         return OneFile(folder / WHOLE_FILE)
+    from .dcp_reader import Parts
+
     return Parts(folder, listing(folder) if files is None else files)
 
 
@@ -230,7 +130,9 @@ def reading(path: Place, verb: str = "reading") -> Iterator[None]:
         raise CheckpointError(f"{doing} failed: {error}") from error
     except Exception as error:  # a file that is something else can fail in any way
         raise CheckpointError(f"{doing} was refused: {brief(error)}") from error
-    except CheckpointException as error:  # what DCP has collected from the ranks
+    except BaseException as error:  # DCP's CheckpointException: what it has collected from ranks
+        if not hasattr(error, "failures"):
+            raise
         rank, (cause, _) = next(iter(error.failures.items()))
         failed = CheckpointError(f"{doing} failed on rank {rank}: {brief(cause)}")
         failed.agreed = True

@@ -26,7 +26,7 @@ from ..run.directory import RunDirectory
 from . import CheckpointError
 from .paths import Place, checkpoints_of, fingerprint_of
 from .publish import Publisher, RetentionConfig
-from .reader import NOTE, SAFETENSORS, OneFile, Parts, find_tensors, open_tensors, read_new
+from .reader import NOTE, SAFETENSORS, OneFile, Source, find_tensors, open_tensors, read_new
 from .tensors import Tensors, forms_of, nest
 from .writer import write_tensors
 
@@ -110,7 +110,7 @@ def load_weights(
     when a tensor has another shape or when nothing fits.
     """
     path, manifest = group.from_first(lambda: find_tensors(where, step))
-    opened: list[Parts | OneFile] = []
+    opened: list[Source] = []
 
     def look() -> str:
         opened.append(open_source(path, manifest))
@@ -144,7 +144,7 @@ def load_weights(
     return "; ".join([f"{len(common)} tensors from {path}", *texts])
 
 
-def open_source(path: Place, manifest: dict[str, Any]) -> Parts | OneFile:
+def open_source(path: Place, manifest: dict[str, Any]) -> Source:
     """Open what the user has named; UserError when it cannot be read."""
     try:
         return open_tensors(path, manifest)
@@ -198,7 +198,7 @@ def note_of(path: Place, manifest: dict[str, Any], run: Path | None = None) -> d
     return note
 
 
-def read_note(source: Parts | OneFile) -> dict[str, Any]:
+def read_note(source: Source) -> dict[str, Any]:
     """The note in a file made here, {} if it has none."""
     form = source.forms.get(NOTE)
     if form is None or form.dtype != torch.uint8 or len(form.shape) != 1:
@@ -219,7 +219,7 @@ def is_note(note: Any) -> bool:
         return False
 
 
-def read_state(source: Parts | OneFile, note: dict[str, Any], optimizer: bool) -> Tensors:
+def read_state(source: Source, note: dict[str, Any], optimizer: bool) -> Tensors:
     """Model and, if wanted, optimizer of a source as {"model": …, "optimizer": …}, on the host."""
     parameters = note["manifest"]["identity"]["parameters"]
     names = {(MODEL, name): full for name, full in weight_names(source.forms, parameters).items()}
