@@ -7,23 +7,23 @@ as saved. And what the system says of a full or failing disk should reach whoeve
 import contextlib
 import io
 import warnings
+
 # {% if cookiecutter.storage == "object_store" %}
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
-# {% else %}
-from collections.abc import Iterator
-from typing import Any
-# {% endif %}
 
+# {% else %}
+# {% endif %}
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from ..distributed import Group
 from ..files import naming
+
 # {% if cookiecutter.storage == "object_store" %}
 from .paths import Place, persistently
+
 # {% else %}
-from .paths import Place
 # {% endif %}
 from .reader import reading
 from .tensors import Tensors

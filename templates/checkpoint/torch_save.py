@@ -11,10 +11,11 @@ from torch import nn
 
 from ..distributed import Group, parallel
 from ..files import naming
+
 # {% if cookiecutter.storage == "object_store" %}
 from .paths import Place, persistently
+
 # {% else %}
-from .paths import Place
 # {% endif %}
 from .publish import Write
 from .reader import WHOLE_FILE
