@@ -7,40 +7,28 @@ as saved. And what the system says of a full or failing disk should reach whoeve
 import contextlib
 import io
 import warnings
+from collections.abc import Iterator
+from typing import Any
 
-# {% if cookiecutter.storage == "object_store" %}
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
-
-# {% else %}
-# {% endif %}
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from ..distributed import Group
 from ..files import naming
-
-# {% if cookiecutter.storage == "object_store" %}
-from .paths import Place, persistently
-
-# {% else %}
-# {% endif %}
+from .paths import Place, retrying
 from .reader import reading
 from .tensors import Tensors
 
-# {% if cookiecutter.storage == "object_store" %}
-T = TypeVar("T")
-# {% endif %}
 # DCP says so to every plain process, though no_dist is given.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
 
 
-def write_tensors(folder: Place, part: Tensors, group: Group, threads: int = 1) -> list[str]:
-    """Write this rank's part (a collective call); the names of its files."""
+def write_tensors(folder: Place, tensors: Tensors, group: Group, threads: int = 1) -> list[str]:
+    """Write this rank's tensors (a collective call); the names of its files."""
     writer = PartsWriter(folder, threads)
     with reading(folder, "writing"):
         dcp.save(
-            part,
+            tensors,
             storage_writer=writer,
             process_group=group.process_group,
             no_dist=not group.process_group,
@@ -86,6 +74,7 @@ class Files(FileSystem):
             self.names.append(path.name)
 
 
+@retrying
 class PartsWriter(dcp.FileSystemWriter):
     """DCP's writer, into a folder of any storage."""
 
@@ -94,28 +83,6 @@ class PartsWriter(dcp.FileSystemWriter):
         super().__init__("", thread_count=threads, sync_files=False)
         self.path, self.fs = folder, Files()
 
-    # {% if cookiecutter.storage == "object_store" %}
-    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
-        """Write the planned parts, again while a failure of the store may pass."""
-        return self._persistently(lambda: super(PartsWriter, self).write_data(plan, planner))
-
-    def finish(self, metadata: dcp.Metadata, results: Any) -> None:
-        """Write the index, again while a failure of the store may pass."""
-        parts = self.fs.names
-        self._persistently(lambda: super(PartsWriter, self).finish(metadata, results))
-        self.fs.names += parts
-
-    def _persistently(self, write: Callable[[], T]) -> T:
-        def attempt() -> T:
-            self.fs = Files()
-            written = write()
-            if self.fs.lost:
-                raise self.fs.lost[0]
-            return written
-
-        return persistently(attempt, self.path)
-
-    # {% endif %}
     @property
     def checkpoint_id(self) -> str:
         """The folder, as DCP's index has it."""

@@ -11,12 +11,7 @@ from torch import nn
 
 from ..distributed import Group, parallel
 from ..files import naming
-
-# {% if cookiecutter.storage == "object_store" %}
 from .paths import Place, persistently
-
-# {% else %}
-# {% endif %}
 from .publish import Write
 from .reader import WHOLE_FILE
 from .storage import StorageConfig
@@ -61,18 +56,15 @@ def write_tensors(folder: Place, tensors: Tensors, group: Group) -> list[str]:
     if group.rank != 0:
         return []
     path = folder / WHOLE_FILE
-    # {% if cookiecutter.storage == "object_store" %}
-
-    def write() -> None:
-        with naming(path), path.open("wb") as file:
-            torch.save(gathered, file)
-
-    persistently(write, path)
-    # {% else %}
-    with naming(path), path.open("wb") as file:
-        torch.save(gathered, file)
-    # {% endif %}
+    write_file(path, gathered)
     return [WHOLE_FILE]
+
+
+@persistently
+def write_file(path: Place, tensors: Tensors) -> None:
+    """Write a file of torch.save; OSError with its name."""
+    with naming(path), path.open("wb") as file:
+        torch.save(tensors, file)
 
 
 def gather(tree: Tensors, group: Group) -> Tensors:

@@ -1,13 +1,14 @@
 """Files of checkpoints, on disk or in an object store: find them, open them."""
 
 import contextlib
+import functools
 import json
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from . import MANIFEST, PUBLISHED, disk
 from .object_store import PART, URL, RemotePath, remote
@@ -89,7 +90,46 @@ def local_copy(path: Place) -> Iterator[Path]:
         yield Path(copy.name)
 
 
-def persistently(action: Callable[[], T], path: Place) -> T:
+def persistently(write: Callable[..., None]) -> Callable[..., None]:
+    """A function that writes to a path: on a disk once, in a store until a failure may not pass."""
+
+    @functools.wraps(write)
+    def persist(path: Place, *arguments: Any) -> None:
+        attempt(lambda: write(path, *arguments), path)
+
+    return persist
+
+
+def retrying(writer: type) -> type:
+    """A DCP writer whose files are written again while a failure of the store may pass."""
+
+    class Retrying(writer):
+        """Each attempt begins with no file and no error."""
+
+        def write_data(self, *arguments: Any, **named: Any) -> Any:
+            """Write the planned parts."""
+            return self._retry(functools.partial(super().write_data, *arguments, **named))
+
+        def finish(self, *arguments: Any, **named: Any) -> None:
+            """Write the index."""
+            parts = self.fs.names
+            self._retry(functools.partial(super().finish, *arguments, **named))
+            self.fs.names += parts
+
+        def _retry(self, write: Callable[[], Any]) -> Any:
+            def write_anew() -> Any:
+                self.fs = type(self.fs)()
+                written = write()
+                if self.fs.lost:
+                    raise self.fs.lost[0]
+                return written
+
+            return attempt(write_anew, self.path)
+
+    return Retrying
+
+
+def attempt(action: Callable[[], T], path: Place) -> T:
     """Run an action on a path: on a disk once, in a store again while its failure may pass."""
     if isinstance(path, RemotePath):
         return persistently_in_store(action, path)
