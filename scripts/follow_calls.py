@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 Call = tuple[str, str]
+LOOP = "_run"  # of train.py
 
 
 class Followed:
@@ -41,11 +42,11 @@ class Followed:
                 self.calls.setdefault((os.path.relpath(path, self.package), name))
 
     def note_stack(self) -> None:
-        """Note all functions on the stack, the outermost first."""
+        """Note all functions on the stack from the loop on, the outermost first."""
         frame, stack = sys._getframe(1), []
         while frame:
             stack.append(frame)
-            frame = frame.f_back
+            frame = None if frame.f_code.co_name == LOOP else frame.f_back
         for outer in reversed(stack):
             self.note(outer)
 
