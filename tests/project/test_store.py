@@ -77,11 +77,11 @@ class Saver:
         def write(folder: Any) -> list[str]:
             for name, content in self.content(step).items():
                 path = folder / name
-                self.paths.persistently(lambda path=path, it=content: send(path, it), folder)
+                self.paths.attempt(lambda path=path, it=content: send(path, it), folder)
             return list(self.content(step))
 
         def send(path: Any, content: bytes) -> None:
-            with self.paths.create(path) as stream:
+            with path.open("wb") as stream:
                 for start in range(0, len(content), 1 << 20):
                     stream.write(content[start : start + (1 << 20)])
 

@@ -246,7 +246,7 @@ class _Watch:
         state = importlib.import_module(f"{self.package}.checkpoint.checkpointer")
         publish = importlib.import_module(f"{self.package}.checkpoint.publish")
         writer = importlib.import_module(f"{self.package}.checkpoint.writer")
-        step, save = training.train_step, training.Checkpointer.save
+        step, warn = training.train_step, state.Checkpointer._warn_of_waiting
 
         def train_step(now: Any, batches: Any) -> None:
             compiling = now.config.compile.mode != "none" and not self.mine[DONE]
@@ -255,11 +255,9 @@ class _Watch:
             self.mine[DONE] = now.step
             self.mine[MAIN] = PHASES.index("training")
 
-        def begin_save(checkpointer: Any, number: int, loss: Any = None) -> None:
-            checkpointer.settle()
-            if number != checkpointer.last_saved:
-                self.mine[SAVING] = number
-            save(checkpointer, number, loss)
+        def begin_save(checkpointer: Any, waited: float, number: int) -> None:
+            self.mine[SAVING] = number  # the save before is over, and this one is not skipped
+            warn(checkpointer, waited, number)
 
         def stage(holder: Any, *arguments: Any) -> Any:
             self.enter("staging", MAIN)
@@ -269,7 +267,7 @@ class _Watch:
             self.mark(holder, "copy", "staging")
             return copies, holder.copy
 
-        training.train_step, training.Checkpointer.save = train_step, begin_save
+        training.train_step, state.Checkpointer._warn_of_waiting = train_step, begin_save
         if begin := getattr(writer.Writer, "_stage", None):
             writer.Writer._stage = stage
         self.mark(training, "setup", "setting up")
