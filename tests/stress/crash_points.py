@@ -45,7 +45,7 @@ BREAKAGES = {
         (
             "os.rename(reservation, target)\n",
             "os.rename(reservation, target)\n"
-            '        [os.fsync(open(target / name).fileno()) for name in manifest["files"]]\n',
+            '        [os.fsync(os.open(target / n, os.O_RDONLY)) for n in manifest["files"]]\n',
         ),
     ],
     "no_file_synced": [("            os.fsync(written.fileno())\n", "")],

@@ -27,7 +27,6 @@ def test_each_answer_occurs_in_the_bounded_matrix() -> None:
     assert set(choices) - set(matrix.QUESTIONS) == {
         "license",
         "cluster",
-        "_copy_without_render",
         "_extensions",
     }
     every = matrix.combinations(ROOT, False, {})

@@ -143,14 +143,16 @@ def test_another_setting_makes_a_measurement_stale(project: Project, tmp_path: P
     write_stage(project, tmp_path, "baseline")
     content = stages.read_stage(tmp_path, "baseline")
     same = {"run_dir": tmp_path, "name": "x", "workflow__force": True, "workflow__keep_going": True}
-    assert stages.is_current(content, project.config(**same))
+    assert project.module("workflow").is_current(content, project.config(**same))
     for change in ({"train__seed": 1}, {"model__width": 64}, {"workflow__ranks": 3}):
-        assert not stages.is_current(content, project.config(**same, **change))
-    assert not stages.is_current({**content, "code": "another"}, project.config(**same))
+        assert not project.module("workflow").is_current(content, project.config(**same, **change))
+    assert not project.module("workflow").is_current(
+        {**content, "code": "another"}, project.config(**same)
+    )
     elsewhere = {**content, "machine": {**content["machine"], "device": "NVIDIA H100"}}
-    assert not stages.is_current(elsewhere, project.config(**same))
+    assert not project.module("workflow").is_current(elsewhere, project.config(**same))
     older = {**content, "versions": {"torch": "2.9.0"}}
-    assert not stages.is_current(older, project.config(**same))
+    assert not project.module("workflow").is_current(older, project.config(**same))
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60))

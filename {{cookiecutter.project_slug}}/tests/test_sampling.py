@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from {{ cookiecutter.package_name }}.sampling import GlobalBatches, Permutation, fixed_subset, sample_keys, shares
+from {{ cookiecutter.package_name }} import sampling
+from {{ cookiecutter.package_name }}.sampling import GlobalBatches, Permutation, shares
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100, 4095, 4096, 4097, 10_007])
@@ -54,11 +55,11 @@ def test_another_seed_is_another_order() -> None:
 
 
 def test_augmentation_differs_by_position_not_by_batch() -> None:
-    keys = sample_keys(7, np.arange(100))
+    keys = sampling.sample_keys(7, np.arange(100))
     assert len(set(keys.tolist())) == 100
-    assert np.array_equal(keys[40:60], sample_keys(7, np.arange(40, 60)))
+    assert np.array_equal(keys[40:60], sampling.sample_keys(7, np.arange(40, 60)))
 
 
 def test_the_validation_subset_stays() -> None:
-    assert np.array_equal(fixed_subset(1000, 10), fixed_subset(1000, 10))
-    assert sorted(fixed_subset(50, 0)) == list(range(50))
+    assert np.array_equal(sampling.fixed_subset(1000, 10), sampling.fixed_subset(1000, 10))
+    assert sorted(sampling.fixed_subset(50, 0)) == list(range(50))

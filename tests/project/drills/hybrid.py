@@ -56,7 +56,7 @@ def main(folder: Path, ddp: str, fsdp: str) -> None:
                 if package == fsdp:  # it saves in the background, every fifth step and at the end
                     state.checkpointer.save(STEPS)
                     state.checkpointer.settle()
-                    copies = state.checkpointer.stager.buffers.values()
+                    copies = state.checkpointer.writer.buffers.values()
                     staged = torch.tensor(sum(copy.nbytes for copy in copies))
                     torch.distributed.all_reduce(staged)
                     assert abs(staged / ranks / needed.staging - 1) < 0.1, (name, needed)
