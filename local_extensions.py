@@ -159,7 +159,7 @@ def toml(text: str) -> str:
 def py(text: str) -> str:
     """Quote as a string of Python in ASCII, with the quotes that the formatter prefers.
 
-    Not as it is, since linters refuse letters that look like others, such as those of Cyrillic.
+    Not as it is, since linters refuse letters that look like others, such as Cyrillic ones.
     """
     quote = "'" if text.count('"') > text.count("'") else '"'
     escaped = text.encode("unicode_escape").decode().replace(quote, f"\\{quote}")

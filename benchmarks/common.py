@@ -96,7 +96,7 @@ def file_system(folder: Path) -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Versions of Python and of those of the packages that are installed."""
+    """Versions of Python and of the installed ones of these packages."""
     found = {"python": platform.python_version()}
     for name in packages:
         try:

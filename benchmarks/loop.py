@@ -7,7 +7,7 @@ in the middle, so each lives on a thread of its own that sleeps between its wind
 The work of a step is the same for all: a batch by shuffled ids from memory, forward, backward,
 gradients clipped to norm 1, AdamW (fused), a schedule with warm-up and cosine, the loss added up
 and read every `LOG_EVERY` steps. Batches come through a DataLoader whose dataset hands out whole
-batches (`__getitems__`), but for ours, which has its own.
+batches (`__getitems__`), except ours, which has its own.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class Over(BaseException):
 
 
 class Contender:
-    """A loop on a thread of its own, which runs for a window of steps whenever it is told to."""
+    """A loop on a thread of its own, which runs for a window of steps at each request."""
 
     def __init__(self, loop: Callable[[Tick], None], window: int) -> None:
         self.loop, self.window, self.steps = loop, window, 0

@@ -25,7 +25,7 @@ class Bench:
     """The state to save: a render's own, trained a step, and a checkpointer for each answer.
 
     Each answer is a render of its own, under a package name of its own; model, optimizer and
-    training step are those of the first and serve all.
+    training step are the first one's and serve all.
     """
 
     def __init__(self, folder: Path, smoke: bool) -> None:

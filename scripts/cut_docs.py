@@ -115,7 +115,7 @@ def refusal(project: Path, words: list[str]) -> str:
 
 
 def output(project: Path, words: list[str], refused: bool = False) -> str:
-    """A command and what it prints, the template's address being that of this repository."""
+    """A command and what it prints, with this repository as the template's address."""
     command = " ".join(words)
     ended = subprocess.run(
         ["bash", "-c", command.replace(TEMPLATE, str(ROOT))],

@@ -203,7 +203,7 @@ class Project:
     @classmethod
     @contextlib.contextmanager
     def imported(cls, folder: Path, name: str, **answers: str) -> Iterator["Project"]:
-        """Render it, with a text to train on; the name must be that of no other import."""
+        """Render it, with a text to train on; no other import may have this name."""
         project = cls(name, bake(folder, package_name=name, **answers))
         (project.folder / "text.txt").write_text("Was ever woman in this humour wooed? " * 100)
         sys.path.insert(0, str(project.folder / "src"))

@@ -6,7 +6,7 @@
 #       COMMAND ...
 #
 # ROOT is an empty folder; in the pod, the project is in /srv/app, and PYTHON, a folder, is where it
-# was. The network is that of the machine, with an address for each NAME: node-0, node-1.
+# was. The network is the machine's, with an address for each NAME: node-0, node-1.
 set -euo pipefail
 name=$1 root=$2 project=$3 runs=$4 python=$5
 shift 5

@@ -1,4 +1,4 @@
-"""Jobs whose world changes: what a rank does when it is told to stop, and when it starts again."""
+"""Jobs whose world changes: what a rank does at a stop signal, and when it starts again."""
 
 import os
 import signal

@@ -176,7 +176,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 def test_a_job_survives_its_hosts_and_their_cables(hosts: Hosts) -> None:
     """Three hosts, or two: a cable pulled for a moment, a host lost, one too many lost, one back.
 
-    Below two the last one waits. The losses are those of one process that nobody disturbs.
+    Below two the last one waits. The losses equal an undisturbed single process's.
     """
     project, run = hosts.project, hosts.project / "runs/job"
     settings = ["--train.steps", str(STEPS), "--train.log-every", "1", "--data.path", "text.txt"]

@@ -260,6 +260,6 @@ def test_what_a_pod_runs_saves_when_it_is_evicted_and_goes_on(
         assert records(run)[-1]["step"] == saved < STEPS
 
         assert "resuming from" in "".join(finish(process) for process in both(stack))
-        finish(first)  # its torchrun has waited for that of the second, but not for long
+        finish(first)  # its torchrun has waited for the second's, though not for long
     assert [record["step"] for record in records(run)] == list(range(1, STEPS + 1))
     assert json.loads((run / "status.json").read_text())["status"] == "finished"

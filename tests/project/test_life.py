@@ -131,7 +131,7 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def manifest(run_dir: Path, step: int | None = None) -> dict[str, Any]:
-    """What is told of a checkpoint, by default the newest."""
+    """What `verify` prints of a checkpoint, by default the newest."""
     name = "step_*" if step is None else f"step_{step:08}"
     path = max((run_dir / "checkpoints").glob(name))
     return json.loads((path / "manifest.json").read_text())
@@ -293,7 +293,7 @@ def test_unusable_data_is_told_in_one_line(
 
 
 def test_a_mistake_is_told_once(tmp_path: Path) -> None:
-    """Ranks that refuse what they are told are not started again, and say nothing else.
+    """Ranks that refuse their settings are not started again, and print nothing else.
 
     The first rank says it for all, if it does so within a second; there are four starts otherwise.
     """

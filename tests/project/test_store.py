@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: a real S3 API, whose requests fail as those of real stores do."""
+"""Checkpoints in an object store: a real S3 API, whose requests fail as real stores' do."""
 
 import itertools
 import json

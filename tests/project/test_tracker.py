@@ -274,7 +274,7 @@ def outcome(project: Project, name: str) -> dict[str, Any]:
 
 
 class Faulty:
-    """A tracker that fails where it is told to."""
+    """A tracker that fails at a chosen call."""
 
     logged = 0
     where, error = "", RuntimeError("no space left on device\nand a long story")

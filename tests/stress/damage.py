@@ -162,7 +162,7 @@ def damages(target: Target, rng: random.Random, bounded: bool) -> Iterator[tuple
         if (before / name).read_bytes() != path.read_bytes():
             yield "of another step", name, lambda p=path, b=before: shutil.copy(b / p.name, p)
             yield (
-                "a link to that of another step",
+                "a link to another step's file",
                 name,
                 lambda p=path, b=before: link(p, f"../{b.name}/{p.name}"),
             )

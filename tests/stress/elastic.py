@@ -2,7 +2,7 @@
 
 Several launchers on this machine stand for as many machines, with one process each, in an elastic
 job of launch.sh (NNODES=1:3, torchrun's rendezvous): one is killed with all it started, one
-is told to stop, others join. In other runs the launcher is killed, and started by hand with
+gets a stop signal, others join. In other runs the launcher is killed, and started by hand with
 another number of processes. A recorder in the render (sample_recorder.py) writes down which samples
 each rank asks for; all is compared with a run on one process that nobody disturbs.
 """
@@ -46,10 +46,10 @@ SAME = "Whatever the world, a global batch holds the samples of an undisturbed r
 ONCE = "In what a run is made of in the end, an epoch holds each sample once"
 WORLD = "When machines come and go the job goes on with those that there are"
 LOST = "A machine lost without a word costs no more than a save interval and the upload under way"
-FREE = "A machine that joins, or is told to stop, costs no step"
-LOSSES = f"Losses are those of an undisturbed run on one process, to {BOUND:.0e} of their size"
+FREE = "A machine that joins or is stopped costs no step"
+LOSSES = f"Losses equal an undisturbed run's on one process, within {BOUND:.0e} of their size"
 ORPHANS = "Nothing that a launcher started outlives it"
-LOSES, STOPS, JOINS = "is lost", "is told to stop", "joins"
+LOSES, STOPS, JOINS = "is lost", "is stopped", "joins"
 Changes = tuple[tuple[str, int], ...]
 PEACE: Changes = (("", 0),)
 MACHINES: Changes = (("", 1), (JOINS, 2), (LOSES, 1), (JOINS, 2), (JOINS, 3), (STOPS, 2))
@@ -283,7 +283,7 @@ def attempt(findings: Findings) -> None:
         return variant(source, name, plans | more, steps)
 
     tasks = (TASKS * len(names))[: len(names)]
-    # One after the other: Cookiecutter changes the working directory, which is that of all threads.
+    # One after the other: Cookiecutter changes the working directory, which all threads share.
     sources = [prepare(findings.folder, n, t) for n, t in zip(names, tasks, strict=True)]
     with ThreadPoolExecutor(2) as pool:  # most of the time is spent waiting for each other
         for peace, *trials in pool.map(tried, names, tasks, sources):

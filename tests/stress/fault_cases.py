@@ -22,7 +22,7 @@ STOPS = "asked to stop, the run says why, and its restart ends with the bits of 
 STARTS = "a start that cannot read or write says why in one line and changes no checkpoint"
 LOGS = "log lines and a status that cannot be written end no run, and no line is left half"
 SLOW = "with a slow rank or slow saves no save is torn, skipped or waited for in vain"
-SAID_SLOW = "a save that takes longer than its interval is waited for, and that is said"
+SAID_SLOW = "training waits for a save that takes longer than its interval, and warns"
 FLAT = "memory and descriptors do not grow over saves in the background"
 EVERYTHING = {*OPENS, *READS, *WRITES, *CHANGES} & fault_injection.NUMBERS.keys()
 

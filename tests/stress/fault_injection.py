@@ -1,7 +1,7 @@
 """A file system that refuses what we want it to, at the call that we want, without being root.
 
 A process asks the kernel (seccomp, Linux) to show some of its system calls to whoever holds the
-other end, and to wait for the answer: do it, or an error number. It sees every call, those of C++
+other end, and to wait for the answer: do it, or an error number. It sees every call, also from C++
 and of other threads too; only what is read through a memory map shows no call.
 """
 
@@ -137,7 +137,7 @@ class Supervisor:
         return False
 
     def close(self) -> None:
-        """Leave: whoever still waits is told that there is no such call."""
+        """Leave: a caller that still waits gets ENOSYS."""
         for end in self.ends:
             os.close(end)
         self.ours.close()

@@ -1,7 +1,7 @@
 """Real file systems that fill up, close, or lose their disk while a run saves.
 
 Mounted in a mount namespace of their own, which goes with the process that made them: nothing of
-them is seen elsewhere or stays. Without the right to do so they are not tried, and that is said.
+them is seen elsewhere or stays. Without the right to do so they are skipped, with the reason.
 """
 
 import ctypes

@@ -39,7 +39,7 @@ KINDS = {
 """Calls by what they may fail with."""
 
 WHOLE = "what bears the name of a checkpoint is whole, and the last good one is kept"
-SAID = "a save that failed is told in one line, with the reason; one that did not is not"
+SAID = "a failed save is reported in one line, with the reason; a good one is not"
 TIDY = "after the next save that succeeds nothing half-done is left"
 GOES_ON = "asked to go on, the run ends with the bits of an undisturbed one"
 
@@ -53,7 +53,7 @@ class Fault:
     rank: int | None = None
     """Whose calls are counted and refused (None: all ranks')."""
     threads: bool = False
-    """Only those of threads that the one which saves has started."""
+    """Only calls of threads that the saving thread has started."""
 
     def __str__(self) -> str:
         when = "one call" if self.once else "all calls from one on"

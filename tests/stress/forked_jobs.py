@@ -242,7 +242,7 @@ class _Watch:
         self.mine[cell] = value
 
     def everything(self, training: Any) -> None:
-        """Wrap all that is told apart."""
+        """Wrap the calls that are counted separately."""
         state = importlib.import_module(f"{self.package}.checkpoint.checkpointer")
         publish = importlib.import_module(f"{self.package}.checkpoint.publish")
         writer = importlib.import_module(f"{self.package}.checkpoint.writer")

@@ -23,7 +23,7 @@ TEXT = "Was ever woman in this humour wooed? Was ever woman in this humour won? 
 
 
 class Render:
-    """A render with a text to train on, which does as job_faults.py is told; and its runs."""
+    """A render with a text to train on, in which job_faults.py injects faults; and its runs."""
 
     def __init__(self, folder: Path, package: str, **answers: str) -> None:
         folder.mkdir(parents=True)

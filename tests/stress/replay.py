@@ -1,6 +1,6 @@
 """Recorded file-system calls, replayed in memory, and what a crash may leave of them.
 
-A directory is recorded with strace and rebuilt here, call by call. The model of a crash is that of
+A directory is recorded with strace and rebuilt here, call by call. The model of a crash follows
 POSIX, which promises least (as in ALICE: Pillai et al., "All File Systems Are Not Created Equal",
 OSDI 2014):
 

@@ -229,7 +229,7 @@ class Storm:
         self.tally(ENDS, "runs").count(f"{place}: {problem}" if problem else None)
 
     def wrong(self, run_dir: Path) -> list[int]:
-        """Steps whose published checkpoints are not those of the undisturbed run."""
+        """Steps whose published checkpoints differ from the undisturbed run's."""
         there = contents(run_dir)
         return [step for step, files in there.items() if files != self.undisturbed.get(step)]
 

@@ -440,7 +440,7 @@ def test_memory_that_is_kept_and_allocated_is_counted(project: Project) -> None:
 
 
 def test_settings_that_are_right_only_together_travel(project: Project, tmp_path: Path) -> None:
-    """As the settings of a run, and those of the stage's processes, do."""
+    """As the settings of a run and of the stage's processes do."""
     config = project.module("config")
     odd = config.override(config.Config(), {"model.heads": 5, "model.width": 100})
     file = tmp_path / "config.json"

@@ -279,7 +279,7 @@ def test_the_commands_can_be_listed_without_torch(project: Project) -> None:
 
 
 def test_who_is_stopped_twice_leaves_once(project: Project) -> None:
-    """As by `timeout`, which tells its child and the group: nothing is said of the second."""
+    """As by `timeout`, which tells its child and the group: the second prints nothing."""
     stopped = f"""
 import atexit, os, signal, sys
 from {project.name}.errors import exit_code, leave

@@ -1,4 +1,4 @@
-"""Ranks of unequal speed: who is said to hold up the others; and what stands in which log.
+"""Ranks of unequal speed: which one is reported as the slowest, and what each log holds.
 
 Usage: pace.py FOLDER DDP_PACKAGE FSDP_PACKAGE (by forks.py, on three ranks)
 """
