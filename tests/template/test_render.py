@@ -312,10 +312,16 @@ def test_all_answers_export_the_same_names(renders: dict[Answers, Path]) -> None
 
 
 @functools.cache
+def parsed(path: Path) -> ast.Module:
+    """A file's syntax tree."""
+    return ast.parse(path.read_text("utf-8"))
+
+
+@functools.cache
 def imports_of(path: Path) -> list[tuple[Path, tuple[str, ...]]]:
     """The modules of the same package that a file imports from, with the names."""
     result = []
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.level:
             folder = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
             names = [alias.name for alias in node.names]
@@ -329,16 +335,17 @@ def imports_of(path: Path) -> list[tuple[Path, tuple[str, ...]]]:
 
 def attributes_of(path: Path, module: str) -> tuple[str, ...]:
     """What a file takes from a module that it imports whole, as in `parallel.place`."""
-    nodes = ast.walk(ast.parse(path.read_text("utf-8")))
+    nodes = ast.walk(parsed(path))
     of_modules = (
         n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)
     )
     return tuple({node.attr for node in of_modules if node.value.id == module})
 
 
+@functools.cache
 def signature(module: Path, name: str) -> str:
     """A function's required parameters, or a class's name, wherever it is defined."""
-    for node in ast.parse(module.read_text("utf-8")).body:
+    for node in parsed(module).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             required = len(node.args.args) - len(node.args.defaults)
             return f"{name}({', '.join(a.arg for a in node.args.args[:required])})"
