@@ -13,11 +13,11 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from ..distributed import Group
+from ..distributed import Group, parallel
 from ..files import naming
 from .paths import Place, retrying
 from .reader import reading
-from .tensors import Tensors
+from .tensors import Tensors, nest, walk
 
 # DCP says so to every plain process, though no_dist is given.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
@@ -38,6 +38,21 @@ def write_tensors(folder: Place, tensors: Tensors, group: Group, threads: int = 
     return writer.fs.names
 
 
+def share_of(tensors: Tensors, rank: int, size: int) -> Tensors:
+    """What this rank has to write: a near-equal part of what it and other ranks hold alike."""
+    pairs = list(walk(tensors))
+    loads: dict[int, list[int]] = {}
+    mine = set()
+    for path, tensor in sorted(pairs, key=lambda pair: -pair[1].nbytes):
+        copies, place = parallel.copies(tensor, rank, size)
+        load = loads.setdefault(copies, [0] * copies)
+        lightest = load.index(min(load))
+        load[lightest] += tensor.nbytes + 4096  # a small tensor has its cost too
+        if lightest == place:
+            mine.add(path)
+    return nest((path, tensor) for path, tensor in pairs if path in mine)
+
+
 class Files(FileSystem):
     """Creates files for DCP, and keeps the errors, which DCP's threads would lose."""
 
@@ -56,7 +71,7 @@ class Files(FileSystem):
         """Nothing to do: the publisher has made the folder."""
 
     def exists(self, path: Place) -> bool:
-        """The folder is fresh."""
+        """False: the folder is fresh."""
         return False
 
     @contextlib.contextmanager

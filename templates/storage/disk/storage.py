@@ -21,9 +21,6 @@ class StorageConfig(RetentionConfig):
     far = False
     """Whether the run directory has no checkpoints of its own."""
 
-    def check_fresh(self) -> None:
-        """Check that `--fresh` sets all checkpoints aside: it does."""
-
 
 def open_storage(
     run_dir: Path, config: StorageConfig, group: Group, identity: dict[str, Any] | None

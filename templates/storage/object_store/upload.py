@@ -169,7 +169,7 @@ class UploadingPublisher(Publisher):
             facts = {k: value for k, value in manifest.items() if k not in ("digest", "folder")}
             self.store.commit(attempt, facts)
         log.info("uploaded: %s", self.store.directory / path.name)
-        self.store.tidy_up()
+        self.store.prune()
 
 
 @contextlib.contextmanager
