@@ -6,12 +6,12 @@ as saved. And what the system says of a full or failing disk should reach whoeve
 
 import contextlib
 import io
+import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem
 
 from ..distributed import Group, parallel
 from ..files import naming
@@ -33,9 +33,9 @@ def write_tensors(folder: Place, tensors: Tensors, group: Group, threads: int = 
             process_group=group.process_group,
             no_dist=not group.process_group,
         )
-        if writer.fs.lost:
-            raise writer.fs.lost[0]
-    return writer.fs.names
+        if writer.lost:
+            raise writer.lost[0]
+    return writer.names
 
 
 def share_of(tensors: Tensors, rank: int, size: int) -> Tensors:
@@ -53,29 +53,28 @@ def share_of(tensors: Tensors, rank: int, size: int) -> Tensors:
     return nest((path, tensor) for path, tensor in pairs if path in mine)
 
 
-class Files(FileSystem):
-    """Creates files for DCP, and keeps the errors, which DCP's threads would lose."""
+@retrying
+class PartsWriter(dcp.FileSystemWriter):
+    """DCP's writer, into a folder of any storage; keeps the errors that its threads would lose."""
 
-    def __init__(self) -> None:
-        self.lost: list[Exception] = []
-        self.names: list[str] = []
+    def __init__(self, folder: Place, threads: int) -> None:
+        # The publisher syncs the files.
+        super().__init__("", thread_count=threads, sync_files=False)
+        self.path, self.lost, self.names = folder, [], []
+        # The publisher has made the folder, which is fresh; the index gets its final name at once.
+        self.fs = types.SimpleNamespace(
+            concat_path=lambda path, suffix: path / suffix.removesuffix(".tmp"),
+            create_stream=self.create,
+            **dict.fromkeys(("mkdir", "exists", "rename"), lambda *paths: None),
+        )
 
-    def concat_path(self, path: Place, suffix: str) -> Place:
-        """A file in a folder, the index under its final name at once."""
-        return path / suffix.removesuffix(".tmp")
-
-    def rename(self, path: Place, new_path: Place) -> None:
-        """Nothing to do: the index has its name."""
-
-    def mkdir(self, path: Place) -> None:
-        """Nothing to do: the publisher has made the folder."""
-
-    def exists(self, path: Place) -> bool:
-        """False: the folder is fresh."""
-        return False
+    @property
+    def checkpoint_id(self) -> str:
+        """The folder, as DCP's index has it."""
+        return str(self.path)
 
     @contextlib.contextmanager
-    def create_stream(self, path: Place, mode: str) -> Iterator[Any]:
+    def create(self, path: Place, mode: str) -> Iterator[Any]:
         """Create a file; an error is kept, and DCP goes on."""
         stream = None
         try:
@@ -87,18 +86,3 @@ class Files(FileSystem):
                 yield io.BytesIO()  # DCP needs a stream to go on
         else:
             self.names.append(path.name)
-
-
-@retrying
-class PartsWriter(dcp.FileSystemWriter):
-    """DCP's writer, into a folder of any storage."""
-
-    def __init__(self, folder: Place, threads: int) -> None:
-        # The publisher syncs the files.
-        super().__init__("", thread_count=threads, sync_files=False)
-        self.path, self.fs = folder, Files()
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The folder, as DCP's index has it."""
-        return str(self.path)

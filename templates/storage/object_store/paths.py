@@ -101,16 +101,16 @@ def retrying(writer: type) -> type:
 
         def finish(self, *arguments: Any, **named: Any) -> None:
             """Write the index."""
-            parts = self.fs.names
+            parts = self.names
             self._retry(functools.partial(super().finish, *arguments, **named))
-            self.fs.names += parts
+            self.names += parts
 
         def _retry(self, write: Callable[[], Any]) -> Any:
             def write_anew() -> Any:
-                self.fs = type(self.fs)()
+                self.lost, self.names = [], []
                 written = write()
-                if self.fs.lost:
-                    raise self.fs.lost[0]
+                if self.lost:
+                    raise self.lost[0]
                 return written
 
             return attempt(write_anew, self.path)

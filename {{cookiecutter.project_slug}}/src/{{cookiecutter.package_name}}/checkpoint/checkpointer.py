@@ -64,14 +64,13 @@ class Checkpointer:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows of a save in flight that failed: for the loop's control word."""
+        """Whether this rank knows of a save in flight that failed."""
         return self.writer.failed
 
     def save(self, step: int, validation_loss: float | None = None) -> None:
         """Save a checkpoint of `step`, once; RankError, on every rank, when any rank failed.
 
-        With `on_failure="continue"` a failure is a warning. The optimizer must not step before
-        `before_optimizer_step()` has returned.
+        The optimizer must not step before `before_optimizer_step()` has returned.
         """
         before = self.blocked_seconds
         self.settle()  # a save is never skipped: this waits for the one before

@@ -63,6 +63,7 @@ class RetentionConfig:
     """Also keep for good each checkpoint whose step is a multiple of this (0: none)."""
     on_failure: Literal["stop", "continue"] = "stop"
     """After a failed save: "stop" ends training, "continue" goes on to the next save."""
+    far = False  # whether the run directory has no checkpoints of its own: of an object store
 
     def __post_init__(self) -> None:
         """Check the values (UserError)."""
@@ -86,7 +87,7 @@ class Publisher:
         """Save one checkpoint; `write(folder)` writes this rank's files and names them.
 
         `facts` goes into the manifest. CheckpointError, on every rank, when any rank failed; then
-        nothing of the attempt is left and the checkpoints before are untouched.
+        nothing of the attempt is left.
         """
         group, reserved = self.group, None
 

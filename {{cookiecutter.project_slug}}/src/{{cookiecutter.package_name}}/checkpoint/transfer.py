@@ -53,11 +53,16 @@ class ExportConfig:
 def export(run_dir: Path, options: ExportConfig) -> str:
     """Write a checkpoint as something else, in this one process; a line about what was written.
 
-    UserError when there is something at `to` already, and when the source does not say which run it
-    is of. Takes as much host memory as the result takes on disk.
+    Takes as much host memory as the result takes on disk.
     """
     target, where = options.to, options.source or run_dir
-    check_target(target)
+    is_file = target.suffix in FILES
+    if target.exists() and (is_file or not target.is_dir() or os.listdir(target)):
+        raise UserError(f"{target} is there already: give another place, nothing is overwritten")
+    if is_file and not target.absolute().parent.is_dir():
+        raise UserError(f"{target}: there is no folder {target.parent}")
+    if not is_file and target.suffix[1:].isalpha():
+        raise UserError(f"{target}: files are {', '.join(FILES)}; a run is a directory")
     path, manifest = find_checkpoint(where, options.step)
     with reading(path):
         source = open_tensors(path, manifest)
@@ -71,8 +76,7 @@ def export(run_dir: Path, options: ExportConfig) -> str:
             )
         if options.step not in (None, step := note["manifest"]["step"]):
             raise UserError(f"{path} is of step {step}, not {options.step}")
-        with_optimizer = options.optimizer
-        if with_optimizer is None:
+        if (with_optimizer := options.optimizer) is None:
             with_optimizer = target.suffix != SAFETENSORS
         tensors = read_state(source, note["manifest"]["identity"]["parameters"], with_optimizer)
     what = f"{len(tensors[MODEL])} tensors of the model"
@@ -83,19 +87,8 @@ def export(run_dir: Path, options: ExportConfig) -> str:
                 "the weights all the same, and start its state afresh: --optimizer False"
             )
         what += f", the optimizer's state of {len(tensors[OPTIMIZER])}"
-    (write_file if target.suffix in FILES else import_as_run)(target, tensors, note)
+    (write_file if is_file else import_as_run)(target, tensors, note)
     return f"{target}: step {step} from {path}; {what}"
-
-
-def check_target(target: Path) -> None:
-    """UserError unless an export can go there."""
-    is_file = target.suffix in FILES
-    if target.exists() and (not target.is_dir() or is_file or os.listdir(target)):
-        raise UserError(f"{target} is there already: give another place, nothing is overwritten")
-    if is_file and not target.absolute().parent.is_dir():
-        raise UserError(f"{target}: there is no folder {target.parent}")
-    if not is_file and target.suffix[1:].isalpha():
-        raise UserError(f"{target}: files are {', '.join(FILES)}; a run is a directory")
 
 
 def load_weights(
@@ -126,10 +119,10 @@ def load_weights(
             raise UserError(f"{path}: {name} is {list(shape)}, wanted {list(ours[name].shape)}")
     if not common:
         raise UserError(f"{path} and this model have no parameter name in common")
-    missing = sorted(ours.keys() - saved.keys() - tied_to(saved.keys(), model))
+    missing = ours.keys() - saved.keys() - tied_to(saved.keys(), model)
     lists = {"missing there, left as they were": missing}
-    lists["there but not wanted"] = sorted(saved.keys() - ours.keys())
-    texts = [f"{what}: {', '.join(names)}" for what, names in lists.items() if names]
+    lists["there but not wanted"] = saved.keys() - ours.keys()
+    texts = [f"{what}: {', '.join(sorted(names))}" for what, names in lists.items() if names]
     if texts and strict:
         raise UserError(f"{path} does not fit this model to the letter; {'; '.join(texts)}")
     source.read({saved[name]: ours[name] for name in common}, group)
@@ -225,10 +218,7 @@ def import_as_run(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None
 
 
 def write_file(target: Path, tensors: Tensors, note: dict[str, Any]) -> None:
-    """Write a file that is whole or not there, by its name of safetensors or of torch.save.
-
-    UserError when it cannot be written or is there already.
-    """
+    """Write a file that is whole or not there, by its name of safetensors or of torch.save."""
     temporary = target.with_name(f".{uuid.uuid4().hex[:8]}-{target.name}")
     try:
         with open(temporary, "xb") as file:
