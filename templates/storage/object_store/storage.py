@@ -157,9 +157,9 @@ class StorePublisher(Publisher):
         """Rename a damaged checkpoint's manifest: then it is none, and nothing is lost."""
         inside = path.sizes()
         names = (f"{MANIFEST}.damaged-{n}" for n in itertools.count(1))
-        aside = next(name for name in names if name not in inside)
-        (path / MANIFEST).rename(path / aside)
-        return path / aside
+        aside = path / next(name for name in names if name not in inside)
+        (path / MANIFEST).rename(aside)
+        return aside
 
     def discard(self, path: RemotePath, manifest: dict[str, Any]) -> None:
         """Remove a checkpoint, its manifest first: what a crash leaves is a leftover."""

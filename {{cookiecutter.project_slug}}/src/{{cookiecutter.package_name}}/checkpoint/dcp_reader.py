@@ -102,8 +102,10 @@ class PartsReader(dcp.FileSystemReader):
 
     def _slice_file(self, file: BinaryIO, info: Any) -> BinaryIO:
         """A stored part: a file of torch.save."""
-        part = super()._slice_file(file, info)
-        return io.BytesIO(part.read(info.length)) if info.length <= SMALL else part
+        if info.length > SMALL:
+            return super()._slice_file(file, info)
+        file.seek(info.offset)
+        return io.BytesIO(file.read(info.length))
 
 
 def read_index(path: Place, files: Iterable[str]) -> metadata.Metadata:
