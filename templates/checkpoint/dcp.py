@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from ..distributed import Group
-from .parts import write_tensors
+from .parts import share_of, write_tensors
 from .publish import Write
 from .storage import StorageConfig
-from .tensors import Tensors, refuse_nan, share_of
+from .tensors import Tensors, refuse_nan
 
 __all__ = ["CheckpointConfig", "Writer", "write_tensors"]
 
@@ -43,9 +43,8 @@ class Writer:
         self.group.agree(lambda: refuse_nan(part, self.model))
         publish(lambda folder: write_tensors(folder, part, self.group, self.config.threads))
 
-    def before_optimizer_step(self) -> float:
+    def before_optimizer_step(self) -> None:
         """Nothing to wait for."""
-        return 0.0
 
     def settle(self) -> None:
         """Nothing is in flight after a save that waits."""

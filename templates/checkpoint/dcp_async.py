@@ -6,21 +6,20 @@ writes, hashes and publishes, over a process group of its own. One save is in fl
 failure waits in `failed` until the loop's control word has carried it to every rank.
 """
 
-import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import nn
 
 from ..distributed import Group, parallel
-from .parts import write_tensors
+from .parts import share_of, write_tensors
 from .publish import Write
 from .storage import StorageConfig
-from .tensors import Path, Tensors, nest, refuse_nan, share_of, walk
+from .tensors import Path, Tensors, nest, refuse_nan, walk
 
 __all__ = ["CheckpointConfig", "Writer", "write_tensors"]
 
@@ -48,17 +47,12 @@ class Writer:
     ) -> None:
         self.config, self.group, self.model, self.device = config, group, model, device
         self.buffers: dict[Path, torch.Tensor] = {}
-        cuda = device.type == "cuda"
-        self.stream = torch.cuda.Stream(device) if cuda else None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.event: torch.cuda.Event | None = None
-        self.staged: threading.Event | None = None
+        self.staged: Future[None] | None = None
         self.upload: Future[None] | None = None
-        self.thread = ThreadPoolExecutor(
-            1,
-            thread_name_prefix="checkpoint",
-            initializer=torch.cuda.set_device if cuda else None,  # else it starts on GPU 0
-            initargs=(device,) if cuda else (),
-        )
+        begin = partial(torch.cuda.set_device, device) if self.stream else None  # else on GPU 0
+        self.thread = ThreadPoolExecutor(1, "checkpoint", begin)
 
     @property
     def failed(self) -> bool:
@@ -66,18 +60,12 @@ class Writer:
         return bool(self.upload and self.upload.done() and self.upload.exception())
 
     def save(self, tensors: Tensors, publish: Callable[[Write], object]) -> None:
-        """Start to save the tensors; `publish` publishes what the function given to it writes.
-
-        Parameters and optimizer state must not change before `before_optimizer_step` has returned.
-        """
+        """Start to save the tensors; `publish` publishes what the function given to it writes."""
         copies, copy = self._stage(share_of(tensors, self.group.rank, self.group.size))
-        staged = self.staged = threading.Event()
+        staged = self.staged = self.thread.submit(copy)
 
         def complete() -> None:
-            try:
-                copy()
-            finally:
-                staged.set()
+            staged.result()
             if self.event is not None:
                 self.event.synchronize()
             refuse_nan(copies, self.model)
@@ -88,16 +76,13 @@ class Writer:
 
         self.upload = self.thread.submit(upload)
 
-    def before_optimizer_step(self) -> float:
-        """Wait until the tensors may change; the seconds that it took."""
-        if self.staged is None:
-            return 0.0
-        started = time.perf_counter()
-        self.staged.wait()
-        if self.event is not None:  # holds back what the device does next, not the host
-            torch.cuda.current_stream(self.device).wait_event(self.event)
-        self.staged = None
-        return time.perf_counter() - started
+    def before_optimizer_step(self) -> None:
+        """Wait until the tensors may change."""
+        if self.staged is not None:
+            self.staged.exception()  # raised by the upload
+            if self.event is not None:  # holds back what the device does next, not the host
+                torch.cuda.current_stream(self.device).wait_event(self.event)
+            self.staged = None
 
     def settle(self) -> None:
         """Wait for the save in flight; raises what it raised."""

@@ -6,18 +6,18 @@ as saved. And what the system says of a full or failing disk should reach whoeve
 
 import contextlib
 import io
+import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem
 
-from ..distributed import Group
+from ..distributed import Group, parallel
 from ..files import naming
 from .paths import Place, retrying
 from .reader import reading
-from .tensors import Tensors
+from .tensors import Tensors, nest, walk
 
 # DCP says so to every plain process, though no_dist is given.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
@@ -33,34 +33,48 @@ def write_tensors(folder: Place, tensors: Tensors, group: Group, threads: int = 
             process_group=group.process_group,
             no_dist=not group.process_group,
         )
-        if writer.fs.lost:
-            raise writer.fs.lost[0]
-    return writer.fs.names
+        if writer.lost:
+            raise writer.lost[0]
+    return writer.names
 
 
-class Files(FileSystem):
-    """Creates files for DCP, and keeps the errors, which DCP's threads would lose."""
+def share_of(tensors: Tensors, rank: int, size: int) -> Tensors:
+    """What this rank has to write: a near-equal part of what it and other ranks hold alike."""
+    pairs = list(walk(tensors))
+    loads: dict[int, list[int]] = {}
+    mine = set()
+    for path, tensor in sorted(pairs, key=lambda pair: -pair[1].nbytes):
+        copies, place = parallel.copies(tensor, rank, size)
+        load = loads.setdefault(copies, [0] * copies)
+        lightest = load.index(min(load))
+        load[lightest] += tensor.nbytes + 4096  # a small tensor has its cost too
+        if lightest == place:
+            mine.add(path)
+    return nest((path, tensor) for path, tensor in pairs if path in mine)
 
-    def __init__(self) -> None:
-        self.lost: list[Exception] = []
-        self.names: list[str] = []
 
-    def concat_path(self, path: Place, suffix: str) -> Place:
-        """A file in a folder, the index under its final name at once."""
-        return path / suffix.removesuffix(".tmp")
+@retrying
+class PartsWriter(dcp.FileSystemWriter):
+    """DCP's writer, into a folder of any storage; keeps the errors that its threads would lose."""
 
-    def rename(self, path: Place, new_path: Place) -> None:
-        """Nothing to do: the index has its name."""
+    def __init__(self, folder: Place, threads: int) -> None:
+        # The publisher syncs the files.
+        super().__init__("", thread_count=threads, sync_files=False)
+        self.path, self.lost, self.names = folder, [], []
+        # The publisher has made the folder, which is fresh; the index gets its final name at once.
+        self.fs = types.SimpleNamespace(
+            concat_path=lambda path, suffix: path / suffix.removesuffix(".tmp"),
+            create_stream=self.create,
+            **dict.fromkeys(("mkdir", "exists", "rename"), lambda *paths: None),
+        )
 
-    def mkdir(self, path: Place) -> None:
-        """Nothing to do: the publisher has made the folder."""
-
-    def exists(self, path: Place) -> bool:
-        """The folder is fresh."""
-        return False
+    @property
+    def checkpoint_id(self) -> str:
+        """The folder, as DCP's index has it."""
+        return str(self.path)
 
     @contextlib.contextmanager
-    def create_stream(self, path: Place, mode: str) -> Iterator[Any]:
+    def create(self, path: Place, mode: str) -> Iterator[Any]:
         """Create a file; an error is kept, and DCP goes on."""
         stream = None
         try:
@@ -72,18 +86,3 @@ class Files(FileSystem):
                 yield io.BytesIO()  # DCP needs a stream to go on
         else:
             self.names.append(path.name)
-
-
-@retrying
-class PartsWriter(dcp.FileSystemWriter):
-    """DCP's writer, into a folder of any storage."""
-
-    def __init__(self, folder: Place, threads: int) -> None:
-        # The publisher syncs the files.
-        super().__init__("", thread_count=threads, sync_files=False)
-        self.path, self.fs = folder, Files()
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The folder, as DCP's index has it."""
-        return str(self.path)

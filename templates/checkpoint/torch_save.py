@@ -11,7 +11,7 @@ from torch import nn
 
 from ..distributed import Group, parallel
 from ..files import naming
-from .paths import Place, persistently
+from .paths import Place, attempt
 from .publish import Write
 from .reader import WHOLE_FILE
 from .storage import StorageConfig
@@ -39,9 +39,8 @@ class Writer:
         self.group.agree(lambda: refuse_nan(tensors, self.model))
         publish(lambda folder: write_tensors(folder, tensors, self.group))
 
-    def before_optimizer_step(self) -> float:
+    def before_optimizer_step(self) -> None:
         """Nothing to wait for."""
-        return 0.0
 
     def settle(self) -> None:
         """Nothing is in flight after a save that waits."""
@@ -56,15 +55,13 @@ def write_tensors(folder: Place, tensors: Tensors, group: Group) -> list[str]:
     if group.rank != 0:
         return []
     path = folder / WHOLE_FILE
-    write_file(path, gathered)
+
+    def write_file() -> None:
+        with naming(path), path.open("wb") as file:
+            torch.save(gathered, file)
+
+    attempt(write_file, path)
     return [WHOLE_FILE]
-
-
-@persistently
-def write_file(path: Place, tensors: Tensors) -> None:
-    """Write a file of torch.save; OSError with its name."""
-    with naming(path), path.open("wb") as file:
-        torch.save(tensors, file)
 
 
 def gather(tree: Tensors, group: Group) -> Tensors:

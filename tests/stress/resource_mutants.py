@@ -26,8 +26,8 @@ def _hides_errors(package: str) -> None:
 
 
 def _loses_threads(package: str) -> None:
-    files = module(package, "checkpoint.parts").Files
-    files.lost = property(lambda self: [], lambda self, errors: None)
+    writer = module(package, "checkpoint.parts").PartsWriter
+    writer.lost = property(lambda self: [], lambda self, errors: None)
 
 
 def _leaves_rubbish(package: str) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -78,11 +79,11 @@ def local_copy(path: Path) -> contextlib.AbstractContextManager[Path]:
     return contextlib.nullcontext(path)
 
 
-def persistently(write: T) -> T:
-    """A function that writes to a path, as it is: what a disk refuses, it refuses again."""
-    return write
+def attempt(write: Callable[[], T], path: Path) -> T:
+    """Write to a path, once: what a disk refuses, it refuses again."""
+    return write()
 
 
 def retrying(writer: T) -> T:
-    """A DCP writer, as it is: what a disk refuses, it refuses again."""
+    """A DCP writer, as it is."""
     return writer

@@ -1,6 +1,5 @@
 """Where checkpoints lie: on disk, in the run directory, which all machines share."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,17 +11,7 @@ C = TypeVar("C")
 __all__ = ["ELSEWHERE", "Place", "StorageConfig", "located", "on_disk", "open_storage"]
 ELSEWHERE = dict.fromkeys(("checkpoint.url", "checkpoint.local_first"), "storage=object_store")
 """Settings that other projects have, with the answer that they need."""
-
-
-@dataclass(frozen=True)
-class StorageConfig(RetentionConfig):
-    """Checkpoints on disk."""
-
-    far = False
-    """Whether the run directory has no checkpoints of its own."""
-
-    def check_fresh(self) -> None:
-        """Check that `--fresh` sets all checkpoints aside: it does."""
+StorageConfig = RetentionConfig
 
 
 def open_storage(

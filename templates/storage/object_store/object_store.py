@@ -98,11 +98,6 @@ class RemotePath:
         return self.path.rpartition("/")[2]
 
     @property
-    def parent(self) -> "RemotePath":
-        """The folder it is in."""
-        return RemotePath(self.store, self.path.rpartition("/")[0])
-
-    @property
     def suffix(self) -> str:
         """The name's extension, with its dot."""
         return Path(self.name).suffix
@@ -111,19 +106,19 @@ class RemotePath:
         """A store has no links."""
         return False
 
-    def info(self) -> dict[str, Any] | None:
-        """What the store says of it: "type" and "size"; None when there is nothing."""
+    def info(self) -> dict[str, Any]:
+        """What the store says of it: "type" and "size"; {} when there is nothing."""
         with contextlib.suppress(FileNotFoundError):
             return self._call(self.store.info, self.path)
-        return None
+        return {}
 
     def exists(self) -> bool:
         """Whether there is an object, or one below."""
-        return self.info() is not None
+        return bool(self.info())
 
     def is_file(self) -> bool:
         """Whether it is an object."""
-        return (self.info() or {}).get("type") == "file"
+        return self.info().get("type") == "file"
 
     def sizes(self) -> dict[str, int]:
         """The names right below, with their sizes (0 for folders); {} if there is nothing."""
@@ -134,14 +129,11 @@ class RemotePath:
         return {}
 
     def open(self, mode: str = "rb") -> Any:
-        """Open for writing ("wb", see `create`), or for reading, anywhere in it.
-
-        FileNotFoundError when there is no such object.
-        """
+        """Open for writing ("wb", see `create`), or for reading, anywhere in it."""
         if mode == "wb":
             return self.create()
         info = self.info()
-        if info is None or info["type"] != "file":
+        if info.get("type") != "file":
             raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
         return io.BufferedReader(RangeReader(self, info["size"]), READ)
 
@@ -191,8 +183,6 @@ class RemotePath:
         """Copy, then remove: stores know nothing better. For small objects."""
         self._call(self.store.cp_file, self.path, other.path)
         self.unlink()
-        if self.path in self.written:
-            self.written[other.path] = self.written.pop(self.path)
 
     def unlink(self) -> None:
         """Remove an object, if it is there."""
@@ -210,30 +200,24 @@ class RemotePath:
         with contextlib.suppress(FileNotFoundError):
             self._call(remove, self.path)
 
-    def abort_uploads(self) -> int:
-        """Drop uploads in parts that a killed process left below (S3 keeps, and bills, them).
+    def abort_uploads(self) -> None:
+        """Drop uploads in parts that killed processes left below (S3 keeps, and bills, them).
 
-        Returns how many there were; does nothing for stores that do not list them.
+        At most 1,000 at a start; none in stores that do not list them.
         """
         if not hasattr(self.store, "call_s3"):
-            return 0
+            return
         bucket, prefix, _ = self.store.split_path(f"{self.path}/")
         listing = partial(self.store.call_s3, "list_multipart_uploads", Bucket=bucket)
-        listing, uploads, count = partial(listing, Prefix=prefix), [], 0
         try:
-            answer = persistently(listing, self)
-            while uploads.extend(answer.get("Uploads", [])) or answer.get("IsTruncated"):
-                marks = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
-                page = {name: answer[source] for name, source in marks.items()}
-                answer = persistently(partial(listing, **page), self)
+            uploads = persistently(partial(listing, Prefix=prefix), self).get("Uploads", [])
             for upload in uploads:
                 which = bucket, upload["Key"], upload["UploadId"]
                 with contextlib.suppress(FileNotFoundError):
                     persistently(partial(self.store.abort_mpu, *which), self)
-                    count += 1
+                    log.info("dropped a half upload: %s", upload["Key"])
         except (OSError, KeyError) as error:  # it takes rights of its own; some stores lack it
             log.info("half uploads in %s, if there are any, stay: %s", self, error)
-        return count
 
     def _call(self, request: Callable[..., T], *arguments: Any, **options: Any) -> T:
         if self.store.async_impl:  # s3fs may wait for an answer for ever
@@ -242,10 +226,7 @@ class RemotePath:
 
 
 def remote(url: str) -> RemotePath:
-    """The place in a store that a URL names.
-
-    UserError for a URL that nothing here can open, or that holds a password.
-    """
+    """The place in a store that a URL names; UserError if nothing here can open it."""
     protocol, rest = check_address(url)
     # To three slashes for files, to two for stores.
     url = f"{protocol}://{'/' if protocol in ('file', 'local') else ''}{rest}".rstrip("/")
@@ -270,10 +251,7 @@ def remote(url: str) -> RemotePath:
 
 
 def check_address(url: str) -> tuple[str, str]:
-    """Protocol and rest of a URL.
-
-    UserError for what is no URL, or one with a password in it, which is not repeated.
-    """
+    """Protocol and rest; UserError for no URL, or one with a password, which is not repeated."""
     match = URL.fullmatch(url)
     if match and ("@" in match[2].partition("/")[0] or "?" in match[2]):
         raise UserError(
@@ -295,25 +273,17 @@ class RangeReader(io.RawIOBase):
         """True."""
         return True
 
-    def seekable(self) -> bool:
-        """True."""
-        return True
+    seekable = readable
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Go to a place in the object."""
         self.at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
         return self.at
 
-    def tell(self) -> int:
-        """Where it is."""
-        return self.at
-
     def readinto(self, buffer: Any) -> int:
         """Fetch the next bytes."""
         end = min(self.at + len(buffer), self.size)
-        if end <= self.at:
-            return 0
-        content = self.path.read(self.at, end)
+        content = self.path.read(self.at, end) if self.at < end else b""
         buffer[: len(content)] = content
         self.at += len(content)
         return len(content)

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from . import MANIFEST, PUBLISHED, disk
-from .object_store import PART, URL, RemotePath, remote
-from .object_store import persistently as persistently_in_store
+from .object_store import PART, URL, RemotePath, persistently, remote
 
 T = TypeVar("T")
 Place = Path | RemotePath
@@ -90,16 +89,6 @@ def local_copy(path: Place) -> Iterator[Path]:
         yield Path(copy.name)
 
 
-def persistently(write: Callable[..., None]) -> Callable[..., None]:
-    """A function that writes to a path: on a disk once, in a store until a failure may not pass."""
-
-    @functools.wraps(write)
-    def persist(path: Place, *arguments: Any) -> None:
-        attempt(lambda: write(path, *arguments), path)
-
-    return persist
-
-
 def retrying(writer: type) -> type:
     """A DCP writer whose files are written again while a failure of the store may pass."""
 
@@ -112,16 +101,16 @@ def retrying(writer: type) -> type:
 
         def finish(self, *arguments: Any, **named: Any) -> None:
             """Write the index."""
-            parts = self.fs.names
+            parts = self.names
             self._retry(functools.partial(super().finish, *arguments, **named))
-            self.fs.names += parts
+            self.names += parts
 
         def _retry(self, write: Callable[[], Any]) -> Any:
             def write_anew() -> Any:
-                self.fs = type(self.fs)()
+                self.lost, self.names = [], []
                 written = write()
-                if self.fs.lost:
-                    raise self.fs.lost[0]
+                if self.lost:
+                    raise self.lost[0]
                 return written
 
             return attempt(write_anew, self.path)
@@ -131,6 +120,4 @@ def retrying(writer: type) -> type:
 
 def attempt(action: Callable[[], T], path: Place) -> T:
     """Run an action on a path: on a disk once, in a store again while its failure may pass."""
-    if isinstance(path, RemotePath):
-        return persistently_in_store(action, path)
-    return action()
+    return persistently(action, path) if isinstance(path, RemotePath) else action()

@@ -31,7 +31,7 @@ from . import MANIFEST, CheckpointError, step_name
 from .manifest import data_of, parse_manifest, read_manifest, sealed
 from .object_store import RemotePath, check_address
 from .paths import DAMAGED, Place, checkpoints_of, located, published, steps
-from .publish import Publisher, RetentionConfig
+from .publish import Found, Publisher, RetentionConfig
 from .tensors import identity_differences
 from .upload import UploadingPublisher
 
@@ -67,11 +67,6 @@ class StorageConfig(RetentionConfig):
         """Whether they are in the store only, and the run directory has none."""
         return self.url is not None and not self.local_first
 
-    def check_fresh(self) -> None:
-        """UserError if `--fresh` does not set all checkpoints aside."""
-        if self.url:
-            raise UserError(f"--fresh leaves {self.url} as it is: give another --checkpoint.url")
-
 
 class StorePublisher(Publisher):
     """The checkpoints of one run below a URL."""
@@ -92,11 +87,11 @@ class StorePublisher(Publisher):
         self.token = uuid.uuid4().hex
         self.spared: str | None = None  # an attempt of an earlier process, to be continued
 
-    def prepare(self) -> None:
-        """Refuse another run's store, own this one, and remove what an earlier process has left."""
+    def newest_good(self) -> Found | None:
+        """The newest good checkpoint, once this process owns the store; as on disk."""
         self.group.from_first(self.refuse_others)
         self.own()
-        self.group.from_first(self.remove_leftovers)
+        return super().newest_good()
 
     def refuse_others(self) -> None:
         """UserError when the newest checkpoint is of another run, whose owner has to stay."""
@@ -162,9 +157,9 @@ class StorePublisher(Publisher):
         """Rename a damaged checkpoint's manifest: then it is none, and nothing is lost."""
         inside = path.sizes()
         names = (f"{MANIFEST}.damaged-{n}" for n in itertools.count(1))
-        aside = next(name for name in names if name not in inside)
-        (path / MANIFEST).rename(path / aside)
-        return path / aside
+        aside = path / next(name for name in names if name not in inside)
+        (path / MANIFEST).rename(aside)
+        return aside
 
     def discard(self, path: RemotePath, manifest: dict[str, Any]) -> None:
         """Remove a checkpoint, its manifest first: what a crash leaves is a leftover."""
@@ -211,8 +206,7 @@ class StorePublisher(Publisher):
         with explaining(self.directory):
             (self.directory / OWNER).write(json.dumps(note, indent=1).encode())
             self._clean(steps(self.directory))
-        if count := self.directory.abort_uploads():
-            log.info("dropped %d half uploads that were left in %s", count, self.directory)
+        self.directory.abort_uploads()
         return self.token
 
     def _owner(self) -> str | None:

@@ -61,11 +61,8 @@ class UploadingPublisher(Publisher):
     def close(self) -> None:
         """Wait until the newest has arrived; RankError, on every rank, if it has not."""
         try:
-            try:
+            with contextlib.suppress(RankError if self.left_out else ()):  # for a newer one
                 self._arrive()
-            except RankError:
-                if not self.left_out:
-                    raise
             if self.left_out:
                 self._send(self.left_out)
                 self._arrive()
@@ -169,7 +166,7 @@ class UploadingPublisher(Publisher):
             facts = {k: value for k, value in manifest.items() if k not in ("digest", "folder")}
             self.store.commit(attempt, facts)
         log.info("uploaded: %s", self.store.directory / path.name)
-        self.store.tidy_up()
+        self.store.prune()
 
 
 @contextlib.contextmanager

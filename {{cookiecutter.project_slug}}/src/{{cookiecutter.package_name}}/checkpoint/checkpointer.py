@@ -19,7 +19,6 @@ from torch import nn
 from ..distributed import Group, World, parallel
 from ..errors import RankError, UserError
 from . import CheckpointError
-from .manifest import digest_of
 from .reader import open_tensors
 from .storage import open_storage, refuse_to_forget
 from .tensors import (
@@ -60,20 +59,18 @@ class Checkpointer:
         self.staged_by = world.size if Writer.stages else 0
         """Ranks that share the copies of a state in host memory."""
         self.blocked_seconds = 0.0
-        self.busy = False  # while training waits for a save
         self.last_saved: int | None = None
         self.warned = False
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows of a save in flight that failed: for the loop's control word."""
+        """Whether this rank knows of a save in flight that failed."""
         return self.writer.failed
 
     def save(self, step: int, validation_loss: float | None = None) -> None:
         """Save a checkpoint of `step`, once; RankError, on every rank, when any rank failed.
 
-        With `on_failure="continue"` a failure is a warning. The optimizer must not step before
-        `before_optimizer_step()` has returned.
+        The optimizer must not step before `before_optimizer_step()` has returned.
         """
         before = self.blocked_seconds
         self.settle()  # a save is never skipped: this waits for the one before
@@ -98,15 +95,15 @@ class Checkpointer:
     def settle(self) -> None:
         """Wait for a save in flight; fails as `save` does."""
         with self._blocking():
-            try:
-                self.writer.settle()
-            except BaseException:
-                self.last_saved = None
-                raise
+            last, self.last_saved = self.last_saved, None  # if it fails
+            self.writer.settle()
+            self.last_saved = last
 
     def before_optimizer_step(self) -> None:
         """Wait until a save in flight no longer needs the weights as they are."""
-        self.blocked_seconds += self.writer.before_optimizer_step()
+        started = time.perf_counter()
+        self.writer.before_optimizer_step()
+        self.blocked_seconds += time.perf_counter() - started
 
     def close(self) -> None:
         """Settle, and end what runs in the background."""
@@ -126,7 +123,7 @@ class Checkpointer:
             raise CheckpointError(f"step {step} was not saved; earlier ones are")
 
     def __enter__(self) -> "Checkpointer":
-        """Nothing to do: the group is joined when it is made."""
+        """The checkpointer."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -157,14 +154,15 @@ class Checkpointer:
         if problems := identity_differences(manifest.get("identity"), self.facts["identity"]):
             own = self.run_dir / "config.json"  # not there if it goes on from an object store
             ways = f"Go on as it was (--config {own}), start" if own.exists() else "Start"
-            ways += " another run (--name NAME), set this one aside (--fresh), or take over the "
-            ways += f"weights alone (--name NAME --init-from {path})."
-            lines = [f"this run cannot go on from {path}:", *problems]
-            raise UserError("\n  ".join(lines) + f"\n{ways}")
+            raise UserError(
+                "\n  ".join([f"this run cannot go on from {path}:", *problems])
+                + f"\n{ways} another run (--name NAME), set this one aside (--fresh), or take over "
+                f"the weights alone (--name NAME --init-from {path})."
+            )
         create_optimizer_state(self.optimizer)
         opened = []  # together: where a rank fails alone, the others wait for it
         self.group.agree(lambda: opened.append(open_tensors(path, manifest)))
-        source = opened[0]
+        (source,) = opened
         self._forget_state_not_in(source.forms.keys())
         tensors = self.tensors()
         optional = f"optimizer.{GROUPS}"  # an optimizer of another release may write none
@@ -202,7 +200,7 @@ class Checkpointer:
     @contextlib.contextmanager
     def _blocking(self) -> Iterator[None]:
         """Count the time that training waits; a RankError is a warning if the settings say so."""
-        started, self.busy = time.perf_counter(), True
+        started = time.perf_counter()
         try:
             yield
         except RankError as error:
@@ -211,7 +209,6 @@ class Checkpointer:
             if self.world.rank == 0:
                 log.warning("%s; going on, the checkpoints before are untouched", error)
         finally:
-            self.busy = False
             self.blocked_seconds += time.perf_counter() - started
 
 
@@ -222,16 +219,13 @@ def identity_of(model: nn.Module, **fields: Any) -> dict[str, Any]:
 
 def agree_on_identity(identity: dict[str, Any], group: Group) -> None:
     """UserError, on every rank, when one has other data or another model than rank 0."""
-    brief = {**identity, "parameters": digest_of(identity["parameters"])}
-    of_ranks = group.agree(lambda: brief)
+    first = group.from_first(lambda: identity)
 
     def compare() -> None:
-        for rank, other in enumerate(of_ranks):
-            if fields := [name for name in brief if other[name] != brief[name]]:
-                values = ", ".join(f"{name} {other[name]} not {brief[name]}" for name in fields)
-                raise UserError(
-                    f"rank {rank} is not of the same run as rank 0: {values}. All machines need "
-                    "the same code, settings and data"
-                )
+        if problems := identity_differences(first, identity, "on rank 0", "here"):
+            raise UserError(
+                f"rank {group.rank} is not of the same run as rank 0: {'; '.join(problems)}. All "
+                "machines need the same code, settings and data"
+            )
 
-    group.from_first(compare)
+    group.agree(compare)

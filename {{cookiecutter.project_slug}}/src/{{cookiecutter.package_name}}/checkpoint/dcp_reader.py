@@ -1,12 +1,13 @@
 """Directories of torch.distributed.checkpoint (DCP), read by any number of ranks.
 
-No code from a checkpoint runs: torch.load gets `weights_only=True`, and the index an unpickler that
-knows the names of DCP's own classes only. Imported when there is such a directory, since DCP takes
-a while to import.
+No code from a checkpoint runs: DCP reads tensors by torch.load with `weights_only=True`, and here
+an unpickler that knows DCP's own classes only reads the index. Imported when there is such a
+directory, since DCP takes a while to import.
 """
 
 import collections
 import io
+import operator
 import pathlib
 import pickle
 import types
@@ -15,15 +16,13 @@ from typing import Any, BinaryIO, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.futures import Future
 
 from ..distributed import Group
 from .paths import Place, open_regular
-from .reader import DCP_INDEX, Form, Source, printable, reading
+from .reader import DCP_INDEX, Source, printable, reading
 
-SMALL = 1 << 20  # bytes; up to here one read is quicker than many small ones
+SMALL = 1 << 20  # bytes; up to here one read is quicker than the many of torch.load
 CLASSES = (
     *(metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta, metadata.TensorProperties),
     *(metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata),
@@ -50,7 +49,9 @@ class Parts(Source):
         with reading(path):
             self.index = read_index(path, files)
             self.forms = {
-                printable(name): Form(tuple(entry.size), entry.properties.dtype)
+                printable(name): torch.empty(
+                    entry.size, dtype=entry.properties.dtype, device="meta"
+                )
                 for name, entry in self.index.state_dict_metadata.items()
             }
 
@@ -86,58 +87,25 @@ class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no metho
 
 
 class PartsReader(dcp.FileSystemReader):
-    """DCP's reader, of an index that was read before; reads each stored part once."""
+    """DCP's reader, of a folder in any storage and of an index that was read before."""
 
     def __init__(self, path: Place, index: metadata.Metadata) -> None:
         super().__init__("")
         self.path, self.index = path, index
-        self.seen: dict[bytes, torch.Tensor] = {}  # by its pickle, a part that torch.load has read
+        self.fs = types.SimpleNamespace(
+            concat_path=operator.truediv, create_stream=lambda path, mode: open_regular(path)
+        )
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """The index."""
         return self.index
 
-    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
-        """Copy the planned parts into live tensors, file by file."""
-        files: dict[str, dict[Any, list[Any]]] = {}
-        for item in plan.items:
-            info = self.storage_data[item.storage_index]
-            files.setdefault(info.relative_path, {}).setdefault(item.storage_index, []).append(item)
-        for name, parts in files.items():
-            with open_regular(self.path / name) as file:
-                for index, items in parts.items():
-                    stored = self._load(file, self.storage_data[index])
-                    for item in items:
-                        part = narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
-                        target = planner.resolve_tensor(item).detach()
-                        if part.shape != target.shape:  # copying would repeat a smaller one
-                            raise pickle.UnpicklingError(f"{index.fqn} is not as {DCP_INDEX} says")
-                        target.copy_(part)
-                        planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _load(self, file: BinaryIO, info: Any) -> torch.Tensor:
-        """The tensor in a stored part, which is a file of torch.save."""
+    def _slice_file(self, file: BinaryIO, info: Any) -> BinaryIO:
+        """A stored part: a file of torch.save."""
         if info.length > SMALL:
-            part = self._slice_file(file, info)
-            return torch.load(part, map_location="cpu", weights_only=True)
+            return super()._slice_file(file, info)
         file.seek(info.offset)
-        content = io.BytesIO(file.read(info.length))
-        # torch.load takes ten times as long as the rest. Parts of one shape and dtype have the same
-        # pickle: it reads the first of them, and the others differ in their bytes alone.
-        archive = torch._C.PyTorchFileReader(content)
-        pickled = archive.get_record("data.pkl")
-        like = self.seen.get(pickled)
-        if like is None:
-            content.seek(0)
-            like = torch.load(content, map_location="cpu", weights_only=True)
-            if like.numel() and like.layout is torch.strided and not like.is_conj():
-                self.seen[pickled] = like
-            return like
-        memory = torch.frombuffer(bytearray(archive.get_record("data/0")), dtype=like.dtype)
-        return memory.as_strided(like.shape, like.stride(), like.storage_offset())
+        return io.BytesIO(file.read(info.length))
 
 
 def read_index(path: Place, files: Iterable[str]) -> metadata.Metadata:

@@ -36,12 +36,6 @@ def sealed(manifest: dict[str, Any]) -> bytes:
     return text + SEAL % hashlib.sha256(text).hexdigest().encode()
 
 
-def digest_of(content: dict[str, Any]) -> str:
-    """The sha256 of JSON, written in one canonical way."""
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
 def problem_of(path: Place, error: OSError) -> RankError:
     """Whether an error of reading is damage (CheckpointError), or may pass (UnreadableError)."""
     if error.errno in DAMAGE:
@@ -76,21 +70,17 @@ def parse_manifest(content: bytes, name: str) -> dict[str, Any]:
             raise TypeError("a step or a size is no integer")
         if not isinstance(loss, float | None):
             raise TypeError("the validation loss is no number")
-        names_are_plain = all(map(is_plain, [*manifest["files"], manifest.get("folder", "x")]))
+        names = [*manifest["files"], manifest.get("folder", "x")]
+        plain = all(map(FILE_NAME.fullmatch, names)) and not {".", "..", MANIFEST} & {*names}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} is not a manifest ({type(error).__name__})") from error
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{MANIFEST} has format {version}; this code reads {FORMAT_VERSION}")
-    if not names_are_plain or not entries:
+    if not plain or not entries:
         raise CheckpointError(f"{MANIFEST} names a file outside its own directory, or none at all")
     if PUBLISHED.fullmatch(name) and name != step_name(step):
         raise CheckpointError(f"{MANIFEST} belongs to {step_name(step)}")
     return manifest
-
-
-def is_plain(name: str) -> bool:
-    """Whether a name leads nowhere else and can be printed."""
-    return name not in (".", "..", MANIFEST) and FILE_NAME.fullmatch(name) is not None
 
 
 def data_of(path: Place, manifest: dict[str, Any]) -> Place:
@@ -161,9 +151,6 @@ def has_sizes(folder: Place, manifest: dict[str, Any]) -> bool:
 
 def best_by_validation(manifests: dict[Place, dict[str, Any]]) -> Place | None:
     """The checkpoint with the lowest validation loss on record, the newest of equals."""
-    judged = {
-        path: manifest["validation_loss"]
-        for path, manifest in manifests.items()
-        if isinstance(loss := manifest.get("validation_loss"), float) and math.isfinite(loss)
-    }
-    return min(reversed(judged), key=judged.__getitem__, default=None)
+    losses = {path: manifest.get("validation_loss") for path, manifest in manifests.items()}
+    judged = [path for path, x in losses.items() if isinstance(x, float) and math.isfinite(x)]
+    return min(reversed(judged), key=losses.get, default=None)

@@ -18,6 +18,7 @@ The file system must be POSIX and shared by all ranks; rename must be atomic and
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import shutil
@@ -62,6 +63,7 @@ class RetentionConfig:
     """Also keep for good each checkpoint whose step is a multiple of this (0: none)."""
     on_failure: Literal["stop", "continue"] = "stop"
     """After a failed save: "stop" ends training, "continue" goes on to the next save."""
+    far = False  # whether the run directory has no checkpoints of its own: of an object store
 
     def __post_init__(self) -> None:
         """Check the values (UserError)."""
@@ -85,7 +87,7 @@ class Publisher:
         """Save one checkpoint; `write(folder)` writes this rank's files and names them.
 
         `facts` goes into the manifest. CheckpointError, on every rank, when any rank failed; then
-        nothing of the attempt is left and the checkpoints before are untouched.
+        nothing of the attempt is left.
         """
         group, reserved = self.group, None
 
@@ -95,8 +97,6 @@ class Publisher:
 
         def commit() -> None:
             files = {name: entry for part in written for name, entry in part.items()}
-            if len(files) != sum(map(len, written)) or not files:
-                raise CheckpointError("two ranks wrote the same file, or none wrote any")
             manifest = {"format_version": FORMAT_VERSION, "step": step, "files": files, **facts}
             self.commit(reserved, manifest)
 
@@ -111,7 +111,7 @@ class Publisher:
             failed.agreed = True
             raise failed from error
         if group.rank == 0:
-            self.tidy_up()
+            self.prune()
         return self.directory / step_name(step)
 
     def newest_good(self) -> Found | None:
@@ -121,7 +121,7 @@ class Publisher:
         only damaged ones: to start afresh over them is for a person to decide. RankError if one
         cannot be read: that is not damage, and may pass.
         """
-        self.prepare()
+        self.group.from_first(self.remove_leftovers)
         for path in reversed(self.group.from_first(lambda: published(self.directory))):
             manifest, problems = verify(path, self.group)
             if not problems:
@@ -141,13 +141,6 @@ class Publisher:
     def close(self) -> None:
         """Nothing to wait for: `publish` has done it all."""
 
-    def tidy_up(self) -> None:
-        """Prune; the checkpoint is safe by now, so an error here is no failure of the save."""
-        try:
-            self.prune()
-        except (OSError, RankError, UserError) as error:
-            log.warning("old checkpoints could not be removed: %s", error)
-
     def prune(self) -> None:
         """Remove what retention does not keep, and reservations that nobody writes to.
 
@@ -155,14 +148,17 @@ class Publisher:
         never push out good ones. Damaged ones stay, for a person to look at.
         """
         good: dict[Place, dict[str, Any]] = {}
-        for path in published(self.directory):
-            with contextlib.suppress(RankError, OSError):  # damaged, or not to be read just now
-                manifest = read_manifest(path)
-                if has_sizes(data_of(path, manifest), manifest):
-                    good[path] = manifest
-        for path in good.keys() - self.kept(good):
-            self.discard(path, good[path])
-        self.remove_leftovers()
+        try:
+            for path in published(self.directory):
+                with contextlib.suppress(RankError, OSError):  # damaged, or not to be read just now
+                    manifest = read_manifest(path)
+                    if has_sizes(data_of(path, manifest), manifest):
+                        good[path] = manifest
+            for path in good.keys() - self.kept(good):
+                self.discard(path, good[path])
+            self.remove_leftovers()
+        except (OSError, RankError, UserError) as error:  # no failure of the save, which is safe
+            log.warning("old checkpoints could not be removed: %s", error)
 
     def kept(self, good: dict[Place, dict[str, Any]]) -> set[Place]:
         """Which of the good checkpoints, oldest first, retention keeps."""
@@ -172,10 +168,6 @@ class Publisher:
         if every := self.retention.keep_every:
             keep.update(path for path, manifest in good.items() if manifest["step"] % every == 0)
         return keep
-
-    def prepare(self) -> None:
-        """Remove what an earlier process has left, before the search for a checkpoint."""
-        self.group.from_first(self.remove_leftovers)
 
     def reserve(self, step: int) -> str:
         """Make a fresh directory to write into; its name."""
@@ -225,13 +217,11 @@ class Publisher:
 
     def set_aside(self, path: Path) -> Path:
         """Rename a damaged checkpoint, so that it is never counted again."""
-        for n in range(1, 1000):
-            aside = path.with_name(f"{path.name}.damaged-{n}")
-            if not os.path.lexists(aside):
-                os.rename(path, aside)
-                sync_directory(self.directory)
-                return aside
-        raise CheckpointError(f"{path} was damaged a thousand times: have the disk looked at")
+        asides = (path.with_name(f"{path.name}.damaged-{n}") for n in itertools.count(1))
+        aside = next(aside for aside in asides if not os.path.lexists(aside))
+        os.rename(path, aside)
+        sync_directory(self.directory)
+        return aside
 
     def discard(self, path: Path, manifest: dict[str, Any]) -> None:
         """Begin to remove a checkpoint; `remove_leftovers` does the rest."""
@@ -257,17 +247,16 @@ def list_checkpoints(run_dir: Path) -> tuple[list[str], bool]:
     if not found:
         raise UserError(f"there are no checkpoints in {directory}: train first")
     best = best_by_validation({path: m for path, (m, problems) in found.items() if not problems})
-    lines = []
+    lines, bad = [], False
     for path, (manifest, problems) in found.items():
-        if not path.exists():
-            continue  # pruned by a run that is under way
         if problems:
-            lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")
+            if path.exists():  # else it was pruned by a run that is under way
+                lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")
+                bad = True
             continue
         size = sum(entry["size"] for entry in manifest["files"].values()) / 1e6
         line = f"{path.name}  good  {size:,.1f} MB in {len(manifest['files'])} files"
         if (loss := manifest.get("validation_loss")) is not None:
             line += f"  validation loss {loss:.4f}"
         lines.append(line + ("  best" if path == best else ""))
-    lines += [f"{name}  set aside" for name in damaged(directory)]
-    return lines, any(problems and path.exists() for path, (_, problems) in found.items())
+    return [*lines, *(f"{name}  set aside" for name in damaged(directory))], bad

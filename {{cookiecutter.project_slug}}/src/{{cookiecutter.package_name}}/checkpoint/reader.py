@@ -9,9 +9,9 @@ import logging
 import pickle
 import tarfile
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -30,52 +30,40 @@ SAFETENSORS = ".safetensors"
 NOTE = "note"
 
 
-class Form(NamedTuple):
-    """What is known of a tensor before it is read."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Source:
-    """Tensors that can be read, by name; `forms` has what is known of them before."""
+class Source(Protocol):
+    """Tensors that can be read. `forms` gives their shapes and dtypes by name, as tensors."""
 
     path: Place
-    forms: dict[str, Form]
+    forms: dict[str, torch.Tensor]
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
         """Copy into live tensors, of sharded ones the parts that are here; a collective call."""
-        raise NotImplementedError
 
 
 class OneFile(Source):
-    """Tensors in one file, of `torch.save` or of safetensors, mapped into memory, not read yet."""
+    """Tensors in one file, of `torch.save` or of safetensors; `forms` are the mapped tensors."""
 
     def __init__(self, path: Place) -> None:
         self.path = path
         with reading(path):
             load = load_safetensors if path.suffix == SAFETENSORS else load_torch
             with local_copy(path) as file:
-                self.tensors = {printable(name): tensor for name, tensor in load(file)}
-        self.forms = {
-            name: Form(tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()
-        }
+                self.forms = {printable(name): tensor for name, tensor in load(file)}
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
         """Copy into live tensors, of sharded ones the parts that are here."""
         for name, target in targets.items():
-            if name not in self.tensors:
+            if (source := self.forms.get(name)) is None:
                 raise CheckpointError(f"there is no {name} in what was saved")
-            source = self.tensors[name]
             if source.shape != target.shape:  # copying would repeat a smaller one
-                shapes = f"is {list(source.shape)}, wanted {list(target.shape)}"
-                raise CheckpointError(f"{name} {shapes}")
+                shapes = f"{list(source.shape)}, wanted {list(target.shape)}"
+                raise CheckpointError(f"{name} is {shapes}")
             target.copy_(parallel.like(source, target))
 
 
 def load_torch(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a file of torch.save; only files older than the zip format are not mapped."""
-    if tarfile.is_tarfile(path):  # the oldest format: torch would unpack what it holds
+    if tarfile.is_tarfile(path):  # the oldest format, for which torch makes a temporary folder
         raise pickle.UnpicklingError("it is a tar archive")
     mapped = zipfile.is_zipfile(path)
     return flat(torch.load(path, map_location="cpu", weights_only=True, mmap=mapped))
@@ -90,17 +78,8 @@ def load_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield NOTE, torch.frombuffer(bytearray(note.encode()), dtype=torch.uint8)
 
 
-def read_new(source: Source, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Read tensors of those names into new memory of this process."""
-    with reading(source.path):
-        forms = ((name, source.forms[name]) for name in names)
-        tensors = {name: torch.empty(form.shape, dtype=form.dtype) for name, form in forms}
-    source.read(tensors, Group())
-    return tensors
-
-
 def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:
-    """Open what `find_tensors` has found."""
+    """Open what `find_checkpoint` has found."""
     if path.is_file():
         return OneFile(path)
     folder, files = data_of(path, manifest), manifest.get("files")
@@ -145,34 +124,22 @@ def brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def find_tensors(where: Path, step: int | None = None) -> tuple[Place, dict[str, Any]]:
-    """A checkpoint as by `find_checkpoint`, or something from elsewhere, with {} for a manifest.
+def find_checkpoint(where: Place, step: int | None = None) -> tuple[Place, dict[str, Any]]:
+    """Verify and pick a checkpoint to read from: a run's newest good one, or one by step.
 
-    That is a file of torch.save or safetensors, or a bare directory of DCP: none can be verified.
+    `where` may also be a checkpoint, or a file of torch.save or safetensors, or a bare directory of
+    DCP, which cannot be verified: their manifest is {}. Nothing is changed: a run may be writing.
     """
     where = located(where)
     if not where.exists():
         raise UserError(f"there is nothing at {where}")
-    bare = (where / DCP_INDEX).exists() and not (where / MANIFEST).exists()
-    if where.is_file() or bare:
+    is_checkpoint = (where / MANIFEST).exists()
+    if where.is_file() or ((where / DCP_INDEX).exists() and not is_checkpoint):
         log.warning("%s has no manifest: whether it is whole cannot be verified", where)
         return where, {}
-    return find_checkpoint(where, step)
-
-
-def find_checkpoint(where: Place, step: int | None = None) -> tuple[Place, dict[str, Any]]:
-    """Verify and pick a checkpoint to read from: a run's newest good one, or one by step.
-
-    `where` may also be a checkpoint itself. Nothing is changed: a run may be writing to it.
-    """
     directory = checkpoints_of(where)
-    if (where / MANIFEST).exists():
-        candidates = [where]
-    elif step is not None:
-        candidates = [directory / step_name(step)]
-    else:
-        candidates = published(directory)[::-1]
-    for path in candidates:
+    candidates = published(directory)[::-1] if step is None else [directory / step_name(step)]
+    for path in [where] if is_checkpoint else candidates:
         manifest, problems = verify(path)
         if not problems:
             return path, manifest

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: tensors by name, shared out among the ranks that write them.
+"""What a checkpoint holds: tensors by name.
 
 `{"model": {name: tensor}, "optimizer": {parameter: {key: tensor}}}`: tensors only, under the names
 that `model.state_dict()` gives. No Python object is pickled, so none has to be unpickled; the rest
@@ -120,21 +120,6 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def share_of(tensors: Tensors, rank: int, size: int) -> Tensors:
-    """What this rank has to write: a near-equal part of what it and other ranks hold alike."""
-    pairs = list(walk(tensors))
-    loads: dict[int, list[int]] = {}
-    mine = set()
-    for path, tensor in sorted(pairs, key=lambda pair: -pair[1].nbytes):
-        copies, place = parallel.copies(tensor, rank, size)
-        load = loads.setdefault(copies, [0] * copies)
-        lightest = load.index(min(load))
-        load[lightest] += tensor.nbytes + 4096  # a small tensor has its cost too
-        if lightest == place:
-            mine.add(path)
-    return nest((path, tensor) for path, tensor in pairs if path in mine)
-
-
 def refuse_nan(tensors: Tensors, model: nn.Module) -> None:
     """CheckpointError for a NaN in any tensor, or an infinity in a trained weight of the model.
 
@@ -157,7 +142,9 @@ def refuse_nan(tensors: Tensors, model: nn.Module) -> None:
             raise CheckpointError(f"{'.'.join((kind, name, *rest))} is not finite")
 
 
-def identity_differences(saved: Any, ours: dict[str, Any]) -> list[str]:
+def identity_differences(
+    saved: Any, ours: dict[str, Any], there: str = "saved", here: str = "now"
+) -> list[str]:
     """Name each field that differs, with both values; `saved` may be anything out of JSON."""
     differences = []
     saved = saved if isinstance(saved, dict) else {}
@@ -166,12 +153,12 @@ def identity_differences(saved: Any, ours: dict[str, Any]) -> list[str]:
         if isinstance(theirs, dict) and isinstance(mine, dict):
             differing = [k for k in {**theirs, **mine} if theirs.get(k) != mine.get(k)]
             for key in differing[:3]:
-                values = f"{shown(theirs.get(key, 'not'))} saved, {mine.get(key, 'not there')} now"
-                differences.append(f"{field} {shown(key)}: {values}")
+                old, new = shown(theirs.get(key, "not")), mine.get(key, "not there")
+                differences.append(f"{field} {shown(key)}: {old} {there}, {new} {here}")
             if len(differing) > 3:
                 differences.append(f"{field}: {len(differing) - 3} more")
         elif theirs != mine:
-            differences.append(f"{shown(field)}: {shown(theirs)} saved, {mine} now")
+            differences.append(f"{shown(field)}: {shown(theirs)} {there}, {mine} {here}")
     return differences
 
 

@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,10 @@ from ..distributed import Group
 from ..errors import UserError
 from ..files import sync_directory, write_json
 from ..run.directory import RunDirectory
-from . import CheckpointError
-from .paths import Place, checkpoints_of, fingerprint_of
+from .paths import Place, fingerprint_of
 from .publish import Publisher, RetentionConfig
-from .reader import NOTE, SAFETENSORS, OneFile, Source, find_tensors, open_tensors, read_new
-from .tensors import Tensors, forms_of, nest
+from .reader import NOTE, SAFETENSORS, OneFile, Source, find_checkpoint, open_tensors, reading
+from .tensors import Tensors, flat, forms_of, nest
 from .writer import write_tensors
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -54,51 +53,42 @@ class ExportConfig:
 def export(run_dir: Path, options: ExportConfig) -> str:
     """Write a checkpoint as something else, in this one process; a line about what was written.
 
-    UserError when there is something at `to` already, and when the source does not say which run it
-    is of. Takes as much host memory as the result takes on disk.
+    Takes as much host memory as the result takes on disk.
     """
-    target = options.to
-    check_target(target)
-    path, manifest = find_tensors(options.source or run_dir, options.step)
-    source = open_source(path, manifest)
-    note = note_of(path, manifest, options.source or run_dir) or read_note(source)
-    if options.like and not note:
-        note = note_of(*find_tensors(options.like, options.step))
-    if not note:
-        raise UserError(
-            f"{path} does not say which run and step it is of: name a checkpoint of that run with "
-            "--like (or take the weights alone into a new run: train --init-from)"
-        )
-    if options.step not in (None, step := note["manifest"]["step"]):
-        raise UserError(f"{path} is of step {step}, not {options.step}")
-    with_optimizer = options.optimizer
-    if with_optimizer is None:
-        with_optimizer = target.suffix != SAFETENSORS
-    tensors = read_state(source, note, with_optimizer)
-    if with_optimizer and not tensors[OPTIMIZER]:
-        raise UserError(
-            f"{path} has no state of an optimizer: training would not go on as it was. To take the "
-            "weights all the same, and start its state afresh: --optimizer False"
-        )
-    if target.suffix in FILES:
-        write_new(target, lambda file: write_file(file, tensors, note))
-    else:
-        import_as_run(target, tensors, note)
-    what = f"{len(tensors[MODEL])} tensors of the model"
-    if with_optimizer:
-        what += f", the optimizer's state of {len(tensors[OPTIMIZER])}"
-    return f"{target}: step {step} from {path}; {what}"
-
-
-def check_target(target: Path) -> None:
-    """UserError unless an export can go there."""
+    target, where = options.to, options.source or run_dir
     is_file = target.suffix in FILES
-    if target.exists() and (not target.is_dir() or is_file or os.listdir(target)):
+    if target.exists() and (is_file or not target.is_dir() or os.listdir(target)):
         raise UserError(f"{target} is there already: give another place, nothing is overwritten")
     if is_file and not target.absolute().parent.is_dir():
         raise UserError(f"{target}: there is no folder {target.parent}")
     if not is_file and target.suffix[1:].isalpha():
         raise UserError(f"{target}: files are {', '.join(FILES)}; a run is a directory")
+    path, manifest = find_checkpoint(where, options.step)
+    with reading(path):
+        source = open_tensors(path, manifest)
+        note = note_of(where, path, manifest) or read_note(source)
+        if options.like and not note:
+            note = note_of(options.like, *find_checkpoint(options.like, options.step))
+        if not note:
+            raise UserError(
+                f"{path} does not say which run and step it is of: name a checkpoint of that run "
+                "with --like (or take the weights alone into a new run: train --init-from)"
+            )
+        if options.step not in (None, step := note["manifest"]["step"]):
+            raise UserError(f"{path} is of step {step}, not {options.step}")
+        if (with_optimizer := options.optimizer) is None:
+            with_optimizer = target.suffix != SAFETENSORS
+        tensors = read_state(source, note["manifest"]["identity"]["parameters"], with_optimizer)
+    what = f"{len(tensors[MODEL])} tensors of the model"
+    if with_optimizer:
+        if not tensors[OPTIMIZER]:
+            raise UserError(
+                f"{path} has no state of an optimizer: training would not go on as it was. To take "
+                "the weights all the same, and start its state afresh: --optimizer False"
+            )
+        what += f", the optimizer's state of {len(tensors[OPTIMIZER])}"
+    (write_file if is_file else import_as_run)(target, tensors, note)
+    return f"{target}: step {step} from {path}; {what}"
 
 
 def load_weights(
@@ -109,22 +99,17 @@ def load_weights(
     Tensors that only one side has are left out and listed, or refused when `strict`. UserError also
     when a tensor has another shape or when nothing fits.
     """
-    path, manifest = group.from_first(lambda: find_tensors(where, step))
+    path, manifest = group.from_first(lambda: find_checkpoint(where, step))
     opened: list[Source] = []
+    first = group.from_first(lambda: fingerprint_of(path))
 
-    def look() -> str:
-        opened.append(open_source(path, manifest))
-        return fingerprint_of(path)
+    def look() -> None:
+        opened.append(open_tensors(path, manifest))
+        if fingerprint_of(path) != first:
+            problem = f"rank {group.rank} sees other files at {path} than rank 0"
+            raise UserError(f"{problem}: put it where all see it")
 
-    fingerprints = group.agree(look)
-
-    def compare() -> None:
-        for rank, fingerprint in enumerate(fingerprints):
-            if fingerprint != fingerprints[0]:
-                problem = f"rank {rank} sees other files at {path} than rank 0"
-                raise UserError(f"{problem}: put it where all see it")
-
-    group.from_first(compare)
+    group.agree(look)
     (source,) = opened
     ours = model.state_dict()
     saved = weight_names(source.forms, ours)
@@ -134,22 +119,14 @@ def load_weights(
             raise UserError(f"{path}: {name} is {list(shape)}, wanted {list(ours[name].shape)}")
     if not common:
         raise UserError(f"{path} and this model have no parameter name in common")
-    missing = sorted(ours.keys() - saved.keys() - tied_to(saved.keys(), model))
+    missing = ours.keys() - saved.keys() - tied_to(saved.keys(), model)
     lists = {"missing there, left as they were": missing}
-    lists["there but not wanted"] = sorted(saved.keys() - ours.keys())
-    texts = [f"{what}: {', '.join(names)}" for what, names in lists.items() if names]
+    lists["there but not wanted"] = saved.keys() - ours.keys()
+    texts = [f"{what}: {', '.join(sorted(names))}" for what, names in lists.items() if names]
     if texts and strict:
         raise UserError(f"{path} does not fit this model to the letter; {'; '.join(texts)}")
     source.read({saved[name]: ours[name] for name in common}, group)
     return "; ".join([f"{len(common)} tensors from {path}", *texts])
-
-
-def open_source(path: Place, manifest: dict[str, Any]) -> Source:
-    """Open what the user has named; UserError when it cannot be read."""
-    try:
-        return open_tensors(path, manifest)
-    except CheckpointError as error:
-        raise UserError(str(error)) from error
 
 
 def tied_to(saved: Iterable[str], model: nn.Module) -> set[str]:
@@ -179,80 +156,50 @@ def weight_names(stored: Iterable[str], wanted: Iterable[str]) -> dict[str, str]
     return max(map(without, prefixes), key=lambda names: len(names.keys() & wanted))
 
 
-def note_of(path: Place, manifest: dict[str, Any], run: Path | None = None) -> dict[str, Any]:
-    """The note for a file made from the checkpoint at `path`: {} without a manifest.
+def note_of(where: Place, path: Place, manifest: dict[str, Any]) -> dict[str, Any]:
+    """The note for a file made from the checkpoint at `path`, found at `where`: {} if it has none.
 
-    `run`: the run directory, whose settings go with it; a checkpoint in a run directory names it.
+    The settings of its run go with it: those beside it on disk, or those in `where` for a store.
     """
     if not manifest:
         return {}
-    if isinstance(path, Path) and path.resolve().parent.name == "checkpoints":
-        run = path.resolve().parent.parent
-    elif run is None or checkpoints_of(run) != path.parent:
-        run = None
-    config = run / "config.json" if run else None
-    settings = json.loads(config.read_text("utf-8")) if config and config.exists() else {}
-    note = {"manifest": {k: v for k, v in manifest.items() if k != "files"}, "config": settings}
-    if not is_note(note):
-        raise UserError(f"the manifest of {path} lacks what a run writes there")
-    return note
+    folder = path.resolve().parent if isinstance(path, Path) else Path(where, "checkpoints")
+    config = folder.parent / "config.json"
+    known = folder.name == "checkpoints" and config.exists()
+    settings = json.loads(config.read_text("utf-8")) if known else {}
+    return {"manifest": {k: v for k, v in manifest.items() if k != "files"}, "config": settings}
 
 
 def read_note(source: Source) -> dict[str, Any]:
     """The note in a file made here, {} if it has none."""
-    form = source.forms.get(NOTE)
-    if form is None or form.dtype != torch.uint8 or len(form.shape) != 1:
-        return {}
-    with contextlib.suppress(ValueError, RecursionError):
-        note = json.loads(read_new(source, [NOTE])[NOTE].numpy().tobytes())
-        return note if is_note(note) else {}
+    if NOTE in source.forms and source.forms[NOTE].dtype == torch.uint8:
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+            note = json.loads(read_new(source, [NOTE])[NOTE].numpy().tobytes())
+            return note if note["manifest"]["identity"] else {}  # or somebody else's tensor
     return {}
 
 
-def is_note(note: Any) -> bool:
-    """Whether a note holds all that its readers rely on."""
-    try:
-        facts = note["manifest"]
-        parts = (note["config"], facts["schedule"], facts["identity"]["parameters"])
-        return isinstance(facts["step"], int) and all(isinstance(part, dict) for part in parts)
-    except (KeyError, TypeError):
-        return False
-
-
-def read_state(source: Source, note: dict[str, Any], optimizer: bool) -> Tensors:
+def read_state(source: Source, parameters: dict[str, Any], optimizer: bool) -> Tensors:
     """Model and, if wanted, optimizer of a source as {"model": …, "optimizer": …}, on the host."""
-    parameters = note["manifest"]["identity"]["parameters"]
     names = {(MODEL, name): full for name, full in weight_names(source.forms, parameters).items()}
+    if lost := parameters.keys() - {name for _, name in names}:
+        raise UserError(f"the source has no {', '.join(sorted(lost)[:3])}: not all of the model")
     if optimizer:
         for full in source.forms:
             if full.startswith(f"{OPTIMIZER}."):
                 name, _, key = full.removeprefix(f"{OPTIMIZER}.").rpartition(".")
                 names[OPTIMIZER, name, key] = full
-    if lost := parameters.keys() - {path[1] for path in names if path[0] == MODEL}:
-        raise UserError(f"the source has no {', '.join(sorted(lost)[:3])}: not all of the model")
-    if isinstance(source, OneFile):  # mapped: nothing is copied before it is written
-        return nest((path, source.tensors[full]) for path, full in names.items())
     tensors = read_new(source, names.values())
     return nest((path, tensors[full]) for path, full in names.items())
 
 
-def write_file(file: Path, tensors: Tensors, note: dict[str, Any]) -> None:
-    """Write a file of torch.save or, by its name, of safetensors (weights under plain names)."""
-    if file.suffix != SAFETENSORS:
-        content = torch.frombuffer(bytearray(json.dumps(note).encode()), dtype=torch.uint8)
-        torch.save({**{k: v for k, v in tensors.items() if v}, NOTE: content}, file)
-        return
-    if not tensors[OPTIMIZER]:  # for use elsewhere, where the settings (and paths) are no use
-        note = {**note, "config": {}}
-    named = dict(tensors[MODEL])
-    for name, state in tensors[OPTIMIZER].items():
-        named |= {f"{OPTIMIZER}.{name}.{key}": tensor for key, tensor in state.items()}
-    seen: set[int] = set()
-    for name, tensor in named.items():  # the format knows no tensor of two names
-        address = tensor.untyped_storage().data_ptr()
-        named[name] = tensor.clone() if address in seen else tensor.contiguous()
-        seen.add(address)
-    save_file(named, file, metadata={"format": "pt", NOTE: json.dumps(note)})
+def read_new(source: Source, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Tensors of those names, on the host; of a file they are mapped: nothing is copied yet."""
+    if isinstance(source, OneFile):
+        return {name: source.forms[name] for name in names}
+    tensors = {name: torch.empty_like(source.forms[name], device="cpu") for name in names}
+    source.read(tensors, Group())
+    return tensors
 
 
 def import_as_run(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None:
@@ -270,13 +217,17 @@ def import_as_run(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None
         directory.record_status("imported", step=step)
 
 
-def write_new(target: Path, write: Callable[[Path], None]) -> None:
-    """Write a file that is whole or not there; UserError when it cannot be or is there already."""
+def write_file(target: Path, tensors: Tensors, note: dict[str, Any]) -> None:
+    """Write a file that is whole or not there, by its name of safetensors or of torch.save."""
     temporary = target.with_name(f".{uuid.uuid4().hex[:8]}-{target.name}")
     try:
         with open(temporary, "xb") as file:
             mode = os.fstat(file.fileno()).st_mode  # safetensors would make it private
-        write(temporary)
+            if target.suffix == SAFETENSORS:
+                write_safetensors(temporary, tensors, note)
+            else:
+                content = torch.frombuffer(bytearray(json.dumps(note).encode()), dtype=torch.uint8)
+                torch.save({**{k: v for k, v in tensors.items() if v}, NOTE: content}, file)
         os.chmod(temporary, mode)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
@@ -286,3 +237,16 @@ def write_new(target: Path, write: Callable[[Path], None]) -> None:
         raise UserError(f"{target} cannot be written: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_safetensors(file: Path, tensors: Tensors, note: dict[str, Any]) -> None:
+    """Write weights under plain names, and any state of the optimizer as a checkpoint names it."""
+    if not tensors[OPTIMIZER]:  # for use elsewhere, where the settings (and paths) are no use
+        note = {**note, "config": {}}
+    named = tensors[MODEL] | dict(flat({OPTIMIZER: tensors[OPTIMIZER]}))
+    seen: set[int] = set()
+    for name, tensor in named.items():  # the format knows no tensor of two names
+        address = tensor.untyped_storage().data_ptr()
+        named[name] = tensor.clone() if address in seen else tensor.contiguous()
+        seen.add(address)
+    save_file(named, file, metadata={"format": "pt", NOTE: json.dumps(note)})
