@@ -79,18 +79,6 @@ class World:
             )
 
 
-def launched_ranks() -> int:
-    """Number of processes that torchrun started for this run (1 when it did not start any)."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def check_ranks(config: "ParallelConfig", ranks: int) -> None:
-    """UserError when the work cannot be spread over so many processes."""
-    from .parallel import check_ranks  # here, since torchrun starts sooner without FSDP (launch.py)
-
-    check_ranks(config, ranks)
-
-
 def launcher() -> str | None:
     """A name of the torchrun that started this process, the same for as long as it lives.
 
@@ -113,14 +101,14 @@ def join(config: "ParallelConfig", device_name: str) -> World:
     if step_limit <= timedelta():
         raise UserError("--parallel.timeout-minutes must be positive")
     die_with_the_launcher()
-    make_room(launched_ranks())
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    make_room(ranks)
     # A save may hold up a collective for longer than a step may take. When a collective times out,
     # NCCL ends the process without an explanation: let the watchdog be first, which names the rank.
     options: dict[str, Any] = {"timeout": max(PATIENCE, 2 * step_limit)}
     shared_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # of torchrun
     if os.environ["MASTER_ADDR"] == LOOPBACK and not shared_store:
-        options |= {"rank": int(os.environ["RANK"]), "world_size": launched_ranks()}
-        options["store"] = _store_on_loopback(options["rank"])
+        options |= {"rank": rank, "world_size": ranks, "store": _store_on_loopback(rank)}
     if device.type == "cuda":
         prefer(NCCL)
         dist.init_process_group("nccl", device_id=device, **options)

@@ -31,7 +31,6 @@ from .run.callbacks import Callbacks, GarbageCollection
 from .run.directory import RunDirectory
 from .run.hardware import check_memory, expected_memory, forward_flops, peak_flops
 from .run.journal import Journal
-from .run.logs import say
 from .run.tracker import tracking
 from .sampling import GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
 
@@ -189,7 +188,7 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         run_dir = stack.enter_context(RunDirectory(config.directory, group, config.fresh, far))
         callbacks = Callbacks(stack)
         # The watchdog also watches the restore, which waits for the other ranks.
-        watching, after_journal = watchdog(run_dir.path, world, group, state.module, say)
+        watching, after_journal = watchdog(run_dir.path, world, group, state.module)
         callbacks.enter(watching)
         checkpointer = stack.enter_context(start(state, run_dir, group))
         if state.step >= settings.steps:
