@@ -113,7 +113,9 @@ CONDITIONAL: dict[str, Condition] = {
         every(f"{PACKAGE}/workflow", "scale memory_forecast gradient_noise"),
         lambda a: stages(a) and ranks(a),
     ),
-    **dict.fromkeys(every(f"{PACKAGE}/distributed", "world agreement watchdog output launch"), ranks),
+    **dict.fromkeys(
+        every(f"{PACKAGE}/distributed", "world agreement watchdog output launch"), ranks
+    ),
     **dict.fromkeys(
         every(f"{PACKAGE}/checkpoint", "disk object_store upload"),
         lambda a: a["storage"] == "object_store",

@@ -20,13 +20,12 @@ from .compile import CompileConfig
 from .data import DataConfig
 from .distributed.parallel import ParallelConfig
 from .errors import UserError
-from .files import flatten, to_json
+from .files import flatten
 from .model import PRESETS, ModelConfig
 from .optim import OptimConfig
 from .profiler import ProfileConfig
 from .run.tracker import TrackerConfig
 
-__all__ = ["Config", "RunLocation", "from_json", "load", "override", "preset", "to_json"]
 log = logging.getLogger(__name__)
 C = TypeVar("C")
 # Parts whose settings depend on the answers of a render, or did in an earlier release.

@@ -37,10 +37,6 @@ class RunDirectory:
         self.path, self.group, self.fresh, self.apart = path, group, fresh, apart
         self.keep_logs, self.logs = logs, contextlib.ExitStack()
 
-    def __fspath__(self) -> str:
-        """The directory, where a path is wanted."""
-        return str(self.path)
-
     def __enter__(self) -> "RunDirectory":
         """Take the directory; UserError when another run has it, or not all processes see it."""
         launchers = [str(name) for name in self.group.agree(launcher) if name]
