@@ -88,7 +88,7 @@ def launcher() -> str | None:
         return None
     pid, began = os.getppid(), ""
     with contextlib.suppress(OSError):  # process numbers are used again: add the time of its start
-        began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        began = _stat(pid)[19]
     return f"started by {pid} ({began}) on {socket.gethostname()}"
 
 
@@ -151,7 +151,13 @@ def die_with_the_launcher() -> None:
         PR_SET_PDEATHSIG, parent = 1, os.getppid()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         # It may have been killed before that, while this process imported torch for seconds.
-        if os.getppid() != parent or _has_ended(os.environ.get("LAUNCHER_PID")):
+        gone = os.getppid() != parent
+        if pid := os.environ.get("LAUNCHER_PID"):
+            try:
+                gone = gone or _stat(pid)[0] in "ZX"  # a zombie
+            except (FileNotFoundError, ProcessLookupError):
+                gone = True
+        if gone:
             sys.exit("the launcher is gone")
 
 
@@ -199,12 +205,7 @@ def _store_on_loopback(rank: int) -> dist.Store:
     return dist.TCPStore(LOOPBACK, port, timeout=PATIENCE, wait_for_workers=False, **options)
 
 
-def _has_ended(pid: str | None) -> bool:
-    """Whether a process is gone, or a zombie (Linux)."""
-    if pid is None:
-        return False
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+def _stat(pid: int | str) -> list[str]:
+    """A process's state, parent, and so on (Linux)."""
+    text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+    return text.rpartition(")")[2].split()  # its name, which may hold anything, comes before

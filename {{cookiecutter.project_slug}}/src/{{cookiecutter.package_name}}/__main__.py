@@ -83,7 +83,7 @@ def export(arguments: list[str]) -> int:
 
 
 def infer(arguments: list[str]) -> int:
-    """Use a trained model, in one plain process, whatever number of ranks saved it."""
+    """Use a trained model, in one plain process, however many saved it."""
     import torch
 
     from . import infer as task

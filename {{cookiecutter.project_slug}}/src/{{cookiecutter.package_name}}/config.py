@@ -40,9 +40,9 @@ class TrainConfig:
     steps: int = 300
     """Optimizer steps in all; raise it to train a finished run further."""
     global_batch_size: int = 32
-    """Samples per optimizer step over all ranks. It fixes the order of samples for the run."""
+    """Samples per optimizer step over all processes. It fixes the order of samples for the run."""
     micro_batch_size: int = 32
-    """The most samples in one forward of a rank; gradients are accumulated accordingly."""
+    """The most samples in one forward of a process; gradients are accumulated accordingly."""
     log_every: int = 10
     validate_every: int = 100
     """Steps between validations (0: never)."""

@@ -21,7 +21,7 @@ class OptimConfig:
     """The highest rate of the schedule."""
     scaling: Literal["none", "sqrt", "linear"] = "none"
     """Scale the learning rate with train.global-batch-size / base-batch-size: by the square root
-    (usual for Adam) or linearly (usual for SGD). The number of ranks does not change the rate."""
+    (usual for Adam) or linearly (usual for SGD). The number of processes has no effect."""
     base_batch_size: int = 256
     """The global batch that `learning_rate` was tuned for."""
     warmup_steps: int = 20

@@ -1,4 +1,4 @@
-"""Stop signals, and how all ranks act on them at the same step."""
+"""Stop signals, and how all processes act on them at the same step."""
 
 import logging
 import signal

@@ -69,8 +69,8 @@ class Harmless:
 class GarbageCollection:
     """A callback: Python's cycle collector runs at log steps only, where the host waits anyway.
 
-    Elsewhere it would stop one rank, and with it all of them, at a random moment. Reference counts
-    free almost all that a step drops.
+    Elsewhere it would stop one process, and all that wait for it, at a random moment. Reference
+    counts free almost all that a step drops.
     """
 
     def __enter__(self) -> "GarbageCollection":

@@ -58,7 +58,7 @@ class LogFile(logging.FileHandler):
 
 
 def log_to_console() -> None:
-    """Show this package's log: everything on rank 0, errors on the others."""
+    """Show this package's log: everything of the first process, errors of the others."""
     rank = int(os.environ.get("RANK", "0"))
     console = Console(logging.ERROR if rank else logging.INFO)
     console.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s" if rank else "%(message)s"))
