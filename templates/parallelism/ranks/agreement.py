@@ -53,7 +53,6 @@ class Group:
             dist.barrier(self.process_group)
 
     def __str__(self) -> str:
-        """The rank, for its log."""
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return f"rank {self.rank} of {self.size}, restarts so far: {restarts}, "
 

@@ -80,7 +80,6 @@ class Watchdog:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Stop watching."""
         self.over.set()
 
     def after_step(self, state: Any, record: dict[str, Any] | None) -> None:

@@ -39,7 +39,6 @@ class Group:
         """There is nobody to agree with."""
 
     def __str__(self) -> str:
-        """Nothing to add to the log."""
         return ""
 
     def printing_to(self, file: object, console: object) -> contextlib.AbstractContextManager:

@@ -64,7 +64,6 @@ class TrainConfig:
     """End the run after this many skipped steps in a row (0: never)."""
 
     def __post_init__(self) -> None:
-        """Check the values (UserError)."""
         positive = ("steps", "global_batch_size", "micro_batch_size", "log_every")
         for name, value in vars(self).items():
             if isinstance(value, int) and value < (least := int(name in positive)):
@@ -123,7 +122,6 @@ class Config(RunLocation):
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
-        """Check the settings that depend on each other (UserError)."""
         if self.fresh and self.checkpoint.far:
             raise UserError("--fresh leaves the object store as it is: give another address")
         if self.fresh and self.init_from:

@@ -34,7 +34,6 @@ class OptimConfig:
     """Gradients are scaled down to this norm (0: never)."""
 
     def __post_init__(self) -> None:
-        """Check the values (UserError)."""
         if not 0 < self.learning_rate < math.inf or self.clip < 0 or self.warmup_steps < 0:
             raise UserError("optim: learning-rate must be > 0, clip and warmup-steps >= 0")
         if self.base_batch_size < 1:

@@ -29,7 +29,6 @@ class ProfileConfig:
     memory: bool = True
 
     def __post_init__(self) -> None:
-        """Check the values (UserError)."""
         if self.active < 1 or self.repeat < 1 or min(self.wait, self.warmup, self.every) < 0:
             raise UserError("profile: active and repeat must be >= 1, the others >= 0")
         if 0 < self.every < self.warmup + self.active:
@@ -62,7 +61,6 @@ class Profiler:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Throw an unfinished window away."""
         if self.profile:
             self.profile.on_trace_ready = None
             self.profile.stop()

@@ -43,7 +43,6 @@ class Harmless:
                 setattr(self, name, functools.partial(self._call, getattr(callback, name)))
 
     def __enter__(self) -> "Harmless":
-        """Enter it, if it is a context manager."""
         if hasattr(self.callback, "__enter__"):
             self._call(self.stack.enter_context, self.callback)
         return self
@@ -81,7 +80,6 @@ class GarbageCollection:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Turn it on again."""
         gc.enable()
         gc.unfreeze()
 

@@ -31,11 +31,9 @@ class RunDirectory:
     lock: TextIO | None = None
     begun = False
 
-    def __init__(
-        self, path: Path, group: Group, fresh: bool = False, apart: bool = False, logs: bool = True
-    ) -> None:
+    def __init__(self, path: Path, group: Group, fresh: bool = False, apart: bool = False) -> None:
         self.path, self.group, self.fresh, self.apart = path, group, fresh, apart
-        self.keep_logs, self.logs = logs, contextlib.ExitStack()
+        self.logs = contextlib.ExitStack()
 
     def __enter__(self) -> "RunDirectory":
         """Take the directory; UserError when another run has it, or not all processes see it."""
@@ -45,12 +43,11 @@ class RunDirectory:
             self.group.agree(lambda: self.path.mkdir(parents=True, exist_ok=True))
         else:
             self.group.prove_shared(self.path)
-        if self.keep_logs:
-            files: list[LogFile] = []
-            self.group.agree(lambda: files.append(self._open_log()))
-            console = self.logs.enter_context(logging_to(files[0], self.group))
-            if console:
-                self.logs.enter_context(self.group.printing_to(files[0].stream, console))
+        files: list[LogFile] = []
+        self.group.agree(lambda: files.append(self._open_log()))
+        console = self.logs.enter_context(logging_to(files[0], self.group))
+        if console:
+            self.logs.enter_context(self.group.printing_to(files[0].stream, console))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:

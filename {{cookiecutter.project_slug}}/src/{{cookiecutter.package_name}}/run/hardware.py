@@ -40,7 +40,6 @@ class Memory(NamedTuple):
     guessed: bool  # the optimizer's part
 
     def __str__(self) -> str:
-        """One line."""
         sizes = zip(("parameters", "gradients", "optimizer"), self, strict=False)
         text = ", ".join(f"{name} {in_units(size)}" for name, size in sizes)
         if self.staging:

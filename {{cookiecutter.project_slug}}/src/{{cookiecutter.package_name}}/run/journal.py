@@ -46,7 +46,6 @@ class Journal:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close the file; the bar stays as it is."""
         self.bar.close()
         if self.first:
             try:
