@@ -154,7 +154,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "tests/test_ranks.py": ("parallelism",),
     **dict.fromkeys(every(PACKAGE, "model data infer"), ("task",)),
     **dict.fromkeys(
-        every(f"{PACKAGE}/distributed", "__init__ parallel world agreement watchdog launch"),
+        every(f"{PACKAGE}/distributed", "__init__ parallel world agreement watchdog output launch"),
         ("parallelism",),
     ),
     **dict.fromkeys(every(f"{PACKAGE}/checkpoint", "writer parts"), ("checkpoint",)),

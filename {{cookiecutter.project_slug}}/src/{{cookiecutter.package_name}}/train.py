@@ -27,7 +27,7 @@ from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer, set_learning_rate
 from .profiler import Profiler
 from .run.bad_steps import RunningBuffers, SkippedSteps, StopAtBadStep, step_unless
-from .run.callbacks import Callbacks, GarbageCollection
+from .run.callbacks import GarbageCollection, enter, methods
 from .run.directory import RunDirectory
 from .run.hardware import check_memory, expected_memory, forward_flops, peak_flops
 from .run.journal import Journal
@@ -186,10 +186,9 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         state = setup(config, world)
         far = config.checkpoint.far
         run_dir = stack.enter_context(RunDirectory(config.directory, group, config.fresh, far))
-        callbacks = Callbacks(stack)
         # The watchdog also watches the restore, which waits for the other ranks.
         watching, after_journal = watchdog(run_dir.path, world, group, state.module)
-        callbacks.enter(watching)
+        callbacks = [*enter(watching, stack)]
         checkpointer = stack.enter_context(start(state, run_dir.path, group))
         if state.step >= settings.steps:
             checkpointer.close()
@@ -198,8 +197,8 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         stack.callback(state.loader.close)
         journal = Journal(run_dir.path, state, group)
         writing = (journal, *after_journal)  # only rank 0 writes: no part of a step for stragglers
-        callbacks.enter([*callbacks_of(state, run_dir.path, group, writing), *more])
-        before_step, after_step, after_validation = callbacks.methods()
+        callbacks += enter([*callbacks_of(state, run_dir.path, group, writing), *more], stack)
+        before_step, after_step, after_validation = methods(callbacks)
 
         validation, stop_signal = {}, 0
         while state.step < settings.steps:

@@ -11,25 +11,19 @@ log = logging.getLogger(__name__)
 METHODS = ("before_step", "after_step", "after_validation")
 
 
-class Callbacks:
-    """Callbacks in the order in which they were entered; `stack` leaves them."""
+def enter(callbacks: Iterable[Any], stack: contextlib.ExitStack) -> Iterator[Any]:
+    """The callbacks as the loop calls them; context managers are entered, and left by `stack`."""
+    for callback in callbacks:
+        one = Harmless(callback) if getattr(callback, "harmless", False) else callback
+        if hasattr(one, "__enter__"):
+            stack.enter_context(one)
+        yield one
 
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        self.stack = stack
-        self.entered: list[Any] = []
 
-    def enter(self, callbacks: Iterable[Any]) -> None:
-        """Add callbacks, and enter those that are context managers."""
-        for callback in callbacks:
-            entered = Harmless(callback) if getattr(callback, "harmless", False) else callback
-            if hasattr(entered, "__enter__"):
-                self.stack.enter_context(entered)
-            self.entered.append(entered)
-
-    def methods(self) -> Iterator[list[Callable[..., None]]]:
-        """The bound methods by name, looked up once so that a step calls them directly."""
-        for name in METHODS:
-            yield [getattr(one, name) for one in self.entered if hasattr(one, name)]
+def methods(callbacks: list[Any]) -> Iterator[list[Callable[..., None]]]:
+    """Their bound methods by name, looked up once so that a step calls them directly."""
+    for name in METHODS:
+        yield [getattr(one, name) for one in callbacks if hasattr(one, name)]
 
 
 class Harmless:
