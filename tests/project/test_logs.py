@@ -102,6 +102,40 @@ def test_a_crash_leaves_its_stacks_in_the_log(project: Project, tmp_path: Path, 
     assert sum("WARNING a warning" in line for line in lines) == 1
 
 
+BROKEN = """
+from pathlib import Path
+from of_logs.distributed import Group
+from of_logs.errors import RankError
+from of_logs.run import logs
+def broken():
+    raise ZeroDivisionError("on this rank")
+logs.log_to_console()
+with logs.logging_to(logs.LogFile(Path("train.log")), ""):
+    for agree in (Group().agree, Group().from_first):
+        try:
+            agree(broken)
+        except RankError as error:
+            print("told:", error)
+"""
+
+
+def test_an_error_told_by_its_message_leaves_its_traceback_where_it_happened(
+    project: Project, tmp_path: Path
+) -> None:
+    outcome = subprocess.run(
+        [sys.executable, "-c", BROKEN],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(project.folder / "src")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert outcome.stdout == "told: rank 0: ZeroDivisionError: on this rank\n" * 2, outcome.stderr
+    assert outcome.stderr == ""
+    text = (tmp_path / "train.log").read_text()
+    assert text.count("Traceback") == text.count(", in broken\n") == 2
+
+
 def test_a_log_that_cannot_be_written_ends_nothing(project: Project) -> None:
     logs = project.module("run.logs")
     file = logs.LogFile(Path("/dev/full"))
