@@ -23,7 +23,6 @@ class TrackerConfig:
     experiment: str = __package__.split(".")[0]
 
     def __post_init__(self) -> None:
-        """Check the values (UserError)."""
         if self.uri and "@" in self.uri.partition("://")[2].partition("/")[0]:
             raise UserError(
                 "--tracker.uri is saved with the run, so it must not hold a password: set "

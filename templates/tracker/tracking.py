@@ -61,7 +61,6 @@ class Tracking:
             self.items.put(dict(record))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Close the tracker with the run's status."""
         status = self.status
         if status == "running":
             done = self.step >= self.config.train.steps
@@ -111,7 +110,7 @@ def log_report(run_dir: Path, config: Any, path: Path) -> None:
     if not config.track:
         return
     try:
-        with RunDirectory(run_dir, Group(), logs=False):
+        with RunDirectory(run_dir, Group()):
             names = ("config.json", "status.json")
             settings, found = (json.loads((run_dir / name).read_text("utf-8")) for name in names)
             step = max((record["step"] for record in read_records(run_dir)), default=0)

@@ -45,7 +45,7 @@ def test_the_slow_rank_is_named_and_each_has_its_log(project: Project, tmp_path:
         (logs["even"] / name).read_text() for name in ("train.log", "rank_1.log", "rank_2.log")
     ]
     for rank, text in enumerate(texts):
-        assert f"rank {rank} of 3, process " in text.splitlines()[0]
+        assert f"rank {rank} of 3, restarts so far: 0, process " in text.splitlines()[0]
         said = [f"{said} of rank {rank}\n" for said in ("Python's warning", "warning", "error")]
         raw = [f"printed by rank {rank}\n", f"library's line of rank {rank}\n"]
         for line in [*said, *(raw if rank else [])]:
@@ -62,12 +62,15 @@ def test_the_slow_rank_is_named_and_each_has_its_log(project: Project, tmp_path:
 CRASH = """
 import faulthandler, logging, os
 from pathlib import Path
+from of_logs.distributed import Group, output
 from of_logs.run import logs
 logs.log_to_console()
-rank = int(os.environ["RANK"])
-with logs.logging_to(logs.open_log(Path("."), rank), rank, 2):
+group = Group()
+group.rank = int(os.environ["RANK"])
+file = logs.LogFile(Path("rank_1.log" if group.rank else "train.log"))
+with logs.logging_to(file, group) as console, group.printing_to(file.stream, console):
     logging.getLogger("of_logs.distributed.watchdog").warning("a warning")
-    logs.say("a verdict")
+    output.say("a verdict")
     print("printed")
     os.write(2, b"a library's line\\n")
     faulthandler._sigsegv()
@@ -99,10 +102,44 @@ def test_a_crash_leaves_its_stacks_in_the_log(project: Project, tmp_path: Path, 
     assert sum("WARNING a warning" in line for line in lines) == 1
 
 
+BROKEN = """
+from pathlib import Path
+from of_logs.distributed import Group
+from of_logs.errors import RankError
+from of_logs.run import logs
+def broken():
+    raise ZeroDivisionError("on this rank")
+logs.log_to_console()
+with logs.logging_to(logs.LogFile(Path("train.log")), ""):
+    for agree in (Group().agree, Group().from_first):
+        try:
+            agree(broken)
+        except RankError as error:
+            print("told:", error)
+"""
+
+
+def test_an_error_told_by_its_message_leaves_its_traceback_where_it_happened(
+    project: Project, tmp_path: Path
+) -> None:
+    outcome = subprocess.run(
+        [sys.executable, "-c", BROKEN],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(project.folder / "src")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert outcome.stdout == "told: rank 0: ZeroDivisionError: on this rank\n" * 2, outcome.stderr
+    assert outcome.stderr == ""
+    text = (tmp_path / "train.log").read_text()
+    assert text.count("Traceback") == text.count(", in broken\n") == 2
+
+
 def test_a_log_that_cannot_be_written_ends_nothing(project: Project) -> None:
     logs = project.module("run.logs")
     file = logs.LogFile(Path("/dev/full"))
-    with logs.logging_to(file, 0, 1):
+    with logs.logging_to(file, ""):
         logs.PACKAGE.warning("lost")
     assert file not in logs.PACKAGE.handlers
 
@@ -260,6 +297,7 @@ def test_the_environment_is_set_in_one_place_and_the_users_own_wins(
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("MASTER_ADDR", "elsewhere")
     monkeypatch.setattr(world, "pick_device", lambda name: SimpleNamespace(type="cuda"))
     monkeypatch.setattr(world, "die_with_the_launcher", lambda: None)
@@ -285,7 +323,7 @@ def test_hosts_wait_long_but_while_stepping(project: Project, tmp_path: Path) ->
     distributed, patience = project.module("distributed"), project.module("distributed.world")
     limit = timedelta(seconds=6)
     group = distributed.Group(distributed.World(0, 1, None, False, limit))
-    watchdog = project.module("distributed.watchdog").Watchdog(tmp_path, 6.0, group, print)
+    watchdog = project.module("distributed.watchdog").Watchdog(tmp_path, group)
     waits = [group.waits]
     watchdog.after_step(None, None)
     waits.append(group.waits)
@@ -331,7 +369,7 @@ def test_a_step_has_its_limit_and_the_rest_has_patience(
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(watchdog, "os", SimpleNamespace(_exit=lambda code: watch.over.clear()))
     group = distributed.Group(distributed.World(0, 1, None, False, timedelta(seconds=10)))
-    watch, patience, reported = watchdog.Watchdog(tmp_path, 10.0, group, print), [], []
+    watch, patience, reported = watchdog.Watchdog(tmp_path, group), [], []
     left = iter(events)
 
     class Over:

@@ -127,5 +127,5 @@ def test_memory_that_cannot_be_had_is_told_before_training(
                 assert not (tmp_path / "run").exists()
             else:
                 run(settings)
-        assert "expected memory per rank: parameters" in caplog.text
+        assert "expected memory per process: parameters" in caplog.text
         assert ("WARNING" in caplog.text) == (verdict == "warned")

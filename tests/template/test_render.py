@@ -113,7 +113,9 @@ CONDITIONAL: dict[str, Condition] = {
         every(f"{PACKAGE}/workflow", "scale memory_forecast gradient_noise"),
         lambda a: stages(a) and ranks(a),
     ),
-    **dict.fromkeys(every(f"{PACKAGE}/distributed", "world agreement watchdog launch"), ranks),
+    **dict.fromkeys(
+        every(f"{PACKAGE}/distributed", "world agreement watchdog output launch"), ranks
+    ),
     **dict.fromkeys(
         every(f"{PACKAGE}/checkpoint", "disk object_store upload"),
         lambda a: a["storage"] == "object_store",
@@ -152,7 +154,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "tests/test_ranks.py": ("parallelism",),
     **dict.fromkeys(every(PACKAGE, "model data infer"), ("task",)),
     **dict.fromkeys(
-        every(f"{PACKAGE}/distributed", "__init__ parallel world agreement watchdog launch"),
+        every(f"{PACKAGE}/distributed", "__init__ parallel world agreement watchdog output launch"),
         ("parallelism",),
     ),
     **dict.fromkeys(every(f"{PACKAGE}/checkpoint", "writer parts"), ("checkpoint",)),

@@ -282,7 +282,8 @@ def test_who_is_stopped_twice_leaves_once(project: Project) -> None:
     """As by `timeout`, which tells its child and the group: the second prints nothing."""
     stopped = f"""
 import atexit, os, signal, sys
-from {project.name}.errors import exit_code, leave
+from {project.name}.errors import exit_code
+from {project.name}.workflow.processes import leave
 
 def stop():
     os.kill(os.getpid(), signal.SIGTERM)

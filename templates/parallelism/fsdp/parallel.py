@@ -36,7 +36,6 @@ class ParallelConfig:
     then gather among themselves only. 0: a copy on each machine."""
 
     def __post_init__(self) -> None:
-        """Check the values (UserError)."""
         if self.replicate < 0:
             raise UserError("--parallel.replicate must be >= 1, or 0 for a copy on each machine")
 

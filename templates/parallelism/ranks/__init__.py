@@ -1,17 +1,9 @@
 """The ranks of a run: joining, agreeing, stopping, noticing hangs and stragglers."""
 
-from .agreement import Group
-from .watchdog import watchdog
-from .world import World, check_ranks, join, launched_ranks, launcher, leave, regrouping
-
-__all__ = [
-    "Group",
-    "World",
-    "check_ranks",
-    "join",
-    "launched_ranks",
-    "launcher",
-    "leave",
-    "regrouping",
-    "watchdog",
-]
+from .agreement import Group as Group
+from .watchdog import watchdog as watchdog
+from .world import World as World
+from .world import join as join
+from .world import launcher as launcher
+from .world import leave as leave
+from .world import regrouping as regrouping

@@ -1,40 +1,38 @@
 """Agreement between the ranks: of their host sides, and of the model's buffers."""
 
 import contextlib
+import logging
+import os
+import socket
 import time
+import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ..errors import RankError, UserError
+from ..files import naming
+from .output import redirected
 from .world import PATIENCE, World
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass
-class Outcome:
-    """What became of an action on a rank: its result, or its error as it can be sent."""
-
-    result: Any = None
-    error: UserError | RankError | None = None
-
-    def __enter__(self) -> "Outcome":
-        """The outcome of the block."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> bool:
-        """Keep an error by its message: those of other types cannot all be sent."""
-        if isinstance(error, Exception):
-            known = isinstance(error, UserError | RankError)
-            text = str(error) if known else f"{type(error).__name__}: {error}"
-            self.error = UserError(text) if isinstance(error, UserError) else RankError(text)
-        return isinstance(error, Exception)
+def attempt(action: Callable[[], Any]) -> tuple[Any, UserError | RankError | None]:
+    """The result of an action, or its error by its message: not every error can be sent."""
+    try:
+        return action(), None
+    except (UserError, RankError) as error:
+        return None, (UserError if isinstance(error, UserError) else RankError)(str(error))
+    except Exception as error:
+        log.debug("the other ranks only get the message of this error", exc_info=True)
+        return None, RankError(f"{type(error).__name__}: {error}")
 
 
 class Group:
@@ -54,6 +52,14 @@ class Group:
             # new_group has no barrier: rank 0 could leave, and its store with it, too early.
             dist.barrier(self.process_group)
 
+    def __str__(self) -> str:
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return f"rank {self.rank} of {self.size}, restarts so far: {restarts}, "
+
+    def printing_to(self, file: TextIO, console: Any) -> contextlib.AbstractContextManager:
+        """Redirect what other ranks than 0 print to `file`; `console` is their log's handler."""
+        return redirected(file, console) if self.rank else contextlib.nullcontext()
+
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
         """Allow inside what may take longer than a step: a validation, a save (watchdog.py)."""
@@ -69,24 +75,43 @@ class Group:
 
         RankError on every rank, naming those that failed, when it failed on any.
         """
-        with Outcome() as outcome:
-            outcome.result = action()
+        outcome = attempt(action)
         gathered = [outcome]
         if self.process_group is not None:
             gathered = [outcome] * self.size if self.rank == 0 else None
             dist.gather_object(outcome, gathered, group_dst=0, group=self.process_group)
-        failures = {rank: one.error for rank, one in enumerate(gathered or []) if one.error}
+        failures = {rank: error for rank, (_, error) in enumerate(gathered or []) if error}
         _raise_if(self._broadcast(failures))
-        return [one.result for one in gathered or [outcome]]
+        return [result for result, _ in gathered or [outcome]]
 
     def from_first(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 only and give its result to all; RankError on all if it failed."""
-        with Outcome() as outcome:
+        result, error = self._broadcast(attempt(action) if self.rank == 0 else None)
+        _raise_if({0: error} if error else {})
+        return result
+
+    def prove_shared(self, folder: Path) -> None:
+        """Each rank must find a file that rank 0 has just written to a folder (UserError)."""
+        nonce = folder / f".nonce-{self.from_first(lambda: uuid.uuid4().hex)}"
+
+        def write() -> None:
+            with naming(nonce):
+                nonce.write_text("shared\n")
+
+        def look() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                os.listdir(folder)  # a network file system then refreshes its cache
+            if not nonce.exists():
+                problem = f"{socket.gethostname()} does not see what rank 0 writes to {folder}"
+                raise UserError(f"{problem}: put --run-dir where all machines see the same files")
+
+        try:
+            self.from_first(write)
+            self.agree(look)
+        finally:
             if self.rank == 0:
-                outcome.result = action()
-        outcome = self._broadcast(outcome)
-        _raise_if({0: outcome.error} if outcome.error else {})
-        return outcome.result
+                with contextlib.suppress(OSError):  # then the next start removes it
+                    nonce.unlink(missing_ok=True)
 
     def exchange(self, flags: list[int]) -> list[int]:
         """Send `flags`; return the maxima over the ranks of those sent at the call before.

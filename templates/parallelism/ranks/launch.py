@@ -74,17 +74,13 @@ def on_one_machine(folder: str) -> list[str]:
     return [*words, "--rdzv-conf", "store_type=file,keep_alive_interval=86400"]
 
 
-def launch(words: list[str]) -> None:
-    """Run torchrun with these words; on this machine alone unless they say --nnodes."""
-    with tempfile.TemporaryDirectory(prefix="rendezvous-") as folder:
-        run.main(words if "--nnodes" in words else [*on_one_machine(folder), *words])
-
-
 if __name__ == "__main__":
     api._terminate_process_handler = stop_once
     launcher.LocalElasticAgent = functools.partial(Agent, exit_barrier_timeout=EXIT_SECONDS)
+    words = sys.argv[1:]
     try:
-        launch(sys.argv[1:])
+        with tempfile.TemporaryDirectory(prefix="rendezvous-") as folder:
+            run.main(words if "--nnodes" in words else [*on_one_machine(folder), *words])
     except ChildFailedError as failed:
         if not only_user_errors(failed.failures):
             raise

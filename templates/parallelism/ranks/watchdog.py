@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..files import write_json
 from .agreement import Group
+from .output import say
 from .world import PATIENCE, TRACE, World, prefer, traces_in
 
 log = logging.getLogger(__name__)
@@ -46,15 +47,12 @@ TIMED_STEPS = 64  # of each log line: the first ones
 
 
 def watchdog(
-    run_dir: Path, world: World, group: Group, module: nn.Module, say: Callable[[str], None]
+    run_dir: Path, world: World, group: Group, module: nn.Module
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The callbacks that watch over the ranks: those before the journal, and those after it.
-
-    `say` prints to the console without waiting.
-    """
-    if group.process_group is None:
+    """The callbacks that watch over the ranks: those before the journal, and those after it."""
+    if not world.distributed:
         return (), ()
-    watch = Watchdog(run_dir, world.step_limit.total_seconds(), group, say)
+    watch = Watchdog(run_dir, group)
     if world.size == 1:
         return (watch,), ()
     stragglers = Stragglers(group, world.device, module)
@@ -64,10 +62,9 @@ def watchdog(
 class Watchdog:
     """Ends the run, and says why, when this rank takes too long for a step."""
 
-    def __init__(
-        self, run_dir: Path, limit: float, group: Group, say: Callable[[str], None]
-    ) -> None:
-        self.run_dir, self.limit, self.group, self.say = run_dir, limit, group, say
+    def __init__(self, run_dir: Path, group: Group) -> None:
+        self.run_dir, self.group = run_dir, group
+        self.limit = group.step_limit.total_seconds()
         self.began = time.monotonic()
         self.longest = 0.0  # step so far, in seconds
         self.stepping = False
@@ -83,7 +80,6 @@ class Watchdog:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Stop watching."""
         self.over.set()
 
     def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
@@ -109,7 +105,7 @@ class Watchdog:
                 try:
                     self._report(now - began)
                 except OSError as error:  # the disk may be what hangs
-                    self.say(f"error: no step was finished in time, and {error}")
+                    say(f"error: no step was finished in time, and {error}")
                 finally:
                     os._exit(1)
 
@@ -151,7 +147,7 @@ class Watchdog:
         if torch.cuda.is_available():
             lines.append(f"read the latter with `torchfrtrace --prefix {TRACE} {self.folder}`")
         text = "\n  ".join([reason, *lines])
-        self.say(f"error: {text}")
+        say(f"error: {text}")
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         write_json(self.run_dir / "status.json", {"status": "failed", "at": at, "reason": reason})
         verdict.write_text(text + "\n", "utf-8")

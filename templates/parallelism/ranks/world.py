@@ -79,18 +79,6 @@ class World:
             )
 
 
-def launched_ranks() -> int:
-    """Number of processes that torchrun started for this run (1 when it did not start any)."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def check_ranks(config: "ParallelConfig", ranks: int) -> None:
-    """UserError when the work cannot be spread over so many processes."""
-    from .parallel import check_ranks  # here, since torchrun starts sooner without FSDP (launch.py)
-
-    check_ranks(config, ranks)
-
-
 def launcher() -> str | None:
     """A name of the torchrun that started this process, the same for as long as it lives.
 
@@ -100,7 +88,7 @@ def launcher() -> str | None:
         return None
     pid, began = os.getppid(), ""
     with contextlib.suppress(OSError):  # process numbers are used again: add the time of its start
-        began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        began = _stat(pid)[19]
     return f"started by {pid} ({began}) on {socket.gethostname()}"
 
 
@@ -113,14 +101,14 @@ def join(config: "ParallelConfig", device_name: str) -> World:
     if step_limit <= timedelta():
         raise UserError("--parallel.timeout-minutes must be positive")
     die_with_the_launcher()
-    make_room(launched_ranks())
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    make_room(ranks)
     # A save may hold up a collective for longer than a step may take. When a collective times out,
     # NCCL ends the process without an explanation: let the watchdog be first, which names the rank.
     options: dict[str, Any] = {"timeout": max(PATIENCE, 2 * step_limit)}
     shared_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # of torchrun
     if os.environ["MASTER_ADDR"] == LOOPBACK and not shared_store:
-        options |= {"rank": int(os.environ["RANK"]), "world_size": launched_ranks()}
-        options["store"] = _store_on_loopback(options["rank"])
+        options |= {"rank": rank, "world_size": ranks, "store": _store_on_loopback(rank)}
     if device.type == "cuda":
         prefer(NCCL)
         dist.init_process_group("nccl", device_id=device, **options)
@@ -163,7 +151,13 @@ def die_with_the_launcher() -> None:
         PR_SET_PDEATHSIG, parent = 1, os.getppid()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         # It may have been killed before that, while this process imported torch for seconds.
-        if os.getppid() != parent or _has_ended(os.environ.get("LAUNCHER_PID")):
+        gone = os.getppid() != parent
+        if pid := os.environ.get("LAUNCHER_PID"):
+            try:
+                gone = gone or _stat(pid)[0] in "ZX"  # a zombie
+            except (FileNotFoundError, ProcessLookupError):
+                gone = True
+        if gone:
             sys.exit("the launcher is gone")
 
 
@@ -211,12 +205,7 @@ def _store_on_loopback(rank: int) -> dist.Store:
     return dist.TCPStore(LOOPBACK, port, timeout=PATIENCE, wait_for_workers=False, **options)
 
 
-def _has_ended(pid: str | None) -> bool:
-    """Whether a process is gone, or a zombie (Linux)."""
-    if pid is None:
-        return False
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+def _stat(pid: int | str) -> list[str]:
+    """A process's state, parent, and so on (Linux)."""
+    text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+    return text.rpartition(")")[2].split()  # its name, which may hold anything, comes before

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,18 +13,6 @@ from torch import nn
 from ..device import pick_device
 from ..errors import RankError, UserError
 from .parallel import ParallelConfig, check_ranks
-
-__all__ = [
-    "Group",
-    "World",
-    "check_ranks",
-    "join",
-    "launched_ranks",
-    "launcher",
-    "leave",
-    "regrouping",
-    "watchdog",
-]
 
 T = TypeVar("T")
 
@@ -50,10 +38,19 @@ class Group:
     def __init__(self, world: World | None = None) -> None:
         """There is nobody to agree with."""
 
-    @contextlib.contextmanager
-    def patience(self) -> Iterator[None]:
+    def __str__(self) -> str:
+        return ""
+
+    def printing_to(self, file: object, console: object) -> contextlib.AbstractContextManager:
+        """Print to the console."""
+        return contextlib.nullcontext()
+
+    def patience(self) -> contextlib.AbstractContextManager:
         """Take as long as it takes: nobody waits for this process."""
-        yield
+        return contextlib.nullcontext()
+
+    def prove_shared(self, folder: Path) -> None:
+        """Nobody else has to see what this process writes."""
 
     def agree(self, action: Callable[[], T]) -> list[T]:
         """The result of `action`, in a list; RankError when it failed."""
@@ -76,11 +73,6 @@ class Group:
         """No exchange is ever under way."""
 
 
-def launched_ranks() -> int:
-    """Number of processes that torchrun started for this run (1 when it did not start any)."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def launcher() -> str | None:
     """No launcher is needed."""
     return None
@@ -88,7 +80,7 @@ def launcher() -> str | None:
 
 def join(config: ParallelConfig, device_name: str) -> World:
     """Take the one device; UserError when torchrun started several processes."""
-    check_ranks(config, launched_ranks())
+    check_ranks(config, int(os.environ.get("WORLD_SIZE", "1")))
     return World(0, 1, pick_device(device_name))
 
 
@@ -102,7 +94,7 @@ def regrouping(told_to_stop: Callable[[], bool]) -> bool:
 
 
 def watchdog(
-    run_dir: Path, world: World, group: Group, module: nn.Module, say: Callable[[str], None]
+    run_dir: Path, world: World, group: Group, module: nn.Module
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Nobody waits for this process, so nothing watches over it."""
     return (), ()

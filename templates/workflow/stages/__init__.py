@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError, leave
+from ..errors import UserError
 from ..files import to_json
 
 ABOUT = {
@@ -83,6 +83,7 @@ def run_stages(config: Any, arguments: list[str]) -> int:
     continues an interrupted workflow. The first failed gate ends it, unless
     `--workflow.keep-going`. At the end it writes the report.
     """
+    from .processes import leave
     from .report import publish_report
 
     signal.signal(signal.SIGTERM, leave)

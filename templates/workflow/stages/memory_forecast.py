@@ -117,7 +117,7 @@ def kept_for_backward(state: State) -> int:
         kept.append(tensor)  # alive, so that no two of them have the same address
         return tensor
 
-    batch = move(state.loader.source[state.step, 0], state.world.device)
+    batch = move(state.loader.source[state.step, state.plan[0]], state.world.device)
     with (
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         parallel.autocast(state.world, state.compute_dtype),

@@ -6,15 +6,22 @@ import re
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import RankError, leave
+from ..errors import RankError
 from ..run.hardware import usable_cores
 from .stage import PACKAGE
 
 # Variables by which torchrun tells a process its rank: the stage may have them, its children not.
 OF_TORCHRUN = re.compile("TORCHELASTIC|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME|MASTER_")
+
+
+def leave(number: int, frame: types.FrameType | None) -> None:
+    """Handle a stop signal by leaving, so that processes that were started are ended as well."""
+    signal.signal(number, signal.SIG_IGN)  # it often comes twice
+    sys.exit(128 + number)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,10 @@ It runs plain or under torchrun. Of several ranks it reports the slowest one, wh
 communication, since the others wait for it there.
 """
 
+import contextlib
+import logging
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +15,8 @@ import numpy as np
 import torch
 
 from ..config import Config
-from ..distributed import Group, join, leave
-from ..profiler import Profiler, trace_steps
+from ..distributed import Group, World, join, leave
+from ..profiler import ProfileConfig, Profiler
 from ..run.hardware import usable_cores
 from ..train import State, setup, train_step
 from . import STAGES
@@ -21,6 +24,7 @@ from .stage import Stage, command, read_stage
 from .timing import Interval, median_interval, record_steps, spread
 from .trace import PARTS, Breakdown, TraceError, breakdown, read_trace
 
+log = logging.getLogger(__name__)
 SECONDS, MOST_STEPS = 5.0, 200  # to measure what an idle profiler costs
 IDLE_LIMIT = 0.01
 SHOWN = 10  # operators
@@ -42,7 +46,7 @@ def measure(config: Config) -> int:
     state = setup(config, world)
     if world.rank == 0:
         print("     tracing some steps, then timing steps without a trace ...", flush=True)
-    traces = trace_steps(config.profile, config.directory / "traces", state, train_step)
+    traces = trace_steps(config.profile, config.directory / "traces", state)
     ranks = group.agree(lambda: read_back(traces))
     idle, seconds = idle_costs(state, group)
     state.loader.close()
@@ -51,6 +55,34 @@ def measure(config: Config) -> int:
     del state
     leave(world)
     return stage.close() if world.rank == 0 else 0
+
+
+def trace_steps(config: ProfileConfig, directory: Path, state: State) -> list[Path]:
+    """Trace steps of a training that was set up; the files written."""
+    profiler = Profiler(replace(config, every=0), directory, state)
+    snapshot = directory / f"memory_rank_{state.world.rank}.pickle"
+    with memory_snapshot(snapshot, state.world), profiler:
+        for _ in range(profiler.period * config.repeat):
+            train_step(state, state.loader.next())
+            profiler.after_step(state)
+    return profiler.written
+
+
+@contextlib.contextmanager
+def memory_snapshot(path: Path, world: World) -> Iterator[None]:
+    """Record CUDA allocations into `path`, for pytorch.org/memory_viz; nothing on other devices."""
+    if world.device.type != "cuda":
+        yield
+        return
+    # Python's stacks alone: C++ stacks would slow the traced steps down.
+    torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
+    try:
+        yield
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+        log.info("memory snapshot: %s", path)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def read_back(traces: list[Path]) -> Breakdown | str:

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..distributed import check_ranks
+from ..distributed.parallel import check_ranks
 from ..errors import UserError
 from .stage import StageConfig
 

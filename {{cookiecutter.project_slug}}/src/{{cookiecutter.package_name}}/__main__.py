@@ -28,7 +28,7 @@ def train(arguments: list[str]) -> int:
     from .distributed.stop import TO_BE_RESTARTED
     from .train import run
 
-    config = parse_config("train", Config, arguments)
+    config = parse("train", Config, arguments)
     result = run(config)
     lines = summary(config.directory, result.step) if os.environ.get("RANK", "0") == "0" else []
     if result.status == "already finished":
@@ -83,7 +83,7 @@ def export(arguments: list[str]) -> int:
 
 
 def infer(arguments: list[str]) -> int:
-    """Use a trained model, in one plain process, whatever number of ranks saved it."""
+    """Use a trained model, in one plain process, however many saved it."""
     import torch
 
     from . import infer as task
@@ -121,28 +121,25 @@ HELP = {"train": train.__doc__, **workflow.COMMANDS}
 HELP |= {name: command.__doc__ for name, command in OURS.items()}
 
 
-def parse(name: str, kind: type, arguments: list[str], more: str = "", **default: Any) -> Any:
-    """Settings of a kind from the arguments of a command."""
+def parse(name: str, kind: type, arguments: list[str]) -> Any:
+    """Settings of a kind from the arguments of a command; a run's start from a preset or a file."""
     import tyro
 
-    prog, about = f"{PROGRAM} {name}", HELP[name] + more
-    return tyro.cli(kind, prog=prog, description=about, args=arguments, **default)
-
-
-def parse_config(name: str, kind: type, arguments: list[str]) -> Any:
-    """Settings from --preset or --config, then from the other options."""
-    from . import config
+    from .config import Config, load, preset
     from .model import PRESETS
 
-    parser = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument("--preset", default="default")
-    either.add_argument("--config", type=Path)
-    given, rest = parser.parse_known_args(arguments)
-    base = config.load(given.config, kind) if given.config else config.preset(given.preset, kind)
-    names = ", ".join(PRESETS)
-    more = f" Start from --preset NAME ({names}) or --config runs/NAME/config.json, then override."
-    return parse(name, kind, rest, more, default=base)
+    about, start = HELP[name], {}
+    if issubclass(kind, Config):
+        parser = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
+        either = parser.add_mutually_exclusive_group()
+        either.add_argument("--preset", default="default")
+        either.add_argument("--config", type=Path)
+        given, arguments = parser.parse_known_args(arguments)
+        start["default"] = load(given.config, kind) if given.config else preset(given.preset, kind)
+        about += f" Start from --preset NAME ({', '.join(PRESETS)}) or "
+        about += "--config runs/NAME/config.json, then override."
+    prog = f"{PROGRAM} {name}"
+    return tyro.cli(kind, prog=prog, description=about, args=arguments, **start)
 
 
 def dispatch(arguments: list[str]) -> int:
@@ -159,13 +156,7 @@ def dispatch(arguments: list[str]) -> int:
         raise UserError(f"{name} starts the processes that it needs: run it without torchrun")
     if name in OURS:
         return OURS[name](rest)
-
-    def parse_kind(kind: type) -> Any:
-        from .config import Config
-
-        return (parse_config if issubclass(kind, Config) else parse)(name, kind, rest)
-
-    return workflow.run_command(name, rest, parse_kind)
+    return workflow.run_command(name, rest, lambda kind: parse(name, kind, rest))
 
 
 def main() -> int:

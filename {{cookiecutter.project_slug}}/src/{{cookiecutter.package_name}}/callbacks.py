@@ -1,4 +1,4 @@
-"""Your own callbacks: objects that go along with a run, on every rank.
+"""Your own callbacks: objects that go along with a run, in every process.
 
 A callback has any of these methods; the loop calls those that are there (train.py):
 
@@ -10,8 +10,8 @@ A callback has any of these methods; the loop calls those that are there (train.
 `state` is train.State: model, optimizer, step, config. A callback may also be a context manager,
 entered before the first step and left after the last one. An exception that it raises ends the run,
 unless its class sets `harmless = True`: then the exception becomes one warning and the callback is
-left out from there on. Figures that it adds to `figures` on rank 0 are logged with the others.
-Random numbers drawn here do not change those of the steps.
+left out from there on. Figures that it adds to `figures` in the first process are logged with the
+others. Random numbers drawn here do not change those of the steps.
 """
 
 from collections.abc import Iterable

@@ -96,13 +96,11 @@ class Compiling:
     """
 
     def __enter__(self) -> "Compiling":
-        """Have the compiler call at its start and its end."""
         torch._dynamo.callback_handler.register_start_callback(self._block)
         torch._dynamo.callback_handler.register_end_callback(self._unblock)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Log what was compiled."""
         torch._dynamo.callback_handler.remove_start_callback(self._block)
         torch._dynamo.callback_handler.remove_end_callback(self._unblock)
         if kind is None:

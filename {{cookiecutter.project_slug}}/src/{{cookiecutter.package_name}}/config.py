@@ -20,13 +20,12 @@ from .compile import CompileConfig
 from .data import DataConfig
 from .distributed.parallel import ParallelConfig
 from .errors import UserError
-from .files import flatten, to_json
+from .files import flatten
 from .model import PRESETS, ModelConfig
 from .optim import OptimConfig
 from .profiler import ProfileConfig
 from .run.tracker import TrackerConfig
 
-__all__ = ["Config", "RunLocation", "from_json", "load", "override", "preset", "to_json"]
 log = logging.getLogger(__name__)
 C = TypeVar("C")
 # Parts whose settings depend on the answers of a render, or did in an earlier release.
@@ -41,9 +40,9 @@ class TrainConfig:
     steps: int = 300
     """Optimizer steps in all; raise it to train a finished run further."""
     global_batch_size: int = 32
-    """Samples per optimizer step over all ranks. It fixes the order of samples for the run."""
+    """Samples per optimizer step over all processes. It fixes the order of samples for the run."""
     micro_batch_size: int = 32
-    """The most samples in one forward of a rank; gradients are accumulated accordingly."""
+    """The most samples in one forward of a process; gradients are accumulated accordingly."""
     log_every: int = 10
     validate_every: int = 100
     """Steps between validations (0: never)."""
@@ -65,7 +64,6 @@ class TrainConfig:
     """End the run after this many skipped steps in a row (0: never)."""
 
     def __post_init__(self) -> None:
-        """Check the values (UserError)."""
         positive = ("steps", "global_batch_size", "micro_batch_size", "log_every")
         for name, value in vars(self).items():
             if isinstance(value, int) and value < (least := int(name in positive)):
@@ -124,7 +122,6 @@ class Config(RunLocation):
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
-        """Check the settings that depend on each other (UserError)."""
         if self.fresh and self.checkpoint.far:
             raise UserError("--fresh leaves the object store as it is: give another address")
         if self.fresh and self.init_from:

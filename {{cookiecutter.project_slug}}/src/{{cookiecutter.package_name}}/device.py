@@ -24,7 +24,7 @@ def pick_device(name: str) -> torch.device:
         index = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
         if index >= torch.cuda.device_count():
             raise UserError(
-                f"local rank {index} has no GPU of its own ({torch.cuda.device_count()} here): "
+                f"there is no GPU {index} among the {torch.cuda.device_count()} here: "
                 "start fewer processes on this machine, or use --device cpu"
             )
         device = torch.device("cuda", index)

@@ -5,7 +5,6 @@ import signal
 import sys
 import time
 import traceback
-import types
 from collections.abc import Callable
 
 
@@ -33,7 +32,7 @@ def exit_code(command: Callable[[], int]) -> int:
         _report(error, getattr(error, "agreed", False))
     except KeyboardInterrupt:
         code = 130
-    except SystemExit as stop:  # of options that are wrong, or of `leave`
+    except SystemExit as stop:  # of options that are wrong, or of a stage that was stopped
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception:
         if "RANK" not in os.environ:
@@ -50,12 +49,6 @@ def exit_code(command: Callable[[], int]) -> int:
         # Stop signals often come twice, and Python removes its own handlers on its way out.
         signal.signal(number, signal.SIG_IGN)
     return code
-
-
-def leave(number: int, frame: types.FrameType | None) -> None:
-    """Handle a stop signal by leaving, so that processes that were started are ended as well."""
-    signal.signal(number, signal.SIG_IGN)  # it often comes twice
-    sys.exit(128 + number)
 
 
 def _report(error: Exception, agreed: bool) -> None:

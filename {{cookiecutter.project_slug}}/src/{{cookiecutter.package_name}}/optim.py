@@ -21,7 +21,7 @@ class OptimConfig:
     """The highest rate of the schedule."""
     scaling: Literal["none", "sqrt", "linear"] = "none"
     """Scale the learning rate with train.global-batch-size / base-batch-size: by the square root
-    (usual for Adam) or linearly (usual for SGD). The number of ranks does not change the rate."""
+    (usual for Adam) or linearly (usual for SGD). The number of processes has no effect."""
     base_batch_size: int = 256
     """The global batch that `learning_rate` was tuned for."""
     warmup_steps: int = 20
@@ -34,7 +34,6 @@ class OptimConfig:
     """Gradients are scaled down to this norm (0: never)."""
 
     def __post_init__(self) -> None:
-        """Check the values (UserError)."""
         if not 0 < self.learning_rate < math.inf or self.clip < 0 or self.warmup_steps < 0:
             raise UserError("optim: learning-rate must be > 0, clip and warmup-steps >= 0")
         if self.base_batch_size < 1:

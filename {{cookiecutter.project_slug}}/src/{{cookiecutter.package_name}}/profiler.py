@@ -1,17 +1,13 @@
-"""Traces of a few steps by torch.profiler, for Perfetto, and snapshots of CUDA memory."""
+"""Traces of a few steps by torch.profiler, for Perfetto."""
 
-import contextlib
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from .device import synchronize
-from .distributed import World
 from .errors import UserError
 
 log = logging.getLogger(__name__)
@@ -33,7 +29,6 @@ class ProfileConfig:
     memory: bool = True
 
     def __post_init__(self) -> None:
-        """Check the values (UserError)."""
         if self.active < 1 or self.repeat < 1 or min(self.wait, self.warmup, self.every) < 0:
             raise UserError("profile: active and repeat must be >= 1, the others >= 0")
         if 0 < self.every < self.warmup + self.active:
@@ -66,7 +61,6 @@ class Profiler:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Throw an unfinished window away."""
         if self.profile:
             self.profile.on_trace_ready = None
             self.profile.stop()
@@ -109,31 +103,3 @@ class Profiler:
         self.written.append(self.directory / name)
         finished.export_chrome_trace(str(self.written[-1]))
         log.info("trace of %d steps: %s", self.config.active, self.written[-1])
-
-
-def trace_steps(config: ProfileConfig, directory: Path, state: Any, step: Any) -> list[Path]:
-    """Trace steps of a training that was set up, by `step(state, batches)`; the files written."""
-    profiler = Profiler(replace(config, every=0), directory, state)
-    snapshot = directory / f"memory_rank_{state.world.rank}.pickle"
-    with memory_snapshot(snapshot, state.world), profiler:
-        for _ in range(profiler.period * config.repeat):
-            step(state, state.loader.next())
-            profiler.after_step(state)
-    return profiler.written
-
-
-@contextlib.contextmanager
-def memory_snapshot(path: Path, world: World) -> Iterator[None]:
-    """Record CUDA allocations into `path`, for pytorch.org/memory_viz; nothing on other devices."""
-    if world.device.type != "cuda":
-        yield
-        return
-    # Python's stacks alone: C++ stacks would slow the traced steps down.
-    torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
-    try:
-        yield
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))
-        log.info("memory snapshot: %s", path)
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)

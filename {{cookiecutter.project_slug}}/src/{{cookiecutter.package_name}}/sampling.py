@@ -178,14 +178,13 @@ def fetch(dataset: Any, ids: np.ndarray, keys: np.ndarray | None = None) -> Any:
 
 
 class _MicroBatches(Dataset):
-    """Micro-batches by (step, index), so that only two integers are sent to loader workers."""
+    """Micro-batches by (step, share), so that no sample's number is sent to loader workers."""
 
-    def __init__(self, dataset: Any, order: GlobalBatches, plan: list[Share]) -> None:
-        self.dataset, self.order, self.plan = dataset, order, plan
+    def __init__(self, dataset: Any, order: GlobalBatches) -> None:
+        self.dataset, self.order = dataset, order
 
-    def __getitem__(self, item: tuple[int, int]) -> Any:
-        step, index = item
-        places = self.plan[index].places
+    def __getitem__(self, item: tuple[int, Share]) -> Any:
+        step, (places, _) = item
         keys = None
         if hasattr(self.dataset, "augment"):
             keys = sample_keys(self.order.seed, self.order.positions(step)[places])
@@ -203,7 +202,7 @@ class Loader:
         workers: int = 0,
         pin: bool = False,
     ) -> None:
-        self.source = _MicroBatches(dataset, order, plan)
+        self.source = _MicroBatches(dataset, order)
         self.plan, self.workers, self.pin = plan, workers, pin
         self.seconds = 0.0
         self.iterator: Any = None
@@ -228,8 +227,7 @@ class Loader:
 
     def of(self, step: int, plan: list[Share]) -> list[Any]:
         """The micro-batches of any step by any plan, read at once."""
-        source = _MicroBatches(self.source.dataset, self.source.order, plan)
-        return [source[step, index] for index in range(len(plan))]
+        return [self.source[step, share] for share in plan]
 
     def _of_workers(self) -> list[Any]:
         try:
@@ -249,7 +247,7 @@ class Loader:
         return DataLoader(
             self.source,
             batch_size=None,
-            sampler=((k, i) for k in itertools.count(self.step) for i in range(len(self.plan))),
+            sampler=((step, share) for step in itertools.count(self.step) for share in self.plan),
             num_workers=self.workers,
             collate_fn=_unchanged,
             pin_memory=self.pin,

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,22 +15,22 @@ from . import callbacks as own
 from .checkpoint.checkpointer import Checkpointer, agree_on_identity, identity_of
 from .checkpoint.transfer import load_weights
 from .compile import Compiling, checkpoint_activations, compile_model
-from .config import Config, to_json
+from .config import Config
 from .data import build_datasets
 from .device import move, set_up_torch
 from .distributed import Group, World, join, leave, parallel, watchdog
 from .distributed.stop import Stop
 from .errors import UserError
+from .files import to_json
 from .loss import checked, judge_step, loss_vector, means
 from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer, set_learning_rate
 from .profiler import Profiler
 from .run.bad_steps import RunningBuffers, SkippedSteps, StopAtBadStep, step_unless
-from .run.callbacks import Callbacks, GarbageCollection
+from .run.callbacks import GarbageCollection, enter, methods
 from .run.directory import RunDirectory
 from .run.hardware import check_memory, expected_memory, forward_flops, peak_flops
 from .run.journal import Journal
-from .run.logs import say
 from .run.tracker import tracking
 from .sampling import GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
 
@@ -187,11 +186,10 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         state = setup(config, world)
         far = config.checkpoint.far
         run_dir = stack.enter_context(RunDirectory(config.directory, group, config.fresh, far))
-        callbacks = Callbacks(stack)
         # The watchdog also watches the restore, which waits for the other ranks.
-        watching, after_journal = watchdog(run_dir.path, world, group, state.module, say)
-        callbacks.enter(watching)
-        checkpointer = stack.enter_context(start(state, run_dir, group))
+        watching, after_journal = watchdog(run_dir.path, world, group, state.module)
+        callbacks = [*enter(watching, stack)]
+        checkpointer = stack.enter_context(start(state, run_dir.path, group))
         if state.step >= settings.steps:
             checkpointer.close()
             return Result("already finished", state.step)
@@ -199,8 +197,8 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         stack.callback(state.loader.close)
         journal = Journal(run_dir.path, state, group)
         writing = (journal, *after_journal)  # only rank 0 writes: no part of a step for stragglers
-        callbacks.enter([*callbacks_of(state, run_dir.path, group, writing), *more])
-        before_step, after_step, after_validation = callbacks.methods()
+        callbacks += enter([*callbacks_of(state, run_dir.path, group, writing), *more], stack)
+        before_step, after_step, after_validation = methods(callbacks)
 
         validation, stop_signal = {}, 0
         while state.step < settings.steps:
@@ -245,7 +243,7 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         return Result(status, state.step, validation)
 
 
-def start(state: State, run_dir: "os.PathLike[str]", group: Group) -> Checkpointer:
+def start(state: State, run_dir: Path, group: Group) -> Checkpointer:
     """Resume from the newest good checkpoint, or begin; UserError when the run is another one."""
     config = state.config
     identity = identity_of(
@@ -259,7 +257,7 @@ def start(state: State, run_dir: "os.PathLike[str]", group: Group) -> Checkpoint
     schedule = to_json(config.optim) | {"steps": config.train.steps}
     facts = {"identity": identity, "schedule": schedule}
     checkpointer = state.checkpointer = Checkpointer(
-        Path(run_dir), config.checkpoint, state.world, state.model, state.optimizer, facts
+        run_dir, config.checkpoint, state.world, state.model, state.optimizer, facts
     )
     needed = expected_memory(state.model, state.optimizer, checkpointer.staged_by)
     group.agree(lambda: check_memory(needed, state.world.device))

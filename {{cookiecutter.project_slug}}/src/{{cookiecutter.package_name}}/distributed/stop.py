@@ -1,4 +1,4 @@
-"""Stop signals, and how all ranks act on them at the same step."""
+"""Stop signals, and how all processes act on them at the same step."""
 
 import logging
 import signal
@@ -25,7 +25,6 @@ class Stop:
         self.previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
-        """Handle the stop signals (only in the main thread)."""
         try:
             self.previous = {n: signal.signal(n, self._handle) for n in STOP_SIGNALS}
         except ValueError:
@@ -33,7 +32,6 @@ class Stop:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Restore the handlers; after a regular end wait for the exchange under way."""
         for number, handler in self.previous.items():
             # A run that is about to exit, since it was stopped, must not die of a second signal.
             stopping = self.signal is not None and handler == signal.SIG_DFL

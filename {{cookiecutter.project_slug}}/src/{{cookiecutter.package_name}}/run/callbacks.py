@@ -11,25 +11,19 @@ log = logging.getLogger(__name__)
 METHODS = ("before_step", "after_step", "after_validation")
 
 
-class Callbacks:
-    """Callbacks in the order in which they were entered; `stack` leaves them."""
+def enter(callbacks: Iterable[Any], stack: contextlib.ExitStack) -> Iterator[Any]:
+    """The callbacks as the loop calls them; context managers are entered, and left by `stack`."""
+    for callback in callbacks:
+        one = Harmless(callback) if getattr(callback, "harmless", False) else callback
+        if hasattr(one, "__enter__"):
+            stack.enter_context(one)
+        yield one
 
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        self.stack = stack
-        self.entered: list[Any] = []
 
-    def enter(self, callbacks: Iterable[Any]) -> None:
-        """Add callbacks, and enter those that are context managers."""
-        for callback in callbacks:
-            entered = Harmless(callback) if getattr(callback, "harmless", False) else callback
-            if hasattr(entered, "__enter__"):
-                self.stack.enter_context(entered)
-            self.entered.append(entered)
-
-    def methods(self) -> Iterator[list[Callable[..., None]]]:
-        """The bound methods by name, looked up once so that a step calls them directly."""
-        for name in METHODS:
-            yield [getattr(one, name) for one in self.entered if hasattr(one, name)]
+def methods(callbacks: list[Any]) -> Iterator[list[Callable[..., None]]]:
+    """Their bound methods by name, looked up once so that a step calls them directly."""
+    for name in METHODS:
+        yield [getattr(one, name) for one in callbacks if hasattr(one, name)]
 
 
 class Harmless:
@@ -43,7 +37,6 @@ class Harmless:
                 setattr(self, name, functools.partial(self._call, getattr(callback, name)))
 
     def __enter__(self) -> "Harmless":
-        """Enter it, if it is a context manager."""
         if hasattr(self.callback, "__enter__"):
             self._call(self.stack.enter_context, self.callback)
         return self
@@ -69,8 +62,8 @@ class Harmless:
 class GarbageCollection:
     """A callback: Python's cycle collector runs at log steps only, where the host waits anyway.
 
-    Elsewhere it would stop one rank, and with it all of them, at a random moment. Reference counts
-    free almost all that a step drops.
+    Elsewhere it would stop one process, and all that wait for it, at a random moment. Reference
+    counts free almost all that a step drops.
     """
 
     def __enter__(self) -> "GarbageCollection":
@@ -81,7 +74,6 @@ class GarbageCollection:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Turn it on again."""
         gc.enable()
         gc.unfreeze()
 

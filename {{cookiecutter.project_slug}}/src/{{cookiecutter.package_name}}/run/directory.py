@@ -1,4 +1,4 @@
-"""The directory a run lives in: one writer at a time, seen by all ranks, never overwritten."""
+"""The directory a run lives in: one writer at a time, seen by all processes, never overwritten."""
 
 import contextlib
 import errno
@@ -8,14 +8,13 @@ import os
 import shutil
 import socket
 import time
-import uuid
 from pathlib import Path
 from typing import Any, TextIO
 
 from ..distributed import Group, launcher
 from ..errors import UserError
 from ..files import naming, write_json
-from .logs import ONLY_IN_FILES, logging_to, open_log
+from .logs import ONLY_IN_FILES, LogFile, logging_to
 
 log = logging.getLogger(__name__)
 LOGS = "logs"
@@ -32,26 +31,23 @@ class RunDirectory:
     lock: TextIO | None = None
     begun = False
 
-    def __init__(
-        self, path: Path, group: Group, fresh: bool = False, apart: bool = False, logs: bool = True
-    ) -> None:
+    def __init__(self, path: Path, group: Group, fresh: bool = False, apart: bool = False) -> None:
         self.path, self.group, self.fresh, self.apart = path, group, fresh, apart
-        self.keep_logs, self.logs = logs, contextlib.ExitStack()
-
-    def __fspath__(self) -> str:
-        """The directory, where a path is wanted."""
-        return str(self.path)
+        self.logs = contextlib.ExitStack()
 
     def __enter__(self) -> "RunDirectory":
-        """Take the directory; UserError when another run has it or when ranks do not share it."""
+        """Take the directory; UserError when another run has it, or not all processes see it."""
         launchers = [str(name) for name in self.group.agree(launcher) if name]
         self.group.from_first(lambda: self._take(launchers))
         if self.apart:
             self.group.agree(lambda: self.path.mkdir(parents=True, exist_ok=True))
         else:
-            self._prove_shared()
-        if self.keep_logs:
-            self._open_logs()
+            self.group.prove_shared(self.path)
+        files: list[LogFile] = []
+        self.group.agree(lambda: files.append(self._open_log()))
+        console = self.logs.enter_context(logging_to(files[0], self.group))
+        if console:
+            self.logs.enter_context(self.group.printing_to(files[0].stream, console))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
@@ -89,6 +85,11 @@ class RunDirectory:
     def _write_status(self, status: str, **details: Any) -> None:
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         write_json(self.path / "status.json", {"status": status, "at": at, **details})
+
+    def _open_log(self) -> LogFile:
+        rank, folder = self.group.rank, self.path / LOGS
+        folder.mkdir(exist_ok=True)
+        return LogFile(folder / (f"rank_{rank}.log" if rank else "train.log"))
 
     def _take(self, launchers: list[str]) -> None:
         # A job that torchrun restarts must resume its run, and not set it aside as an old one.
@@ -130,32 +131,3 @@ class RunDirectory:
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
         return before
-
-    def _open_logs(self) -> None:
-        rank, files = self.group.rank, []
-        self.group.agree(lambda: (self.path / LOGS).mkdir(exist_ok=True))
-        self.group.agree(lambda: files.append(open_log(self.path / LOGS, rank)))
-        self.logs.enter_context(logging_to(files[0], rank, self.group.size))
-
-    def _prove_shared(self) -> None:
-        """Each rank must find a file that rank 0 has just written."""
-        nonce = self.path / f".nonce-{self.group.from_first(lambda: uuid.uuid4().hex)}"
-
-        def write() -> None:
-            with naming(nonce):
-                nonce.write_text("shared\n")
-
-        def look() -> None:
-            with contextlib.suppress(FileNotFoundError):
-                os.listdir(self.path)  # a network file system then refreshes its cache
-            if not nonce.exists():
-                problem = f"{socket.gethostname()} does not see what rank 0 writes to {self.path}"
-                raise UserError(f"{problem}: put --run-dir where all machines see the same files")
-
-        try:
-            self.group.from_first(write)
-            self.group.agree(look)
-        finally:
-            if self.group.rank == 0:
-                with contextlib.suppress(OSError):  # then the next start removes it
-                    nonce.unlink(missing_ok=True)

@@ -9,14 +9,13 @@ import platform
 import re
 import resource
 import sys
-import timeit
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..device import move, pick_device
+from ..device import move
 from ..distributed import parallel
 from ..errors import UserError
 
@@ -32,7 +31,7 @@ PEAK_BF16_TFLOPS = {
 
 
 class Memory(NamedTuple):
-    """Bytes that a rank needs from the first step to the last, whatever the batch."""
+    """Bytes that a process needs from the first step to the last, whatever the batch."""
 
     parameters: int
     gradients: int
@@ -41,18 +40,17 @@ class Memory(NamedTuple):
     guessed: bool  # the optimizer's part
 
     def __str__(self) -> str:
-        """One line."""
         sizes = zip(("parameters", "gradients", "optimizer"), self, strict=False)
         text = ", ".join(f"{name} {in_units(size)}" for name, size in sizes)
         if self.staging:
             text += f", copies for checkpoints {in_units(self.staging)} on the host"
-        return f"expected memory per rank: {text}; activations come on top"
+        return f"expected memory per process: {text}; activations come on top"
 
 
 def expected_memory(model: nn.Module, optimizer: torch.optim.Optimizer, staged_by: int) -> Memory:
-    """Work out the memory of a rank from the model as it was placed.
+    """Work out the memory of a process from the model as it was placed.
 
-    `staged_by` is the number of ranks that divide the staging of checkpoints (0: no staging).
+    `staged_by` is the number of processes that divide the staging of checkpoints (0: no staging).
     """
     measured = state_per_parameter(optimizer)
     factor = 2.0 if measured is None else measured
@@ -86,10 +84,10 @@ def state_per_parameter(optimizer: torch.optim.Optimizer) -> float | None:
 def check_memory(needed: Memory, device: torch.device) -> None:
     """Log the memory needed; a warning when it is tight, UserError when it cannot fit."""
     log.info("%s", needed)
-    advice = "take a smaller model, an optimizer with less state, or shard over more ranks (FSDP)"
+    advice = "take a smaller model, an optimizer with less state, or shard over more devices (FSDP)"
     on_device = needed.gradients + needed.optimizer  # the parameters are there already
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    on_host = ranks * (needed.staging + (on_device if device.type == "cpu" else 0))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    on_host = processes * (needed.staging + (on_device if device.type == "cpu" else 0))
     checks = [("this machine", on_host, free_host_memory())]
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -161,18 +159,6 @@ def peak_flops(device: torch.device) -> float | None:
     # Whole words: an RTX A1000 is no A100.
     named = (peak for key, peak in PEAK_BF16_TFLOPS.items() if re.search(rf"\b{key}\b", name))
     return next((1e12 * peak for peak in named), None)
-
-
-def cpu_peak_flops(size: int = 1024) -> float:
-    """FLOP/s of this CPU in float32, by the fastest of some matrix products: a practical peak."""
-    a = torch.randn(size, size)
-    return 2 * size**3 / min(timeit.repeat(lambda: torch.mm(a, a), repeat=6, number=1))
-
-
-def device_name(device: str) -> str:
-    """The name of a device, from its setting: "NVIDIA H100", "cpu", "mps"."""
-    kind = pick_device(device)
-    return torch.cuda.get_device_name(kind) if kind.type == "cuda" else kind.type
 
 
 def cpu_name() -> str:

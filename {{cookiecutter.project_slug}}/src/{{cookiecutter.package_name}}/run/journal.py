@@ -24,7 +24,7 @@ METRICS = "metrics.jsonl"
 
 
 class Journal:
-    """A callback: metrics.jsonl and the progress bar, on rank 0.
+    """A callback: metrics.jsonl and the progress bar, in the first process.
 
     The file has one object per line, and only whole lines. On a terminal there is a bar; where
     output is recorded, a line per log step instead.
@@ -46,7 +46,6 @@ class Journal:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close the file; the bar stays as it is."""
         self.bar.close()
         if self.first:
             try:
@@ -57,7 +56,7 @@ class Journal:
                     os.truncate(self.path, self.written)  # leave no half a line
 
     def record(self, state: Any) -> dict[str, Any]:
-        """The figures since the record before, the same on all ranks; waits for the device."""
+        """The figures since the record before, the same in all processes; waits for the device."""
         figures = means(state.sums, state.metrics)
         bad, norm = int(state.bad_steps), float(state.grad_norm)
         state.sums, state.bad_steps = 0.0, 0

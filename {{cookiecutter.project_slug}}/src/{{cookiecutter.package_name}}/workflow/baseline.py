@@ -4,6 +4,7 @@ It takes the first steps of the run twice, by the project's own `setup` and `tra
 """
 
 import time
+import timeit
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from ..device import move, synchronize
 from ..distributed import join, leave, parallel
 from ..loss import checked, loss_vector, means
 from ..model import compute_loss
-from ..run.hardware import cpu_peak_flops, forward_flops, in_units, peak_flops, peak_memory
+from ..run.hardware import forward_flops, in_units, peak_flops, peak_memory
 from ..sampling import fetch, seed_step
 from ..train import State, setup, train_step
 from .stage import Stage
@@ -126,6 +127,12 @@ def use_of_device(state: State, samples: float) -> dict[str, float | None]:
     share = f"{mfu:.1%} of {peak / 1e9:,.0f} GFLOP/s (MFU)" if mfu else "MFU unknown"
     print(f"     {share}; peak memory {in_units(memory)}")
     return {"peak_memory_bytes": memory, "flops_per_sample": flops, "peak_flops": peak, "mfu": mfu}
+
+
+def cpu_peak_flops(size: int = 1024) -> float:
+    """FLOP/s of this CPU in float32, by the fastest of some matrix products: a practical peak."""
+    a = torch.randn(size, size)
+    return 2 * size**3 / min(timeit.repeat(lambda: torch.mm(a, a), repeat=6, number=1))
 
 
 def judge_losses(stage: Stage, first: np.ndarray, second: np.ndarray, cpu: bool) -> None:

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from ..config import Config
+from ..device import pick_device
 from ..errors import UserError
 from ..files import to_json, write_json
-from ..run.hardware import cpu_name, device_name, usable_cores
+from ..run.hardware import cpu_name, usable_cores
 from . import WorkflowConfig
 
 STATUSES = ("fail", "not_measured", "pass")  # the worst first
@@ -156,8 +157,9 @@ def code_digest() -> str:
 
 def machine(device: str) -> dict[str, Any]:
     """The machine that a stage measures on."""
+    kind = pick_device(device)
     return {
-        "device": device_name(device),
+        "device": torch.cuda.get_device_name(kind) if kind.type == "cuda" else kind.type,
         "gpus": torch.cuda.device_count(),
         "cpu": cpu_name(),
         "cores": usable_cores(),
