@@ -34,7 +34,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
 def write_stage(project: Project, run_dir: Path, name: str, passed: bool | None = True) -> Path:
     """What a stage with one check leaves behind."""
     stages = project.module("workflow.stage")
-    stage = stages.Stage(name, project.config(run_dir=run_dir), figures=dict(FIGURES[name]))
+    stage = stages.Stage(name, project.config(run_dir=run_dir))
+    stage.figures |= FIGURES[name]
     stage.check("c", passed, measured="1 < 2", wanted="<b>", advice="try --that")
     stage.advise("more & better: `python -m <it>`")
     assert stage.close() == (passed is False)

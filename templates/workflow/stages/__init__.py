@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError, leave
-from ..files import to_json
+from ..files import flatten
 
 ABOUT = {
     "baseline": "Measure one eager process: determinism, learning, throughput, waiting for data.",
@@ -131,26 +131,15 @@ def earlier_status(config: Any, name: str) -> str | None:
 
 def is_current(content: dict[str, Any], config: Any) -> bool:
     """Whether a result comes from these settings, this code and torch, and such a machine."""
-    import torch
+    from .stage import origin
 
-    from .stage import code_digest, machine
+    def relevant(origin: dict[str, Any]) -> tuple[Any, ...]:
+        named = flatten(origin["settings"])
+        settings = {n: v for n, v in named if not WITHOUT_EFFECT & {n, n.partition(".")[0]}}
+        machine = [origin["machine"].get(key) for key in ("device", "gpus", "cpu")]
+        return settings, origin["code"], origin["versions"]["torch"], machine
 
-    here = machine(config.device)
-    return (
-        content["code"] == code_digest()
-        and all(content["machine"].get(key) == here[key] for key in ("device", "gpus", "cpu"))
-        and content["versions"]["torch"] == str(torch.__version__)
-        and effective(content["settings"]) == effective(to_json(config))
-    )
-
-
-def effective(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The settings that can change a measurement."""
-    return {
-        name: effective(value, f"{name}.") if isinstance(value, dict) else value
-        for name, value in settings.items()
-        if prefix + name not in WITHOUT_EFFECT
-    }
+    return relevant(content) == relevant(origin(config))
 
 
 def run_stage(config: Any, name: str, arguments: list[str]) -> str:

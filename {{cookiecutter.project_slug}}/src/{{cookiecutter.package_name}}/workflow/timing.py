@@ -23,14 +23,6 @@ class Steps(NamedTuple):
     waits: np.ndarray
     """Seconds of waiting for data, part of `seconds`."""
 
-    def after(self, warmup: int) -> "Steps":
-        """All but the first ones."""
-        return Steps(*(values[warmup:] for values in self))
-
-    def __add__(self, other: "Steps") -> "Steps":  # type: ignore[override]
-        """These steps, then the others."""
-        return Steps(*(np.concatenate(pair) for pair in zip(self, other, strict=True)))
-
 
 class Interval(NamedTuple):
     """An estimate and its 95 % confidence interval."""
