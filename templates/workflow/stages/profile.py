@@ -44,13 +44,17 @@ def measure(config: Config) -> int:
         print("     tracing some steps, then timing steps without a trace ...", flush=True)
     traces = trace_steps(config.profile, config.directory / "traces", state, train_step)
     ranks = group.agree(lambda: read_back(traces))
-    idle, seconds = idle_costs(state, group)
+    calls, steps = idle_costs(state, group)
     state.loader.close()
-    if world.rank == 0:
-        judge(stage, world.device, ranks, traces[-1], idle, seconds)
     del state
     leave(world)
-    return stage.close() if world.rank == 0 else 0
+    if world.rank:
+        return 0
+    stage.figures |= {"trace": str(traces[-1]), "step_seconds": spread(steps), "diagnosis": None}
+    if judge_traces(stage, ranks, traces[-1]):
+        judge_steps(stage, world.device, ranks, float(np.median(steps)))
+    judge_idle(stage, median_interval(calls / steps), float(np.median(calls)))
+    return stage.close()
 
 
 def read_back(traces: list[Path]) -> Breakdown | str:
@@ -72,9 +76,9 @@ def idle_costs(state: State, group: Group) -> tuple[np.ndarray, np.ndarray]:
     difference of whole steps would drown in noise.
     """
     profiler = Profiler(replace(state.config.profile, every=2**40), Path("unused"), state)
-    first = float(record_steps(state, 1).seconds[0])
+    (first,) = record_steps(state, 1).seconds
     count = group.from_first(lambda: int(np.clip(SECONDS / first, 8, MOST_STEPS)))
-    calls, steps = np.zeros(count), np.zeros(count)
+    calls, steps = np.zeros((2, count))
     for i in range(count):
         (steps[i],) = record_steps(state, 1).seconds
         started = time.perf_counter()
@@ -83,25 +87,16 @@ def idle_costs(state: State, group: Group) -> tuple[np.ndarray, np.ndarray]:
     return calls, steps
 
 
-def judge(
-    stage: Stage,
-    device: torch.device,
-    ranks: list[Breakdown | str],
-    trace: Path,
-    idle: np.ndarray,
-    seconds: np.ndarray,
-) -> None:
-    """Turn what the ranks measured into checks and figures."""
+def judge_traces(stage: Stage, ranks: list[Breakdown | str], trace: Path) -> bool:
+    """Whether the traces of all ranks could be read back."""
     problems = [f"rank {i}: {rank}" for i, rank in enumerate(ranks) if isinstance(rank, str)]
-    stage.figures |= {"trace": str(trace), "step_seconds": spread(seconds), "diagnosis": None}
-    size = trace.stat().st_size / 2**20 if trace.exists() else 0
-    read = problems[0] if problems else f"{trace.name}, {size:.1f} MiB, read back whole"
+    if problems:
+        measured = problems[0]
+    else:
+        measured = f"{trace.name}, {trace.stat().st_size / 2**20:.1f} MiB, read back whole"
     wanted, tip = "written and readable", "is there space left on the disk?"
-    stage.check("trace", not problems, measured=read, wanted=wanted, advice=tip)
-    if not problems:
-        print(f"     open {trace} at https://ui.perfetto.dev")
-        judge_steps(stage, device, ranks, float(np.median(seconds)))
-    judge_idle(stage, median_interval(idle / seconds), float(np.median(idle)))
+    stage.check("trace", not problems, measured=measured, wanted=wanted, advice=tip)
+    return not problems
 
 
 def judge_steps(
@@ -113,16 +108,14 @@ def judge_steps(
     steps, operators = len(rank.seconds), rank.operators[:SHOWN]
     traced = float(rank.seconds.sum()) / steps
     compilations = max(other.compilations for other in ranks)
-    print(f"     top operators by self time, in {stage.config.profile.active} traced steps:")
-    for name, own, share, calls in operators:
-        print(f"     {share:6.1%} {own * 1e3:9.2f} ms {calls:6} x  {name[:60]}")
+    print(f"     open {stage.figures['trace']} at https://ui.perfetto.dev")
+    print(f"     top operators by self time, in {steps} traced steps:")
+    for it in operators:
+        own, calls = f"{it['self_seconds'] * 1e3:9.2f} ms", f"{it['calls']:6} x"
+        print(f"     {it['share']:6.1%} {own} {calls}  {it['name'][:60]}")
     print(f"     a step took {traced * 1e3:.2f} ms while traced, else {untraced * 1e3:.2f} ms")
-    stage.figures |= {
-        "steps": steps,
-        "traced_step_seconds": traced,
-        "recompiles": compilations,
-        "operators": [operator._asdict() for operator in operators],
-    }
+    stage.figures |= {"steps": steps, "traced_step_seconds": traced, "operators": operators}
+    stage.figures["recompiles"] = compilations
     measured = f"{compilations} within {steps} traced steps"
     wanted = "none: while it compiles, no share means anything"
     tip = "if it only compiles late, --profile.wait more steps"
@@ -135,12 +128,12 @@ def judge_steps(
     words = {"data": "waiting for data", "host": "host gaps"}
     text = ", ".join(f"{words.get(part, part)} {shares[part]:.1%}" for part in PARTS)
     stage.check("shares", True, measured=text, wanted="measured")
-    diagnosis = diagnose(shares, compilations)
+    diagnosis, *others = diagnose(shares, compilations)
     stage.figures |= {"shares": shares, "diagnosis": diagnosis}
     if len(ranks) > 1:
         compare_ranks(stage, ranks, slowest)
     stage.advise(f"{diagnosis}: {advice(diagnosis, shares, rank, stage.config)}")
-    for other in second_causes(diagnosis, shares):
+    for other in others:
         stage.advise(f"besides, {advice(other, shares, rank, stage.config)}")
 
 
@@ -177,20 +170,12 @@ def judge_idle(stage: Stage, ratio: Interval, call: float) -> None:
     stage.check("idle_overhead", passed, measured=measured, wanted=wanted, advice=tip)
 
 
-def diagnose(shares: Shares, compilations: int) -> str:
-    """What most of a step goes to; while the compiler works, no share means anything."""
-    return "recompiling" if compilations else max(CAUSES, key=lambda cause: lost(shares, cause))
-
-
-def second_causes(diagnosis: str, shares: Shares) -> list[str]:
-    """What else a step loses much of its time to."""
-    others = [cause for cause in CAUSES if cause not in (diagnosis, "kernel-bound")]
-    return [cause for cause in others if lost(shares, cause) > WORTH_A_WORD]
-
-
-def lost(shares: Shares, cause: str) -> float:
-    """The share of a step that a cause accounts for."""
-    return sum(shares[part] for part in CAUSES[cause])
+def diagnose(shares: Shares, compilations: int) -> list[str]:
+    """What most of a step goes to, then what else it loses much of its time to."""
+    lost = {cause: sum(shares[part] for part in parts) for cause, parts in CAUSES.items()}
+    first = "recompiling" if compilations else max(CAUSES, key=lambda cause: lost[cause])
+    others = [cause for cause in CAUSES if cause not in (first, "kernel-bound")]
+    return [first, *(cause for cause in others if lost[cause] > WORTH_A_WORD)]
 
 
 def advice(diagnosis: str, shares: Shares, rank: Breakdown, config: Config) -> str:
@@ -202,34 +187,28 @@ def advice(diagnosis: str, shares: Shares, rank: Breakdown, config: Config) -> s
                 f"need none. Try `{command('compile', config.directory)}`, which names the guards "
                 "that failed; where lengths vary, --compile.dynamic True, or data of one length"
             )
+        case "input-bound" if shares["copies"] > shares["data"]:
+            return (
+                f"copies between host and device take {shares['copies']:.0%} of a step. Try "
+                "smaller types in the dataset (uint8, converted on the device); .item(), .cpu() "
+                "and print in the step copy, too, and wait"
+            )
         case "input-bound":
-            return on_input(shares, config)
+            workers = 2 * config.train.loader_workers or max(1, min(4, usable_cores() - 1))
+            return (
+                f"a step waits for data during {shares['data']:.0%} of its time. Try "
+                f"--train.loader-workers {workers}, or make __getitems__ cheaper"
+            )
         case "host-bound":
             return on_host(shares["host"], rank, config)
         case "kernel-bound":
             return on_kernels(shares["kernels"], rank, config)
+    remedy = "more samples per step (--train.global-batch-size; it is part of a run's identity)"
     if getattr(config.parallel, "reshard_after_forward", False):
         remedy = "--parallel.no-reshard-after-forward (gathers once, not twice, for more memory)"
-    else:
-        remedy = "more samples per step (--train.global-batch-size; it is part of a run's identity)"
     return (
         f"communication that nothing hides takes {shares['communication']:.0%} of a step. "
         f"Try {remedy}, or fewer ranks"
-    )
-
-
-def on_input(shares: Shares, config: Config) -> str:
-    """The loop waits for a batch, or for its copy to the device."""
-    if shares["copies"] > shares["data"]:
-        return (
-            f"copies between host and device take {shares['copies']:.0%} of a step. Try smaller "
-            "types in the dataset (uint8, converted on the device); .item(), .cpu() and print in "
-            "the step copy, too, and wait"
-        )
-    workers = 2 * config.train.loader_workers or max(1, min(4, usable_cores() - 1))
-    return (
-        f"a step waits for data during {shares['data']:.0%} of its time. Try "
-        f"--train.loader-workers {workers}, or make __getitems__ cheaper"
     )
 
 
@@ -254,7 +233,7 @@ def on_kernels(share: float, rank: Breakdown, config: Config) -> str:
     """The device computes, as it should."""
     text = f"{share:.0%} of a step is computing"
     if rank.operators:
-        text += f", {rank.operators[0].share:.0%} in {rank.operators[0].name[:48]}"
+        text += f", {rank.operators[0]['share']:.0%} in {rank.operators[0]['name'][:48]}"
     tries = try_compiling(config)
     if rank.device and config.train.precision == "fp32":
         tries.insert(0, "--train.precision bf16")
