@@ -13,13 +13,14 @@ import torch
 
 from ..config import Config
 from ..distributed import Group, join, leave
+from ..errors import RankError
 from ..profiler import Profiler, trace_steps
 from ..run.hardware import usable_cores
 from ..train import State, setup, train_step
 from . import STAGES
 from .stage import Stage, command, read_stage
 from .timing import Interval, median_interval, record_steps, spread
-from .trace import PARTS, Breakdown, TraceError, breakdown, read_trace
+from .trace import PARTS, Breakdown, breakdown, read_trace
 
 SECONDS, MOST_STEPS = 5.0, 200  # to measure what an idle profiler costs
 IDLE_LIMIT = 0.01
@@ -43,7 +44,10 @@ def measure(config: Config) -> int:
     if world.rank == 0:
         print("     tracing some steps, then timing steps without a trace ...", flush=True)
     traces = trace_steps(config.profile, config.directory / "traces", state, train_step)
-    ranks = group.agree(lambda: read_back(traces))
+    try:
+        ranks, problem = group.agree(lambda: read_back(traces)), ""
+    except RankError as error:
+        ranks, problem = [], f"not a whole trace: {error}"
     calls, steps = idle_costs(state, group)
     state.loader.close()
     del state
@@ -51,18 +55,19 @@ def measure(config: Config) -> int:
     if world.rank:
         return 0
     stage.figures |= {"trace": str(traces[-1]), "step_seconds": spread(steps), "diagnosis": None}
-    if judge_traces(stage, ranks, traces[-1]):
+    size = traces[-1].stat().st_size / 2**20
+    measured = problem or f"{traces[-1].name}, {size:.1f} MiB, read back whole"
+    wanted, tip = "written and readable", "is there space left on the disk?"
+    stage.check("trace", not problem, measured=measured, wanted=wanted, advice=tip)
+    if ranks:
         judge_steps(stage, world.device, ranks, float(np.median(steps)))
     judge_idle(stage, median_interval(calls / steps), float(np.median(calls)))
     return stage.close()
 
 
-def read_back(traces: list[Path]) -> Breakdown | str:
-    """Where the time of this rank's traced steps went, or why a trace cannot be read."""
-    try:
-        windows = [breakdown(read_trace(path)) for path in traces]
-    except TraceError as error:
-        return str(error)
+def read_back(traces: list[Path]) -> Breakdown:
+    """Where the time of this rank's traced steps went."""
+    windows = [breakdown(read_trace(path)) for path in traces]
     seconds = np.concatenate([window.seconds for window in windows])
     compilations = sum(window.compilations for window in windows)
     # Operators and the longest gap are those of the last window.
@@ -85,18 +90,6 @@ def idle_costs(state: State, group: Group) -> tuple[np.ndarray, np.ndarray]:
         profiler.after_step(state)
         calls[i] = time.perf_counter() - started
     return calls, steps
-
-
-def judge_traces(stage: Stage, ranks: list[Breakdown | str], trace: Path) -> bool:
-    """Whether the traces of all ranks could be read back."""
-    problems = [f"rank {i}: {rank}" for i, rank in enumerate(ranks) if isinstance(rank, str)]
-    if problems:
-        measured = problems[0]
-    else:
-        measured = f"{trace.name}, {trace.stat().st_size / 2**20:.1f} MiB, read back whole"
-    wanted, tip = "written and readable", "is there space left on the disk?"
-    stage.check("trace", not problems, measured=measured, wanted=wanted, advice=tip)
-    return not problems
 
 
 def judge_steps(
@@ -160,11 +153,9 @@ def without_tracing(shares: Shares, slowdown: float) -> Shares:
 def judge_idle(stage: Stage, ratio: Interval, call: float) -> None:
     """Check that `--profile.every` costs almost nothing between its windows."""
     stage.figures["idle_overhead"] = ratio._asdict()
-    passed = True if ratio.high < IDLE_LIMIT else False if ratio.low > IDLE_LIMIT else None
-    measured = f"{ratio.value:.4%} of a step ({ratio.low:.4%} to {ratio.high:.4%})"
-    measured += f", {call * 1e6:.2g} us a call"
-    if passed is None:
-        measured += "; too noisy here to tell"
+    passed = None if ratio.low <= IDLE_LIMIT <= ratio.high else ratio.high < IDLE_LIMIT
+    measured = f"{ratio.value:.4%} of a step ({ratio.low:.4%} to {ratio.high:.4%}), "
+    measured += f"{call * 1e6:.2g} us a call{'; too noisy here to tell' if passed is None else ''}"
     wanted = f"less than {IDLE_LIMIT:.0%}"
     tip = "if steps are this short, leave --profile.every off and use this command"
     stage.check("idle_overhead", passed, measured=measured, wanted=wanted, advice=tip)
@@ -206,26 +197,24 @@ def advice(diagnosis: str, shares: Shares, rank: Breakdown, config: Config) -> s
     remedy = "more samples per step (--train.global-batch-size; it is part of a run's identity)"
     if getattr(config.parallel, "reshard_after_forward", False):
         remedy = "--parallel.no-reshard-after-forward (gathers once, not twice, for more memory)"
-    return (
-        f"communication that nothing hides takes {shares['communication']:.0%} of a step. "
-        f"Try {remedy}, or fewer ranks"
-    )
+    text = f"communication that nothing hides takes {shares['communication']:.0%} of a step"
+    return f"{text}. Try {remedy}, or fewer ranks"
 
 
 def on_host(share: float, rank: Breakdown, config: Config) -> str:
     """Neither data nor kernels: Python, launches, waits for the device."""
-    gap, train = rank.longest_gap, config.train
+    (gap, after, before), train = rank.longest_gap, config.train
     step = float(rank.seconds.sum()) / len(rank.seconds)
     tries = try_compiling(config)
     if train.micro_batch_size < train.global_batch_size:
         size = 2 * train.micro_batch_size
         tries.append(f"fewer, larger micro-batches (--train.micro-batch-size {size})")
-    if gap.seconds > 0.2 * share * step:
+    if gap > 0.2 * share * step:
         tries = ["to move the Python work there out of the step, or into tensor operations"]
     return (
         f"nothing is computed during {share:.0%} of a step; the longest gap, "
-        f"{gap.seconds * 1e3:.2g} ms of a step's {step * 1e3:.3g}, is after {gap.after[:48]} and "
-        f"before {gap.before[:48]}. Try {' and '.join(tries) or 'more work per step'}"
+        f"{gap * 1e3:.2g} ms of a step's {step * 1e3:.3g}, is after {after[:48]} and before "
+        f"{before[:48]}. Try {' and '.join(tries) or 'more work per step'}"
     )
 
 

@@ -20,7 +20,6 @@ communication is only what no kernel hides.
 import gzip
 import json
 import re
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
@@ -56,18 +55,6 @@ ON_CPU = (
 Event = dict[str, Any]
 
 
-class TraceError(ValueError):
-    """A file that is not a whole trace of steps."""
-
-
-class Gap(NamedTuple):
-    """A time in which the host kept everything waiting, and the operators around it."""
-
-    seconds: float
-    after: str
-    before: str
-
-
 class Breakdown(NamedTuple):
     """Where the time of the traced steps went."""
 
@@ -76,7 +63,8 @@ class Breakdown(NamedTuple):
     compilations: int
     device: bool
     """Whether the trace shows a GPU at work."""
-    longest_gap: Gap
+    longest_gap: tuple[float, str, str]
+    """Seconds in which the host kept everything waiting, and the operators before and after."""
     operators: list[dict[str, Any]]
     """Name, self_seconds, calls and share of each, the largest first. The time is that on the GPU
     if there is one, else on the CPU, without the operators that it called."""
@@ -89,17 +77,13 @@ class Breakdown(NamedTuple):
 
 
 def read_trace(path: Path) -> list[Event]:
-    """The events of a .json.gz that torch.profiler wrote; TraceError if it cannot be read."""
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            events = json.load(file)["traceEvents"]
-        return [event for event in events if event.get("ph") == "X"]
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as why:
-        raise TraceError(f"{path} is not a whole trace: {why}") from None
+    """The events of a .json.gz that torch.profiler wrote."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
 
 
 def breakdown(events: list[Event]) -> Breakdown:
-    """Divide the steps of a trace into `PARTS`; TraceError if it holds no step."""
+    """Divide the steps of a trace into `PARTS`; ValueError if it holds no step."""
     events = [
         event
         | {"end": event["ts"] + event["dur"], "text": f"{event['cat']} {event['name']}"}
@@ -108,7 +92,7 @@ def breakdown(events: list[Event]) -> Breakdown:
     ]
     steps = [e for e in events if e["text"].startswith("user_annotation ProfilerStep#")]
     if not steps:
-        raise TraceError("it holds no step")
+        raise ValueError("it holds no step")
     start, end = steps[0]["ts"], max(event["end"] for event in steps)
     events = [event for event in events if event["end"] > start and event["ts"] < end]
     thread = steps[0]["pid"], steps[0]["tid"]
@@ -157,7 +141,7 @@ def divide(
     return seconds, gaps
 
 
-def typical_gap(gaps: list[np.ndarray], work: list[Event]) -> Gap:
+def typical_gap(gaps: list[np.ndarray], work: list[Event]) -> tuple[float, str, str]:
     """The median of the steps' longest gaps: what happened only once says nothing."""
     lengths = ([(end - start, start, end) for start, end in step.tolist()] for step in gaps)
     longest = sorted(max(step, default=(0.0, 0.0, 0.0)) for step in lengths)
@@ -166,7 +150,7 @@ def typical_gap(gaps: list[np.ndarray], work: list[Event]) -> Gap:
     later = [event for event in work if event["ts"] >= end - 1e-3]
     after = max(earlier, key=itemgetter("end"))["name"] if earlier else "the first step's start"
     before = min(later, key=itemgetter("ts"))["name"] if later else "the last step's end"
-    return Gap(length / 1e6, after, before)
+    return length / 1e6, after, before
 
 
 def device_calls(events: list[Event]) -> Iterator[tuple[str, float]]:
