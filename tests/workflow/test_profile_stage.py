@@ -240,7 +240,8 @@ def test_a_window_that_is_cut_off_leaves_nothing(project: Project, tmp_path: Pat
 def test_advice_knows_what_was_measured(project: Project, traces: Any, tmp_path: Path) -> None:
     stage = project.module("workflow.profile")
     stages = project.module("workflow.stage")
-    empty = traces.Breakdown(np.ones((1, 5)), 0, True, (0.0, "a", "b"), [])
+    operator = {"name": "aten::mm", "self_seconds": 0.1, "calls": 9, "share": 0.5}
+    empty = traces.Breakdown(np.ones((1, 5)), 0, True, (0.0, "a", "b"), [operator])
 
     def told(name: str, found: Any = empty, shares: Any = (0.2,) * 5, **changes: Any) -> str:
         named = dict(zip(traces.PARTS, shares, strict=True))
@@ -256,7 +257,7 @@ def test_advice_knows_what_was_measured(project: Project, traces: Any, tmp_path:
     assert "--train.loader-workers 6" in told("input-bound", train__loader_workers=3)
     assert "uint8" in told("input-bound", shares=(0.1, 0, 0.2, 0, 0.7))
     assert "--train.global-batch-size" in told("communication-bound")
-    nothing_left = "a leaner model; the loop itself has little left"
+    nothing_left = "a leaner model, or more devices; the loop itself has little left"
     for best, wanted in (("none", nothing_left), ("full", "mode full, which")):
         compiled = stages.Stage("compile", project.config(run_dir=tmp_path))
         compiled.figures["best"] = best

@@ -17,7 +17,6 @@ from ..errors import RankError
 from ..profiler import Profiler, trace_steps
 from ..run.hardware import usable_cores
 from ..train import State, setup, train_step
-from . import STAGES
 from .stage import Stage, command, read_stage
 from .timing import Interval, median_interval, record_steps, spread
 from .trace import PARTS, Breakdown, breakdown, read_trace
@@ -107,8 +106,8 @@ def judge_steps(
         own, calls = f"{it['self_seconds'] * 1e3:9.2f} ms", f"{it['calls']:6} x"
         print(f"     {it['share']:6.1%} {own} {calls}  {it['name'][:60]}")
     print(f"     a step took {traced * 1e3:.2f} ms while traced, else {untraced * 1e3:.2f} ms")
-    stage.figures |= {"steps": steps, "traced_step_seconds": traced, "operators": operators}
-    stage.figures["recompiles"] = compilations
+    stage.figures |= {"steps": steps, "traced_step_seconds": traced}
+    stage.figures |= {"recompiles": compilations, "operators": operators}
     measured = f"{compilations} within {steps} traced steps"
     wanted = "none: while it compiles, no share means anything"
     tip = "if it only compiles late, --profile.wait more steps"
@@ -220,14 +219,12 @@ def on_host(share: float, rank: Breakdown, config: Config) -> str:
 
 def on_kernels(share: float, rank: Breakdown, config: Config) -> str:
     """The device computes, as it should."""
-    text = f"{share:.0%} of a step is computing"
-    if rank.operators:
-        text += f", {rank.operators[0]['share']:.0%} in {rank.operators[0]['name'][:48]}"
+    top = rank.operators[0]
+    text = f"{share:.0%} of a step is computing, {top['share']:.0%} in {top['name'][:48]}"
     tries = try_compiling(config)
     if rank.device and config.train.precision == "fp32":
         tries.insert(0, "--train.precision bf16")
-    devices = f"more devices (`{command('scale', config.directory)}` says what they bring) or "
-    rest = f"{devices if 'scale' in STAGES else ''}a leaner model; the loop itself has little left"
+    rest = "a leaner model, or more devices; the loop itself has little left"
     return f"{text}. Try {' and '.join(tries) or rest}"
 
 
