@@ -219,7 +219,7 @@ def resume(findings: Findings, target: Target, rng: random.Random) -> None:
         state = training.setup(config)
         group = training.Group(state.world)
         with training.RunDirectory(copy, group) as run_dir:
-            checkpointer = training.start(state, run_dir, group)
+            checkpointer = training.start(state, run_dir.path, group)
             found = dict(flat(target, checkpointer.tensors()))
             checkpointer.close()
         aside = [path.name for path in copy.glob("checkpoints/*.damaged-1")]

@@ -91,9 +91,7 @@ def every(folder: str, names: str, suffix: str = ".py") -> list[str]:
     return [f"{folder}/{name}{suffix}" for name in names.split()]
 
 
-STAGE_FILES = (
-    "compile compile_worker profile trace recovery drill processes world_size report plots"
-)
+STAGE_FILES = "compile profile trace recovery drill processes world_size report plots"
 # Every file that only some renders have, and when.
 CONDITIONAL: dict[str, Condition] = {
     "LICENSE": lambda a: a["license"] != "none",

@@ -151,17 +151,17 @@ def test_a_damaged_trace_fails(project: Project, monkeypatch: pytest.MonkeyPatch
     assert content["figures"]["diagnosis"] is None
 
 
-def test_what_is_no_trace_is_refused(traces: Any, tmp_path: Path) -> None:
+def test_what_is_no_trace_is_refused(project: Project, traces: Any, tmp_path: Path) -> None:
+    """By an error that all ranks agree on; it fails the check."""
     whole = gzip.compress(json.dumps({"traceEvents": []}).encode())
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 0xFF
-    for content in (b"", b"{}", whole[:-3], bytes(flipped), gzip.compress(b"[]")):
-        path = tmp_path / "trace.json.gz"
+    path, group = tmp_path / "trace.json.gz", project.module("distributed").Group()
+    for content in (b"", b"{}", whole[:-3], bytes(flipped), gzip.compress(b"[]"), whole):
         path.write_bytes(content)
-        with pytest.raises(traces.TraceError, match="not a whole trace"):
-            traces.read_trace(path)
-    path.write_bytes(whole)
-    with pytest.raises(traces.TraceError, match="no step"):
+        with pytest.raises(project.module("errors").RankError):
+            group.agree(lambda: project.module("workflow.profile").read_back([path]))
+    with pytest.raises(ValueError, match="no step"):
         traces.breakdown(traces.read_trace(path))
 
 
@@ -197,6 +197,7 @@ def test_a_device_that_no_trace_tells_of(project: Project, traces: Any, tmp_path
         events = [step(0, 100), event("cpu_op", "aten::mm", 10, 20)]
         if not unseen:
             events.append(event("kernel", "gemm", 20, 90))
+        gate.figures["trace"] = "trace.json.gz"
         stage.judge_steps(gate, torch.device("cuda"), [traces.breakdown(events)], 1e-4)
         assert {check["name"]: check["status"] for check in gate.checks}["shares"] == status
         assert gate.figures.get("diagnosis") == (None if unseen else "kernel-bound")
@@ -242,7 +243,8 @@ def test_a_window_that_is_cut_off_leaves_nothing(project: Project, tmp_path: Pat
 def test_advice_knows_what_was_measured(project: Project, traces: Any, tmp_path: Path) -> None:
     stage = project.module("workflow.profile")
     stages = project.module("workflow.stage")
-    empty = traces.Breakdown(np.ones((1, 5)), 0, True, traces.Gap(0.0, "a", "b"), [])
+    operator = {"name": "aten::mm", "self_seconds": 0.1, "calls": 9, "share": 0.5}
+    empty = traces.Breakdown(np.ones((1, 5)), 0, True, (0.0, "a", "b"), [operator])
 
     def told(name: str, found: Any = empty, shares: Any = (0.2,) * 5, **changes: Any) -> str:
         named = dict(zip(traces.PARTS, shares, strict=True))
@@ -252,13 +254,13 @@ def test_advice_knows_what_was_measured(project: Project, traces: Any, tmp_path:
     assert "--train.precision bf16" in told("kernel-bound", train__precision="fp32")
     assert "bf16" not in told("kernel-bound", empty._replace(device=False))
     assert "--train.micro-batch-size 8" in told("host-bound")
-    gap = empty._replace(longest_gap=traces.Gap(0.9, "aten::mm", "aten::add"))
+    gap = empty._replace(longest_gap=(0.9, "aten::mm", "aten::add"))
     assert "after aten::mm and before aten::add" in told("host-bound", gap)
     assert "Python work" in told("host-bound", gap) and "Python" not in told("host-bound")
     assert "--train.loader-workers 6" in told("input-bound", train__loader_workers=3)
     assert "uint8" in told("input-bound", shares=(0.1, 0, 0.2, 0, 0.7))
     assert "--train.global-batch-size" in told("communication-bound")
-    nothing_left = "a leaner model; the loop itself has little left"
+    nothing_left = "a leaner model, or more devices; the loop itself has little left"
     for best, wanted in (("none", nothing_left), ("full", "mode full, which")):
         compiled = stages.Stage("compile", project.config(run_dir=tmp_path))
         compiled.figures["best"] = best
@@ -266,9 +268,8 @@ def test_advice_knows_what_was_measured(project: Project, traces: Any, tmp_path:
         assert wanted in told("kernel-bound")
     assert "--compile.mode" not in told("kernel-bound", compile__mode="full")
     shares = dict(zip(traces.PARTS, (0.2, 0.3, 0.4, 0.0, 0.1), strict=True))
-    assert stage.diagnose(shares, 0) == "kernel-bound"
-    assert stage.diagnose(shares, 1) == "recompiling"
-    assert stage.second_causes("kernel-bound", shares) == ["input-bound", "host-bound"]
+    assert stage.diagnose(shares, 0) == ["kernel-bound", "input-bound", "host-bound"]
+    assert stage.diagnose(shares, 1) == ["recompiling", "input-bound", "host-bound"]
     shares = stage.without_tracing(shares, 1.25)
     assert shares == pytest.approx(
         {"data": 0.25, "host": 0.125, "kernels": 0.5, "communication": 0, "copies": 0.125}
@@ -288,7 +289,7 @@ def test_self_times_are_those_of_torch(project: Project, traces: Any, tmp_path: 
         work()
     torchs.export_chrome_trace(str(tmp_path / "trace.json.gz"))
     found = traces.breakdown(traces.read_trace(tmp_path / "trace.json.gz")).operators
-    ours = {operator.name: (operator.self_seconds, operator.calls) for operator in found}
+    ours = {operator["name"]: (operator["self_seconds"], operator["calls"]) for operator in found}
     for average in torchs.key_averages():
         if not average.key.startswith("ProfilerStep"):
             seconds, calls = ours.pop(average.key)
@@ -335,11 +336,11 @@ def test_a_gpus_time_is_divided_without_counting_twice(traces: Any) -> None:
         "host": [5, 90],
     }
     assert found.device
-    gap = found.longest_gap
-    assert gap.seconds == pytest.approx(90e-6)
-    assert gap.after.startswith("Memcpy DtoD") and gap.before == "gemm"
-    times = {operator.name: operator for operator in found.operators}
-    assert times["aten::mm"].self_seconds == pytest.approx(70e-6) and times["aten::mm"].calls == 2
+    seconds, after, before = found.longest_gap
+    assert seconds == pytest.approx(90e-6)
+    assert after.startswith("Memcpy DtoD") and before == "gemm"
+    (mm,) = (operator for operator in found.operators if operator["name"] == "aten::mm")
+    assert mm["self_seconds"] == pytest.approx(70e-6) and mm["calls"] == 2
 
 
 def test_a_cpus_time_is_divided_without_counting_twice(traces: Any) -> None:
@@ -359,7 +360,7 @@ def test_a_cpus_time_is_divided_without_counting_twice(traces: Any) -> None:
     found = traces.breakdown(events)
     parts = dict(zip(traces.PARTS, (found.seconds[0] * 1e6).round(6).tolist(), strict=True))
     assert parts == {"data": 20, "kernels": 25, "communication": 20, "host": 35, "copies": 0}
-    assert not found.device and found.longest_gap.seconds == pytest.approx(30e-6)
+    assert not found.device and found.longest_gap[0] == pytest.approx(30e-6)
 
 
 # What each kind of event is, in a trace with a GPU and in one without, and how it ranks there.
@@ -391,7 +392,7 @@ def test_shares_add_up_whatever_happened(traces: Any, crafted: Any, lengths: lis
     assert sum(shares.values()) == pytest.approx(1)
     assert all(0 <= share <= 1 for share in shares.values())
     assert found.seconds.sum(axis=1) * 1e6 == pytest.approx(lengths)
-    assert 0 <= found.longest_gap.seconds <= shares["host"] * found.seconds.sum() + 1e-12
+    assert 0 <= found.longest_gap[0] <= shares["host"] * found.seconds.sum() + 1e-12
 
     counted = dict.fromkeys(traces.PARTS, 0)  # moment by moment, where no interval is cut
     for moment in range(ends[-1]):

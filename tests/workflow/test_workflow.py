@@ -34,7 +34,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
 def write_stage(project: Project, run_dir: Path, name: str, passed: bool | None = True) -> Path:
     """What a stage with one check leaves behind."""
     stages = project.module("workflow.stage")
-    stage = stages.Stage(name, project.config(run_dir=run_dir), figures=dict(FIGURES[name]))
+    stage = stages.Stage(name, project.config(run_dir=run_dir))
+    stage.figures |= FIGURES[name]
     stage.check("c", passed, measured="1 < 2", wanted="<b>", advice="try --that")
     stage.advise("more & better: `python -m <it>`")
     assert stage.close() == (passed is False)
@@ -140,19 +141,24 @@ def test_a_place_that_cannot_be_written_is_told_before(project: Project, tmp_pat
 
 def test_another_setting_makes_a_measurement_stale(project: Project, tmp_path: Path) -> None:
     stages = project.module("workflow.stage")
-    write_stage(project, tmp_path, "baseline")
+    path = write_stage(project, tmp_path, "baseline")
     content = stages.read_stage(tmp_path, "baseline")
-    same = {"run_dir": tmp_path, "name": "x", "workflow__force": True, "workflow__keep_going": True}
-    assert project.module("workflow").is_current(content, project.config(**same))
+    same = {"run_dir": tmp_path, "name": "x", "workflow__keep_going": True}
+
+    def is_current(content: dict[str, Any], **changes: Any) -> bool:
+        path.write_text(json.dumps(content))
+        config = project.config(**same, **changes)
+        return project.module("workflow").earlier_status(config, "baseline") == "pass"
+
+    assert is_current(content)
+    assert not is_current(content, workflow__force=True)
     for change in ({"train__seed": 1}, {"model__width": 64}, {"workflow__ranks": 3}):
-        assert not project.module("workflow").is_current(content, project.config(**same, **change))
-    assert not project.module("workflow").is_current(
-        {**content, "code": "another"}, project.config(**same)
-    )
-    elsewhere = {**content, "machine": {**content["machine"], "device": "NVIDIA H100"}}
-    assert not project.module("workflow").is_current(elsewhere, project.config(**same))
-    older = {**content, "versions": {"torch": "2.9.0"}}
-    assert not project.module("workflow").is_current(older, project.config(**same))
+        assert not is_current(content, **change)
+    assert not is_current({**content, "code": "another"})
+    assert not is_current({**content, "machine": {**content["machine"], "device": "NVIDIA H100"}})
+    assert not is_current({**content, "versions": {"torch": "2.9.0"}})
+    forced = content["settings"]["workflow"] | {"force": True}
+    assert is_current({**content, "settings": {**content["settings"], "workflow": forced}})
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60))

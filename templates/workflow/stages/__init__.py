@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..files import to_json
+from ..files import flatten
 
 ABOUT = {
     "baseline": "Measure one eager process: determinism, learning, throughput, waiting for data.",
@@ -32,6 +32,7 @@ COMMANDS = STAGES | {
     "workflow": "Run all stages in order, up to the first failed gate; then write the report.",
     "report": "Write report.html: loss, throughput, scaling, memory, checkpoints, checks, advice.",
 }
+FAILED = ("fail", "crashed")
 # Settings that change no measurement.
 WITHOUT_EFFECT = {"name", "run_dir", "fresh", "init_from", "init_strict", "track", "tracker"}
 WITHOUT_EFFECT |= {"workflow.keep_going", "workflow.force"}
@@ -53,10 +54,8 @@ class WorkflowConfig:
 
     def __post_init__(self) -> None:
         """Check the values (UserError)."""
-        if self.ranks < 0:
-            raise UserError("--workflow.ranks must not be negative")
-        if not self.hours_between_failures > 0:
-            raise UserError("--workflow.hours-between-failures must be positive")
+        if self.ranks < 0 or not self.hours_between_failures > 0:
+            raise UserError("workflow: ranks must be >= 0 and hours-between-failures > 0")
 
 
 def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:
@@ -88,24 +87,22 @@ def run_stages(config: Any, arguments: list[str]) -> int:
 
     signal.signal(signal.SIGTERM, leave)
     results = dict.fromkeys(STAGES, ("not_run", 0.0))
-    failed = ""
     for number, (name, about) in enumerate(STAGES.items(), 1):
         print(f"\n[{number}/{len(STAGES)}] {name}: {about}", flush=True)
         started = time.perf_counter()
         status = earlier_status(config, name) or run_stage(config, name, arguments)
         results[name] = status, time.perf_counter() - started
-        if status in ("fail", "crashed"):
-            failed = failed or name
-            if not config.workflow.keep_going:
-                break
+        if status in FAILED and not config.workflow.keep_going:
+            break
     print()
     for name, (status, seconds) in results.items():
         print(f"{name:<12}{status.replace('_', ' '):<14}{seconds:6.1f} s", flush=True)
     with contextlib.suppress(UserError):  # a stage that crashed may have left nothing
         print(f"report: {publish_report(config.directory)}")
+    failed = [name for name, (status, _) in results.items() if status in FAILED]
     if failed and not config.workflow.keep_going:
         print(
-            f"stopped at {failed}: fix it and rerun the same command to continue "
+            f"stopped at {failed[0]}: fix it and rerun the same command to continue "
             "(--workflow.keep-going continues after a failed gate)"
         )
     return int(bool(failed))
@@ -113,7 +110,7 @@ def run_stages(config: Any, arguments: list[str]) -> int:
 
 def earlier_status(config: Any, name: str) -> str | None:
     """The status of a stage that need not be measured again, else None."""
-    from .stage import read_stage, stage_file
+    from .stage import origin, read_stage, stage_file
 
     try:
         content = read_stage(config.directory, name)
@@ -122,7 +119,7 @@ def earlier_status(config: Any, name: str) -> str | None:
         return None
     if not content or config.workflow.force or content["status"] == "fail":
         return None
-    if not is_current(content, config):
+    if with_effect(content) != with_effect(origin(config)):
         print("measuring again: the settings, the code, torch or the machine have changed")
         return None
     status, when = content["status"], content["measured_at"]
@@ -130,28 +127,12 @@ def earlier_status(config: Any, name: str) -> str | None:
     return status
 
 
-def is_current(content: dict[str, Any], config: Any) -> bool:
-    """Whether a result comes from these settings, this code and torch, and such a machine."""
-    import torch
-
-    from .stage import code_digest, machine
-
-    here = machine(config.device)
-    return (
-        content["code"] == code_digest()
-        and all(content["machine"].get(key) == here[key] for key in ("device", "gpus", "cpu"))
-        and content["versions"]["torch"] == str(torch.__version__)
-        and effective(content["settings"]) == effective(to_json(config))
-    )
-
-
-def effective(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The settings that can change a measurement."""
-    return {
-        name: effective(value, f"{name}.") if isinstance(value, dict) else value
-        for name, value in settings.items()
-        if prefix + name not in WITHOUT_EFFECT
-    }
+def with_effect(origin: dict[str, Any]) -> tuple[Any, ...]:
+    """What can change a measurement: settings, code, torch and the kind of machine."""
+    named = flatten(origin["settings"])
+    settings = {n: v for n, v in named if not WITHOUT_EFFECT & {n, n.partition(".")[0]}}
+    machine = [origin["machine"].get(key) for key in ("device", "gpus", "cpu")]
+    return settings, origin["code"], origin["versions"]["torch"], machine
 
 
 def run_stage(config: Any, name: str, arguments: list[str]) -> str:

@@ -1,202 +1,182 @@
 """The compile stage: does torch.compile take the model whole, is it right, is it worth it?
 
-Each mode is measured in child processes (compile_worker.py): first with an empty compile cache,
-then with what the first one left there.
+Each mode is measured in processes of its own, whose compilers have seen nothing else: first with an
+empty compile cache, then with what the first one left there. `python -m` this module FOLDER TASK,
+where the task is `cold` or `warm`, reads FOLDER/settings.json and writes FOLDER/TASK.json.
 """
 
-import json
+import contextlib
+import math
+import os
 import re
+import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import torch
+from torch import nn
+from torch._dynamo import utils as dynamo
+from torch._inductor import config as inductor
+from torch._inductor.utils import fresh_cache
 
-from ..config import Config, override
+from ..compile import compile_seconds, graphs
+from ..config import Config, from_json, override
+from ..device import synchronize
+from ..distributed import join
 from ..errors import RankError, UserError
 from ..files import to_json, write_json
-from ..run.hardware import in_units
-from .compile_worker import DYNAMIC, STEPS, Finding
-from .processes import finish, started
-from .stage import PACKAGE, Stage
-from .timing import Interval, describe, median_interval
+from ..model import blocks
+from ..run.hardware import in_units, peak_memory
+from ..train import State, setup, train_step
+from .processes import run_task
+from .stage import Stage, StageConfig
+from .timing import Interval, describe, has_drawn, median_interval, record_steps, spread
 
 MODES = ("blocks", "full")
-TIMEOUT = 1800.0  # seconds for one child process
+TIMEOUT = 1800.0  # seconds for one process
+STEPS = 5  # compared with eager steps
 # Largest relative differences: of a loss, and of all gradients as one vector.
 PRECISE = {"loss": 1e-4, "gradients": 1e-2}  # float32 throughout
 ROUNDED = {"loss": 1e-2, "gradients": 1e-1}  # bf16 or TF32: fused code rounds less often
-NO_COMPILER = ("InvalidCxxCompiler", "TritonMissing", "Python.h: No such file")
+NO_COMPILER = re.compile("InvalidCxxCompiler|TritonMissing|Python.h: No such file")
+WINDOW, SECONDS = 0.2, 6.0  # of a window of steps, and of all windows together
+PAIRS = (6, 15)  # of windows: at least (for a 95 % interval), and at most
 NOISE = 1.2  # an interval whose ends are this far apart cannot tell what is faster
 TOO_NOISY = "too noisy to tell"
+OVER_LIMIT = "recompile limit exceeded"  # in torch's reason for not compiling
 SHOWN = 6  # graph breaks or recompiles; the figures hold all
 
 Figures = dict[str, Any]
+Finding = dict[str, str]  # where (file:line) the compiler could not do as hoped, and the reason
+FirstSteps = tuple[np.ndarray, list[torch.Tensor]]  # losses, and the last gradients, on the host
+Speedups = dict[str, tuple[Interval, str]]  # by mode, with a word for each
 
 
 def measure(config: Config) -> int:
     """Measure and judge; 0 when the gate is passed, 1 when it is not."""
     stage = Stage("compile", config)
     with tempfile.TemporaryDirectory(prefix="compile-") as scratch:
-        modes = {mode: try_mode(config, mode, Path(scratch) / mode) for mode in MODES}
-        shapes = None
-        if ran := next((mode for mode in MODES if has_run(modes[mode])), None):
-            print(f"     {ran}: shapes that vary, with each --compile.dynamic ...", flush=True)
-            # Graphs and recompiles do not depend on the backend; this one compiles fast.
-            fast = {"compile.backend": "aot_eager", "compile.fullgraph": False}
-            config = override(config, fast | {"compile.mode": ran})
-            shapes, _ = run_child("vary", config, Path(scratch) / "vary")
-    judge(stage, modes, shapes)
+        judge(stage, {mode: try_mode(config, mode, Path(scratch) / mode) for mode in MODES})
     return stage.close()
 
 
 def try_mode(config: Config, mode: str, folder: Path) -> Figures:
-    """Measure one mode, cold and warm."""
+    """Measure one mode, cold and warm; the only figure may be "skipped" or "error", with why."""
     # With fullgraph the first graph break would end it: all are wanted.
     config = override(config, {"compile.mode": mode, "compile.fullgraph": False})
     print(f"     {mode}: compiling with an empty cache, and timing eager steps ...", flush=True)
-    figures, output = run_child("cold", config, folder)
-    if not has_run(figures):
-        return figures
-    hints = re.findall(r"\[__perf_hints\] (.+)", output)
-    figures["hints"] = sorted({hint for hint in hints if "on CPU" not in hint})
-    cached = (path for path in (folder / "cache").rglob("*") if path.is_file())
-    figures["cache_bytes"] = sum(path.stat().st_size for path in cached)
-    if figures["cache_bytes"]:
+    figures = run_apart("cold", config, folder)
+    cached = any(path.is_file() for path in (folder / "cache").rglob("*"))  # not by every backend
+    if "graphs" in figures and cached:
         print(f"     {mode}: starting again with the compile cache ...", flush=True)
-        restart, _ = run_child("warm", config, folder)
-        seconds = figures["compile_seconds"]
-        seconds["warm"] = restart.get("seconds")
-        saved = max(0.0, seconds["cold"] - seconds["warm"]) if restart.get("hits") else None
-        figures["restart"] = restart | {"saved": saved}
+        figures["restart"] = run_apart("warm", config, folder)
+        figures["compile_seconds"]["warm"] = figures["restart"].get("seconds")
     return figures
 
 
-def run_child(kind: str, config: Config, folder: Path) -> tuple[Figures, str]:
-    """What a child process measured, with a compile cache in `folder`; and its output."""
+def run_apart(task: str, config: Config, folder: Path) -> Figures:
+    """What a process measured with a compile cache in `folder`."""
     folder.mkdir(exist_ok=True)
-    write_json(folder / "config.json", to_json(config))
-    environment = {
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
-        "TRITON_CACHE_DIR": str(folder / "cache/triton"),
-        "TORCH_LOGS": "perf_hints",
-    }
-    module = f"{PACKAGE}.workflow.compile_worker"
+    write_json(folder / "settings.json", to_json(config))
+    cache = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache", "TRITON_CACHE_DIR": f"{folder}/triton"}
     try:
-        with started(0, kind, str(folder), module=module, **environment) as process:
-            output = finish(process, f"compiling ({config.compile.mode}, {kind})", TIMEOUT)
+        figures = run_task("compile", folder, task, seconds=TIMEOUT, **cache)
     except RankError as error:  # the compiler has killed its process
-        return {"error": str(error).partition("\n")[0], "whole": str(error)}, ""
-    figures = json.loads((folder / f"{kind}.json").read_text("utf-8"))
+        return {"error": str(error)}
     if "refused" in figures:  # by the project itself, not by the compiler
         raise UserError(figures["refused"])
-    return figures, output
+    return figures
 
 
-def has_run(figures: Figures) -> bool:
-    """Whether a mode compiled and ran."""
-    return "error" not in figures and "skipped" not in figures
-
-
-def judge(stage: Stage, modes: dict[str, Figures], shapes: Figures | None) -> None:
+def judge(stage: Stage, modes: dict[str, Figures]) -> None:
     """Turn what was measured into checks, figures and advice."""
-    compiled = {mode: figures for mode, figures in modes.items() if has_run(figures)}
-    for figures in compiled.values():
-        speedup, word = speedup_of(**figures["windows"])
-        figures |= {"speedup": speedup._asdict(), "verdict": word}
-    best = best_mode(compiled)
     judge_compiling(stage, modes)
+    compiled = {mode: figures for mode, figures in modes.items() if "graphs" in figures}
+    speedups = {mode: speedup_of(**figures["windows"]) for mode, figures in compiled.items()}
+    for mode, (speedup, verdict) in speedups.items():
+        compiled[mode] |= {"speedup": speedup._asdict(), "verdict": verdict}
+    stage.figures |= {"modes": compiled, "best": "none"}
     if compiled:
         judge_findings(stage, compiled)
         judge_numerics(stage, compiled)
-        judge_speedup(stage, compiled, best)
+        judge_speedup(stage, compiled, speedups)
     else:
         for name in ("graph_breaks", "recompiles", "recompile_limit", "numerics", "speedup"):
             stage.check(name, None, measured="nothing was compiled", wanted="measured")
-    if shapes and "error" in shapes:
-        print(f"     shapes that vary: not measured, {shapes['error']}")
-    elif shapes:
-        advise_on_shapes(stage, shapes, next(iter(compiled.values())))
-    shown = compiled.get(best) or next(iter(compiled.values()), {})
-    saved = shown.get("restart", {}).get("saved")
-    stage.figures |= {
-        "modes": compiled,
-        "not_tried": {mode: f for mode, f in modes.items() if not has_run(f)},
-        "dynamic": shapes,
-        "best": best,
-        "cache": {"bytes": shown.get("cache_bytes"), "seconds_saved": saved},
-    }
 
 
 def judge_compiling(stage: Stage, modes: dict[str, Figures]) -> None:
-    """Check that every mode compiled and ran, cold and warm; say how long that took."""
+    """Every mode compiles and runs, cold and warm; without a C++ compiler nothing can be said."""
     parts, errors = [], []
     for mode, figures in modes.items():
-        failed = [f for f in (figures, figures.get("restart", {})) if "error" in f]
-        errors += [found.get("whole", found["error"]) for found in failed]
-        if not has_run(figures):
-            parts.append(f"{mode}: {figures.get('error') or 'not tried, ' + figures['skipped']}")
+        restart = figures.get("restart", {})
+        errors += [found["error"] for found in (figures, restart) if "error" in found]
+        if "graphs" not in figures:
+            reason = figures.get("error") or f"not tried, {figures['skipped']}"
+            parts.append(f"{mode}: {first_line(reason)}")
             continue
         if not figures["graphs"]:
-            errors.append(f"{mode}: no graph was compiled")
-        seconds, memory = figures["compile_seconds"], in_units(figures["peak_memory_bytes"])
-        text = f"{mode}: {seconds['cold']:.1f} s cold"
-        if seconds["warm"] is not None:
-            text += f", {seconds['warm']:.1f} s with the project's compile cache"
+            errors.append("no graph was compiled")
+        text = f"{mode}: {figures['compile_seconds']['cold']:.1f} s cold"
+        if restart:
+            warm = first_line(restart.get("error") or f"{restart['seconds']:.1f} s")
+            text += f", {warm} with the project's compile cache"
+        memory = in_units(figures["peak_memory_bytes"])
         parts.append(f"{text}, graphs {figures['graphs']}, peak memory {memory}")
-    lacking = any(word in error for error in errors for word in NO_COMPILER)
-    tried = not all("skipped" in figures for figures in modes.values())
-    if lacking:
+    passed, advice = not errors, "--compile.backend aot_eager (then eager) tells what is at fault"
+    if any(map(NO_COMPILER.search, errors)):
+        passed = None
         advice = "inductor needs a C++ compiler on a CPU (apt install g++) and Triton on a GPU"
-    else:
-        advice = "--compile.backend aot_eager (then eager) tells which part of it is at fault"
-    passed = None if lacking or not tried else not errors
-    wanted = "every mode compiles and runs"
-    stage.check("compiles", passed, measured="; ".join(parts), wanted=wanted, advice=advice)
+    measured, wanted = "; ".join(parts), "every mode compiles and runs"
+    stage.check("compiles", passed, measured=measured, wanted=wanted, advice=advice)
 
 
 def judge_findings(stage: Stage, compiled: dict[str, Figures]) -> None:
     """Graph breaks and recompiles pass if each has its place and reason; their limit must hold."""
     for name in ("graph_breaks", "recompiles"):
         entries = [entry for figures in compiled.values() for entry in figures[name]]
-        fatal = name == "graph_breaks" and stage.config.compile.fullgraph and entries
-        counts = ", ".join(f"{mode} {len(figures[name])}" for mode, figures in compiled.items())
-        lines = listed(compiled, name)
-        more = [f"{len(lines) - SHOWN} more"] if lines[SHOWN:] else []
-        passed = all(entry["where"] and entry["reason"] for entry in entries) and not fatal
-        measured = "; ".join([counts, *lines[:SHOWN], *more])
-        wanted = f"no {name.replace('_', ' ')}, or each with its place and reason"
+        passed = all(entry["where"] and entry["reason"] for entry in entries)
         advice = f"TORCH_LOGS={name} with `train` shows what they are"
-        if fatal:
-            advice = "--compile.fullgraph makes each of them an error"
+        if entries and name == "graph_breaks" and stage.config.compile.fullgraph:
+            passed, advice = False, "--compile.fullgraph makes each of them an error"
+        lines = in_words(compiled, name)
+        if len(lines) > SHOWN:
+            lines[SHOWN:] = [f"{len(lines) - SHOWN} more"]
+        counts = ", ".join(f"{mode} {len(figures[name])}" for mode, figures in compiled.items())
+        measured = "; ".join([counts, *lines])
+        wanted = f"no {name.replace('_', ' ')}, or each with its place and reason"
         stage.check(name, passed, measured=measured, wanted=wanted, advice=advice)
-    hit = listed(compiled, "limits_hit")
+    hit = in_words(compiled, "limits_hit")
     measured, wanted = "; ".join(hit) or "not hit", "not hit: what reaches it runs eagerly after"
     advice = "keep what the guards name from changing, or try --compile.dynamic True"
     stage.check("recompile_limit", not hit, measured=measured, wanted=wanted, advice=advice)
 
 
-def listed(compiled: dict[str, Figures], name: str) -> list[str]:
-    """The findings of that name in words, each once."""
-    found = [(mode, Finding(**entry)) for mode, f in compiled.items() for entry in f[name]]
-    return [f"{mode}: {finding}" for mode, finding in dict.fromkeys(found)]
+def in_words(compiled: dict[str, Figures], name: str) -> list[str]:
+    """The findings of that name, each once, as in full: model.py:7: a print."""
+    found = [(mode, entry) for mode, figures in compiled.items() for entry in figures[name]]
+    lines = [f"{mode}: {e['where'] or 'place unknown'}: {e['reason']}" for mode, e in found]
+    return list(dict.fromkeys(lines))
 
 
 def judge_numerics(stage: Stage, compiled: dict[str, Figures]) -> None:
     """Compare compiled steps with eager ones: same weights, batches and random numbers."""
-    passed, parts, random = True, [], False
-    for mode, figures in compiled.items():
-        tolerance = PRECISE if figures["precise"] else ROUNDED
-        apart = figures["difference"]
-        passed &= all(apart[name] <= tolerance[name] for name in tolerance)  # false for NaN
-        random |= figures["random"]
-        parts.append(f"{mode}: loss {apart['loss']:.1e}, gradients {apart['gradients']:.1e}")
-    note = " (with eager's random numbers: inductor's fallback_random)" if random else ""
+    apart = {mode: figures["difference"] for mode, figures in compiled.items()}
+    any_mode = next(iter(compiled.values()))  # all have one precision, and draw the same
+    limit = PRECISE if any_mode["precise"] else ROUNDED
+    parts = [f"{m}: loss {d['loss']:.1e}, gradients {d['gradients']:.1e}" for m, d in apart.items()]
+    if any_mode["random"]:
+        parts[-1] += " (with eager's random numbers: inductor's fallback_random)"
     stage.check(
         "numerics",
-        passed,
-        measured=f"after {STEPS} steps, relative to eager: {'; '.join(parts)}{note}",
-        wanted=f"at most {tolerance['loss']:.0e} and {tolerance['gradients']:.0e}",
+        all(d[name] <= limit[name] for d in apart.values() for name in limit),  # false for NaN
+        measured=f"after {STEPS} steps, relative to eager: {'; '.join(parts)}",
+        wanted=f"at most {limit['loss']:.0e} and {limit['gradients']:.0e}",
         advice="do not train with a mode that differs; --compile.backend aot_eager tells whether "
         "inductor's kernels are at fault",
     )
@@ -210,57 +190,210 @@ def speedup_of(eager: list[float], compiled: list[float]) -> tuple[Interval, str
     return speedup, "within noise" if speedup.high < NOISE * speedup.low else TOO_NOISY
 
 
-def best_mode(compiled: dict[str, Figures]) -> str:
-    """The fastest mode; blocks, which compile sooner, unless full is surely faster."""
-    faster = {m: f["speedup"] for m, f in compiled.items() if f["verdict"] == "faster"}
-    if set(faster) == set(MODES):
-        return "full" if faster["full"]["low"] > faster["blocks"]["high"] else "blocks"
-    return next(iter(faster), "none")
-
-
-def judge_speedup(stage: Stage, compiled: dict[str, Figures], best: str) -> None:
+def judge_speedup(stage: Stage, compiled: dict[str, Figures], speedups: Speedups) -> None:
     """Say how fast each mode is, and advise one; every speedup passes that is not lost in noise."""
-    noisy = any(figures["verdict"] == TOO_NOISY for figures in compiled.values())
-    speedups = {mode: Interval(**figures["speedup"]) for mode, figures in compiled.items()}
+    noisy = any(verdict == TOO_NOISY for _, verdict in speedups.values())
     parts = [
-        f"{mode}: {figures['verdict']}, {speedups[mode]} times as fast as eager, "
-        f"{len(figures['windows']['eager'])} pairs of windows, a step "
-        f"{describe(figures['step_seconds'], 1e3, ' ms')}"
-        for mode, figures in compiled.items()
+        f"{mode}: {verdict}, {speedup} times as fast as eager, "
+        f"{len(compiled[mode]['windows']['eager'])} pairs of windows, a step "
+        f"{describe(compiled[mode]['step_seconds'], 1e3, ' ms')}"
+        for mode, (speedup, verdict) in speedups.items()
     ]
     measured, wanted = "; ".join(parts), "measured, whatever it is"
     advice = "measure again when nothing else runs on this machine"
     stage.check("speedup", None if noisy else True, measured=measured, wanted=wanted, advice=advice)
+    faster = {mode: s for mode, (s, verdict) in speedups.items() if verdict == "faster"}
+    best = next(iter(faster), "none")
+    if len(faster) > 1 and faster["full"].low > faster["blocks"].high:
+        best = "full"  # else blocks, which compile sooner
+    stage.figures["best"] = best
     if best != "none":
-        figures = compiled[best]
+        figures, (speedup, _) = compiled[best], speedups[best]
         gain = figures["eager_step_seconds"]["median"] - figures["step_seconds"]["median"]
         seconds = figures["compile_seconds"]["cold"]
         steps = f" after {seconds / gain:,.0f} steps" if gain > 0 else ""
         stage.advise(
-            f"train with --compile.mode {best}: {speedups[best]} times as fast; the "
-            f"{seconds:.0f} s of a first compile are earned back{steps}"
+            f"train with --compile.mode {best}: {speedup} times as fast; the {seconds:.0f} s of a "
+            f"first compile are earned back{steps}"
         )
     elif not noisy:
         stage.advise("train with --compile.mode none: no mode is faster here")
-    if breaks := listed(compiled, "graph_breaks"):
+    if breaks := in_words(compiled, "graph_breaks"):
         stage.advise(f"fewer graph breaks make it faster; begin with {breaks[0]}")
-    hints = sorted({hint for figures in compiled.values() for hint in figures.get("hints", ())})
-    if hints and best == "none" and not noisy:
-        stage.advise(f"inductor's hints on why it is not faster: {'; '.join(hints[:5])}")
 
 
-def advise_on_shapes(stage: Stage, shapes: Figures, figures: Figures) -> None:
-    """Say what each `compile.dynamic` would do if shapes varied."""
-    per_graph = figures["compile_seconds"]["cold"] / max(1, figures["graphs"])
-    counts = []
-    for name, dynamic in DYNAMIC.items():
-        found = shapes[name]
-        found["seconds"] = per_graph * found["graphs"]
-        numbers = f"graphs {found['graphs']}, recompiles {found['recompiles']}"
-        counts.append(f"{dynamic} {numbers}, about {found['seconds']:.1f} s")
-    number = shapes["shapes"]
-    print(f"     {number} shapes ({shapes['varied']}): --compile.dynamic {'; '.join(counts)}")
-    best = min(DYNAMIC, key=lambda name: shapes[name]["graphs"])  # the default, if they are equal
-    text = "leave --compile.dynamic at" if best == "none" else "--compile.dynamic"
-    count = f"{shapes[best]['graphs']} graphs for {number} shapes"
-    stage.advise(f"if shapes vary: {text} {DYNAMIC[best]}, {count}; else leave it")
+def first_line(text: str) -> str:
+    """The first line of a text."""
+    return text.strip().partition("\n")[0]
+
+
+def attempt(task: str, config: Config) -> Figures:
+    """What a process measures; an error of the compiler, or of the model under it, is a result."""
+    try:
+        return {"cold": cold, "warm": warm}[task](config)
+    except UserError as error:
+        return {"refused": str(error)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {str(error).strip()}"}
+
+
+def cold(config: Config) -> Figures:
+    """Compile with nothing cached; compare with eager steps, in numbers and in time."""
+    world = join(config.parallel, config.device)
+    state = setup(override(config, {"compile.mode": "none"}), world)
+    if config.compile.mode == "blocks" and not list(blocks(state.model)):
+        return {"skipped": "blocks(model) names no block"}
+    eager, random = first_steps(state), has_drawn(state)
+    del state
+    state = setup(config, world)
+    compiled, seconds = first_steps(state), compile_seconds()
+    again, limits_hit = recompiles()
+    figures = time_windows(state) | {
+        "compile_seconds": {"cold": seconds, "warm": None},
+        "graphs": graphs(),
+        "graph_breaks": graph_breaks(),
+        "recompiles": again,
+        "limits_hit": limits_hit,
+        "random": random,
+        "precise": state.compute_dtype == torch.float32 and world.device.type == "cpu",
+    }
+    del state
+    if random and config.compile.backend == "inductor":
+        torch.compiler.reset()
+        # Else inductor draws its own random numbers, and dropout's masks differ from eager's.
+        with fresh_cache(), inductor.patch(fallback_random=True):
+            compiled = first_steps(setup(config, world))
+    return figures | {"difference": difference(eager, compiled)}
+
+
+def warm(config: Config) -> Figures:
+    """The same start again, with the compile cache that the cold one left."""
+    first_steps(setup(config))
+    caches = (("inductor", "fxgraph_cache"), ("aot_autograd", "autograd_cache"))
+    hits, misses = (
+        sum(dynamo.counters[part][f"{cache}_{end}"] for part, cache in caches)
+        for end in ("hit", "miss")
+    )
+    return {"seconds": compile_seconds(), "hits": hits, "misses": misses}
+
+
+def first_steps(state: State) -> FirstSteps:
+    """Take the first steps of a run."""
+    gradients: list[torch.Tensor] = []
+
+    def keep(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        gradients[:] = [p.grad.detach().cpu().clone() for p in parameters if p.grad is not None]
+
+    hook = state.optimizer.register_step_pre_hook(keep)
+    losses = record_steps(state, STEPS).losses
+    hook.remove()
+    state.loader.close()
+    return losses, gradients
+
+
+def difference(eager: FirstSteps, compiled: FirstSteps) -> dict[str, float]:
+    """Relative differences: the largest of a loss, and that of the last gradients as one vector."""
+    loss = float(np.abs(np.divide(compiled[0], eager[0]) - 1).max())
+    if len(eager[1]) != len(compiled[1]) or not eager[1]:
+        return {"loss": loss, "gradients": math.inf}
+    apart = [a.double() - b.double() for a, b in zip(eager[1], compiled[1], strict=True)]
+    norms = nn.utils.get_total_norm(apart), nn.utils.get_total_norm(eager[1])
+    return {"loss": loss, "gradients": float(norms[0] / norms[1])}
+
+
+def time_windows(state: State) -> Figures:
+    """Time windows of eager and compiled steps in turns, so that other load meets both alike."""
+    device = state.world.device
+    windows: dict[str, list[float]] = {"eager": [], "compiled": []}
+
+    def window(name: str, steps: int) -> float:
+        with eagerly(state.model) if name == "eager" else contextlib.nullcontext():
+            synchronize(device)
+            started = time.perf_counter()
+            for _ in range(steps):
+                train_step(state, state.loader.next())
+            synchronize(device)
+        return (time.perf_counter() - started) / steps
+
+    slowest = max(max(window(name, 1) for _ in range(2)) for name in windows)
+    steps = int(np.clip(round(WINDOW / slowest), 1, 100))
+    pairs = int(np.clip(round(SECONDS / (2 * steps * slowest)), *PAIRS))
+    for pair in range(pairs):
+        for name in sorted(windows, reverse=pair % 2 == 0):
+            windows[name].append(window(name, steps))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    window("compiled", 1)
+    state.loader.close()
+    return {
+        "windows": windows,
+        "eager_step_seconds": spread(windows["eager"]),
+        "step_seconds": spread(windows["compiled"]),
+        "peak_memory_bytes": peak_memory(device),
+    }
+
+
+@contextlib.contextmanager
+def eagerly(model: nn.Module) -> Iterator[None]:
+    """Call a model that was compiled in place as if it had not been.
+
+    `torch.compiler.set_stance("force_eager")` would leave wrappers around each compiled call, which
+    slow a short eager step down by some 2 %.
+    """
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            if module._compiled_call_impl is not None:
+                stack.enter_context(patch.object(module, "_compiled_call_impl", None))
+            if eager := getattr(module.forward, "_torchdynamo_orig_callable", None):
+                stack.enter_context(patch.object(module, "forward", eager))
+        yield
+
+
+def graph_breaks() -> list[Finding]:
+    """Where a graph had to end early, each place once."""
+    found, torch_itself = [], str(Path(torch.__file__).parent)
+    for entry in dynamo.graph_break_reasons:
+        places = [(frame.filename, frame.lineno) for frame in entry.user_stack]
+        own = [place for place in places if not place[0].startswith(torch_itself)]
+        reason = entry.reason
+        if reason.startswith("generic_jump"):  # torch's name for a break that it can resume after
+            reason = "Data-dependent branching"
+        found.append(finding(*(own or places or [("", 0)])[-1], reason))
+    for entry in dynamo.get_compilation_metrics():
+        if entry.fail_type and OVER_LIMIT not in (entry.fail_reason or ""):
+            # A whole function is not compiled, as for a break in a loop.
+            path = entry.fail_user_frame_filename or entry.co_filename
+            line = entry.fail_user_frame_lineno or entry.co_firstlineno
+            found.append(finding(path, line, entry.fail_reason or ""))
+    return list({entry["where"] or entry["reason"]: entry for entry in found}.values())
+
+
+def recompiles() -> tuple[list[Finding], list[Finding]]:
+    """What was compiled again, each time, and what runs eagerly since it was compiled too often.
+
+    The reason is the guard that failed, the place the line that it comes from.
+    """
+    again, limits_hit = [], []
+    for entry in dynamo.get_compilation_metrics():
+        text, over_limit = entry.recompile_reason or "", OVER_LIMIT in (entry.fail_reason or "")
+        if text or over_limit:
+            # "0/1: GUARD    # line of code # file:line", then the stack of the user's code.
+            guard = re.sub(r"^\d+/\d+: ", "", text.partition("\n")[0]).split("  # ")[0]
+            stack = re.findall(r'File "(.+?)", line (\d+)', text)
+            path, line = stack[-1] if stack else (entry.co_filename, entry.co_firstlineno)
+            (limits_hit if over_limit else again).append(finding(path, line, guard))
+    return again, limits_hit
+
+
+def finding(path: str | None, line: Any, reason: str) -> Finding:
+    """Below this folder the path is relative."""
+    near = os.path.relpath(path) if path else ""
+    where = f"{path if near.startswith('..') else near}:{line}" if path else ""
+    return {"where": where, "reason": first_line(reason)}
+
+
+if __name__ == "__main__":
+    folder, task = Path(sys.argv[1]), sys.argv[2]
+    config = from_json(StageConfig(), folder / "settings.json")
+    write_json(folder / f"{task}.json", attempt(task, config))

@@ -1,6 +1,7 @@
 """Processes that a stage starts, plain or under torchrun; none outlives the stage."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ..errors import RankError
 from ..run.hardware import usable_cores
@@ -59,6 +61,19 @@ def started(
                 process.communicate()  # until nobody holds the pipe any more
     finally:
         signal.signal(signal.SIGTERM, earlier_handler)
+
+
+def run_task(
+    module: str, folder: Path, *task: str, ranks: int = 1, seconds: float, **options: Any
+) -> Any:
+    """What `python -m workflow.<module> FOLDER TASK …` writes to FOLDER/TASK.json within that time.
+
+    One process runs plain, several run under torchrun.
+    """
+    words, module_name = (str(folder), *task), f"{__package__}.{module}"
+    with started(ranks if ranks > 1 else 0, *words, module=module_name, **options) as process:
+        finish(process, " ".join([module, *task]), seconds)
+    return json.loads((folder / f"{task[0]}.json").read_text("utf-8"))
 
 
 def finish(process: subprocess.Popen[str], task: str, seconds: float) -> str:

@@ -16,13 +16,13 @@ import torch
 
 from ..config import Config
 from ..distributed import Group, World, join, leave
+from ..errors import RankError
 from ..profiler import ProfileConfig, Profiler
 from ..run.hardware import usable_cores
 from ..train import State, setup, train_step
-from . import STAGES
 from .stage import Stage, command, read_stage
 from .timing import Interval, median_interval, record_steps, spread
-from .trace import PARTS, Breakdown, TraceError, breakdown, read_trace
+from .trace import PARTS, Breakdown, breakdown, read_trace
 
 log = logging.getLogger(__name__)
 SECONDS, MOST_STEPS = 5.0, 200  # to measure what an idle profiler costs
@@ -47,14 +47,25 @@ def measure(config: Config) -> int:
     if world.rank == 0:
         print("     tracing some steps, then timing steps without a trace ...", flush=True)
     traces = trace_steps(config.profile, config.directory / "traces", state)
-    ranks = group.agree(lambda: read_back(traces))
-    idle, seconds = idle_costs(state, group)
+    try:
+        ranks, problem = group.agree(lambda: read_back(traces)), ""
+    except RankError as error:
+        ranks, problem = [], f"not a whole trace: {error}"
+    calls, steps = idle_costs(state, group)
     state.loader.close()
-    if world.rank == 0:
-        judge(stage, world.device, ranks, traces[-1], idle, seconds)
     del state
     leave(world)
-    return stage.close() if world.rank == 0 else 0
+    if world.rank:
+        return 0
+    stage.figures |= {"trace": str(traces[-1]), "step_seconds": spread(steps), "diagnosis": None}
+    size = traces[-1].stat().st_size / 2**20
+    measured = problem or f"{traces[-1].name}, {size:.1f} MiB, read back whole"
+    wanted, tip = "written and readable", "is there space left on the disk?"
+    stage.check("trace", not problem, measured=measured, wanted=wanted, advice=tip)
+    if ranks:
+        judge_steps(stage, world.device, ranks, float(np.median(steps)))
+    judge_idle(stage, median_interval(calls / steps), float(np.median(calls)))
+    return stage.close()
 
 
 def trace_steps(config: ProfileConfig, directory: Path, state: State) -> list[Path]:
@@ -85,12 +96,9 @@ def memory_snapshot(path: Path, world: World) -> Iterator[None]:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def read_back(traces: list[Path]) -> Breakdown | str:
-    """Where the time of this rank's traced steps went, or why a trace cannot be read."""
-    try:
-        windows = [breakdown(read_trace(path)) for path in traces]
-    except TraceError as error:
-        return str(error)
+def read_back(traces: list[Path]) -> Breakdown:
+    """Where the time of this rank's traced steps went."""
+    windows = [breakdown(read_trace(path)) for path in traces]
     seconds = np.concatenate([window.seconds for window in windows])
     compilations = sum(window.compilations for window in windows)
     # Operators and the longest gap are those of the last window.
@@ -104,36 +112,15 @@ def idle_costs(state: State, group: Group) -> tuple[np.ndarray, np.ndarray]:
     difference of whole steps would drown in noise.
     """
     profiler = Profiler(replace(state.config.profile, every=2**40), Path("unused"), state)
-    first = float(record_steps(state, 1).seconds[0])
+    (first,) = record_steps(state, 1).seconds
     count = group.from_first(lambda: int(np.clip(SECONDS / first, 8, MOST_STEPS)))
-    calls, steps = np.zeros(count), np.zeros(count)
+    calls, steps = np.zeros((2, count))
     for i in range(count):
         (steps[i],) = record_steps(state, 1).seconds
         started = time.perf_counter()
         profiler.after_step(state)
         calls[i] = time.perf_counter() - started
     return calls, steps
-
-
-def judge(
-    stage: Stage,
-    device: torch.device,
-    ranks: list[Breakdown | str],
-    trace: Path,
-    idle: np.ndarray,
-    seconds: np.ndarray,
-) -> None:
-    """Turn what the ranks measured into checks and figures."""
-    problems = [f"rank {i}: {rank}" for i, rank in enumerate(ranks) if isinstance(rank, str)]
-    stage.figures |= {"trace": str(trace), "step_seconds": spread(seconds), "diagnosis": None}
-    size = trace.stat().st_size / 2**20 if trace.exists() else 0
-    read = problems[0] if problems else f"{trace.name}, {size:.1f} MiB, read back whole"
-    wanted, tip = "written and readable", "is there space left on the disk?"
-    stage.check("trace", not problems, measured=read, wanted=wanted, advice=tip)
-    if not problems:
-        print(f"     open {trace} at https://ui.perfetto.dev")
-        judge_steps(stage, device, ranks, float(np.median(seconds)))
-    judge_idle(stage, median_interval(idle / seconds), float(np.median(idle)))
 
 
 def judge_steps(
@@ -145,16 +132,14 @@ def judge_steps(
     steps, operators = len(rank.seconds), rank.operators[:SHOWN]
     traced = float(rank.seconds.sum()) / steps
     compilations = max(other.compilations for other in ranks)
-    print(f"     top operators by self time, in {stage.config.profile.active} traced steps:")
-    for name, own, share, calls in operators:
-        print(f"     {share:6.1%} {own * 1e3:9.2f} ms {calls:6} x  {name[:60]}")
+    print(f"     open {stage.figures['trace']} at https://ui.perfetto.dev")
+    print(f"     top operators by self time, in {steps} traced steps:")
+    for it in operators:
+        own, calls = f"{it['self_seconds'] * 1e3:9.2f} ms", f"{it['calls']:6} x"
+        print(f"     {it['share']:6.1%} {own} {calls}  {it['name'][:60]}")
     print(f"     a step took {traced * 1e3:.2f} ms while traced, else {untraced * 1e3:.2f} ms")
-    stage.figures |= {
-        "steps": steps,
-        "traced_step_seconds": traced,
-        "recompiles": compilations,
-        "operators": [operator._asdict() for operator in operators],
-    }
+    stage.figures |= {"steps": steps, "traced_step_seconds": traced}
+    stage.figures |= {"recompiles": compilations, "operators": operators}
     measured = f"{compilations} within {steps} traced steps"
     wanted = "none: while it compiles, no share means anything"
     tip = "if it only compiles late, --profile.wait more steps"
@@ -167,12 +152,12 @@ def judge_steps(
     words = {"data": "waiting for data", "host": "host gaps"}
     text = ", ".join(f"{words.get(part, part)} {shares[part]:.1%}" for part in PARTS)
     stage.check("shares", True, measured=text, wanted="measured")
-    diagnosis = diagnose(shares, compilations)
+    diagnosis, *others = diagnose(shares, compilations)
     stage.figures |= {"shares": shares, "diagnosis": diagnosis}
     if len(ranks) > 1:
         compare_ranks(stage, ranks, slowest)
     stage.advise(f"{diagnosis}: {advice(diagnosis, shares, rank, stage.config)}")
-    for other in second_causes(diagnosis, shares):
+    for other in others:
         stage.advise(f"besides, {advice(other, shares, rank, stage.config)}")
 
 
@@ -199,30 +184,20 @@ def without_tracing(shares: Shares, slowdown: float) -> Shares:
 def judge_idle(stage: Stage, ratio: Interval, call: float) -> None:
     """Check that `--profile.every` costs almost nothing between its windows."""
     stage.figures["idle_overhead"] = ratio._asdict()
-    passed = True if ratio.high < IDLE_LIMIT else False if ratio.low > IDLE_LIMIT else None
-    measured = f"{ratio.value:.4%} of a step ({ratio.low:.4%} to {ratio.high:.4%})"
-    measured += f", {call * 1e6:.2g} us a call"
-    if passed is None:
-        measured += "; too noisy here to tell"
+    passed = None if ratio.low <= IDLE_LIMIT <= ratio.high else ratio.high < IDLE_LIMIT
+    measured = f"{ratio.value:.4%} of a step ({ratio.low:.4%} to {ratio.high:.4%}), "
+    measured += f"{call * 1e6:.2g} us a call{'; too noisy here to tell' if passed is None else ''}"
     wanted = f"less than {IDLE_LIMIT:.0%}"
     tip = "if steps are this short, leave --profile.every off and use this command"
     stage.check("idle_overhead", passed, measured=measured, wanted=wanted, advice=tip)
 
 
-def diagnose(shares: Shares, compilations: int) -> str:
-    """What most of a step goes to; while the compiler works, no share means anything."""
-    return "recompiling" if compilations else max(CAUSES, key=lambda cause: lost(shares, cause))
-
-
-def second_causes(diagnosis: str, shares: Shares) -> list[str]:
-    """What else a step loses much of its time to."""
-    others = [cause for cause in CAUSES if cause not in (diagnosis, "kernel-bound")]
-    return [cause for cause in others if lost(shares, cause) > WORTH_A_WORD]
-
-
-def lost(shares: Shares, cause: str) -> float:
-    """The share of a step that a cause accounts for."""
-    return sum(shares[part] for part in CAUSES[cause])
+def diagnose(shares: Shares, compilations: int) -> list[str]:
+    """What most of a step goes to, then what else it loses much of its time to."""
+    lost = {cause: sum(shares[part] for part in parts) for cause, parts in CAUSES.items()}
+    first = "recompiling" if compilations else max(CAUSES, key=lambda cause: lost[cause])
+    others = [cause for cause in CAUSES if cause not in (first, "kernel-bound")]
+    return [first, *(cause for cause in others if lost[cause] > WORTH_A_WORD)]
 
 
 def advice(diagnosis: str, shares: Shares, rank: Breakdown, config: Config) -> str:
@@ -234,64 +209,54 @@ def advice(diagnosis: str, shares: Shares, rank: Breakdown, config: Config) -> s
                 f"need none. Try `{command('compile', config.directory)}`, which names the guards "
                 "that failed; where lengths vary, --compile.dynamic True, or data of one length"
             )
+        case "input-bound" if shares["copies"] > shares["data"]:
+            return (
+                f"copies between host and device take {shares['copies']:.0%} of a step. Try "
+                "smaller types in the dataset (uint8, converted on the device); .item(), .cpu() "
+                "and print in the step copy, too, and wait"
+            )
         case "input-bound":
-            return on_input(shares, config)
+            workers = 2 * config.train.loader_workers or max(1, min(4, usable_cores() - 1))
+            return (
+                f"a step waits for data during {shares['data']:.0%} of its time. Try "
+                f"--train.loader-workers {workers}, or make __getitems__ cheaper"
+            )
         case "host-bound":
             return on_host(shares["host"], rank, config)
         case "kernel-bound":
             return on_kernels(shares["kernels"], rank, config)
+    remedy = "more samples per step (--train.global-batch-size; it is part of a run's identity)"
     if getattr(config.parallel, "reshard_after_forward", False):
         remedy = "--parallel.no-reshard-after-forward (gathers once, not twice, for more memory)"
-    else:
-        remedy = "more samples per step (--train.global-batch-size; it is part of a run's identity)"
-    return (
-        f"communication that nothing hides takes {shares['communication']:.0%} of a step. "
-        f"Try {remedy}, or fewer ranks"
-    )
-
-
-def on_input(shares: Shares, config: Config) -> str:
-    """The loop waits for a batch, or for its copy to the device."""
-    if shares["copies"] > shares["data"]:
-        return (
-            f"copies between host and device take {shares['copies']:.0%} of a step. Try smaller "
-            "types in the dataset (uint8, converted on the device); .item(), .cpu() and print in "
-            "the step copy, too, and wait"
-        )
-    workers = 2 * config.train.loader_workers or max(1, min(4, usable_cores() - 1))
-    return (
-        f"a step waits for data during {shares['data']:.0%} of its time. Try "
-        f"--train.loader-workers {workers}, or make __getitems__ cheaper"
-    )
+    text = f"communication that nothing hides takes {shares['communication']:.0%} of a step"
+    return f"{text}. Try {remedy}, or fewer ranks"
 
 
 def on_host(share: float, rank: Breakdown, config: Config) -> str:
     """Neither data nor kernels: Python, launches, waits for the device."""
-    gap, train = rank.longest_gap, config.train
+    (gap, after, before), train = rank.longest_gap, config.train
     step = float(rank.seconds.sum()) / len(rank.seconds)
     tries = try_compiling(config)
     if train.micro_batch_size < train.global_batch_size:
         size = 2 * train.micro_batch_size
         tries.append(f"fewer, larger micro-batches (--train.micro-batch-size {size})")
-    if gap.seconds > 0.2 * share * step:
+    if gap > 0.2 * share * step:
         tries = ["to move the Python work there out of the step, or into tensor operations"]
     return (
         f"nothing is computed during {share:.0%} of a step; the longest gap, "
-        f"{gap.seconds * 1e3:.2g} ms of a step's {step * 1e3:.3g}, is after {gap.after[:48]} and "
-        f"before {gap.before[:48]}. Try {' and '.join(tries) or 'more work per step'}"
+        f"{gap * 1e3:.2g} ms of a step's {step * 1e3:.3g}, is after {after[:48]} and before "
+        f"{before[:48]}. Try {' and '.join(tries) or 'more work per step'}"
     )
 
 
 def on_kernels(share: float, rank: Breakdown, config: Config) -> str:
     """The device computes, as it should."""
-    text = f"{share:.0%} of a step is computing"
-    if rank.operators:
-        text += f", {rank.operators[0].share:.0%} in {rank.operators[0].name[:48]}"
+    top = rank.operators[0]
+    text = f"{share:.0%} of a step is computing, {top['share']:.0%} in {top['name'][:48]}"
     tries = try_compiling(config)
     if rank.device and config.train.precision == "fp32":
         tries.insert(0, "--train.precision bf16")
-    devices = f"more devices (`{command('scale', config.directory)}` says what they bring) or "
-    rest = f"{devices if 'scale' in STAGES else ''}a leaner model; the loop itself has little left"
+    rest = "a leaner model, or more devices; the loop itself has little left"
     return f"{text}. Try {' and '.join(tries) or rest}"
 
 

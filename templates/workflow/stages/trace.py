@@ -20,9 +20,8 @@ communication is only what no kernel hides.
 import gzip
 import json
 import re
-import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,29 +53,6 @@ ON_CPU = (
 )
 
 Event = dict[str, Any]
-Claim = tuple[str, Event]  # a part of a step, and an event that belongs to it
-
-
-class TraceError(ValueError):
-    """A file that is not a whole trace of steps."""
-
-
-class Gap(NamedTuple):
-    """A time in which the host kept everything waiting, and the operators around it."""
-
-    seconds: float
-    after: str
-    before: str
-
-
-class Operator(NamedTuple):
-    """All calls of one operator within the traced steps."""
-
-    name: str
-    self_seconds: float
-    """On the GPU if there is one, else on the CPU, without the operators that it called."""
-    share: float
-    calls: int
 
 
 class Breakdown(NamedTuple):
@@ -87,9 +63,11 @@ class Breakdown(NamedTuple):
     compilations: int
     device: bool
     """Whether the trace shows a GPU at work."""
-    longest_gap: Gap
-    operators: list[Operator]
-    """Those with the most self time first."""
+    longest_gap: tuple[float, str, str]
+    """Seconds in which the host kept everything waiting, and the operators before and after."""
+    operators: list[dict[str, Any]]
+    """Name, self_seconds, calls and share of each, the largest first. The time is that on the GPU
+    if there is one, else on the CPU, without the operators that it called."""
 
     @property
     def shares(self) -> dict[str, float]:
@@ -99,39 +77,41 @@ class Breakdown(NamedTuple):
 
 
 def read_trace(path: Path) -> list[Event]:
-    """The events of a .json.gz that torch.profiler wrote; TraceError if it cannot be read."""
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            events = json.load(file)["traceEvents"]
-        return [event for event in events if event.get("ph") == "X"]
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as why:
-        raise TraceError(f"{path} is not a whole trace: {why}") from None
+    """The events of a .json.gz that torch.profiler wrote."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
 
 
 def breakdown(events: list[Event]) -> Breakdown:
-    """Divide the steps of a trace into `PARTS`; TraceError if it holds no step."""
+    """Divide the steps of a trace into `PARTS`; ValueError if it holds no step."""
     events = [
         event
         | {"end": event["ts"] + event["dur"], "text": f"{event['cat']} {event['name']}"}
         | {"id": event.get("args", {}).get("External id")}
-        for event in events
+        for event in sorted(events, key=lambda event: (event["ts"], -event["dur"]))
     ]
     steps = [e for e in events if e["text"].startswith("user_annotation ProfilerStep#")]
     if not steps:
-        raise TraceError("it holds no step")
-    steps.sort(key=itemgetter("ts"))
+        raise ValueError("it holds no step")
     start, end = steps[0]["ts"], max(event["end"] for event in steps)
     events = [event for event in events if event["end"] > start and event["ts"] < end]
     thread = steps[0]["pid"], steps[0]["tid"]
     on_thread = [event for event in events if (event["pid"], event["tid"]) == thread]
+    seen = on_thread + [event for event in events if ELSEWHERE.match(event["text"])]
     device = any(event["cat"] in DEVICE for event in events)
-    claims = claims_of(events, on_thread, ON_GPU if device else ON_CPU)
+    claims = [  # the weakest first; an event may be there more than once
+        (part, event)
+        for part, pattern in reversed(ON_GPU if device else ON_CPU)
+        for event in seen
+        if re.match(pattern, event["text"])
+    ]
     seconds, gaps = divide(steps, claims)
     calls: dict[str, list[float]] = defaultdict(list)
     for name, own in device_calls(events) if device else host_calls(on_thread):
         calls[name].append(own / 1e6)
     operators = [
-        Operator(name, sum(own), float(sum(own) / seconds.sum()), len(own))
+        {"name": name, "self_seconds": (total := sum(own)), "calls": len(own)}
+        | {"share": float(total / seconds.sum())}
         for name, own in calls.items()
     ]
     return Breakdown(
@@ -139,32 +119,21 @@ def breakdown(events: list[Event]) -> Breakdown:
         sum(event["name"] == COMPILATION for event in events),
         device,
         typical_gap(gaps, [event for part, event in claims if part != "data"]),
-        sorted(operators, key=lambda operator: -operator.self_seconds),
+        sorted(operators, key=itemgetter("self_seconds"), reverse=True),
     )
 
 
-def claims_of(
-    events: list[Event], on_thread: list[Event], rules: Sequence[tuple[str, str]]
-) -> list[Claim]:
-    """The events that belong to a part, the weakest first; an event may be there more than once."""
-    events = on_thread + [event for event in events if ELSEWHERE.match(event["text"])]
-    return [
-        (part, event)
-        for part, pattern in reversed(rules)
-        for event in events
-        if re.match(pattern, event["text"])
-    ]
-
-
-def divide(steps: list[Event], claims: list[Claim]) -> tuple[np.ndarray, list[np.ndarray]]:
+def divide(
+    steps: list[Event], claims: list[tuple[str, Event]]
+) -> tuple[np.ndarray, list[np.ndarray]]:
     """The seconds of each step and part; of each step the host's intervals, in microseconds."""
-    claimed = _spans(event for _, event in claims)
-    edges = np.unique(np.append(_spans(steps), claimed))
+    claimed = spans(event for _, event in claims)
+    edges = np.unique(np.append(spans(steps), claimed))
     owner = np.full(len(edges) - 1, HOST)  # of the time from each edge to the next
     for (part, _), (first, last) in zip(claims, np.searchsorted(edges, claimed), strict=True):
         owner[first:last] = PARTS.index(part)
     seconds, gaps = np.zeros((len(steps), len(PARTS))), []
-    for row, (first, last) in zip(seconds, np.searchsorted(edges, _spans(steps)), strict=True):
+    for row, (first, last) in zip(seconds, np.searchsorted(edges, spans(steps)), strict=True):
         lengths = np.diff(edges[first : last + 1])
         row += np.bincount(owner[first:last], lengths, minlength=len(PARTS)) / 1e6
         idle = np.concatenate([[False], owner[first:last] == HOST, [False]])
@@ -172,7 +141,7 @@ def divide(steps: list[Event], claims: list[Claim]) -> tuple[np.ndarray, list[np
     return seconds, gaps
 
 
-def typical_gap(gaps: list[np.ndarray], work: list[Event]) -> Gap:
+def typical_gap(gaps: list[np.ndarray], work: list[Event]) -> tuple[float, str, str]:
     """The median of the steps' longest gaps: what happened only once says nothing."""
     lengths = ([(end - start, start, end) for start, end in step.tolist()] for step in gaps)
     longest = sorted(max(step, default=(0.0, 0.0, 0.0)) for step in lengths)
@@ -181,7 +150,7 @@ def typical_gap(gaps: list[np.ndarray], work: list[Event]) -> Gap:
     later = [event for event in work if event["ts"] >= end - 1e-3]
     after = max(earlier, key=itemgetter("end"))["name"] if earlier else "the first step's start"
     before = min(later, key=itemgetter("ts"))["name"] if later else "the last step's end"
-    return Gap(length / 1e6, after, before)
+    return length / 1e6, after, before
 
 
 def device_calls(events: list[Event]) -> Iterator[tuple[str, float]]:
@@ -195,7 +164,6 @@ def device_calls(events: list[Event]) -> Iterator[tuple[str, float]]:
 def host_calls(on_thread: list[Event]) -> Iterator[tuple[str, float]]:
     """Operators and the microseconds of each call, less those of what it called."""
     nested = [e for e in on_thread if e["cat"] in ("cpu_op", "user_annotation")]
-    nested.sort(key=lambda event: (event["ts"], -event["dur"]))
     own = [event["dur"] for event in nested]
     callers: list[int] = []
     for i, event in enumerate(nested):
@@ -209,6 +177,6 @@ def host_calls(on_thread: list[Event]) -> Iterator[tuple[str, float]]:
             yield event["name"], microseconds
 
 
-def _spans(events: Iterable[Event]) -> np.ndarray:
+def spans(events: Iterable[Event]) -> np.ndarray:
     """Starts and ends, [events, 2], in microseconds."""
     return np.array([(e["ts"], e["end"]) for e in events], dtype=float).reshape(-1, 2)

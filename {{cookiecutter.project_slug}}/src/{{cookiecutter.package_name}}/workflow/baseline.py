@@ -3,20 +3,19 @@
 It takes the first steps of the run twice, by the project's own `setup` and `train_step`.
 """
 
-import time
 import timeit
 
 import numpy as np
 import torch
 
 from ..config import Config, override
-from ..device import move, synchronize
+from ..device import move
 from ..distributed import join, leave, parallel
 from ..loss import checked, loss_vector, means
 from ..model import compute_loss
 from ..run.hardware import forward_flops, in_units, peak_flops, peak_memory
 from ..sampling import fetch, seed_step
-from ..train import State, setup, train_step
+from ..train import State, setup
 from .stage import Stage
 from .timing import Steps, describe, differences, record_steps, spread
 
@@ -39,7 +38,6 @@ def measure(config: Config) -> int:
     state = setup(config, world)
     second, losses = first_steps(state, len(first.losses))
     judge_sums(stage, state)
-    measure_utilisation(stage, state)
     judge(stage, state, first, second, losses)
     del state
     leave(world)
@@ -54,10 +52,10 @@ def first_steps(state: State, steps: int) -> tuple[Steps, tuple[float, float]]:
     before = loss_on_first_batches(state)
     warmup = record_steps(state, WARMUP)
     in_time = int(SECONDS / max(1e-6, float(warmup.seconds[-1])))
-    recorded = warmup + record_steps(state, max(8, min(steps - WARMUP, in_time)))
+    measured = record_steps(state, max(8, min(steps - WARMUP, in_time)))
     after = loss_on_first_batches(state)
     state.loader.close()
-    return recorded, (before, after)
+    return Steps(*map(np.append, warmup, measured)), (before, after)
 
 
 def loss_on_first_batches(state: State) -> float:
@@ -87,15 +85,16 @@ def judge(
         wanted="lower at the end",
         advice="try another --optim.learning-rate, and look at a batch of the data",
     )
-    both = first.after(WARMUP) + second.after(WARMUP)
-    seconds = spread(both.seconds)
+    each = np.append(first.seconds[WARMUP:], second.seconds[WARMUP:])
+    waits = np.append(first.waits[WARMUP:], second.waits[WARMUP:])
+    seconds = spread(each)
     samples = state.config.train.global_batch_size / seconds["median"]
     tokens = getattr(state.spec, "tokens_per_sample", None)
     per_token = f", {samples * tokens:,.0f} tokens/s" if tokens else ""
     measured = f"{samples:,.1f} samples/s{per_token}; a step {describe(seconds, 1e3, ' ms')}"
     stage.check("throughput", True, measured=measured, wanted="measured")
     # Over all steps together: loader workers bring several batches at once, then the median is 0.
-    waited = float(both.waits.sum() / both.seconds.sum())
+    waited = float(waits.sum() / each.sum())
     stage.check(
         "data_wait",
         waited < DATA_WAIT_LIMIT,
@@ -109,7 +108,7 @@ def judge(
         "step_seconds": seconds,
         "samples_per_second": samples,
         "tokens_per_second": samples * tokens if tokens else None,
-        "data_wait": spread(both.waits / both.seconds) | {"all": waited},
+        "data_wait": spread(waits / each) | {"all": waited},
         "parameters": sum(p.numel() for p in state.model.parameters()),
         **use_of_device(state, samples),
     }
@@ -186,25 +185,3 @@ def judge_sums(stage: Stage, state: State) -> None:
     measured = f"{names[at]} of {len(ids)} samples {whole[at]:.6g}, in parts {one:.6g} + {two:.6g}"
     advice = "compute_loss must return sums, not means (reduction='sum'), over what it counts"
     stage.check("adds_up", bool(apart < ADDS_UP), measured=measured, wanted=wanted, advice=advice)
-
-
-def measure_utilisation(stage: Stage, state: State) -> None:
-    """Train for some seconds; percentages of time with a kernel at work, by the GPU's driver."""
-    if state.world.device.type != "cuda":
-        return
-    samples: list[float] = []
-    started, due = time.perf_counter(), 1.0  # the driver looks back up to a second
-    while (elapsed := time.perf_counter() - started) < 3.0:
-        train_step(state, state.loader.next())
-        if elapsed >= due:
-            due = elapsed + 0.2
-            try:
-                samples.append(float(torch.cuda.utilization(state.world.device)))
-            except Exception as error:  # the driver's library is optional
-                print(f"     GPU utilisation: not measured ({error}; pip install nvidia-ml-py)")
-                break
-    synchronize(state.world.device)
-    state.loader.close()
-    if samples:
-        stage.figures["gpu_utilisation"] = spread(samples)
-        print(f"     GPU utilisation {describe(stage.figures['gpu_utilisation'], unit=' %')}")

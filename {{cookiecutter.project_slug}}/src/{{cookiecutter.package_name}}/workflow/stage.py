@@ -4,7 +4,6 @@
 versions, seconds, measured_at}. A status is pass, fail or not_measured.
 """
 
-import functools
 import hashlib
 import json
 import os
@@ -36,25 +35,21 @@ class StageConfig(Config):
     workflow: WorkflowConfig = field(default_factory=WorkflowConfig)
 
 
-@dataclass
 class Stage:
     """A stage under way; `close` writes its JSON and returns its exit code."""
 
-    name: str
-    config: Config
-    figures: dict[str, Any] = field(default_factory=dict)
-    checks: list[dict[str, str]] = field(default_factory=list)
-    advice: list[str] = field(default_factory=list)
-    started: float = field(default_factory=time.perf_counter)
-
-    def __post_init__(self) -> None:
+    def __init__(self, name: str, config: Config) -> None:
         """Make sure that its JSON can be written before anything is measured (UserError)."""
-        folder = stage_file(self.config.directory, self.name).parent
+        self.name, self.config, self.started = name, config, time.perf_counter()
+        self.figures: dict[str, Any] = {}
+        self.checks: list[dict[str, str]] = []
+        self.advice: list[str] = []
+        self.file = stage_file(config.directory, name)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.file.parent).close()
         except OSError as error:
-            raise UserError(f"{folder} cannot be written to: {error}") from None
+            raise UserError(f"{self.file.parent} cannot be written to: {error}") from None
 
     def check(
         self, name: str, passed: bool | None, *, measured: str, wanted: str, advice: str = ""
@@ -63,11 +58,11 @@ class Stage:
 
         `measured` then says why. `advice` says what to do unless it passed.
         """
-        status = {True: "pass", False: "fail", None: "not_measured"}[passed]
-        mark = {"pass": "ok  ", "fail": "FAIL", "not_measured": "n/a "}[status]
+        words = {True: ("pass", "ok  "), False: ("fail", "FAIL"), None: ("not_measured", "n/a ")}
+        status, mark = words[passed]
         advice = "" if passed else advice
         check = {"name": name, "status": status, "measured": measured, "wanted": wanted}
-        self.checks.append({**check, "advice": advice})
+        self.checks.append(check | {"advice": advice})
         print(f"{mark} {name}: {measured} (wanted: {wanted})", flush=True)
         if advice:
             print(f"     {advice}", flush=True)
@@ -85,24 +80,19 @@ class Stage:
 
     def close(self) -> int:
         """Write workflow/<stage>.json; 0 unless a check failed."""
-        path = stage_file(self.config.directory, self.name)
-        # JSON has no word for NaN and infinity, which become null.
-        figures = json.loads(json.dumps(self.figures), parse_constant=lambda _: None)
         content = {
             "stage": self.name,
             "status": self.status,
             "checks": self.checks,
             "advice": self.advice,
-            "figures": figures,
-            "settings": to_json(self.config),
-            "code": code_digest(),
-            "machine": machine(self.config.device) | {"load": round(os.getloadavg()[0], 1)},
-            "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+            # JSON has no word for NaN and infinity, which become null.
+            "figures": json.loads(json.dumps(self.figures), parse_constant=lambda _: None),
+            **origin(self.config),
             "seconds": round(time.perf_counter() - self.started, 2),
             "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
-        write_json(path, content)
-        print(f"{self.name}: {self.status.replace('_', ' ')} ({path})", flush=True)
+        write_json(self.file, content)
+        print(f"{self.name}: {self.status.replace('_', ' ')} ({self.file})", flush=True)
         return int(self.status == "fail")
 
 
@@ -144,15 +134,21 @@ def command(name: str, run_dir: Path) -> str:
     return shlex.join(words)
 
 
-@functools.cache
+def origin(config: Config) -> dict[str, Any]:
+    """What a measurement follows from: settings, code, machine and versions."""
+    return {
+        "settings": to_json(config),
+        "code": code_digest(),
+        "machine": machine(config.device),
+        "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+    }
+
+
 def code_digest() -> str:
     """sha256 over the Python files of this package: other code, other measurements."""
     root = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
-    return digest.hexdigest()
+    files = {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*.py"))}
+    return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -165,4 +161,5 @@ def machine(device: str) -> dict[str, Any]:
         "cores": usable_cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "platform": platform.platform(),
+        "load": round(os.getloadavg()[0], 1),
     }

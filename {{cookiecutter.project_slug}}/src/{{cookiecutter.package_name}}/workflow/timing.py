@@ -23,14 +23,6 @@ class Steps(NamedTuple):
     waits: np.ndarray
     """Seconds of waiting for data, part of `seconds`."""
 
-    def after(self, warmup: int) -> "Steps":
-        """All but the first ones."""
-        return Steps(*(values[warmup:] for values in self))
-
-    def __add__(self, other: "Steps") -> "Steps":  # type: ignore[override]
-        """These steps, then the others."""
-        return Steps(*(np.concatenate(pair) for pair in zip(self, other, strict=True)))
-
 
 class Interval(NamedTuple):
     """An estimate and its 95 % confidence interval."""
@@ -75,7 +67,7 @@ def spread(values: Sequence[float] | np.ndarray) -> dict[str, float]:
     return {"median": median, "p10": p10, "p90": p90, "n": len(values)}
 
 
-def describe(figures: dict[str, Any], scale: float = 1.0, unit: str = "") -> str:
+def describe(figures: dict[str, Any], scale: float, unit: str) -> str:
     """A spread in words."""
     median, p10, p90 = (figures[key] * scale for key in ("median", "p10", "p90"))
     return f"{median:.2f}{unit} (p10 {p10:.2f}, p90 {p90:.2f})"
