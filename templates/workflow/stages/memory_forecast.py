@@ -22,7 +22,6 @@ from .timing import record_steps
 
 MARK = "the second step begins"
 ROOM = 0.85  # of a device's memory; the rest is for fragments and what others allocate
-PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered")
 
 
 def set_up_and_measure(config: Config, world: World) -> tuple[State, int | None]:
@@ -90,8 +89,13 @@ def memory_of(state: State, measured: int | None, one: dict[str, Any] | None) ->
         activations = one["activations"] * samples // one["samples"]
     else:
         activations = kept_for_backward(state)
-    sizes = (needed.parameters, needed.gradients, needed.optimizer, activations)
-    sizes += (whole if sharded else 0,)
+    parts = {
+        "parameters": needed.parameters,
+        "gradients": needed.gradients,
+        "optimizer": needed.optimizer,
+        "activations": activations,
+        "gathered": whole if sharded else 0,
+    }
     unpredictable = ""
     if measured is None:
         unpredictable = "this device does not tell what was allocated"
@@ -100,8 +104,8 @@ def memory_of(state: State, measured: int | None, one: dict[str, Any] | None) ->
     elif needed.guessed:
         unpredictable = "the optimizer's state could only be guessed"
     return {
-        **dict(zip(PARTS, sizes, strict=True)),
-        "predicted": sum(sizes),
+        **parts,
+        "predicted": sum(parts.values()),
         "measured": measured,
         "unpredictable": unpredictable,
         "whole": whole,

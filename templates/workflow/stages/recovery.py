@@ -57,26 +57,15 @@ CHECKS = {  # name: (wanted, advice)
 
 
 def measure(config: Config) -> int:
-    """Measure and judge; 0 when the gate is passed, 1 when it is not."""
-    stage = Stage("checkpoint", config)
+    """Measure and judge; 0 when the gate is passed, 1 when it is not. UserError for a full disk."""
+    stage, run_dir = Stage("checkpoint", config), config.directory
     model = build_model(config, build_datasets(config)[2])
     weights_and_moments = 3 * sum(parameter.nbytes for parameter in model.parameters())
     del model
-    with scratch_folder(config.directory, ON_DISK * weights_and_moments) as folder:
-        Drill(stage, folder).run()
-    return stage.close()
-
-
-@contextlib.contextmanager
-def scratch_folder(run_dir: Path, needed: int) -> Iterator[Path]:
-    """A folder in the run directory that is removed afterwards; UserError if the disk is too full.
-
-    An earlier drill that was killed may have left files there: they are removed first.
-    """
     with RunDirectory(run_dir / "workflow/.drill", Group()) as locked:  # removed if left empty
         folder = locked.path / "runs"
-        shutil.rmtree(folder, ignore_errors=True)
-        free = shutil.disk_usage(run_dir).free
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier drill that was killed
+        needed, free = ON_DISK * weights_and_moments, shutil.disk_usage(run_dir).free
         if free < needed:
             raise UserError(
                 f"the drill needs about {in_units(needed)} in {run_dir} for {ON_DISK} checkpoints, "
@@ -84,9 +73,10 @@ def scratch_folder(run_dir: Path, needed: int) -> Iterator[Path]:
             )
         try:
             folder.mkdir()
-            yield folder
+            Drill(stage, folder).run()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+    return stage.close()
 
 
 def world_sizes(config: Config, device: torch.device) -> tuple[int, int, str]:

@@ -223,8 +223,11 @@ def examine(config: Config, world: World, one: dict[str, Any] | None) -> dict[st
     record |= compare(config, world, record["nature"])
     state, peak = forecast.set_up_and_measure(config, world)
     record["memory"] = forecast.memory_of(state, peak, one and one["memory"])
-    # All ranks must take equally many steps.
-    steps = record["steps"] = one["steps"] if one else steps_in_time(state)
+    if one:
+        steps = one["steps"]  # on all ranks equally many
+    else:
+        steps = max(10, min(TIMED, int(SECONDS / record_steps(state, 3).seconds[-1])))
+    record["steps"] = steps
     record["strong"] = record["weak"] = time_steps(state, steps)
     if one:
         del state
@@ -234,11 +237,6 @@ def examine(config: Config, world: World, one: dict[str, Any] | None) -> dict[st
         record_steps(state, 2)
         record["weak"] = time_steps(state, steps)
     return record
-
-
-def steps_in_time(state: State) -> int:
-    """How many steps there is time for."""
-    return max(10, min(TIMED, int(SECONDS / record_steps(state, 3).seconds[-1])))
 
 
 def time_steps(state: State, steps: int) -> dict[str, Any]:
