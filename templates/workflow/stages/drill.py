@@ -52,9 +52,9 @@ def main(words: list[str]) -> int:
     folder, task, *runs = Path(words[0]), words[1], *(Path(words[0], name) for name in words[2:])
     config = load(folder / "settings.json", StageConfig)
     if task == "train":
-        recorder = Recorder(folder / "restart.json")
+        recorder = Recorder()
         run(override(config, {"run_dir": runs[0]}), [recorder])
-        result: dict[str, Any] = {"digests": recorder.digests}
+        result: dict[str, Any] = vars(recorder)
     else:
         world = join(config.parallel, config.device)
         result = {"reload": reload, "examine": examine}[task](config, world, *runs)
@@ -67,17 +67,16 @@ def main(words: list[str]) -> int:
 class Recorder:
     """A callback: when a run got how far in (re)starting, and the digests of its last two saves."""
 
-    def __init__(self, file: Path) -> None:
-        self.file, self.started = file, False
+    def __init__(self) -> None:
+        self.restart: dict[str, float] = {}
         self.digests: dict[int, Digests] = {}
 
     def after_step(self, state: State, record: dict[str, Any] | None) -> None:
-        """Write `file` after the first step."""
-        if not self.started and state.world.rank == 0:
+        """Note the first step, and what is saved."""
+        if not self.restart:
             resumed = [r.created for r in LOG.buffer if r.getMessage().startswith("resuming from")]
             times = {"main": STARTED, "restored": max(resumed, default=STARTED)}
-            write_json(self.file, {"step": state.step - 1, **times, "first_step": time.time()})
-        self.started = True
+            self.restart = {"step": state.step - 1, **times, "first_step": time.time()}
         if state.step >= STEPS - EVERY and state.step % EVERY == 0:
             self.digests[state.step] = digests_of(state, Group(state.world))
 
