@@ -91,7 +91,7 @@ def every(folder: str, names: str, suffix: str = ".py") -> list[str]:
     return [f"{folder}/{name}{suffix}" for name in names.split()]
 
 
-STAGE_FILES = "compile profile trace recovery drill processes world_size report plots"
+STAGE_FILES = "compile profile trace recovery drill processes report plots"
 # Every file that only some renders have, and when.
 CONDITIONAL: dict[str, Condition] = {
     "LICENSE": lambda a: a["license"] != "none",
@@ -108,7 +108,7 @@ CONDITIONAL: dict[str, Condition] = {
         lambda a: a["cluster"] == "kubernetes",
     ),
     **dict.fromkeys(
-        every(f"{PACKAGE}/workflow", "scale memory_forecast gradient_noise"),
+        every(f"{PACKAGE}/workflow", "scale memory_forecast"),
         lambda a: stages(a) and ranks(a),
     ),
     **dict.fromkeys(
@@ -167,7 +167,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     f"{PACKAGE}/workflow/__init__.py": ("workflow",),
     f"{PACKAGE}/workflow/report.html": ("workflow",),
     **dict.fromkeys(
-        every(f"{PACKAGE}/workflow", "scale memory_forecast gradient_noise"),
+        every(f"{PACKAGE}/workflow", "scale memory_forecast"),
         ("workflow", "parallelism"),
     ),
     **dict.fromkeys(

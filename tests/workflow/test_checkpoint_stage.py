@@ -47,7 +47,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
 
 
 class Stand:
-    """A project with a baseline, whose drill can be run."""
+    """A project whose drill can be run."""
 
     def __init__(self, project: Project, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
         self.project, self.run_dir, self.patch = project, run_dir, patch
@@ -55,10 +55,6 @@ class Stand:
         self.drill = project.module("workflow.drill")
         self.stage = project.module("workflow.stage")
         self.config = project.config(run_dir=run_dir, train__steps=400, checkpoint__every=100)
-        baseline = self.stage.Stage("baseline", self.config)
-        baseline.check("throughput", True, measured="so", wanted="measured")
-        baseline.figures |= {"step_seconds": {"median": 0.01}, "parameters": 40_000}
-        baseline.close()
 
     def in_this_process(self) -> "Stand":
         """No processes: the tasks run here, one after the other, and nothing is killed."""
@@ -114,7 +110,7 @@ def test_it_passes_in_one_process(on_one: Stand) -> None:
         "killed_while_saving": "pass",
     }
     assert "rendered for one" in checks["reshard"]["measured"]
-    assert on_one.figures["world_sizes"] == [1]
+    assert on_one.figures["bytes"] > 100_000
 
 
 def test_a_restore_that_changes_one_number_is_found(on_one: Stand) -> None:
@@ -148,7 +144,7 @@ def test_a_reader_that_ignores_hashes_is_found(on_one: Stand) -> None:
     checks = on_one()
     assert checks["roundtrip"]["status"] == "pass"
     assert checks["corrupt_newest"]["status"] == "fail"
-    assert "state.pt, byte" in checks["corrupt_newest"]["measured"]
+    assert "state.pt: not noticed" in checks["corrupt_newest"]["measured"]
 
 
 def test_a_restore_that_fails_fails_the_checks_that_hang_on_it(on_one: Stand) -> None:
@@ -230,18 +226,16 @@ def test_which_world_sizes_there_can_be(
 )
 def test_a_kill_is_judged(on_one: Stand, fault: str, status: str, said: str) -> None:
     """By stand-ins for a run, each with a fault of its own."""
-    stage, figures = kill(on_one, fault)
+    stage, seconds = kill(on_one, fault)
     assert stage.status == status, stage.checks
     assert said in stage.checks[0]["measured"]
-    assert bool(figures) == (fault != "quick")
+    assert bool(seconds) == (fault != "quick")
     if fault == "none":
-        seconds = figures["restart_seconds"]
         assert seconds["total"] == pytest.approx(sum(seconds.values()) - seconds["total"])
-        assert figures["lost_steps"] == 3
 
 
-def kill(stand: Stand, fault: str) -> tuple[Any, dict[str, Any]]:
-    """The stage and the figures of a kill of a stand-in."""
+def kill(stand: Stand, fault: str) -> tuple[Any, dict[str, float]]:
+    """The stage, and the seconds of the restart, of a kill of a stand-in."""
     folder = stand.run_dir
     stand.patch.syspath_prepend(str(ROOT / "tests/project/drills"))
     processes, recovery = stand.project.module("workflow.processes"), stand.recovery
@@ -302,60 +296,35 @@ def test_the_interval_is_advised(
     changes = {"checkpoint.every": every, "train.steps": steps}
     config = on_one.project.module("config").override(on_one.config, changes)
     stage = on_one.stage.Stage("checkpoint", config)
-    figures = {
-        "blocked_seconds": {"median": 0.02},
-        "save_seconds": {"median": upload},
-        "restart_seconds": {"total": 10.0},
-    }
-    interval.advise_interval(stage, figures, 0.1)
-    assert figures["interval_steps"] == max(588, 10 * upload)
+    for what, seconds in (("blocked", 0.02), ("save", upload), ("step", 0.1)):
+        stage.figures[f"{what}_seconds"] = {"median": seconds, "p10": seconds, "p90": seconds}
+    restart = dict.fromkeys(("launch", "restore", "first_step"), 3.0) | {"total": 9.0}
+    stage.figures |= {"bytes": 1, "blocked_first": 0.1, "restart_seconds": restart}
+    interval.conclude(stage)
+    assert stage.figures["interval_seconds"] == pytest.approx(max(58.8, upload), rel=1e-3)
     assert [advice in text for text in stage.advice] == ([True] if advice else [])
 
 
 def test_what_kernels_that_are_not_deterministic_can_tell(on_one: Stand) -> None:
-    for exact, shift, same in ((True, 1e-7, False), (False, 1e-7, True), (False, 0.1, False)):
+    def same(truth: Any, losses: list[float], end: dict[str, str]) -> bool:
+        problems, _ = truth.compare(losses, end)
+        return not problems
+
+    for exact, shift, near in ((True, 1e-7, False), (False, 1e-7, True), (False, 0.1, False)):
         truth = on_one.recovery.Undisturbed({1: 3.0, 2: 2.0}, {"w": "a"}, {"w": "b"}, exact)
-        assert truth.same_losses([2.0])[0] and truth.same_end({"w": "b"})[0]
-        assert truth.same_losses([2.0 + shift])[0] == same
-        assert truth.same_end({"w": "c"})[0] != exact
+        assert same(truth, [2.0], {"w": "b"})
+        assert same(truth, [2.0 + shift], {"w": "b"}) == near
+        assert same(truth, [2.0], {"w": "c"}) != exact
     truth = on_one.recovery.Undisturbed({1: 3.0, 2: math.nan}, {}, {}, exact=False)
-    assert truth.same_losses([3.0, math.nan])[0]
-    assert not truth.same_losses([3.0 + 1e-7, 2.0])[0]  # as where a line is missing
-    assert not truth.same_losses([math.nan, math.nan])[0]
-
-
-def test_it_needs_a_whole_baseline(on_one: Stand) -> None:
-    path = on_one.stage.stage_file(on_one.run_dir, "baseline")
-    whole = json.loads(path.read_text())
-    for figures in ({}, {**whole["figures"], "step_seconds": 3}, {"parameters": "many"}):
-        path.write_text(json.dumps({**whole, "figures": figures}))
-        with pytest.raises(ValueError, match=r"damaged.*measure again with `.* baseline"):
-            on_one()
-    path.write_text(path.read_text()[:50])
-    with pytest.raises(ValueError, match=r"damaged.*measure again with `.* baseline"):
-        on_one()
-    path.unlink()
-    with pytest.raises(ValueError, match=r"checkpoint needs what baseline measures: run `.*"):
-        on_one()
-
-
-def test_an_old_baseline_is_told(on_one: Stand, capsys: pytest.CaptureFixture[str]) -> None:
-    override = on_one.project.module("config").override
-    for changes, old in (
-        ({}, False),
-        ({"checkpoint.every": 7, "workflow.ranks": 1}, False),
-        ({"train.micro_batch_size": 2}, True),
-        ({"model.width": 64}, True),
-    ):
-        capsys.readouterr()
-        on_one.recovery.read_baseline(override(on_one.config, changes))
-        assert ("measured with other code or settings" in capsys.readouterr().out) == old
+    assert same(truth, [3.0, math.nan], {})
+    assert not same(truth, [3.0 + 1e-7, 2.0], {})  # as where a line is missing
+    assert not same(truth, [math.nan, math.nan], {})
 
 
 def test_a_full_disk_is_told_before(on_one: Stand) -> None:
     usage = SimpleNamespace(free=1_000_000)
     on_one.patch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(ValueError, match=r"needs about 1.92 MB .* 1 MB are free"):
+    with pytest.raises(ValueError, match=r"needs about 1.* MB .* 1 MB are free"):
         on_one()
     assert not (on_one.run_dir / "workflow/.drill").exists()
 
@@ -366,7 +335,7 @@ def test_nothing_of_a_drill_stays(on_one: Stand, error: Callable[[], BaseExcepti
     left = on_one.run_dir / "workflow/.drill/runs/undisturbed"
     left.mkdir(parents=True)
 
-    def run(drill: Any, step_seconds: float) -> None:
+    def run(drill: Any) -> None:
         assert not left.exists()
         (drill.folder / "one").mkdir()
         raise error()
@@ -374,4 +343,4 @@ def test_nothing_of_a_drill_stays(on_one: Stand, error: Callable[[], BaseExcepti
     on_one.patch.setattr(on_one.recovery.Drill, "run", run)
     with pytest.raises(error):
         on_one()
-    assert [path.name for path in left.parents[2].iterdir()] == ["baseline.json"]
+    assert not list(left.parents[2].iterdir())

@@ -8,6 +8,7 @@ import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,17 +60,17 @@ def test_what_depends_on_the_rank_is_found(
     sharded: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scale = sharded.module("workflow.scale")
-    start = scale.run_ranks
+    start = scale.run_task
 
-    def run_ranks(folder: Path, ranks: int, threads: int) -> dict[str, Any]:
+    def run_task(module: str, folder: Path, ranks: str, **options: Any) -> dict[str, Any]:
         """One rank in this process, which has imported all that it needs."""
-        if ranks > 1:
-            return start(folder, ranks, threads)
+        if ranks != "1":
+            return start(module, folder, ranks, **options)
         monkeypatch.setattr(scale.sys, "argv", ["scale", str(folder)])
         assert scale.main() == 0
         return json.loads((folder / "1.json").read_text("utf-8"))
 
-    monkeypatch.setattr(scale, "run_ranks", run_ranks)
+    monkeypatch.setattr(scale, "run_task", run_task)
     with pytest.raises(AssertionError):
         sharded("scale", *sharded.settings, "--workflow.ranks", "2", "--name", "wrong")
     content = stage_of(sharded, "wrong")
@@ -79,11 +80,10 @@ def test_what_depends_on_the_rank_is_found(
     }
     (failed,) = (check for check in content["checks"] if check["status"] == "fail")
     assert "depends on the rank" in failed["advice"]
-    one, two = content["figures"]["memory"]["1"], content["figures"]["memory"]["2"]
+    one, two = (content["figures"]["ranks"][ranks]["memory"] for ranks in ("1", "2"))
     for part in ("gradients", "optimizer"):
         assert two[part] == one[part] / 2
     assert two["gathered"] > 0
-    assert content["figures"]["choice"]["rendered"] == "FSDP"
     change = """cruft update --variables-to-update '{"parallelism": "ddp"}'"""
     assert any(change in text for text in content["advice"])
 
@@ -93,7 +93,7 @@ def test_what_one_process_cannot_measure_is_said(
 ) -> None:
     found = record(1.0)
     found["strong"] |= {"samples_per_second": 8.0}
-    monkeypatch.setattr(project.module("workflow.scale"), "run_ranks", lambda *_: found)
+    monkeypatch.setattr(project.module("workflow.scale"), "run_task", lambda *_, **__: found)
     project("scale", *project.settings, "--workflow.ranks", "1", "--name", "one")
     content = stage_of(project, "one")
     assert content["status"] == "not_measured"
@@ -102,9 +102,8 @@ def test_what_one_process_cannot_measure_is_said(
     for check in checks.values():
         assert check["status"] == "not_measured"
         assert "one process was asked for" in check["measured"]
-    assert content["figures"]["ranks"] == [1] and not content["figures"]["weak_efficiency"]
-    assert content["figures"]["choice"]["rendered"] is None
-    assert any('\'{"parallelism": "ddp"}\'' in text for text in content["advice"])
+    assert list(content["figures"]["ranks"]) == ["1"] and not content["figures"]["weak_efficiency"]
+    assert any("as rendered" in text for text in content["advice"])
 
 
 def test_a_model_too_large_for_one_process(
@@ -112,10 +111,10 @@ def test_a_model_too_large_for_one_process(
 ) -> None:
     scale, errors = project.module("workflow.scale"), project.module("errors")
 
-    def run_ranks(*arguments: Any) -> None:
+    def run_task(*arguments: Any, **options: Any) -> None:
         raise errors.RankError(f"it ended with exit code 1:\n{problem}")
 
-    monkeypatch.setattr(scale, "run_ranks", run_ranks)
+    monkeypatch.setattr(scale, "run_task", run_task)
     problem = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
     project("scale", *project.settings, "--name", "large")
     content = stage_of(project, "large")
@@ -147,28 +146,24 @@ def test_numbers_of_processes(project: Project, sharded: Project) -> None:
 
 def record(step: float, ranks: int = 1, **memory: Any) -> dict[str, Any]:
     """What a rank of a well-behaved project leaves."""
-    pace = {"interval": [step, 0.9 * step, 1.1 * step], "communication": 0.0 if ranks == 1 else 0.1}
+    pace = {"interval": [step, 0.9 * step, 1.1 * step]}
     sizes = {"parameters": 100, "gradients": 100, "optimizer": 200, "activations": 100}
     return {
-        "nature": {"statistics": None, "random": False, "always_random": False, "optimizer": "A"},
+        "nature": {"statistics": None, "random": False, "always_random": False},
         "losses": [3.0, 2.0],
         "gradient_norms": [1.0, 0.5],
         "strong": dict(pace),
         "weak": dict(pace),
-        "noise_scale": {"value": 100.0, "seen": 512, "step": 12},
         "memory": {
             **sizes,
             "gathered": 0,
             "predicted": 500,
             "measured": 550,
+            "unpredictable": "",
             "whole": 40,
-            "sharded": False,
-            "distributed": ranks > 1,
             "traffic": 100,
             "micro_batches": 1,
-            "recomputed": False,
-            "guessed": False,
-            "capacity": 10_000,
+            "samples": 4 // ranks,
             **memory,
         },
     }
@@ -239,8 +234,6 @@ def test_efficiencies_are_judged(project: Project) -> None:
         assert judged(kind, records, "", device, cores)[0] == status, (device, kind, step)
     assert judged("weak", records, "why not", "cuda", 2)[:2] == ("not_measured", "why not")
     slow = {1: record(1.0), 2: record(2.0, 2)}
-    assert "share" in judged("weak", slow, "", "cuda", 2)[2]
-    slow[2]["weak"]["communication"] = 0.5
     assert "synchronisations" in judged("weak", slow, "", "cuda", 2)[2]
 
 
@@ -252,79 +245,39 @@ def test_memory_is_judged(project: Project) -> None:
         ({"measured": 760}, "fail"),
         ({"measured": 340}, "pass"),
         ({"measured": 320}, "fail"),
-        ({"measured": None}, "not_measured"),
-        ({"activations": None, "predicted": None}, "not_measured"),
-        ({"recomputed": True}, "not_measured"),
-        ({"guessed": True}, "not_measured"),
+        ({"unpredictable": "why not", "measured": None}, "not_measured"),
     ):
-        assert judged({1: record(1.0), 2: record(1.0, 2, **changes)})[0] == status, changes
+        one, two = record(1.0, **changes), record(1.0, 2, **changes)
+        assert judged({1: one, 2: two})[0] == status, changes
 
 
-def test_ddp_or_fsdp(project: Project) -> None:
-    forecast = project.module("workflow.memory_forecast")
+def test_ddp_or_fsdp(project: Project, sharded: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    def advised(
+        capacity: int | None, device: str = "cuda", which: Project = project, **memory: Any
+    ) -> str:
+        forecast = which.module("workflow.memory_forecast")
+        properties = SimpleNamespace(total_memory=capacity)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(forecast, "free_host_memory", lambda: capacity)
+        one, most = record(1.0)["memory"], record(1.0, 4, **memory)["memory"]
+        return forecast.ddp_or_fsdp(which.config(), one, most, 4, torch.device(device))
 
-    def chosen(capacity: int | None, device: str = "cuda", **memory: Any) -> dict[str, Any]:
-        ours = record(1.0, 4, capacity=capacity, **memory)["memory"]
-        return forecast.choose(record(1.0)["memory"], ours, 4, device)
-
-    roomy = chosen(1000)
+    roomy = advised(1000)
     # 400 of state and 100 of activations; sharded 100 and 100 and 40 that are gathered.
-    assert roomy["numbers"]["bytes_per_rank"] == {"DDP": 500, "FSDP": 240}
-    assert roomy["numbers"]["bytes_sent_per_step"] == {"DDP": 150, "FSDP": 225}
-    assert roomy["name"] == "DDP" and "as rendered" in forecast.explain(roomy)
-    assert chosen(None)["name"] == "DDP"
-    assert chosen(589)["name"] == "DDP"
-    tight = chosen(588)
-    assert tight["name"] == "FSDP" and '{"parallelism": "fsdp"}' in forecast.explain(tight)
-    assert "as rendered" in forecast.explain(chosen(588, sharded=True))
-    assert chosen(2300, "cpu")["name"] == "FSDP"  # four ranks share it
-    assert chosen(2400, "cpu")["name"] == "DDP"
+    assert "takes 500 B under DDP and 240 B under FSDP, of 1 kB" in roomy
+    assert "sends 150 B and 225 B a step" in roomy
+    assert roomy.startswith("DDP for 4 ranks") and "as rendered" in roomy
+    assert '{"parallelism": "ddp"}' in advised(1000, which=sharded)
+    assert advised(None, "cpu").startswith("DDP") and ", of" not in advised(None, "cpu")
+    assert advised(589).startswith("DDP")
+    assert advised(588).startswith("FSDP") and '{"parallelism": "fsdp"}' in advised(588)
+    assert "as rendered" in advised(588, which=sharded)
+    assert advised(2300, "cpu").startswith("FSDP")  # four ranks share it
+    assert advised(2400, "cpu").startswith("DDP")
     # 0.85 * 200 = 170, of which 140 are on top: 400 / 30 ranks.
-    small = chosen(200)
-    assert small["numbers"]["enough_ranks"] == 14 and "FSDP on 14 ranks" in forecast.explain(small)
-    assert chosen(100)["numbers"]["enough_ranks"] is None
-    accumulated = chosen(1000, micro_batches=3)["numbers"]["bytes_sent_per_step"]
-    assert accumulated == {"DDP": 150, "FSDP": 0.75 * 700}
-
-
-def test_advice_on_the_batch(project: Project) -> None:
-    noise = project.module("workflow.gradient_noise")
-
-    def advice(batch: int, optimizer: str = "AdamW", **changes: Any) -> str:
-        one = record(1.0)
-        one["nature"]["optimizer"] = optimizer
-        one["noise_scale"] = one["noise_scale"] | changes if changes != {"noise": None} else None
-        return noise.advice_on_batch(batch, 4, one)
-
-    assert "--train.global-batch-size 64 --optim.scaling sqrt --optim.base-batch-size 16" in (
-        advice(16)
-    )
-    assert "--train.global-batch-size 100 --optim.scaling linear" in advice(32, "SGD")
-    assert "a larger batch than 100 would bring little" in advice(100)
-    assert "above 512 samples" in advice(128, value=None) and "batch-size 512" in (
-        advice(128, value=None)
-    )
-    assert advice(16, noise=None).endswith("on any number of ranks")
-
-
-def test_the_noise_scale_is_found_where_it_is_known(project: Project) -> None:
-    """Gradients of samples drawn around a known mean with a known variance."""
-    noise = project.module("workflow.gradient_noise")
-    generator = torch.Generator().manual_seed(0)
-    size, count, samples = 2000, 64, 4
-    signal = torch.randn(size, generator=generator)
-    for variance in (1.0, 25.0):
-        truth = size * variance / float(signal.square().sum())
-        each = torch.randn(count, samples, size, generator=generator) * variance**0.5
-        gradients = signal + each.mean(1)
-        squares = float(gradients.square().sum(1).mean())
-        found = noise.noise_scale(squares, float(gradients.mean(0).square().sum()), samples, count)
-        assert found["value"] == pytest.approx(truth, rel=0.1), variance
-        assert found["seen"] == 256
-    drowned = torch.randn(count, size, generator=generator)
-    square = float(drowned.mean(0).square().sum())
-    squares = float(drowned.square().sum(1).mean())
-    assert noise.noise_scale(squares, square, samples, count)["value"] is None
+    assert "neither fits" in advised(200) and "FSDP on 14 ranks" in advised(200)
+    assert "neither fits" in advised(100) and "FSDP on" not in advised(100)
+    assert "sends 150 B and 525 B a step" in advised(1000, micro_batches=3)
 
 
 class Statistics(nn.Module):
@@ -382,7 +335,6 @@ def test_what_hinders_equal_losses_is_noticed(
     config = project.config()
     world = training.join(config.parallel, config.device)
     nature = scale.nature_of(config, world)
-    assert nature["optimizer"] == "AdamW"
     assert expected.items() <= nature.items()
     if nature["random"] and not nature["always_random"]:
         seed = training.seed_step
@@ -400,23 +352,9 @@ def test_what_hinders_equal_losses_is_noticed(
         assert losses[1] != losses[3]
 
 
-def test_the_noise_scale_is_of_the_run_where_it_has_got(project: Project) -> None:
-    scale, noise = project.module("workflow.scale"), project.module("workflow.gradient_noise")
-    settings = ("--train.steps", "6", "--checkpoint.every", "6", "--train.validate-every", "0")
-    project("train", *project.settings, *settings, "--name", "short")
-    config = project.config(run_dir=project.folder / "runs/short")
-    world = scale.join(config.parallel, config.device)
-    state = scale.setup(config, world)
-    untrained = {name: value.clone() for name, value in state.model.state_dict().items()}
-    noise.load_newest(state)
-    assert state.step == 6
-    saved = project.tensors(config.run_dir)
-    for name, value in state.model.state_dict().items():
-        assert torch.equal(value, saved[f"model.{name}"])
-        assert not torch.equal(value, untrained[name])
-
-
-def test_memory_that_is_kept_and_allocated_is_counted(project: Project) -> None:
+def test_memory_that_is_kept_and_allocated_is_counted(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forecast = project.module("workflow.memory_forecast")
     from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -437,6 +375,18 @@ def test_memory_that_is_kept_and_allocated_is_counted(project: Project) -> None:
     twice = project.config(train__micro_batch_size=8)
     state = forecast.setup(twice, world)
     assert 1.8 * few < forecast.kept_for_backward(state) < 2.1 * few
+
+    whole = forecast.memory_of(state, 1, None)
+    assert (whole["samples"], whole["unpredictable"]) == (8, "")
+    half = forecast.memory_of(forecast.setup(config, world), 1, whole)
+    assert half["activations"] == pytest.approx(few, rel=0.1)
+    assert "does not tell" in forecast.memory_of(state, None, whole)["unpredictable"]
+    recomputed = project.config(train__activation_checkpointing=True)
+    state = forecast.setup(recomputed, world)
+    assert "activation-checkpointing" in forecast.memory_of(state, 1, None)["unpredictable"]
+    state = forecast.setup(config, world)
+    monkeypatch.setattr(project.module("run.hardware"), "state_per_parameter", lambda _: None)
+    assert "guessed" in forecast.memory_of(state, 1, None)["unpredictable"]
 
 
 def test_settings_that_are_right_only_together_travel(project: Project, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ How each check is judged, and made to fail, is in test_*_stage.py.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,23 +75,21 @@ def test_two_ranks_do_what_one_does(whole: Whole) -> None:
         assert found.pop(f"{kind}_efficiency") in ("pass", "not_measured")
     assert found == passed("same_losses", "memory")
     figures = content["figures"]
-    assert figures["ranks"] == [1, 2]
-    assert figures["losses"]["1"] == pytest.approx(figures["losses"]["2"], rel=1e-5)
-    assert len(set(figures["losses"]["1"])) == len(figures["losses"]["1"]) >= 10
+    one, two = records = [figures["ranks"][ranks] for ranks in ("1", "2")]
+    assert one["losses"] == pytest.approx(two["losses"], rel=1e-5)
+    assert len(set(one["losses"])) == len(one["losses"]) >= 10
     for kind in ("strong", "weak"):
-        assert set(figures[kind]) == {"1", "2"}
-        for record in figures[kind].values():
-            assert 0 <= record["communication"] < 1
-            seconds = record["step_seconds"]
-            assert 0 < seconds["p10"] <= seconds["median"] <= seconds["p90"]
+        for record in records:
+            median, low, high = record[kind]["interval"]
+            assert 0 < low <= median <= high
         assert set(figures[f"{kind}_efficiency"]) == {"2"}
-    one, two = figures["memory"]["1"], figures["memory"]["2"]
+    one, two = (record["memory"] for record in records)
     assert one["parameters"] == two["parameters"]
     assert one["optimizer"] == pytest.approx(2 * one["gradients"])
     assert one["gathered"] == two["gathered"] == 0
-    assert one["predicted"] == sum(v for k, v in one.items() if k not in ("predicted", "measured"))
-    assert figures["choice"]["name"] == figures["choice"]["rendered"] == "DDP"
-    assert any("as rendered" in text for text in content["advice"])
+    parts = ("parameters", "gradients", "optimizer", "activations", "gathered")
+    assert one["predicted"] == sum(one[part] for part in parts)
+    assert any(text.startswith("DDP") and "as rendered" in text for text in content["advice"])
     assert any("learning rate: leave it" in text for text in content["advice"])
 
 
@@ -104,12 +103,11 @@ def test_the_drill_passes_on_two_ranks(whole: Whole) -> None:
     assert not (whole.run_dir / "workflow/.drill").exists()
     assert "2 -> 1 -> 2 -> 3 processes" in checks["reshard"]["measured"]
     figures = content["figures"]
-    assert figures["world_sizes"] == [1, 2, 3]
     assert figures["bytes"] > 100_000
     # Training goes on while a save is under way, but not beyond the next one.
     every = 3  # steps between two saves of the drill
-    assert every <= figures["lost_steps"] <= 2 * every
+    lost = re.search(r"(\d+) steps done again", checks["killed_while_saving"]["measured"])
+    assert every <= int(lost[1]) <= 2 * every
     parts = [figures["restart_seconds"][part] for part in ("launch", "restore", "first_step")]
     assert min(parts) > 0 and sum(parts) == pytest.approx(figures["restart_seconds"]["total"])
     assert figures["interval_seconds"] >= figures["save_seconds"]["median"]
-    assert "proven with" in whole.output

@@ -46,8 +46,9 @@ def spread(median: float) -> dict[str, float]:
     return {"median": median, "p10": 0.9 * median, "p90": 1.2 * median, "n": 40}
 
 
-RATE = {"step_seconds": spread(0.05), "samples_per_second": 320.0, "communication": 0.1}
-PARTS = ("parameters", "gradients", "optimizer", "activations", "predicted", "measured")
+PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "measured")
+RECORD = {kind: {"samples_per_second": 320.0} for kind in ("strong", "weak")}
+RECORD["memory"] = dict.fromkeys(PARTS, 1e6)
 FIGURES: dict[str, dict[str, Any]] = {
     "baseline": {
         "losses": [3.0, 2.5, 2.0],
@@ -72,12 +73,7 @@ FIGURES: dict[str, dict[str, Any]] = {
         "diagnosis": "kernel-bound",
         "operators": 2 * [{"name": "aten::mm", "self_seconds": 0.1, "share": 0.5, "calls": 9}],
     },
-    "scale": {
-        "strong": {"1": RATE, "2": RATE},
-        "weak": {"1": RATE, "2": RATE},
-        "strong_efficiency": {"2": 0.9},
-        "memory": {n: dict.fromkeys(PARTS, 1e6) for n in ("1", "2")},
-    },
+    "scale": {"ranks": {"1": RECORD, "2": RECORD}},
     "checkpoint": {
         "blocked_seconds": spread(0.01),
         "save_seconds": spread(0.1),
@@ -116,11 +112,6 @@ def test_damaged_results_are_refused_with_the_command_to_run(
     whole = json.loads(path.read_text())
     assert stages.read_stage(tmp_path, "baseline") == whole
     assert stages.read_stage(tmp_path, "compile") is None
-    with pytest.raises(
-        error, match=r"scale needs what compile measures: run `.* compile --run-dir"
-    ):
-        stages.need_stage(tmp_path, "compile", "scale")
-
     broken = [[], None, {**whole, "stage": "scale"}, {**whole, "status": "good"}]
     broken += [{k: v for k, v in whole.items() if k != key} for key in ("stage", "status")]
     texts = [json.dumps(content) for content in broken]
@@ -376,7 +367,7 @@ def test_the_report_can_be_looked_at(project: Project, tmp_path: Path, capsys) -
         assert not console
         assert not seen["wide"], f"it has to be scrolled sideways at {width}"
         assert seen["links"] == len(STAGES)
-        assert len(seen["pictures"]) == 9
+        assert len(seen["pictures"]) == 7
         for picture in seen["pictures"]:
             assert picture["width"] > 100 and picture["colors"] > 20, picture
     empty = tmp_path / "empty.html"
@@ -394,17 +385,6 @@ def test_what_is_not_finite_is_null(project: Project, tmp_path: Path) -> None:
     figures = json.loads(text, parse_constant=lambda word: pytest.fail(word))["figures"]
     assert figures["losses"] == [2.0, None, 1.0] and figures["far"] == [None]
     project("report", "--run-dir", str(tmp_path))
-
-
-def test_an_efficiency_that_was_not_measured_is_no_tile(project: Project, tmp_path: Path) -> None:
-    report = project.module("workflow.report")
-    path = write_stage(project, tmp_path, "scale")
-    content = json.loads(path.read_text())
-    for status, shown in (("pass", True), ("not_measured", False)):
-        content["checks"][0] |= {"name": "strong_efficiency", "status": status}
-        path.write_text(json.dumps({**content, "status": status}))
-        tiles = dict(report.section(tmp_path, "scale").tiles)
-        assert ("strong efficiency, 2 ranks" in tiles) is shown
 
 
 def test_figures_of_an_older_version_are_shown_as_damaged(project: Project, tmp_path: Path) -> None:

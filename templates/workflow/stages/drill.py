@@ -26,7 +26,6 @@ import torch
 from ..checkpoint import MANIFEST, PUBLISHED, step_name
 from ..checkpoint.paths import published
 from ..checkpoint.publish import RESERVED
-from ..checkpoint.reader import DCP_INDEX
 from ..checkpoint.tensors import flat
 from ..config import Config, load, override
 from ..distributed import Group, World, join, leave, parallel
@@ -36,12 +35,12 @@ from ..run.hardware import check_memory, expected_memory
 from ..run.logs import log_to_console
 from ..train import State, run, setup, start, train_step
 from . import processes
-from .stage import PACKAGE
+from .stage import PACKAGE, StageConfig
 from .timing import record_steps, spread, synchronize
 
 STARTED = time.time()  # the imports are over
 STEPS, EVERY = 12, 3  # of a run of the drill, and between its saves
-QUIET_STEPS, SAVES, SECONDS = 8, 11, 15.0  # steps without a save; saves to time, and for how long
+QUIET_STEPS, SAVES = 16, 6  # to time: steps without a save, and saves
 PATIENCE = 1800.0  # seconds for a process of the drill
 LOG = BufferingHandler(1_000_000)  # what this package has logged
 Digests = dict[str, str]  # sha256 by the name of a tensor
@@ -51,11 +50,11 @@ def main(words: list[str]) -> int:
     """Run one task."""
     logging.getLogger(PACKAGE).addHandler(LOG)
     folder, task, *runs = Path(words[0]), words[1], *(Path(words[0], name) for name in words[2:])
-    config = load(folder / "settings.json")
+    config = load(folder / "settings.json", StageConfig)
     if task == "train":
-        recorder = Recorder(folder / "restart.json")
+        recorder = Recorder()
         run(override(config, {"run_dir": runs[0]}), [recorder])
-        result: dict[str, Any] = {"digests": recorder.digests}
+        result: dict[str, Any] = vars(recorder)
     else:
         world = join(config.parallel, config.device)
         result = {"reload": reload, "examine": examine}[task](config, world, *runs)
@@ -68,17 +67,16 @@ def main(words: list[str]) -> int:
 class Recorder:
     """A callback: when a run got how far in (re)starting, and the digests of its last two saves."""
 
-    def __init__(self, file: Path) -> None:
-        self.file, self.started = file, False
+    def __init__(self) -> None:
+        self.restart: dict[str, float] = {}
         self.digests: dict[int, Digests] = {}
 
     def after_step(self, state: State, record: dict[str, Any] | None) -> None:
-        """Write `file` after the first step."""
-        if not self.started and state.world.rank == 0:
+        """Note the first step, and what is saved."""
+        if not self.restart:
             resumed = [r.created for r in LOG.buffer if r.getMessage().startswith("resuming from")]
             times = {"main": STARTED, "restored": max(resumed, default=STARTED)}
-            write_json(self.file, {"step": state.step - 1, **times, "first_step": time.time()})
-        self.started = True
+            self.restart = {"step": state.step - 1, **times, "first_step": time.time()}
         if state.step >= STEPS - EVERY and state.step % EVERY == 0:
             self.digests[state.step] = digests_of(state, Group(state.world))
 
@@ -108,42 +106,27 @@ def examine(config: Config, world: World, run_dir: Path) -> dict[str, Any]:
     losses = record_steps(state, EVERY).losses.tolist()
     after = digests_of(state, group)
     group.from_first(lambda: os.rename(run_dir / "held-back", newest))
-    flips = {
-        f"{name}, byte {offset:,}": problem_with_flip(
-            state, newest / name, offset, group, (step, restored)
-        )
-        for name, offset in group.from_first(lambda: bits_of(newest))
-    }
+    files = group.from_first(lambda: sorted(newest.iterdir()))
+    size = group.from_first(lambda: sum(file.stat().st_size for file in files))
+    flips = [problem_with_flip(state, file, group, (step, restored)) for file in files]
     group.from_first(lambda: shutil.rmtree(run_dir / "checkpoints"))
     costs = time_saves(state, run_dir.with_name("timed"), group)
     state.loader.close()
     return {
         "roundtrip": {"restored": restored, "step": step, "losses": losses, "after": after},
         "flips": flips,
-        "costs": costs,
+        "costs": {"bytes": size, **costs},
     }
 
 
-def bits_of(checkpoint: Path) -> list[tuple[str, int]]:
-    """Where to flip a bit, as (file, byte): in the manifest, any index, and the largest file."""
-    sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
-    small = [name for name in (MANIFEST, DCP_INDEX) if name in sizes]
-    largest = max(sizes.keys() - small, key=lambda name: (sizes[name], name))
-    last = sizes[largest] - 1
-    middles = [(name, sizes[name] // 2) for name in small]
-    return middles + [(largest, offset) for offset in (0, last // 2, last)]
-
-
-def problem_with_flip(
-    state: State, file: Path, offset: int, group: Group, expected: tuple[int, Digests]
-) -> str:
+def problem_with_flip(state: State, file: Path, group: Group, expected: tuple[int, Digests]) -> str:
     """Flip a bit of a run's newest checkpoint, restore the run, and undo the damage.
 
     Returns what went wrong; empty if the damage was named, the checkpoint set aside, and the one
     before it restored, whose step and digests are `expected`.
     """
     newest, problem, restored = file.parent, "", {}
-    group.from_first(lambda: flip_bit(file, offset))
+    group.from_first(lambda: flip_bit(file))
     LOG.buffer.clear()
     try:
         restored = load_into(state, newest.parents[1], group)
@@ -154,36 +137,32 @@ def problem_with_flip(
         set_aside = sorted(newest.parent.glob(f"{newest.name}.damaged-*"))
         for path in set_aside:
             os.rename(path, newest)
-        flip_bit(file, offset)
+        flip_bit(file)
         return bool(set_aside)
 
     set_aside = group.from_first(undo)
     warnings = [record.getMessage() for record in LOG.buffer]
-    if problem:
-        return problem
     if (state.step, restored) != expected:
-        return f"not noticed, or not repaired: restored other values, of step {state.step}"
-    if not set_aside:
-        return "noticed, but the checkpoint was not set aside"
-    named = any("DAMAGED" in text and file.name in text for text in warnings)
-    return "" if named else "noticed, but no warning names the file"
+        values = f"restored other values, of step {state.step}"
+        problem = problem or f"not noticed, or not repaired: {values}"
+    elif not set_aside:
+        problem = "noticed, but the checkpoint was not set aside"
+    elif not any("DAMAGED" in text and file.name in text for text in warnings):
+        problem = "noticed, but no warning names the file"
+    return problem and f"{file.name}: {problem}"
 
 
-def flip_bit(path: Path, offset: int) -> None:
-    """Flip the lowest bit of one byte."""
+def flip_bit(path: Path) -> None:
+    """Flip the lowest bit of the byte in the middle."""
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as content:
-        content[offset] ^= 1
+        content[len(content) // 2] ^= 1
 
 
 def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
-    """Save again and again, each time when the save before is published: what each of them cost."""
+    """What a step costs without a save; then what saves cost, each begun when the last is over."""
     checkpointer = start(state, run_dir, group)
     quiet = record_steps(state, QUIET_STEPS).seconds[1:]
-    deadline, saves = time.perf_counter() + SECONDS, []
-    while len(saves) < 4 or (
-        len(saves) < SAVES and group.from_first(lambda: time.perf_counter() < deadline)
-    ):
-        saves.append(time_save(state, run_dir, group))
+    saves = [time_save(state, run_dir, group) for _ in range(SAVES)]
     checkpointer.close()
     group.from_first(lambda: shutil.rmtree(run_dir))
     blocked, seconds = zip(*saves, strict=True)
@@ -192,7 +171,6 @@ def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
         "blocked_seconds": spread(blocked[1:]),
         "save_seconds": spread(seconds[1:]),
         "step_seconds": spread(quiet),
-        "saves": len(saves),
     }
 
 
@@ -202,16 +180,14 @@ def time_save(state: State, run_dir: Path, group: Group) -> tuple[float, float]:
     Blocked is what the checkpointer of the slowest rank counts. The checkpoint is looked for
     before each step, so behind a save in the background the second figure can be a step too long.
     """
-    checkpointer, step = state.checkpointer, state.step
-    path = run_dir / "checkpoints" / step_name(step)
+    checkpointer, path = state.checkpointer, run_dir / "checkpoints" / step_name(state.step)
     synchronize(state.world.device)  # otherwise the save would wait for the steps before it
     before, began = checkpointer.blocked_seconds, time.perf_counter()
-    checkpointer.save(step)
-    seconds = 0.0
-    while not seconds or state.step == step:
-        if not seconds and group.from_first(lambda: path.exists() or checkpointer.failed):
-            seconds = time.perf_counter() - began
+    checkpointer.save(state.step)
+    while not group.from_first(lambda: path.exists() or checkpointer.failed):
         train_step(state, state.loader.next())
+    seconds = time.perf_counter() - began
+    train_step(state, state.loader.next())  # the next save is of another step
     blocked = max(group.agree(lambda: checkpointer.blocked_seconds - before))
     checkpointer.settle()
     return blocked, seconds

@@ -22,7 +22,6 @@ from .timing import record_steps
 
 MARK = "the second step begins"
 ROOM = 0.85  # of a device's memory; the rest is for fragments and what others allocate
-PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered")
 
 
 def set_up_and_measure(config: Config, world: World) -> tuple[State, int | None]:
@@ -71,37 +70,48 @@ def allocated(finished: profile) -> list[int]:
     return [total for (at, _), total in zip(changes, totals, strict=True) if at >= begin] or [0]
 
 
-def memory_of(state: State, alone: State | None, measured: int | None) -> dict[str, Any]:
+def memory_of(state: State, measured: int | None, one: dict[str, Any] | None) -> dict[str, Any]:
     """Bytes of this rank part by part, and what a forecast for other numbers of ranks needs.
 
     "gathered" are parameters of other ranks that are here for a while: "whole", what FSDP has at
     once (two blocks and all that is in no block), if the model is sharded. Activations are measured
-    on `alone`, the whole model on this rank, if there is room for it.
+    on `one` process, where the model is whole; elsewhere they follow from the micro-batch's size.
     """
-    needed, device = expected_memory(state.model, state.optimizer, 0), state.world.device
+    needed = expected_memory(state.model, state.optimizer, 0)
     size_of = {p: p.numel() * state.compute_dtype.itemsize for p in state.model.parameters()}
     in_blocks = sorted(sum(map(size_of.get, block.parameters())) for block in blocks(state.model))
     traffic = sum(size_of.values())
     whole = traffic - sum(in_blocks[:-2])
     sharded = any(parallel.local_part(p).numel() < p.numel() for p in size_of)
-    activations = kept_for_backward(alone) if alone else None
-    gathered = whole if sharded else 0
-    sizes = (needed.parameters, needed.gradients, needed.optimizer, activations, gathered)
-    capacity = free_host_memory()
-    if device.type == "cuda":
-        capacity = torch.cuda.get_device_properties(device).total_memory
+    places = state.plan[0].places
+    samples = places.stop - places.start
+    if one:
+        activations = one["activations"] * samples // one["samples"]
+    else:
+        activations = kept_for_backward(state)
+    parts = {
+        "parameters": needed.parameters,
+        "gradients": needed.gradients,
+        "optimizer": needed.optimizer,
+        "activations": activations,
+        "gathered": whole if sharded else 0,
+    }
+    unpredictable = ""
+    if measured is None:
+        unpredictable = "this device does not tell what was allocated"
+    elif state.config.train.activation_checkpointing:
+        unpredictable = "with --train.activation-checkpointing what is kept cannot be seen"
+    elif needed.guessed:
+        unpredictable = "the optimizer's state could only be guessed"
     return {
-        **dict(zip(PARTS, sizes, strict=True)),
-        "predicted": sum(sizes) if alone else None,
+        **parts,
+        "predicted": sum(parts.values()),
         "measured": measured,
+        "unpredictable": unpredictable,
         "whole": whole,
-        "sharded": sharded,
-        "distributed": state.world.distributed,
         "traffic": traffic,
         "micro_batches": len(state.plan),
-        "recomputed": state.config.train.activation_checkpointing,
-        "guessed": needed.guessed,
-        "capacity": capacity,
+        "samples": samples,
     }
 
 
@@ -134,72 +144,38 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in behind}
 
 
-def unpredictable(memory: dict[str, Any]) -> str:
-    """Why predicted and measured memory cannot be compared; empty if they can."""
-    if memory["measured"] is None:
-        return "this device does not tell what was allocated"
-    if memory["activations"] is None:
-        return "activations are measured on a whole model, for which a rank has no room"
-    if memory["recomputed"]:
-        return "with --train.activation-checkpointing what is kept cannot be seen from outside"
-    return "the optimizer's state could only be guessed" if memory["guessed"] else ""
-
-
-def choose(one: dict[str, Any], most: dict[str, Any], ranks: int, device: str) -> dict[str, Any]:
-    """DDP if a rank can hold everything, else FSDP: {"name", "rendered", "numbers"}.
+def ddp_or_fsdp(
+    config: Config, one: dict[str, Any], most: dict[str, Any], ranks: int, device: torch.device
+) -> str:
+    """DDP if a rank can hold everything, else FSDP; with the numbers, and how to change to it.
 
     `one` is the memory of one process, `most` that of a rank of the most processes. A rank sends
     2 (n - 1) / n of the gradients in DDP's all-reduce; under FSDP (n - 1) / n of the parameters in
     each of two gatherings of every micro-batch, and of the gradients once.
     """
     state = one["parameters"] + one["gradients"] + one["optimizer"]
-    activations = most["activations"] or one["activations"] or 0
-    not_shared = activations + one["whole"]
-    needed = {"DDP": state + activations, "FSDP": state // ranks + not_shared}
-    capacity = most["capacity"]
-    if capacity and device == "cpu":
-        capacity //= ranks  # they share one memory
-    room = ROOM * capacity if capacity else math.inf
-    fits = {name: size <= room for name, size in needed.items()}
+    not_shared = most["activations"] + one["whole"]
+    needed = {"DDP": state + most["activations"], "FSDP": state // ranks + not_shared}
     gathered = 2 * most["micro_batches"] * most["traffic"]
     sent = {"DDP": 2 * one["gradients"], "FSDP": gathered + one["gradients"]}
-    enough = math.ceil(state / (room - not_shared)) if room > not_shared else None
-    rendered = "FSDP" if most["sharded"] else "DDP"
-    return {
-        "name": "DDP" if fits["DDP"] else "FSDP",
-        "rendered": rendered if most["distributed"] else None,
-        "numbers": {
-            "ranks": ranks,
-            "bytes_per_rank": needed,
-            "capacity": capacity,
-            "bytes_sent_per_step": {k: round((ranks - 1) / ranks * n) for k, n in sent.items()},
-            "fits": fits,
-            "enough_ranks": None if fits["FSDP"] else enough,
-        },
-    }
-
-
-def explain(choice: dict[str, Any]) -> str:
-    """The choice in words, with its numbers and how to change the answer."""
-    name, numbers = choice["name"], choice["numbers"]
-    needed, sent = (
-        {kind: in_units(size) for kind, size in numbers[key].items()}
-        for key in ("bytes_per_rank", "bytes_sent_per_step")
-    )
-    capacity = f", of {in_units(numbers['capacity'])}" if numbers["capacity"] else ""
-    text = (
-        f"{name} for {numbers['ranks']} ranks: a rank takes {needed['DDP']} under DDP and "
-        f"{needed['FSDP']} under FSDP{capacity}; it sends {sent['DDP']} and {sent['FSDP']} a step"
-    )
-    if not numbers["fits"]["FSDP"]:
+    if device.type == "cuda":
+        capacity = torch.cuda.get_device_properties(device).total_memory
+    else:
+        capacity = (free_host_memory() or 0) // ranks  # they share one memory
+    room = ROOM * capacity or math.inf  # where it is unknown
+    name = "DDP" if needed["DDP"] <= room else "FSDP"
+    text = f"{name} for {ranks} ranks: a rank takes {in_units(needed['DDP'])} under DDP and "
+    text += f"{in_units(needed['FSDP'])} under FSDP"
+    text += f", of {in_units(capacity)}" if capacity else ""
+    a, b = (in_units((ranks - 1) / ranks * sent[kind]) for kind in ("DDP", "FSDP"))
+    text += f"; it sends {a} and {b} a step"
+    if needed["FSDP"] > room:
         text += "; neither fits: take a smaller --train.micro-batch-size"
         text += ", --train.activation-checkpointing"
-        if numbers["enough_ranks"]:
-            text += f", or FSDP on {numbers['enough_ranks']} ranks"
-    if choice["rendered"] == name:
-        return f"{text}; as rendered"
-    how = "To change to it" if choice["rendered"] else "If this project is not rendered so"
-    return f"{text}. {how}: {change_to(name)}"
+        if room > not_shared:
+            text += f", or FSDP on {math.ceil(state / (room - not_shared))} ranks"
+    rendered = "FSDP" if hasattr(config.parallel, "replicate") else "DDP"
+    return f"{text}; as rendered" if name == rendered else f"{text}. For it: {change_to(name)}"
 
 
 def change_to(name: str) -> str:

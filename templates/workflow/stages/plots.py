@@ -12,14 +12,8 @@ from matplotlib.figure import Figure
 from .recovery import lost_share
 
 BLUE, ORANGE, GREEN = "#2f6fde", "#e08a1e", "#2a9d6f"
-RED, GREY, VIOLET, INK = "#d1495b", "#8a94a6", "#b58bd3", "#1d2433"
-SHARES = {
-    "data": ("waiting for data", ORANGE),
-    "host": ("host gaps", RED),
-    "kernels": ("kernels", BLUE),
-    "communication": ("communication", GREEN),
-    "copies": ("copies", GREY),
-}
+GREY, VIOLET, INK = "#8a94a6", "#b58bd3", "#1d2433"
+Row = tuple[Any, ...]  # of `bars`: (what, value), or (what, value, low, high)
 STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -63,72 +57,53 @@ def loss_curve(axes: Axes, records: list[dict[str, Any]], first_losses: list[flo
     axes.set(xlabel="step", ylabel="loss")
 
 
-def bars(
-    axes: Axes, rows: list[tuple[Any, ...]], xlabel: str, label: Callable[[float], str]
-) -> None:
-    """A bar with its value for each (what, value), with a whisker for (what, value, low, high)."""
-    shown = [row for row in rows if row[1] is not None][::-1]
-    for y, (_, value, *whisker) in enumerate(shown):
-        low, high = whisker or (value, value)
+def bars(axes: Axes, rows: list[Row], xlabel: str, label: Callable[[float], str]) -> None:
+    """A bar with its value for each row, with a whisker from low to high if it has them."""
+    for y, (_, value, *whisker) in enumerate(reversed(rows)):
         axes.barh(y, value, color=BLUE, height=0.6)
-        if whisker:
-            axes.plot([low, high], [y, y], "|-", color=INK, lw=1.2)
-        axes.annotate(label(value), (high, y), (5, 0), textcoords="offset points", va="center")
-    axes.set_yticks(range(len(shown)), [row[0] for row in shown])
-    longest = max((value for row in shown for value in row[1:]), default=0)
+        axes.plot(whisker, [y] * len(whisker), "|-", color=INK, lw=1.2)
+        end = max([value, *whisker])
+        axes.annotate(label(value), (end, y), (5, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(rows)), [row[0] for row in reversed(rows)])
+    longest = max((value for row in rows for value in row[1:]), default=0)
     axes.set(xlabel=xlabel, xlim=(0, 1.2 * longest or 1.0))  # room for the numbers
     axes.grid(axis="y", visible=False)
-    axes.figure.set_figheight(0.85 + 0.36 * len(shown))
+    axes.figure.set_figheight(0.85 + 0.36 * len(rows))
 
 
-def step_shares(axes: Axes, shares: dict[str, float]) -> None:
-    """Where a step's time goes, as one divided bar."""
-    start = 0.0
-    for name, (label, color) in SHARES.items():
-        if share := 100 * max(0, shares.get(name, 0)):
-            axes.barh(0, share, left=start, color=color, label=f"{label} {share:.1f}%")
-            start += share
-    axes.set(xlim=(0, max(100.0, start)), yticks=[], xlabel="% of a step")
-    axes.grid(visible=False)
-    if start:
-        axes.figure.legend(loc="outside upper center", ncols=2)
-    axes.figure.set_figheight(1.9)
-
-
-def scaling(axes: Axes, strong: dict[str, Any], weak: dict[str, Any]) -> None:
+def scaling(axes: Axes, records: dict[str, dict[str, Any]]) -> None:
     """Samples/s over the number of processes, beside what no loss at all would give."""
-    if len(strong) < 2:
+    if len(records) < 2:
         return
-    ranks = sorted(map(int, strong))
-    base = strong[str(ranks[0])]["samples_per_second"]
-    ideal = [base * n / ranks[0] for n in ranks]
-    axes.plot(ranks, ideal, ":", color=GREY, label="no loss at all")
-    for series, mark, color, label in (
-        (strong, "o-", BLUE, "same global batch"),
-        (weak, "s--", GREEN, "batch grows"),
+    ranks = [int(n) for n in records]
+    alone = records["1"]["strong"]["samples_per_second"]
+    axes.plot(ranks, [alone * n for n in ranks], ":", color=GREY, label="no loss at all")
+    for kind, mark, color, label in (
+        ("strong", "o-", BLUE, "same global batch"),
+        ("weak", "s--", GREEN, "batch grows"),
     ):
-        values = [series[str(n)]["samples_per_second"] for n in ranks]
+        values = [record[kind]["samples_per_second"] for record in records.values()]
         axes.plot(ranks, values, mark, color=color, label=label)
     axes.set(xlabel="processes", ylabel="samples/s", xticks=ranks, ylim=(0, None))
     axes.legend()
 
 
-def memory(axes: Axes, by_ranks: dict[str, dict[str, float]]) -> None:
+def memory(axes: Axes, records: dict[str, dict[str, Any]]) -> None:
     """Memory of a rank, as predicted part by part and as measured."""
-    ranks = sorted(by_ranks, key=int)
-    bottom = [0.0] * len(ranks)
+    sizes = {ranks: record["memory"] for ranks, record in records.items()}
+    bottom = [0.0] * len(sizes)
     parts = ("parameters", "gradients", "optimizer", "activations", "gathered")
     for part, color in zip(parts, (BLUE, GREEN, ORANGE, GREY, VIOLET), strict=True):
-        sizes = [by_ranks[n].get(part, 0) / 1e6 for n in ranks]
-        if any(sizes):
-            axes.bar(ranks, sizes, bottom=bottom, color=color, width=0.5, label=part)
-            bottom = [a + b for a, b in zip(bottom, sizes, strict=True)]
-    measured = {n: by_ranks[n]["measured"] / 1e6 for n in ranks if "measured" in by_ranks[n]}
+        values = [size[part] / 1e6 for size in sizes.values()]
+        if any(values):
+            axes.bar([*sizes], values, bottom=bottom, color=color, width=0.5, label=part)
+            bottom = [a + b for a, b in zip(bottom, values, strict=True)]
+    measured = {n: size["measured"] / 1e6 for n, size in sizes.items() if size["measured"]}
     if measured:
-        axes.plot(measured.keys(), measured.values(), "D", color=INK, label="measured")
+        axes.plot([*measured], [*measured.values()], "D", color=INK, label="measured")
     axes.set(xlabel="processes", ylabel="MB per rank")
     axes.grid(axis="x", visible=False)
-    if ranks:
+    if sizes:
         axes.figure.legend(loc="outside center right")
 
 
@@ -140,8 +115,6 @@ def lost_time(
     `cost` of a save, `restart` of a restart, `failures` the mean time between two, `upload` what
     a save takes until it is published: no interval can be shorter.
     """
-    if not (cost > 0 and best > 0):
-        return
     intervals = [best * 10 ** (k / 20 - 1.5) for k in range(61)]
     shares = [100 * lost_share(t, cost, restart, failures) for t in intervals]
     axes.semilogx(intervals, shares, color=BLUE)

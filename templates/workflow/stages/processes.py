@@ -1,4 +1,4 @@
-"""Processes that a stage starts, plain or under torchrun; none outlives the stage."""
+"""Processes that a stage starts: how many there can be, plain or torchrun; none outlives it."""
 
 import contextlib
 import json
@@ -12,12 +12,52 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import RankError
+import torch
+
+from ..distributed import parallel
+from ..errors import RankError, UserError
 from ..run.hardware import usable_cores
-from .stage import PACKAGE
+from .stage import PACKAGE, StageConfig
 
 # Variables by which torchrun tells a process its rank: the stage may have them, its children not.
 OF_TORCHRUN = re.compile("TORCHELASTIC|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME|MASTER_")
+
+
+def most_ranks(config: StageConfig, device: torch.device) -> tuple[int, str]:
+    """The most processes that can share the work here; with 1, why. UserError for too many."""
+    asked, batch = config.workflow.ranks, config.train.global_batch_size
+    devices = {"cpu": 2, "cuda": torch.cuda.device_count()}.get(device.type, 1)
+    if ":" in config.device:  # as in cuda:1
+        devices = 1
+    most = asked or min(batch, devices)
+    if most > devices and device.type != "cpu":
+        raise UserError(f"--workflow.ranks {most}: --device {config.device} has only {devices}")
+    if most > batch:
+        problem = f"is more than --train.global-batch-size {batch}, which they share"
+        raise UserError(f"--workflow.ranks {most} {problem}: lower it, or raise the batch")
+    if asked == 1:
+        return 1, "one process was asked for"
+    if batch == 1:
+        return 1, "--train.global-batch-size 1 cannot be divided"
+    if most == 1:
+        return 1, "there is one device here; --device cpu shows everything except its speed"
+    reason = refusal(config, most)
+    return (1, reason) if reason else (most, "")
+
+
+def refusal(config: StageConfig, ranks: int) -> str:
+    """Why so many processes cannot share the work; empty if they can."""
+    try:
+        parallel.check_ranks(config.parallel, ranks)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def named(count: int, what: str) -> str:
+    """As in 1 process, 2 processes."""
+    plural = "es" if what.endswith("s") else "s"
+    return f"{count} {what}" + ("" if count == 1 else plural)
 
 
 def leave(number: int, frame: types.FrameType | None) -> None:
@@ -34,13 +74,13 @@ def started(
     threads: int | None = None,
     **environment: str,
 ) -> Iterator[subprocess.Popen[str]]:
-    """`python -m module arguments`, as one plain process (`ranks` 0) or as `ranks` under torchrun.
+    """`python -m module arguments`, as one plain process, or as several `ranks` under torchrun.
 
     Each rank has `threads` threads (default: its share of the cores). The output goes to a pipe.
     When the block ends, by SIGTERM too, all that it started is killed.
     """
     command = [sys.executable, "-m"]
-    if ranks:
+    if ranks > 1:
         command += [f"{PACKAGE}.distributed.launch", f"--nproc-per-node={ranks}"]
         command += ["--max-restarts=0", "-m"]
         threads = threads or max(1, usable_cores() // ranks)
@@ -68,10 +108,10 @@ def run_task(
 ) -> Any:
     """What `python -m workflow.<module> FOLDER TASK …` writes to FOLDER/TASK.json within that time.
 
-    One process runs plain, several run under torchrun.
+    RankError when it fails. `options` as of `started`.
     """
     words, module_name = (str(folder), *task), f"{__package__}.{module}"
-    with started(ranks if ranks > 1 else 0, *words, module=module_name, **options) as process:
+    with started(ranks, *words, module=module_name, **options) as process:
         finish(process, " ".join([module, *task]), seconds)
     return json.loads((folder / f"{task[0]}.json").read_text("utf-8"))
 

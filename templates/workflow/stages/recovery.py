@@ -18,20 +18,20 @@ from typing import Any
 import torch
 
 from ..checkpoint import PUBLISHED
-from ..checkpoint.manifest import read_manifest
-from ..checkpoint.paths import published
 from ..config import Config, override
+from ..data import build_datasets
 from ..device import pick_device
 from ..distributed import Group
 from ..errors import RankError, UserError
 from ..files import to_json, write_json
+from ..model import build_model
 from ..run.directory import RunDirectory
 from ..run.hardware import in_units
 from . import processes
 from .drill import EVERY, PATIENCE, STEPS, Digests, kill_in_save, losses_of, whole
-from .stage import Stage, code_digest, command, need_stage, stage_file
+from .processes import most_ranks, named, refusal
+from .stage import Stage
 from .timing import describe, differences
-from .world_size import most_ranks, named, refusal
 
 ON_DISK = 4  # checkpoints that the drill keeps at once, at most
 LAUNCHES = 3  # to meet a save
@@ -57,40 +57,15 @@ CHECKS = {  # name: (wanted, advice)
 
 
 def measure(config: Config) -> int:
-    """Measure and judge; 0 when the gate is passed, 1 when it is not."""
-    step_seconds, checkpoint_bytes = read_baseline(config)
-    stage = Stage("checkpoint", config)
-    with scratch_folder(config.directory, ON_DISK * checkpoint_bytes) as folder:
-        Drill(stage, folder).run(step_seconds)
-    return stage.close()
-
-
-def read_baseline(config: Config) -> tuple[float, int]:
-    """Seconds of a step and bytes of a checkpoint; UserError if baseline has not measured them."""
-    content = need_stage(config.directory, "baseline", "checkpoint")
-    remedy = f"measure again with `{command('baseline', config.directory)}`"
-    settings, changed = to_json(config), content["code"] != code_digest()
-    if changed or any(content["settings"][k] != settings[k] for k in ("model", "data", "train")):
-        say(f"baseline was measured with other code or settings; to be sure of it, {remedy}")
-    try:
-        figures = content["figures"]
-        weights_and_moments = 3 * 4 * int(figures["parameters"])  # float32
-        return float(figures["step_seconds"]["median"]), weights_and_moments
-    except (KeyError, TypeError, ValueError):
-        path = stage_file(config.directory, "baseline")
-        raise UserError(f"{path} is damaged or of an older version: {remedy}") from None
-
-
-@contextlib.contextmanager
-def scratch_folder(run_dir: Path, needed: int) -> Iterator[Path]:
-    """A folder in the run directory that is removed afterwards; UserError if the disk is too full.
-
-    An earlier drill that was killed may have left files there: they are removed first.
-    """
+    """Measure and judge; 0 when the gate is passed, 1 when it is not. UserError for a full disk."""
+    stage, run_dir = Stage("checkpoint", config), config.directory
+    model = build_model(config, build_datasets(config)[2])
+    weights_and_moments = 3 * sum(parameter.nbytes for parameter in model.parameters())
+    del model
     with RunDirectory(run_dir / "workflow/.drill", Group()) as locked:  # removed if left empty
         folder = locked.path / "runs"
-        shutil.rmtree(folder, ignore_errors=True)
-        free = shutil.disk_usage(run_dir).free
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier drill that was killed
+        needed, free = ON_DISK * weights_and_moments, shutil.disk_usage(run_dir).free
         if free < needed:
             raise UserError(
                 f"the drill needs about {in_units(needed)} in {run_dir} for {ON_DISK} checkpoints, "
@@ -98,9 +73,10 @@ def scratch_folder(run_dir: Path, needed: int) -> Iterator[Path]:
             )
         try:
             folder.mkdir()
-            yield folder
+            Drill(stage, folder).run()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+    return stage.close()
 
 
 def world_sizes(config: Config, device: torch.device) -> tuple[int, int, str]:
@@ -135,38 +111,33 @@ class Drill:
             "profile.every": 0,
             "track": False,
         }
-        settings = to_json(override(config, short_run))
-        del settings["workflow"]  # of the stage alone
-        write_json(folder / "settings.json", settings)
+        write_json(folder / "settings.json", to_json(override(config, short_run)))
 
-    def run(self, step_seconds: float) -> None:
-        """Run all parts; `step_seconds` is what baseline measured on one process."""
-        stage, folder = self.stage, self.folder
-        all_of_them = named(self.ranks, "process")
+    def run(self) -> None:
+        """Run all parts."""
+        stage, folder, all_of_them = self.stage, self.folder, named(self.ranks, "process")
         say(f"training {STEPS} steps undisturbed on {all_of_them}, saving every {EVERY}")
         digests = self.child(self.ranks, "train", "undisturbed")["digests"]
         before, end = (digests[str(step)] for step in (STEPS - EVERY, STEPS))
         expected = Undisturbed(losses_of(folder / "undisturbed"), before, end, self.exact)
-        newest = published(folder / "undisturbed/checkpoints")[-1]
-        stage.figures["bytes"] = sum(it["size"] for it in read_manifest(newest)["files"].values())
-        examined, restarted = {}, {}
+        costs, restart = {}, {}
         with self.part("reshard"):
             self.reshard(expected)
         say(f"restoring into {all_of_them} that never trained, flipping bits, timing saves")
         with self.part("roundtrip", "corrupt_newest"):
-            examined = self.child(self.ranks, "examine", "undisturbed")
-            judge_roundtrip(stage, examined["roundtrip"], expected)
-            judge_flips(stage, examined["flips"])
+            found = self.child(self.ranks, "examine", "undisturbed")
+            judge_roundtrip(stage, found["roundtrip"], expected)
+            good = f"a bit of each of {len(found['flips'])} files: noticed and named, the "
+            good += "checkpoint set aside, the one before it restored"
+            judge(stage, "corrupt_newest", [*filter(None, found["flips"])], good)
+            costs = found["costs"]
         say("killing the run in mid-save and restarting it")
         with self.part("killed_while_saving"):
             launch = partial(self.start, self.ranks, "train", "killed")
-            restarted = kill_and_restart(stage, launch, folder, expected)
-        if examined and restarted:
-            costs = examined["costs"]
-            step = costs["step_seconds"]["median"] if self.ranks > 1 else step_seconds
-            conclude(stage, costs, restarted, step)
-        else:
-            stage.figures.clear()
+            restart = kill_and_restart(stage, launch, folder, expected)
+        if costs and restart:
+            stage.figures |= {**costs, "restart_seconds": restart}
+            conclude(stage)
 
     def reshard(self, expected: "Undisturbed") -> None:
         """Load into other numbers of processes, each from what the one before saved."""
@@ -183,21 +154,18 @@ class Drill:
                 shutil.rmtree(self.folder / source)
             source = f"from-{size}"
             chain.append(size)
-        self.stage.figures["world_sizes"] = sorted(set(chain))
         good = f"{' -> '.join(map(str, chain))} processes: {len(expected.end)} tensors bit for bit"
-        measured = "; ".join(filter(None, [good if len(set(chain)) > 1 else "", *refused]))
-        judge(self.stage, "reshard", problems, measured, measurable=len(set(chain)) > 1)
+        tried = len(set(chain)) > 1
+        measured = "; ".join(filter(None, [good if tried else "", *refused]))
+        judge(self.stage, "reshard", problems, measured, measurable=tried)
 
-    def child(self, ranks: int, task: str, *names: str) -> dict[str, Any]:
+    def child(self, ranks: int, *task: str) -> dict[str, Any]:
         """The result of a task of drill.py."""
-        with self.start(ranks, task, *names) as process:
-            processes.finish(process, " ".join([task, *names]), PATIENCE)
-        return json.loads((self.folder / f"{task}.json").read_text("utf-8"))
+        return processes.run_task("drill", self.folder, *task, ranks=ranks, seconds=PATIENCE)
 
     def start(self, ranks: int, *words: str) -> contextlib.AbstractContextManager:
-        """Processes for a task of drill.py: one plain process, or several under torchrun."""
-        number = ranks if ranks > 1 else 0
-        return processes.started(number, str(self.folder), *words, module=f"{__package__}.drill")
+        """Processes for a task of drill.py."""
+        return processes.started(ranks, str(self.folder), *words, module=f"{__package__}.drill")
 
     @contextlib.contextmanager
     def part(self, *checks: str) -> Iterator[None]:
@@ -219,22 +187,23 @@ class Undisturbed:
     end: Digests
     exact: bool  # whether the same steps give the same bits on this device, with these settings
 
-    def same_losses(self, losses: Sequence[float]) -> tuple[bool, str]:
-        """Compare with as many of the last steps; the result, and in words."""
-        expected = [self.losses[step] for step in sorted(self.losses)][-len(losses) :]
-        apart = differences(losses, expected).max()
-        if not apart:
-            return True, f"{len(losses)} losses bit for bit"
-        if not self.exact and apart < NEAR:
-            return True, f"{len(losses)} losses within {apart:.0e} (--train.deterministic: exactly)"
-        return False, f"losses differ by up to {apart:.0e}, relative"
+    def compare(self, losses: Sequence[float], end: Digests) -> tuple[list[str], str]:
+        """The last losses and the final tensors of another run: (problems, what is the same).
 
-    def same_end(self, digests: Digests) -> tuple[bool, str]:
-        """Compare the final tensors; if not `exact`, only the losses can tell."""
-        problem = differing(digests, self.end)
-        if problem and self.exact:
-            return False, f"at the end {problem}"
-        return True, "" if problem else "the same tensors at the end"
+        If not `exact`, only the losses can tell.
+        """
+        expected = [self.losses[step] for step in sorted(self.losses)][-len(losses) :]
+        apart, other_tensors = differences(losses, expected).max(), differing(end, self.end)
+        problems, same = [], f"{len(losses)} losses bit for bit"
+        if not self.exact and 0 < apart < NEAR:
+            same = f"{len(losses)} losses within {apart:.0e} (--train.deterministic: exactly)"
+        elif apart:
+            problems.append(f"losses differ by up to {apart:.0e}, relative")
+        if not other_tensors:
+            same += ", the same tensors at the end"
+        elif self.exact:
+            problems.append(f"at the end {other_tensors}")
+        return problems, same
 
 
 def differing(digests: Digests, expected: Digests) -> str:
@@ -256,28 +225,21 @@ def judge(
 
 def judge_roundtrip(stage: Stage, found: dict[str, Any], expected: Undisturbed) -> None:
     """Restored into fresh processes: the same tensors, then the same steps."""
-    step, tensors = STEPS - EVERY, differing(found["restored"], expected.before)
-    same_losses, losses = expected.same_losses(found["losses"])
-    same_end, end = expected.same_end(found["after"])
-    other_step = "" if found["step"] == step else f"restored step {found['step']}, not {step}"
-    words = [other_step, tensors or f"{len(expected.before)} tensors bit for bit", losses, end]
-    measured = "; ".join(filter(None, words))
-    passed = same_losses and same_end and not tensors and not other_step
-    judge(stage, "roundtrip", [] if passed else [measured], measured)
-
-
-def judge_flips(stage: Stage, flips: dict[str, str]) -> None:
-    """A flipped bit: noticed, named, set aside, and the checkpoint before it restored."""
-    files = len({place.partition(",")[0] for place in flips})
-    good = f"{len(flips)} bits of {files} files: each noticed and named, the checkpoint set aside, "
-    problems = [f"{place}: {problem}" for place, problem in flips.items() if problem]
-    judge(stage, "corrupt_newest", problems, f"{good}the one before it restored")
+    other_tensors = differing(found["restored"], expected.before)
+    restored = other_tensors or f"{len(expected.before)} tensors bit for bit"
+    problems, same = expected.compare(found["losses"], found["after"])
+    words = f"step {found['step']}: {restored}; {'; '.join(problems) or same}"
+    wrong = found["step"] != STEPS - EVERY or other_tensors or problems
+    judge(stage, "roundtrip", [words] if wrong else [], words)
 
 
 def kill_and_restart(
     stage: Stage, launch: Callable[[], Any], folder: Path, expected: Undisturbed
-) -> dict[str, Any]:
-    """Kill the run FOLDER/killed in mid-save, restart and judge it; figures, if a save was met."""
+) -> dict[str, float]:
+    """Kill the run FOLDER/killed in mid-save, restart and judge it.
+
+    Returns the seconds of the restart; none if no kill met a save.
+    """
     run_dir, checkpoints, saving = folder / "killed", folder / "killed/checkpoints", None
     for _ in range(LAUNCHES):
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -292,28 +254,24 @@ def kill_and_restart(
     newest = max(int(path.name[5:]) for path in whole(checkpoints))
     with launch() as process:
         processes.finish(process, "the restart after the kill", PATIENCE)
-    restart, result = (
-        json.loads((folder / name).read_text("utf-8")) for name in ("restart.json", "train.json")
-    )
-    losses = losses_of(run_dir)
+    result = json.loads((folder / "train.json").read_text("utf-8"))
+    losses, restart, resumed = losses_of(run_dir), result["restart"], result["restart"]["step"]
     in_order = [losses.get(step, math.nan) for step in sorted(expected.losses)]
-    same_losses, words = expected.same_losses(in_order)
-    same_end, end = expected.same_end(result["digests"][str(STEPS)])
-    left_over = sorted(p.name for p in checkpoints.iterdir() if not PUBLISHED.fullmatch(p.name))
-    problems = {
-        f"resumed from step {restart['step']}, not {newest}": restart["step"] != newest,
-        f"only step {newest} was published": saving - newest > EVERY,
-        words: not same_losses,
-        end: not same_end,
-        f"left over: {', '.join(left_over)}": bool(left_over),
+    problems, same = expected.compare(in_order, result["digests"][str(STEPS)])
+    if resumed != newest:
+        problems.append(f"resumed from step {resumed}, not {newest}")
+    if saving - newest > EVERY:
+        problems.append(f"only step {newest} was published")
+    if left := sorted(p.name for p in checkpoints.iterdir() if not PUBLISHED.fullmatch(p.name)):
+        problems.append(f"left over: {', '.join(left)}")
+    good = f"1 kill, in the save of step {saving}; {done - resumed} steps done again, {same}"
+    judge(stage, "killed_while_saving", problems, good)
+    return {
+        "launch": restart["main"] - killed_at,
+        "restore": restart["restored"] - restart["main"],
+        "first_step": restart["first_step"] - restart["restored"],
+        "total": restart["first_step"] - killed_at,
     }
-    lost = done - restart["step"]
-    good = f"1 kill, in the save of step {saving}; {lost} steps done again, {words}"
-    judge(stage, "killed_while_saving", [text for text, bad in problems.items() if bad], good)
-    marks = killed_at, restart["main"], restart["restored"], restart["first_step"]
-    parts = ("launch", "restore", "first_step")
-    seconds = {part: marks[i + 1] - marks[i] for i, part in enumerate(parts)}
-    return {"restart_seconds": {**seconds, "total": marks[3] - killed_at}, "lost_steps": lost}
 
 
 def best_interval(cost: float, failures: float, least: float = 0.0) -> float:
@@ -330,54 +288,34 @@ def lost_share(interval: float, cost: float, restart: float, failures: float) ->
     return cost / interval + (interval / 2 + restart) / failures
 
 
-def conclude(
-    stage: Stage, costs: dict[str, Any], restarted: dict[str, Any], step_seconds: float
-) -> None:
-    """Add the figures, what they cost, how often to save, and what was proven."""
-    restart, figures = restarted["restart_seconds"], stage.figures
-    figures |= {key: costs[key] for key in ("blocked_seconds", "blocked_first", "save_seconds")}
-    figures |= restarted
+def conclude(stage: Stage) -> None:
+    """Say what saving and restarting cost, work out the interval between saves, and advise."""
+    config, figures = stage.config, stage.figures
+    blocked, published, restart = (
+        figures[f"{what}_seconds"] for what in ("blocked", "save", "restart")
+    )
     say(
         f"a save of {in_units(figures['bytes'])} blocks training for "
-        f"{describe(costs['blocked_seconds'], 1e3, ' ms')}, the first one for "
-        f"{1e3 * costs['blocked_first']:.2f} ms; it is published after "
-        f"{describe(costs['save_seconds'], 1e3, ' ms')}"
+        f"{describe(blocked, 1e3, ' ms')}, the first one for "
+        f"{1e3 * figures['blocked_first']:.2f} ms; it is published after "
+        f"{describe(published, 1e3, ' ms')}"
     )
     say(
         "from the kill to the next step {total:.1f} s: launch and imports {launch:.1f}, "
         "restore {restore:.1f}, first step {first_step:.1f}".format(**restart)
     )
-    advise_interval(stage, figures, step_seconds)
-    if stage.status != "fail":
-        say(
-            f"proven with {costs['saves'] + 2 * STEPS // EVERY} saves, a kill and flipped bits: "
-            "every restore gave what was saved, and no damaged checkpoint was loaded"
-        )
-
-
-def advise_interval(stage: Stage, figures: dict[str, Any], step_seconds: float) -> None:
-    """Work out the interval between saves from `figures`, add it to them, and advise."""
-    config = stage.config
-    cost, upload = (figures[key]["median"] for key in ("blocked_seconds", "save_seconds"))
-    hours = config.workflow.hours_between_failures
+    cost, upload = blocked["median"], published["median"]
+    step, hours = figures["step_seconds"]["median"], config.workflow.hours_between_failures
     best = best_interval(cost, 3600 * hours, upload)
+    figures |= {"interval_seconds": best, "hours_between_failures": hours}
     every = config.checkpoint.every or config.train.steps
-    now = every * step_seconds
+    now, steps = every * step, max(1, math.ceil(best / step))
     lost, lost_now = (
-        lost_share(interval, cost, figures["restart_seconds"]["total"], 3600 * hours)
-        for interval in (best, now)
+        lost_share(interval, cost, restart["total"], 3600 * hours) for interval in (best, now)
     )
-    steps = max(1, math.ceil(best / step_seconds))
-    figures |= {
-        "interval_seconds": best,
-        "interval_steps": steps,
-        "hours_between_failures": hours,
-        "step_seconds": step_seconds,
-        "lost_share": lost,
-    }
     say(
         f"with a failure every {hours:g} h, save every {best:.3g} s: {steps} steps of "
-        f"{1e3 * step_seconds:.3g} ms; {lost:.2%} of the time is lost then"
+        f"{1e3 * step:.3g} ms; {lost:.2%} of the time is lost then"
     )
     size = 10 ** max(0, len(str(steps)) - 2)  # nobody wants to save every 487 steps
     rounded = math.ceil(steps / size) * size

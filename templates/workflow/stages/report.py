@@ -4,21 +4,22 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from ..config import load
 from ..errors import UserError
+from ..files import flatten
 from ..run.hardware import in_units
 from ..run.tracker import log_report
 from . import STAGES, plots
 from .stage import PACKAGE, command, read_stage
+from .timing import spread
 
 log = logging.getLogger(__name__)
 Figures = dict[str, Any]
@@ -35,11 +36,11 @@ class Section:
     problem: str = ""
     content: Figures = field(default_factory=dict)  # of workflow/<stage>.json
     tiles: list[tuple[str, str]] = field(default_factory=list)  # (what, value)
-    rates: list[tuple[str, float, float, float]] = field(default_factory=list)  # samples/s
+    rates: list[plots.Row] = field(default_factory=list)  # samples/s
     plots: list[tuple[str, str | None]] = field(default_factory=list)  # (title, picture)
 
     def rate(self, label: str, seconds: dict[str, float]) -> None:
-        """Add a row to the plot of throughput: the median, its lower and upper end."""
+        """Add a row to the plot of throughput."""
         batch = self.content["settings"]["train"]["global_batch_size"]
         self.rates.append((label, *(batch / seconds[key] for key in ("median", "p90", "p10"))))
 
@@ -98,18 +99,17 @@ def page_of(run_dir: Path) -> str:
 
 def section(run_dir: Path, name: str) -> Section:
     """What the page shows of a stage, whatever state its file is in."""
-    about, again = STAGES[name].split(":")[0], command(name, run_dir)
+    result = Section(name, STAGES[name].split(":")[0], command(name, run_dir))
     try:
-        if (content := read_stage(run_dir, name)) is None:
-            return Section(name, about, again)
-        result = Section(name, about, again, content["status"], content=content)
-        SHOW[name](result, content["figures"])
+        if content := read_stage(run_dir, name):
+            result.content, result.status = content, content["status"]
+            SHOW[name](result, content["figures"])
         return result
     except UserError as error:
         problem = str(error).partition(": measure again")[0]
     except (KeyError, TypeError, AttributeError) as error:
         problem = f"its figures are damaged or of an older version of this project ({error!r})"
-    return Section(name, about, again, "damaged", problem)
+    return Section(name, result.about, result.command, "damaged", problem)
 
 
 def of_baseline(section: Section, figures: Figures) -> None:
@@ -127,21 +127,18 @@ def of_baseline(section: Section, figures: Figures) -> None:
 
 
 def of_compile(section: Section, figures: Figures) -> None:
-    """The speedup, and seconds of compiling, cold and warm."""
-    modes, rows = figures.get("modes", {}), []
+    """Throughput of compiled code, and the speedup."""
+    modes = figures.get("modes", {})
     for mode, of_mode in modes.items():
         if of_mode.get("step_seconds"):
             section.rate(f"compiled, {mode}", of_mode["step_seconds"])
-        rows += [(f"{mode}, {k}", v) for k, v in of_mode.get("compile_seconds", {}).items()]
     if best := modes.get(figures.get("best")):
         what = f"speedup, compiled {figures['best']}"
         section.tiles.append((what, f"{best['speedup']['value']:.2f}x"))
-    title = "Compiling, with a cold and a warm cache"
-    section.plot(title, plots.bars, rows, "seconds", plots.in_time)
 
 
 def of_profile(section: Section, figures: Figures) -> None:
-    """Where a step's time goes, and in which operators."""
+    """What a step mostly is, and the operators in which its time goes."""
     if figures.get("diagnosis"):
         section.tiles.append(("a step is", figures["diagnosis"]))
     rows = [
@@ -149,24 +146,15 @@ def of_profile(section: Section, figures: Figures) -> None:
         (name if len(name) <= 28 else f"{name[:17]}…{name[-10:]}", 100 * share)
         for name, share in ((it["name"], it["share"]) for it in figures.get("operators", [])[:8])
     ]
-    section.plot("Where a step's time goes", plots.step_shares, figures.get("shares", {}))
     what = "% of a step, self time"
     section.plot("Operators by self time", plots.bars, rows, what, "{:.3g}".format)
 
 
 def of_scale(section: Section, figures: Figures) -> None:
     """Throughput and memory by the number of processes."""
-    each = " of 1 thread" if figures.get("threads") == 1 else ""  # other stages had more
-    strong = figures.get("strong", {})
-    for ranks, pace in strong.items():
-        processes = "process" if ranks == "1" else "processes"
-        section.rate(f"scale, {ranks} {processes}{each}", pace["step_seconds"])
-    statuses = {check["name"]: check["status"] for check in section.content["checks"]}
-    if statuses.get("strong_efficiency") != "not_measured":
-        for ranks, value in [*figures.get("strong_efficiency", {}).items()][-1:]:
-            section.tiles.append((f"strong efficiency, {ranks} ranks", f"{value:.0%}"))
-    section.plot("Throughput by processes", plots.scaling, strong, figures.get("weak", {}))
-    section.plot("Memory of a rank", plots.memory, figures.get("memory", {}))
+    records = figures.get("ranks", {})
+    section.plot("Throughput by processes", plots.scaling, records)
+    section.plot("Memory of a rank", plots.memory, records)
 
 
 def of_checkpoint(section: Section, figures: Figures) -> None:
@@ -204,22 +192,13 @@ def overview(sections: list[Section], records: list[Figures]) -> list[tuple[str,
     first_losses = sections[0].content.get("figures", {}).get("losses", [])
     rates = [rate for it in sections for rate in it.rates]
     if run := [r["samples_per_second"] for r in records if r.get("samples_per_second")]:
-        p10, median, p90 = (float(x) for x in np.percentile(run, [10, 50, 90]))
-        rates.append(("training run", median, p10, p90))
+        figures = spread(run)
+        rates.append(("training run", *(figures[key] for key in ("median", "p10", "p90"))))
     title = "Loss" if records else "Loss in the baseline's steps"
     loss = plots.picture(plots.loss_curve, records, first_losses)
     what = "samples/s (median, p10 to p90)"
     throughput = plots.picture(plots.bars, rates, what, "{:,.0f}".format)
     return [(title, loss), ("Throughput by stage", throughput)]
-
-
-def flatten(tree: Figures, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted names and values of settings."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, json.dumps(value)
 
 
 def read_json(path: Path, notes: list[str]) -> Figures | None:

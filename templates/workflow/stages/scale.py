@@ -15,19 +15,17 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..config import from_json, override
+from ..config import Config, load, override
 from ..device import pick_device
-from ..distributed import Group, World, join, leave
+from ..distributed import World, join, leave
 from ..errors import RankError, exit_code
 from ..files import to_json, write_json
 from ..run.hardware import in_units
 from ..train import State, setup, train_step
 from . import memory_forecast as forecast
-from . import processes
-from .gradient_noise import advice_on_batch, gradient_norms, load_newest, noise_scale
+from .processes import most_ranks, named, refusal, run_task
 from .stage import Stage, StageConfig, machine
-from .timing import difference, has_drawn, median_interval, record_steps, spread
-from .world_size import most_ranks, named, refusal
+from .timing import difference, has_drawn, median_interval, record_steps
 
 TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}  # relative
 FACTOR = 1.5  # between predicted and measured memory
@@ -35,8 +33,7 @@ LEAST_WEAK = 0.8  # efficiency, between GPUs of one machine
 MOST = 1.25  # efficiency; caches give some tenths above 1, other load on the machine any
 PATIENCE = 3600.0  # seconds
 COMPARED = 12  # steps whose losses are compared
-WINDOW, WINDOWS = 6, 6  # steps in a row, and how often; the first of a window is not counted
-SECONDS, NOISE_SECONDS = 3.0, 60.0  # for timed steps, and for gradients, where steps are slow
+TIMED, SECONDS = 30, 3.0  # timed steps, and seconds for them where steps are slow
 CANNOT_TELL = {
     "cpu": "between machines, or on GPUs: here the processes share memory and caches",
     "cuda": "between machines, whose network is slower",
@@ -50,31 +47,36 @@ def measure(config: StageConfig) -> int:
     sizes, reason = world_sizes(config, device)
     most, cores = sizes[-1], machine(config.device)["cores"]
     threads = 1 if device.type == "cpu" else max(1, cores // most)
-    stage.figures["threads"] = threads
     records: Records = {}
     with tempfile.TemporaryDirectory() as folder:
         write_json(Path(folder) / "settings.json", to_json(config))
+        options = {"threads": threads, "seconds": PATIENCE}
         for ranks in sizes:
             print(f"     {named(ranks, 'process')}, {named(threads, 'thread')} each …", flush=True)
             try:
-                records[ranks] = run_ranks(Path(folder), ranks, threads)
+                found = run_task("scale", Path(folder), str(ranks), ranks=ranks, **options)
             except RankError as error:
                 if "out of memory" not in str(error).lower():
                     raise
                 return give_up(stage, ranks)
-            print(f"     {summary(ranks, records[ranks])}", flush=True)
+            records[ranks] = found
+            text = f"{found['strong']['samples_per_second']:,.0f} samples/s"
+            if ranks > 1:
+                text += f" with the same batch; {found['weak']['samples_per_second']:,.0f} "
+                text += f"samples/s with {ranks} times the batch"
+            print(f"     {text}", flush=True)
     if most > 1:
-        print("     communication and waiting: what the same processes save by exchanging nothing")
         print(f"     this cannot tell how it goes {CANNOT_TELL[device.type]}", flush=True)
     judge_losses(stage, records, reason)
     for kind in ("strong", "weak"):
         judge_efficiency(stage, kind, records, reason, device.type, cores)
     judge_memory(stage, records)
     wanted = max(2, config.workflow.ranks, most)
-    choice = forecast.choose(records[1]["memory"], records[most]["memory"], wanted, device.type)
-    stage.advise(forecast.explain(choice))
-    stage.advise(advice_on_batch(config.train.global_batch_size, wanted, records[1]))
-    stage.figures |= figures_of(records) | {"choice": choice}
+    memory = records[1]["memory"], records[most]["memory"]
+    stage.advise(forecast.ddp_or_fsdp(config, *memory, wanted, device))
+    batch = config.train.global_batch_size
+    stage.advise(f"learning rate: leave it, the global batch is {batch} on any number of ranks")
+    stage.figures["ranks"] = records
     return stage.close()
 
 
@@ -84,14 +86,6 @@ def world_sizes(config: StageConfig, device: torch.device) -> tuple[list[int], s
     powers = [2**k for k in range(1, most.bit_length()) if 2**k < most]
     between = [ranks for ranks in powers if not refusal(config, ranks)]
     return sorted({1, *between, most}), reason
-
-
-def run_ranks(folder: Path, ranks: int, threads: int) -> dict[str, Any]:
-    """What so many processes measured: one of them plain, several under torchrun."""
-    words = (ranks if ranks > 1 else 0, str(folder))
-    with processes.started(*words, module=f"{__package__}.scale", threads=threads) as process:
-        processes.finish(process, f"measuring on {named(ranks, 'process')}", PATIENCE)
-    return json.loads((folder / f"{ranks}.json").read_text("utf-8"))
 
 
 def give_up(stage: Stage, ranks: int) -> int:
@@ -156,6 +150,8 @@ def judge_efficiency(
 ) -> None:
     """On GPUs there is a limit; for processes that share a CPU it is only recorded."""
     most, found = max(records), efficiencies(kind, records)
+    name = f"{kind}_efficiency"
+    stage.figures[name] = {str(ranks): value for ranks, (value, *_) in found.items()}
     if not reason and device == "cpu" and most > cores:
         reason = f"{most} ranks take turns on {named(cores, 'core')}"
     limit = {"weak": LEAST_WEAK, "strong": 1 / most}[kind] if device == "cuda" else 0.0
@@ -165,21 +161,15 @@ def judge_efficiency(
         measured = f"{shown}: more than ranks can bring, so one alone had less of the machine"
         advice = "measure again when nothing else runs on this machine"
     elif not reason:
-        efficiency, communication = found[most][0], records[most][kind]["communication"]
         batch = "the same batch" if kind == "strong" else "a batch for each rank"
-        passed, measured = efficiency > limit, f"{shown}, {batch}"
+        passed, measured = found[most][0] > limit, f"{shown}, {batch}"
         advice = (
-            "the ranks are slow though they need not wait for each other: look at what they share "
-            "(reading data, see --train.loader-workers; the host's cores)"
+            "if a rank computes too little between two synchronisations, raise "
+            "--train.micro-batch-size and --train.global-batch-size; see the links of the GPUs "
+            "(nvidia-smi topo -m), and what the ranks share: reading data (--train.loader-workers) "
+            "and the host's cores"
         )
-        if communication is None or communication > (1 - efficiency) / 2:
-            advice = (
-                "a rank computes too little between two synchronisations: raise "
-                "--train.micro-batch-size and --train.global-batch-size; see the links of the GPUs "
-                "(nvidia-smi topo -m)"
-            )
     wanted = f"{most} ranks above {limit:.0%}" if limit else "measured"
-    name = f"{kind}_efficiency"
     stage.check(name, passed, measured=measured, wanted=wanted, advice=advice)
     if passed and most * found[most][0] <= 1:
         stage.advise(f"{most} ranks do not do more than one here: {kind} scaling brings nothing")
@@ -189,7 +179,7 @@ def judge_memory(stage: Stage, records: Records) -> None:
     """A rank takes what was forecast."""
     wanted = f"within a factor of {FACTOR:g}"
     memory = {ranks: record["memory"] for ranks, record in records.items()}
-    if reason := next(filter(None, map(forecast.unpredictable, memory.values())), ""):
+    if reason := memory[1]["unpredictable"]:
         stage.check("memory", None, measured=reason, wanted=wanted)
         return
     ratios = [m["measured"] / max(1, m["predicted"]) for m in memory.values()]
@@ -207,125 +197,56 @@ def judge_memory(stage: Stage, records: Records) -> None:
     )
 
 
-def figures_of(records: Records) -> dict[str, Any]:
-    """What the report reads."""
-    figures: dict[str, Any] = {"ranks": list(records), "noise_scale": records[1]["noise_scale"]}
-    for key in ("strong", "weak", "losses", "gradient_norms"):
-        figures[key] = {str(ranks): record[key] for ranks, record in records.items()}
-    for kind in ("strong", "weak"):
-        values = {str(n): value for n, (value, *_) in efficiencies(kind, records).items()}
-        figures[f"{kind}_efficiency"] = values
-    shown = (*forecast.PARTS, "predicted", "measured")
-    figures["memory"] = {
-        str(ranks): {k: record["memory"][k] for k in shown if record["memory"][k] is not None}
-        for ranks, record in records.items()
-    }
-    return figures
-
-
-def summary(ranks: int, record: dict[str, Any]) -> str:
-    """What so many processes did, in words."""
-    if ranks == 1:
-        return f"{record['strong']['samples_per_second']:,.0f} samples/s"
-    texts = []
-    for kind, batch in (("strong", "the same batch"), ("weak", f"{ranks} times the batch")):
-        pace, share = record[kind], record[kind]["communication"]
-        words = f"not measured ({pace['problem']})" if share is None else f"{share:.0%} of a step"
-        text = f"{pace['samples_per_second']:,.0f} samples/s with {batch}"
-        texts.append(f"{text} (communication and waiting {words})")
-    return "; ".join(texts)
-
-
 def main() -> int:
     """Measure on as many ranks as this process was started with."""
     folder = Path(sys.argv[1])
-    config = from_json(StageConfig(), folder / "settings.json", leave_out=("fresh", "init_from"))
+    config = load(folder / "settings.json", StageConfig)
     world = join(config.parallel, config.device)
-    file = folder / "1.json"
-    record = examine(config, world, json.loads(file.read_text("utf-8")) if file.exists() else {})
+    one = None if world.size == 1 else json.loads((folder / "1.json").read_text("utf-8"))
+    record = examine(config, world, one)
     if world.rank == 0:
         write_json(folder / f"{world.size}.json", record)
     leave(world)
     return 0
 
 
-def examine(config: StageConfig, world: World, one: dict[str, Any]) -> dict[str, Any]:
+def examine(config: Config, world: World, one: dict[str, Any] | None) -> dict[str, Any]:
     """All that is measured on this number of ranks; `one` is what one process measured before."""
-    nature = one.get("nature") or nature_of(config, world)
-    record = {"nature": nature, **compare(config, world, nature)}
+    record = {"nature": one["nature"] if one else nature_of(config, world)}
+    record |= compare(config, world, record["nature"])
     state, peak = forecast.set_up_and_measure(config, world)
-    alone, problem = on_its_own(config, world) if world.distributed else (state, "")
-    record["memory"] = forecast.memory_of(state, alone, peak)
-    windows = one.get("windows") or windows_in_time(state)
-    record["strong"] = record["weak"] = time_windows(state, alone, windows) | {"problem": problem}
-    record["windows"] = windows
-    del state, alone
-    if world.size > 1:
+    record["memory"] = forecast.memory_of(state, peak, one and one["memory"])
+    if one:
+        steps = one["steps"]  # on all ranks equally many
+    else:
+        steps = max(10, min(TIMED, int(SECONDS / record_steps(state, 3).seconds[-1])))
+    record["steps"] = steps
+    record["strong"] = record["weak"] = time_steps(state, steps)
+    if one:
+        del state
         gc.collect()
         larger = {"train.global_batch_size": config.train.global_batch_size * world.size}
-        config = override(config, larger)
-        state = setup(config, world)
+        state = setup(override(config, larger), world)
         record_steps(state, 2)
-        alone, problem = on_its_own(config, world)
-        record["weak"] = time_windows(state, alone, windows) | {"problem": problem}
+        record["weak"] = time_steps(state, steps)
     return record
 
 
-def windows_in_time(state: State) -> int:
-    """How many windows of steps there is time for."""
-    step = float(record_steps(state, 3).seconds[-1])
-    return max(2, min(WINDOWS, int(SECONDS / (WINDOW * step))))
-
-
-def time_windows(state: State, alone: State | None, windows: int) -> dict[str, Any]:
-    """Seconds of a step, over so many windows of steps, and the share that is communication.
-
-    That share is how much longer the steps take than those of `alone`, window by window: the same
-    work of the same processes, which then exchange nothing. So it is what computing does not hide,
-    and the waiting for each other; under FSDP also what sharding itself costs or saves.
-    """
-    seconds: list[float] = []
-    shares_of_time = [0.0] if alone is state else []
-    for _ in range(windows):
-        together = record_steps(state, WINDOW).seconds[1:]
-        seconds.extend(together)
-        if alone and alone is not state:
-            apart = record_steps(alone, WINDOW).seconds[1:]
-            shares_of_time.append(1 - median(apart) / median(together))
-    for timed in filter(None, (state, alone)):
-        timed.loader.close()
+def time_steps(state: State, steps: int) -> dict[str, Any]:
+    """The pace of a state that has taken its first steps."""
+    seconds = record_steps(state, steps).seconds
+    state.loader.close()
     return {
-        "step_seconds": spread(seconds),
         "interval": median_interval(seconds),
         "samples_per_second": state.config.train.global_batch_size / median(seconds),
-        "communication": max(0.0, median(shares_of_time)) if shares_of_time else None,
     }
 
 
-def on_its_own(config: StageConfig, world: World) -> tuple[State | None, str]:
-    """This rank's share of the work with no other rank to talk to; None, and why, if not all can.
-
-    The whole model has to fit on each rank then.
-    """
-    held: list[State] = []
-
-    def build() -> None:
-        held.append(setup(config, World(world.rank, world.size, world.device)))
-        record_steps(held[0], 2)
-
-    try:
-        Group(world).agree(build)
-    except RankError as error:
-        return None, str(error).splitlines()[0]
-    return held[0], ""
-
-
-def nature_of(config: StageConfig, world: World) -> dict[str, Any]:
+def nature_of(config: Config, world: World) -> dict[str, Any]:
     """What a step of this model does that depends on how the batch is divided among ranks.
 
     "statistics" names a module or buffer that takes statistics of a batch; "random" says whether
-    random numbers are drawn in training, "always_random" whether in evaluation too; "optimizer" is
-    the class, whose name says how the learning rate goes with the batch.
+    random numbers are drawn in training, "always_random" whether in evaluation too.
     """
     state = setup(config, world)
     saved = state.model.state_dict()
@@ -341,32 +262,22 @@ def nature_of(config: StageConfig, world: World) -> dict[str, Any]:
         "statistics": next(iter(statistics_of), None),
         "random": random,
         "always_random": random and has_drawn(state),
-        "optimizer": type(state.optimizer).__name__,
     }
 
 
-def compare(config: StageConfig, world: World, nature: dict[str, Any]) -> dict[str, Any]:
-    """Losses and gradient norms of the first steps, in float32, without what is random.
-
-    On one process also the gradient noise scale at the end of these steps.
-    """
+def compare(config: Config, world: World, nature: dict[str, Any]) -> dict[str, Any]:
+    """Losses and gradient norms of the first steps, in float32, without what is random."""
     state = setup(override(config, {"train.precision": "fp32"}), world)
     torch.set_float32_matmul_precision("highest")  # until the next setup; without TF32, whose
     torch.backends.cudnn.allow_tf32 = False  # rounding depends on how the batch is divided
     state.module.train(not nature["random"])
-    losses, norms, noise = [], [], None
+    losses, norms = [], []
     for _ in range(COMPARED):
-        steps = record_steps(state, 1)
-        losses.append(float(steps.losses[0]))
+        losses.append(float(record_steps(state, 1).losses[0]))
         norms.append(float(state.grad_norm))
-    if world.size == 1 and not nature["statistics"]:
-        state.module.train()
-        load_newest(state)
-        batches = max(4, min(16, int(NOISE_SECONDS / steps.seconds[0])))
-        noise = noise_scale(*gradient_norms(state, batches)) | {"step": state.step}
     torch.backends.cudnn.allow_tf32 = True
     state.loader.close()
-    return {"losses": losses, "gradient_norms": norms, "noise_scale": noise}
+    return {"losses": losses, "gradient_norms": norms}
 
 
 if __name__ == "__main__":

@@ -38,12 +38,11 @@ def main(folder: Path, fault: str) -> None:
             file.write(json.dumps({"step": step, "loss": 1 / step}) + "\n")
         if step == first + 1:
             marks = {"step": first, "main": started, "restored": started, "first_step": time.time()}
-            (folder / "restart.json").write_text(json.dumps(marks))
         if step % EVERY == 0:
             save(checkpoints, step, fault)
     weights = "other" if fault == "differs" and first else "right"
     digests = {"9": {"w": "earlier"}, "12": {"w": weights}}
-    (folder / "train.json").write_text(json.dumps({"digests": digests}))
+    (folder / "train.json").write_text(json.dumps({"digests": digests, "restart": marks}))
 
 
 def save(checkpoints: Path, step: int, fault: str) -> None:

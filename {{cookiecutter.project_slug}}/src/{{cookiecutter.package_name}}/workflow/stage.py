@@ -117,13 +117,6 @@ def read_stage(run_dir: Path, name: str) -> dict[str, Any] | None:
     return content
 
 
-def need_stage(run_dir: Path, name: str, user: str) -> dict[str, Any]:
-    """What an earlier stage measured; UserError, with the command to run, if it has not run."""
-    if content := read_stage(run_dir, name):
-        return content
-    raise UserError(f"{user} needs what {name} measures: run `{command(name, run_dir)}` first")
-
-
 def command(name: str, run_dir: Path) -> str:
     """What to type to run a command for this run directory."""
     words = ["python", "-m", PACKAGE, name]
