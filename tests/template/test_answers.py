@@ -274,12 +274,16 @@ def normal(name: str) -> str:
     return re.sub("[-_.]+", "_", name).lower()
 
 
-def test_no_name_may_replace_a_dependency(tmp_path: Path) -> None:
+def test_no_name_may_replace_a_dependency(mini: Path, tmp_path: Path) -> None:
     """Exactly what the renders require; a new requirement goes into the tuple, too."""
     required: set[str] = set()
+    template = shutil.copytree(mini, tmp_path / "template")
+    folder = "{{cookiecutter.project_slug}}"
+    shutil.copy(ROOT / folder / "pyproject.toml", template / folder)
     for question in ("task", "parallelism", "checkpoint", "storage", "tracker", "workflow"):
         for number, answer in enumerate(QUESTIONS[question]):
-            project = bake(tmp_path / f"{question}-{number}", **{question: answer})
+            out = tmp_path / f"{question}-{number}"
+            project = bake(out, template=template, **{question: answer})
             told = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))
             extras = told["project"].get("optional-dependencies", {}).values()
             lists = (told["build-system"]["requires"], told["project"]["dependencies"], *extras)

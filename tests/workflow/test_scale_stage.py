@@ -62,10 +62,10 @@ def test_what_depends_on_the_rank_is_found(
     scale = sharded.module("workflow.scale")
     start = scale.run_task
 
-    def run_task(module: str, folder: Path, ranks: str, **options: Any) -> dict[str, Any]:
+    def run_task(module: str, folder: Path, task: str, **options: Any) -> dict[str, Any]:
         """One rank in this process, which has imported all that it needs."""
-        if ranks != "1":
-            return start(module, folder, ranks, **options)
+        if task != "1":
+            return start(module, folder, task, **options)
         monkeypatch.setattr(scale.sys, "argv", ["scale", str(folder)])
         assert scale.main() == 0
         return json.loads((folder / "1.json").read_text("utf-8"))

@@ -79,9 +79,9 @@ def local_copy(path: Path) -> contextlib.AbstractContextManager[Path]:
     return contextlib.nullcontext(path)
 
 
-def attempt(write: Callable[[], T], path: Path) -> T:
+def attempt(action: Callable[[], T], path: Path) -> T:
     """Write to a path, once: what a disk refuses, it refuses again."""
-    return write()
+    return action()
 
 
 def retrying(writer: T) -> T:

@@ -1,5 +1,6 @@
 """Where checkpoints lie: on disk, in the run directory, which all machines share."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,7 +12,11 @@ C = TypeVar("C")
 __all__ = ["ELSEWHERE", "Place", "StorageConfig", "located", "on_disk", "open_storage"]
 ELSEWHERE = dict.fromkeys(("checkpoint.url", "checkpoint.local_first"), "storage=object_store")
 """Settings that other projects have, with the answer that they need."""
-StorageConfig = RetentionConfig
+
+
+@dataclass(frozen=True)
+class StorageConfig(RetentionConfig):
+    """Checkpoints on disk."""
 
 
 def open_storage(

@@ -66,8 +66,8 @@ def parse_manifest(content: bytes, name: str) -> dict[str, Any]:
         manifest = json.loads(content)
         version, step = manifest["format_version"], manifest["step"]
         loss, entries = manifest.get("validation_loss"), manifest["files"].values()
-        if not all(isinstance(n, int) for n in (step, *(entry["size"] for entry in entries))):
-            raise TypeError("a step or a size is no integer")
+        if not all(type(n) is int for n in (version, step, *(entry["size"] for entry in entries))):
+            raise TypeError("a version, a step or a size is no integer")
         if not isinstance(loss, float | None):
             raise TypeError("the validation loss is no number")
         names = [*manifest["files"], manifest.get("folder", "x")]
