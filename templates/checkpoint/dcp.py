@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..distributed import Group
-from .parts import share_of, write_tensors
+from .dcp_writer import share_of, write_tensors
 from .publish import Write
 from .storage import StorageConfig
 from .tensors import Tensors, refuse_nan

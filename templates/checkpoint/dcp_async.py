@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..distributed import Group, parallel
-from .parts import share_of, write_tensors
+from .dcp_writer import share_of, write_tensors
 from .publish import Write
 from .storage import StorageConfig
 from .tensors import Path, Tensors, nest, refuse_nan, walk

@@ -26,7 +26,7 @@ def _hides_errors(package: str) -> None:
 
 
 def _loses_threads(package: str) -> None:
-    writer = module(package, "checkpoint.parts").PartsWriter
+    writer = module(package, "checkpoint.dcp_writer").PartsWriter
     writer.lost = property(lambda self: [], lambda self, errors: None)
 
 

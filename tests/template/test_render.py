@@ -99,7 +99,7 @@ CONDITIONAL: dict[str, Condition] = {
     "train.sbatch": lambda a: a["cluster"] == "slurm",
     "pytorchjob.yaml": lambda a: a["cluster"] == "kubernetes",
     "tests/test_ranks.py": ranks,
-    f"{PACKAGE}/checkpoint/parts.py": lambda a: a["checkpoint"] != "torch_save",
+    f"{PACKAGE}/checkpoint/dcp_writer.py": lambda a: a["checkpoint"] != "torch_save",
     f"{PACKAGE}/run/tracker_adapter.py": lambda a: a["tracker"] != "none",
     "entrypoint.sh": lambda a: a["cluster"] == "kubernetes" and ranks(a),
     f"{PACKAGE}/workflow/report.html": stages,
@@ -139,7 +139,8 @@ ALWAYS = {
         "writer",
     ),
     *every(
-        f"{PACKAGE}/run", "__init__ bad_steps callbacks directory hardware journal logs tracker"
+        f"{PACKAGE}/run",
+        "__init__ bad_steps callback_runner directory hardware journal logs tracker",
     ),
     *every(f"{PACKAGE}/workflow", "__init__ baseline stage timing"),
 }
@@ -155,7 +156,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         every(f"{PACKAGE}/distributed", "__init__ parallel world agreement watchdog output launch"),
         ("parallelism",),
     ),
-    **dict.fromkeys(every(f"{PACKAGE}/checkpoint", "writer parts"), ("checkpoint",)),
+    **dict.fromkeys(every(f"{PACKAGE}/checkpoint", "writer dcp_writer"), ("checkpoint",)),
     **dict.fromkeys(
         every(f"{PACKAGE}/checkpoint", "storage paths disk object_store upload"), ("storage",)
     ),

@@ -27,7 +27,7 @@ from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer, set_learning_rate
 from .profiler import Profiler
 from .run.bad_steps import RunningBuffers, SkippedSteps, StopAtBadStep, step_unless
-from .run.callbacks import GarbageCollection, enter, methods
+from .run.callback_runner import GarbageCollection, enter, methods
 from .run.directory import RunDirectory
 from .run.hardware import check_memory, expected_memory, forward_flops, peak_flops
 from .run.journal import Journal

@@ -1,4 +1,4 @@
-"""How the loop holds its callbacks; callbacks.py says what they are."""
+"""How the loop enters and calls its callbacks; callbacks.py says what they are."""
 
 import contextlib
 import functools
