@@ -58,7 +58,7 @@ class Tracker:
         self.run.log({**values, "_timestamp": time}, step=step, commit=True)
 
     def file(self, path: Path) -> None:
-        """Put a copy of a file among those of the run."""
+        """Put a copy of a file among the run's files."""
         copy = shutil.copy(path, self.run.dir)
         self.run.save(copy, base_path=self.run.dir, policy="now")
 

@@ -131,7 +131,7 @@ class Watchdog:
         trace.join(REPORTING_SECONDS)
         if rank == min(reports):
             self._blame(reports, waited, verdict)
-        # The first rank that leaves ends the others, so wait until all is said.
+        # The first rank that leaves ends the others, so wait until all have reported.
         deadline = time.monotonic() + 2 * REPORTING_SECONDS
         while not verdict.exists() and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -265,7 +265,7 @@ class Stragglers:
         return event
 
     def _compare(self, step_seconds: float) -> dict[str, float]:
-        """Send this window's mean; judge those of the window before."""
+        """Send this window's mean; judge the means of the window before."""
         record = self._judge(self.maxima(), step_seconds) if self.maxima else {}
         spans = [a.elapsed_time(b) / 1e3 if self.cuda else b - a for a, b in self.spans]
         means = [0.0] * self.group.size

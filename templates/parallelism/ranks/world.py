@@ -61,7 +61,7 @@ TOLD_WITHIN = 5.0  # seconds; torchrun looks for machines that want to join ten 
 
 @dataclass(frozen=True)
 class World:
-    """This process among those of the run."""
+    """This process among the run's processes."""
 
     rank: int
     size: int

@@ -81,7 +81,7 @@ class StorePublisher(Publisher):
         group: Group,
         identity: dict[str, Any] | None = None,
     ) -> None:
-        """`identity`: that of the run, if a store with another run's is to be refused."""
+        """`identity`: the run's, if a store with another run's is to be refused."""
         super().__init__(directory, retention, group)
         self.identity = identity
         self.token = uuid.uuid4().hex

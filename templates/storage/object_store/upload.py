@@ -83,7 +83,7 @@ class UploadingPublisher(Publisher):
     def newer(self, here: Found | None) -> Found | None:
         """The newer of a checkpoint on disk and the store's; one that only the disk has is sent.
 
-        UserError when the store has those of another run.
+        UserError when the store has another run's.
         """
         group, store, step = self.group, self.store, here[1]["step"] if here else -1
         store.spared = attempt_of(*here) if here else None

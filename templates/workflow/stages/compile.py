@@ -293,7 +293,7 @@ def first_steps(state: State) -> FirstSteps:
 
 
 def difference(eager: FirstSteps, compiled: FirstSteps) -> dict[str, float]:
-    """Relative differences: the largest of a loss, and that of the last gradients as one vector."""
+    """Relative differences: the largest of a loss, and of the last gradients as one vector."""
     loss = float(np.abs(np.divide(compiled[0], eager[0]) - 1).max())
     if len(eager[1]) != len(compiled[1]) or not eager[1]:
         return {"loss": loss, "gradients": math.inf}

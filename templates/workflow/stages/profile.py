@@ -101,7 +101,7 @@ def read_back(traces: list[Path]) -> Breakdown:
     windows = [breakdown(read_trace(path)) for path in traces]
     seconds = np.concatenate([window.seconds for window in windows])
     compilations = sum(window.compilations for window in windows)
-    # Operators and the longest gap are those of the last window.
+    # Operators and the longest gap come from the last window.
     return windows[-1]._replace(seconds=seconds, compilations=compilations)
 
 

@@ -32,7 +32,7 @@ class Section:
     name: str
     about: str
     command: str
-    status: str = "not_run"  # or damaged, or that of the stage
+    status: str = "not_run"  # or damaged, or the stage's own
     problem: str = ""
     content: Figures = field(default_factory=dict)  # of workflow/<stage>.json
     tiles: list[tuple[str, str]] = field(default_factory=list)  # (what, value)

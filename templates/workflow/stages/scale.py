@@ -135,7 +135,7 @@ def judge_losses(stage: Stage, records: Records, reason: str) -> None:
 
 
 def efficiencies(kind: str, records: Records) -> dict[int, tuple[float, float, float]]:
-    """Samples/s of a rank over those of one alone, with its interval, by the number of ranks."""
+    """Samples/s of a rank over one process's, with its interval, by the number of ranks."""
     value, low, high = records[1][kind]["interval"]
     result = {}
     for ranks in sorted(records.keys() - {1}):

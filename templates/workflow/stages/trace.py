@@ -162,7 +162,7 @@ def device_calls(events: list[Event]) -> Iterator[tuple[str, float]]:
 
 
 def host_calls(on_thread: list[Event]) -> Iterator[tuple[str, float]]:
-    """Operators and the microseconds of each call, less those of what it called."""
+    """Operators and the microseconds of each call, without what it called."""
     nested = [e for e in on_thread if e["cat"] in ("cpu_op", "user_annotation")]
     own = [event["dur"] for event in nested]
     callers: list[int] = []

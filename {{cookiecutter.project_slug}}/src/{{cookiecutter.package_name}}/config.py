@@ -139,7 +139,7 @@ def preset(name: str = "default", kind: type[C] = Config) -> C:
 
 
 def load(path: Path, kind: type[C] = Config) -> C:
-    """The settings of a config.json, without those of that run alone (its name, its store)."""
+    """The settings of a config.json, without what names its own run (its name, its store)."""
     return on_disk(from_json(kind(), path, leave_out=OF_ONE_RUN))
 
 

@@ -43,7 +43,7 @@ class OptimConfig:
 def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
     """AdamW over the trainable parameters; matrices decay, biases and norms do not.
 
-    The learning rate of a group is that of the schedule times its "rate_factor" (default: 1).
+    The learning rate of a group is the schedule's times its "rate_factor" (default: 1).
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:

@@ -103,7 +103,7 @@ def setup(config: Config, world: World | None = None) -> State:
 def train_step(state: State, batches: list[Any]) -> None:
     """One optimizer step on this rank's micro-batches of the global batch.
 
-    The gradient is that of (sum of losses) / (sum of counts) over all ranks, whatever their shares.
+    The gradient is of (sum of losses) / (sum of counts) over all ranks, whatever their shares.
     Nothing here waits for the device.
     """
     config, world = state.config, state.world
@@ -171,7 +171,7 @@ def validate(state: State, stopped: Callable[[], object] = bool) -> dict[str, fl
 def run(config: Config, callbacks: Iterable[Any] = ()) -> Result:
     """Train from the newest checkpoint in the run directory to `config.train.steps`.
 
-    `callbacks` are called after those of callbacks.py, which describes them.
+    `callbacks` are called after the ones in callbacks.py, which describes them.
     """
     world = join(config.parallel, config.device)
     result = _run(config, world, callbacks)

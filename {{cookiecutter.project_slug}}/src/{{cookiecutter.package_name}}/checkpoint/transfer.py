@@ -47,7 +47,7 @@ class ExportConfig:
     like: Path | None = None
     """The run (with --step) or checkpoint that the source comes from, if that does not say so."""
     optimizer: bool | None = None
-    """With the optimizer's state (default: yes, but for safetensors)."""
+    """With the optimizer's state (default: yes, except for safetensors)."""
 
 
 def export(run_dir: Path, options: ExportConfig) -> str:
