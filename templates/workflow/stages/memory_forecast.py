@@ -149,9 +149,9 @@ def ddp_or_fsdp(
 ) -> str:
     """DDP if a rank can hold everything, else FSDP; with the numbers, and how to change to it.
 
-    `one` is the memory of one process, `most` the memory of a rank of the most processes. A rank sends
-    2 (n - 1) / n of the gradients in DDP's all-reduce; under FSDP (n - 1) / n of the parameters in
-    each of two gatherings of every micro-batch, and of the gradients once.
+    `one` is the memory of one process, `most` the memory of a rank of the most processes. A rank
+    sends 2 (n - 1) / n of the gradients in DDP's all-reduce; under FSDP (n - 1) / n of the
+    parameters in each of two gatherings of every micro-batch, and of the gradients once.
     """
     state = one["parameters"] + one["gradients"] + one["optimizer"]
     not_shared = most["activations"] + one["whole"]
