@@ -24,15 +24,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def attempt(action: Callable[[], Any]) -> tuple[Any, UserError | RankError | None]:
-    """The result of an action, or its error by its message: not every error can be sent."""
+@contextlib.contextmanager
+def kept(errors: list[UserError | RankError]) -> Iterator[None]:
+    """Keep the error of the block by its message: not every error can be sent."""
     try:
-        return action(), None
+        yield
     except (UserError, RankError) as error:
-        return None, (UserError if isinstance(error, UserError) else RankError)(str(error))
+        errors.append((UserError if isinstance(error, UserError) else RankError)(str(error)))
     except Exception as error:
         log.debug("the other ranks only get the message of this error", exc_info=True)
-        return None, RankError(f"{type(error).__name__}: {error}")
+        errors.append(RankError(f"{type(error).__name__}: {error}"))
 
 
 class Group:
@@ -75,19 +76,26 @@ class Group:
 
         RankError on every rank, naming those that failed, when it failed on any.
         """
-        outcome = attempt(action)
+        result, errors = None, []
+        with kept(errors):
+            result = action()
+        outcome = result, errors
         gathered = [outcome]
         if self.process_group is not None:
             gathered = [outcome] * self.size if self.rank == 0 else None
             dist.gather_object(outcome, gathered, group_dst=0, group=self.process_group)
-        failures = {rank: error for rank, (_, error) in enumerate(gathered or []) if error}
+        failures = {rank: errors[0] for rank, (_, errors) in enumerate(gathered or []) if errors}
         _raise_if(self._broadcast(failures))
         return [result for result, _ in gathered or [outcome]]
 
     def from_first(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 only and give its result to all; RankError on all if it failed."""
-        result, error = self._broadcast(attempt(action) if self.rank == 0 else None)
-        _raise_if({0: error} if error else {})
+        result, errors = None, []
+        with kept(errors):
+            if self.rank == 0:
+                result = action()
+        result, errors = self._broadcast((result, errors))
+        _raise_if(dict(enumerate(errors)))
         return result
 
     def prove_shared(self, folder: Path) -> None:
