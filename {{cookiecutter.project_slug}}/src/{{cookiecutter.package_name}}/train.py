@@ -26,7 +26,13 @@ from .loss import checked, judge_step, loss_vector, means
 from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer, set_learning_rate
 from .profiler import Profiler
-from .run.bad_steps import RunningBuffers, SkippedSteps, StopAtBadStep, step_unless
+from .run.bad_steps import (
+    RunningBuffers,
+    SkippedSteps,
+    StopAtBadStep,
+    step_unless,
+    try_step,
+)
 from .run.callbacks import GarbageCollection, enter, methods
 from .run.directory import RunDirectory
 from .run.hardware import check_memory, expected_memory, forward_flops, peak_flops
@@ -200,6 +206,9 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         callbacks += enter([*callbacks_of(state, run_dir.path, group, writing), *more], stack)
         before_step, after_step, after_validation = methods(callbacks)
 
+        with journal.paused():
+            first = state.plan[:1]
+            parallel.warm_up(state.module, lambda: try_step(train_step, state, state.step, first))
         validation, stop_signal = {}, 0
         while state.step < settings.steps:
             # Flags that any rank raised, as of the step before: all ranks act at the same step
