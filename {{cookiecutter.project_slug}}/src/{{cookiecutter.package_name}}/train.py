@@ -240,11 +240,13 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
             if save_now:
                 # After the record is written: a resume cuts metrics.jsonl back to the checkpoint.
                 with group.patience():
+                    journal.sync()
                     checkpointer.save(state.step, (record or {}).get("validation_loss"))
         if stop_signal:
             text = "%s: saving step %d, then stopping"
             log.info(text, signal.Signals(stop_signal).name, state.step)
         with group.patience():
+            journal.sync()
             checkpointer.finish(state.step)
         status = stop.outcome(stop_signal)
         blocked = checkpointer.blocked_seconds
