@@ -217,6 +217,22 @@ def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
         assert len(many) == 12
 
 
+def test_a_resume_is_exact_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """DDP on 2, 3 and 5 ranks, with dropout, batch statistics, accumulation and uneven shares.
+
+    From three ranks on the order of a sum shows: a start then takes one step that changes nothing.
+    """
+    sources = {}
+    for task, checkpoint in (("language_model", "dcp_async"), ("image_classifier", "torch_save")):
+        name = f"exact_{task}"
+        answers = {"task": task, "checkpoint": checkpoint, "package_name": name}
+        sources[name] = bake(tmp_path / name, **answers) / "src"
+    jobs = [(ranks, str(tmp_path / str(ranks)), *sources) for ranks in (2, 3, 5)]
+    output = drill("resumed.py", *jobs, sources=sources)
+    for ranks, warm_up in ((2, 0), (3, 4), (5, 4)):
+        assert f"{ranks} ranks: 2 resumed, {2 * (16 + 8) + warm_up} steps" in output
+
+
 def test_its_own_tests_pass(project: Path, request: pytest.FixtureRequest) -> None:
     """All of them in three variants, elsewhere those that depend on more than one answer.
 

@@ -152,6 +152,7 @@ def test_a_start_that_cannot_write_names_the_file_once(
     options = (*project.settings, "--run-dir", str(tmp_path), "--train.steps")
     project("train", *options, "1")
     rundir, write = project.module("run.directory"), Path.write_text
+    builtin = open
     write_json, refused = rundir.write_json, OSError(5, "Input/output error")
 
     def write_text(path: Path, *rest: Any, **how: Any) -> int:
@@ -159,12 +160,18 @@ def test_a_start_that_cannot_write_names_the_file_once(
             raise refused
         return write(path, *rest, **how)
 
+    def open_file(path: Path, *rest: Any) -> Any:
+        if Path(path).name.startswith(begins):
+            raise refused
+        return builtin(path, *rest)
+
     def no_status(path: Path, content: Any) -> None:
         if content.get("status") == "failed":
             raise refused
         write_json(path, content)
 
     monkeypatch.setattr(Path, "write_text", write_text)
+    monkeypatch.setattr(project.module("run.journal"), "open", open_file, raising=False)
     monkeypatch.setattr(rundir, "write_json", no_status)
     said = project.refuses("train", *options, "2")
     assert f"Input/output error: '{tmp_path}/" in said and begins.strip(".-") in said

@@ -129,3 +129,18 @@ def test_memory_that_cannot_be_had_is_told_before_training(
                 run(settings)
         assert "expected memory per process: parameters" in caplog.text
         assert ("WARNING" in caplog.text) == (verdict == "warned")
+
+
+def test_a_skipped_step_leaves_batch_statistics_as_they_were(project: Project) -> None:
+    """Batch normalisation writes them without counting a version of the tensor."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+    model.register_buffer("constant", torch.ones(2))
+    buffers = project.module("run.bad_steps").RunningBuffers(model)
+    for batch, bad in ((torch.rand(4, 3), False), (torch.full((4, 3), torch.nan), True)) * 2:
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        buffers.keep()
+        model(batch)
+        buffers.put_back(bad)
+        changed = [key for key, v in model.state_dict().items() if not torch.equal(v, before[key])]
+        assert len(changed) == (0 if bad else 3), changed
+    assert len(buffers.kept) == 3

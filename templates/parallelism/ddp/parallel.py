@@ -4,7 +4,7 @@ Under torchrun there is a process group; a plain process runs without one, as on
 """
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +52,19 @@ def place(
     )
     module.broadcast_buffers = False  # agreed on before saves and validations, not at every forward
     return module
+
+
+def warm_up(module: nn.Module, step: Callable[[], object]) -> None:
+    """Take a `step` that changes nothing, if the first step would sum gradients in another order.
+
+    After its first backward DDP puts the gradients into other buckets. Of three numbers or more,
+    the order in which they are summed depends on their place in a bucket: so without this the first
+    step after a resume would not have the bits of the same step in a run that was not interrupted.
+    """
+    if not isinstance(module, DistributedDataParallel) or module.find_unused_parameters:
+        return  # with that setting the buckets stay as they are
+    if torch.distributed.get_world_size() > 2:
+        step()
 
 
 def autocast(world: World, compute_dtype: torch.dtype) -> contextlib.AbstractContextManager:

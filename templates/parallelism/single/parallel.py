@@ -1,7 +1,7 @@
 """One process, one device."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,10 @@ def place(
 ) -> nn.Module:
     """Move the model to its device; returns the module to call."""
     return model.to(world.device)
+
+
+def warm_up(module: nn.Module, step: Callable[[], object]) -> None:
+    """Nothing is summed over processes."""
 
 
 def autocast(world: "World", compute_dtype: torch.dtype) -> contextlib.AbstractContextManager:

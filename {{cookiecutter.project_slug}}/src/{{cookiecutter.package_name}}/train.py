@@ -26,7 +26,7 @@ from .loss import checked, judge_step, loss_vector, means
 from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer, set_learning_rate
 from .profiler import Profiler
-from .run.bad_steps import RunningBuffers, SkippedSteps, StopAtBadStep, step_unless
+from .run.bad_steps import RunningBuffers, SkippedSteps, StopAtBadStep, step_unless, try_step
 from .run.callback_runner import GarbageCollection, enter, methods
 from .run.directory import RunDirectory
 from .run.hardware import check_memory, expected_memory, forward_flops, peak_flops
@@ -200,6 +200,9 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         callbacks += enter([*callbacks_of(state, run_dir.path, group, writing), *more], stack)
         before_step, after_step, after_validation = methods(callbacks)
 
+        with journal.paused():
+            first = state.plan[:1]
+            parallel.warm_up(state.module, lambda: try_step(train_step, state, state.step, first))
         validation, stop_signal = {}, 0
         while state.step < settings.steps:
             # Flags that any rank raised, as of the step before: all ranks act at the same step
@@ -231,11 +234,13 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
             if save_now:
                 # After the record is written: a resume cuts metrics.jsonl back to the checkpoint.
                 with group.patience():
+                    journal.sync()
                     checkpointer.save(state.step, (record or {}).get("validation_loss"))
         if stop_signal:
             text = "%s: saving step %d, then stopping"
             log.info(text, signal.Signals(stop_signal).name, state.step)
         with group.patience():
+            journal.sync()
             checkpointer.finish(state.step)
         status = stop.outcome(stop_signal)
         blocked = checkpointer.blocked_seconds

@@ -37,31 +37,32 @@ def step_unless(bad: torch.Tensor | bool, optimizer: torch.optim.Optimizer) -> N
 class RunningBuffers:
     """Restores persistent buffers when a step is skipped.
 
-    Forward has written non-finite values into running statistics, where they would stay. Version
-    counters show in the first step which buffers forward writes; the others then cost nothing.
+    Forward has written non-finite values into running statistics, where they would stay. Buffers
+    that forward leaves as they are in the first step cost nothing from then on.
     """
 
     def __init__(self, model: nn.Module) -> None:
         saved = model.state_dict(keep_vars=True)
         self.buffers = [buffer for name, buffer in model.named_buffers() if name in saved]
         self.kept: list[torch.Tensor] = []
-        self.versions: list[int] | None = None
+        self.chosen = False  # whether only those are left that forward writes
 
     def keep(self) -> None:
         """Copy the buffers; to be called before forward."""
         if not self.kept:
-            self.versions = [buffer._version for buffer in self.buffers]
             self.kept = [buffer.detach().clone() for buffer in self.buffers]
         elif self.buffers:
             torch._foreach_copy_(self.kept, self.buffers)
 
     def put_back(self, bad: torch.Tensor | bool) -> None:
-        """Restore the buffers of `keep` if `bad` is set, without waiting for the device."""
-        if self.versions is not None:
-            written = [b._version != v for b, v in zip(self.buffers, self.versions, strict=True)]
+        """Restore the buffers of `keep` if `bad` is set; waits for the device once in a run."""
+        if not self.chosen:
+            # By value: batch normalisation writes past the version counters. NaN equals nothing.
+            pairs = zip(self.buffers, self.kept, strict=True)
+            written = [not torch.equal(buffer, kept) for buffer, kept in pairs]
             self.buffers = [*itertools.compress(self.buffers, written)]
             self.kept = [*itertools.compress(self.kept, written)]
-            self.versions = None
+            self.chosen = True
         if isinstance(bad, torch.Tensor):
             for buffer, kept in zip(self.buffers, self.kept, strict=True):
                 torch.where(bad, kept, buffer, out=buffer)
@@ -137,12 +138,18 @@ class StopAtBadStep:
             Share(slice(places.start + low, places.stop + low), weight)
             for places, weight in shares(high - low, micro_batch, world.rank, world.size)
         ]
-        frozen = SimpleNamespace(
-            param_groups=[dict(group) for group in state.optimizer.param_groups],
-            zero_grad=state.optimizer.zero_grad,
-            step=lambda: None,  # the weights stay as they are
-        )
-        changes = {"checkpointer": None, "optimizer": frozen, "sums": 0.0, "bad_steps": 0}
-        trial = dataclasses.replace(state, step=step, plan=plan, **changes)
-        self.train_step(trial, state.loader.of(step, plan))
-        return bool(trial.bad_steps)
+        return bool(try_step(self.train_step, state, step, plan).bad_steps)
+
+
+def try_step(train_step: Callable[..., None], state: Any, step: int, plan: list[Share]) -> Any:
+    """Take a step on a part of a batch that changes nothing; the state with what was found."""
+    frozen = SimpleNamespace(
+        param_groups=[dict(group) for group in state.optimizer.param_groups],
+        zero_grad=state.optimizer.zero_grad,
+        step=lambda: None,  # the weights stay as they are
+    )
+    changes = {"checkpointer": None, "optimizer": frozen, "sums": 0.0, "bad_steps": 0}
+    trial = dataclasses.replace(state, step=step, plan=plan, **changes)
+    train_step(trial, state.loader.of(step, plan))
+    state.buffers.put_back(True)
+    return trial

@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ..distributed import Group
-from ..files import naming
+from ..files import naming, sync_directory
 from ..loss import means
 from .logs import ONLY_IN_FILES
 
@@ -26,8 +26,9 @@ METRICS = "metrics.jsonl"
 class Journal:
     """A callback: metrics.jsonl and the progress bar, in the first process.
 
-    The file has one object per line, and only whole lines. On a terminal there is a bar; where
-    output is recorded, a line per log step instead.
+    The file has one object per line, and only whole lines. It is synced before each save: a power
+    loss costs only lines after the newest checkpoint, whose steps are done again. On a terminal
+    there is a bar; where output is recorded, a line per log step instead.
     """
 
     def __init__(self, run_dir: Path, state: Any, group: Group) -> None:
@@ -99,15 +100,27 @@ class Journal:
             self._write(record)
             self._show(record)
 
+    def sync(self) -> None:
+        """Make the lines so far durable."""
+        if self.first:
+            try:
+                os.fsync(self.file.fileno())
+            except OSError as error:
+                log.warning("metrics.jsonl cannot be synced: %s", error)
+
     def _open(self) -> None:
         with naming(self.path):
             if self.path.exists():
-                lines = self.path.read_text("utf-8").splitlines()
-                kept = [line + "\n" for line in lines if _parsed(line, self.first_step)]
                 temporary = self.path.with_name(f".{self.path.name}")
-                temporary.write_text("".join(kept), "utf-8")
+                with open(self.path, "rb") as before, open(temporary, "wb") as kept:
+                    for line in before:
+                        if _parsed(line, self.first_step):
+                            kept.write(line.rstrip(b"\n") + b"\n")
+                    kept.flush()
+                    os.fsync(kept.fileno())
                 os.replace(temporary, self.path)
             self.file = open(self.path, "a", 1 << 20, "utf-8")  # noqa: SIM115 - kept open
+            sync_directory(self.path.parent)
         self.written, self.behind = self.file.tell(), False
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -166,8 +179,8 @@ def _validation(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _parsed(line: str | bytes, last_step: float) -> dict[str, Any] | None:
-    # A run that was killed can leave half a line.
-    with contextlib.suppress(ValueError, TypeError, KeyError):
+    # A run that was killed can leave half a line, a disk anything.
+    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         record = json.loads(line)
-        return record if record["step"] <= last_step else None
+        return record if type(record["step"]) is int and record["step"] <= last_step else None
     return None

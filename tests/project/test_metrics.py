@@ -1,0 +1,105 @@
+"""metrics.jsonl: what is no line is dropped, what a checkpoint has is on the disk before it."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.conftest import Project
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    folder, answers = tmp_path_factory.mktemp("metrics"), {"parallelism": "single"}
+    answers |= {"checkpoint": "torch_save", "tracker": "none"}
+    with Project.imported(folder, "of_metrics", **answers) as project:
+        yield project
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def train(project: Project, run_dir: Path, *callbacks: Any, **changes: Any) -> Any:
+    settings = {"run_dir": run_dir, "train.steps": STEPS, "train.log_every": 1}
+    settings |= {"train.validate_every": 4, "checkpoint.every": 4, "device": "cpu"}
+    settings |= {"data.path": project.folder / "text.txt"}
+    settings |= {name.replace("__", "."): value for name, value in changes.items()}
+    config = project.module("config")
+    return project.module("train").run(
+        config.override(config.preset("tiny"), settings), [SimpleNamespace(**c) for c in callbacks]
+    )
+
+
+UNREADABLE = {
+    "half": b'{"step": 5, "loss"',
+    "not text": b'{"step": 5, "loss": "\xff\xfe"}',
+    "nested": b'{"step": 5, "loss": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+    "no object": b"[5]",
+    "no step": b'{"loss": 5}',
+    "no number": b'{"step": "5"}',
+    "not a number": b'{"step": NaN}',
+    "zeros": b"\0" * 5000,
+    "empty": b"",
+}
+
+
+def test_a_line_that_cannot_be_read_is_dropped(project: Project, tmp_path: Path) -> None:
+    """Wherever it stands, the run goes on and is summed up; the good lines stay."""
+    train(project, tmp_path, train__steps=4)
+    path = tmp_path / "metrics.jsonl"
+    good = path.read_bytes().splitlines()
+    bad = list(UNREADABLE.values())
+    path.write_bytes(b"\n".join([*bad, *good[:2], *bad, *good[2:], *bad]))
+    assert project.module("run.journal").summary(tmp_path, 4)
+    assert train(project, tmp_path).status == "finished"
+    assert path.read_bytes().splitlines()[:4] == good
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, STEPS + 1))
+
+
+def test_what_a_checkpoint_has_is_synced_before_it(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power loss what was not synced is gone: no line of a step that is not done again.
+
+    That holds for a rewrite at a resume as well: the file, then its name.
+    """
+    durable: dict[str, int] = {}
+    names: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        names.append(name)
+        durable[Path(name).name.strip(".")] = os.fstat(descriptor).st_size
+
+    def replaced(source: Any, target: Any) -> None:
+        if Path(target).name == "metrics.jsonl":
+            assert str(source) in names, "renamed before it was synced"
+            names.clear()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    publish = project.module("checkpoint.publish").Publisher
+    commit, steps = publish.commit, []
+
+    def committed(self: Any, reserved: str, manifest: dict[str, Any]) -> None:
+        whole = (tmp_path / "metrics.jsonl").read_bytes()[: durable.get("metrics.jsonl", 0)]
+        assert json.loads(whole.splitlines()[-1])["step"] == manifest["step"]
+        steps.append(manifest["step"])
+        commit(self, reserved, manifest)
+
+    monkeypatch.setattr(publish, "commit", committed)
+    train(project, tmp_path, train__steps=6)
+    names.clear()
+    train(project, tmp_path, {"before_step": lambda state: names.append("step")})
+    assert str(tmp_path) in names[: names.index("step")], "the name is not durable"
+    assert steps == [4, 6, 8, 12]
