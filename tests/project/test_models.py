@@ -149,3 +149,17 @@ def test_who_knows_the_label_has_no_loss(image: Project) -> None:
         total, count, metrics = compute_loss(lambda _, logits=logits: logits, batch)
         assert (count, int(metrics["accuracy"])) == (6, right)
         assert float(total) / count == pytest.approx(loss, abs=1e-3)
+
+
+def test_the_order_of_samples_is_that_of_earlier_releases(text: Project) -> None:
+    """Else a run that is gone on with by a later one would see some samples twice."""
+    sampling = text.module("sampling")
+    for size, wanted in (
+        (7, [3, 6, 4, 0, 6, 3, 2, 5]),
+        (1000, [713, 291, 135, 246, 282, 40, 8, 250]),
+        (10**6, [489772, 522608, 366574, 755729, 42953, 345582, 337943, 230182]),
+    ):
+        assert sampling.GlobalBatches(size, 8, seed=3).ids(5).tolist() == wanted
+    keys = [1096304176537845087, 682370450899765808, 2744041717036896072]
+    assert sampling.sample_keys(3, np.arange(3)).tolist() == keys
+    assert sampling.fixed_subset(10**6, 4).tolist() == [140063, 919950, 502981, 645244]
