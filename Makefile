@@ -14,7 +14,7 @@ PEERS := build/benchmark
 TOPICS := loop save restore sampler shards startup workflow
 TORTURE := crash_points kill_storm elastic damage hostile_files resources stops
 
-.PHONY: demo test torture matrix lint docs benchmark clean
+.PHONY: demo test torture matrix mutants lint docs benchmark clean
 
 demo: $(VENV)/.demo
 	@scripts/demo.sh $(abspath $(BIN))
@@ -29,6 +29,10 @@ torture: $(VENV)/.test
 matrix: $(VENV)/.test
 	@$(BIN)/python -m scripts.matrix
 	@$(BIN)/python -m tests.stress.page
+
+# An hour or two: the core of a render broken at 200 places, and what no test noticed.
+mutants: $(VENV)/.test
+	@$(BIN)/python -m scripts.mutants
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check --config pyproject.toml .

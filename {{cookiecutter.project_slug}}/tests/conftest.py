@@ -21,10 +21,10 @@ def tiny(run_dir: Path, **changes: Any) -> config.Config:
     return override(config.preset("tiny"), quiet | named)
 
 
-def losses(run_dir: Path) -> dict[int, float]:
-    """Loss by step, from metrics.jsonl."""
+def losses(run_dir: Path, name: str = "loss") -> dict[int, float]:
+    """Loss, or another figure, by step, from metrics.jsonl."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record["loss"] for record in map(json.loads, lines)}
+    return {record["step"]: record[name] for record in map(json.loads, lines)}
 
 
 def train(settings: config.Config, at: int = 0) -> dict[str, torch.Tensor]:

@@ -1,0 +1,165 @@
+"""The models that a project starts with: what they see, what they begin with, what they are fed."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+
+from tests.conftest import Project
+
+VOCABULARY = 256
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    folder, answers = tmp_path_factory.mktemp("text"), {"parallelism": "single"}
+    with Project.imported(folder, "model_of_text", checkpoint="dcp", **answers) as project:
+        yield project
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    folder, answers = tmp_path_factory.mktemp("image"), {"task": "image_classifier"}
+    answers |= {"parallelism": "single", "checkpoint": "torch_save"}
+    with Project.imported(folder, "model_of_images", **answers) as project:
+        yield project
+
+
+def model_of(project: Project, **changes: Any) -> torch.nn.Module:
+    if "Images" in vars(project.module("data")):
+        changes["data__path"] = None
+    config = project.config(**changes)
+    torch.manual_seed(0)
+    spec = project.module("data").build_datasets(config)[2]
+    return project.module("model").build_model(config, spec)
+
+
+def test_a_later_token_changes_no_earlier_logit(text: Project) -> None:
+    model = model_of(text)
+    tokens = torch.randint(0, VOCABULARY, (1, 32))
+    with torch.no_grad():
+        before = model(tokens)
+        for place in (0, 1, 17, 31):
+            other = tokens.clone()
+            other[0, place] += 1 if other[0, place] == 0 else -1
+            after = model(other)
+            assert torch.equal(after[:, :place], before[:, :place])
+            assert not torch.equal(after[:, place], before[:, place])  # it does see its own
+
+
+def test_an_earlier_token_matters_by_its_distance(text: Project) -> None:
+    """Without positions, attention would see a set of tokens."""
+    model = model_of(text)
+    tokens = torch.arange(32)[None]
+    other = tokens.clone()
+    other[0, :2] = torch.tensor([1, 0])
+    with torch.no_grad():
+        assert (model(tokens) - model(other))[0, -1].abs().max() > 1e-6
+
+
+def test_who_knows_the_next_token_has_no_loss(text: Project) -> None:
+    """And who knows another than the next one has all of it."""
+    compute_loss = text.module("model").compute_loss
+    rows = (torch.arange(33) * 7 + torch.tensor([[3], [100]])) % VOCABULARY
+    for kind, unit in ((torch.uint8, "byte"), (torch.int32, "token")):
+        for ahead, least, most in ((1, 0, 1e-3), (0, 49, 51), (2, 49, 51), (-1, 49, 51)):
+
+            def knows(tokens: torch.Tensor, ahead: int = ahead) -> torch.Tensor:
+                return 50.0 * F.one_hot((tokens + 7 * ahead) % VOCABULARY, VOCABULARY)
+
+            total, count, metrics = compute_loss(knows, {"tokens": rows.to(kind)})
+            assert count == rows[:, 1:].numel()
+            assert least <= float(total) / count <= most
+            bits = metrics[f"bits_per_{unit}"]
+            assert float(bits) == pytest.approx(float(total) / math.log(2))
+
+
+@pytest.mark.parametrize("changes", [{}, {"model__layers": 6, "model__width": 64}])
+def test_an_untrained_model_knows_nothing(text: Project, image: Project, changes: Any) -> None:
+    """Its loss is the logarithm of what there is to choose from, within a tenth."""
+    for project, classes in ((text, VOCABULARY), (image, 10)):
+        model = model_of(project, **changes)
+        sample = {"tokens": torch.randint(0, classes, (8, 33))}
+        if project is image:
+            sample = {"images": torch.rand(8, 1, 8, 8), "labels": torch.arange(8)}
+        loss = project.module("model").compute_loss(model, sample)
+        assert float(loss.total.detach()) / loss.count == pytest.approx(math.log(classes), rel=0.1)
+
+
+@pytest.mark.parametrize("layers", [2, 8])
+def test_what_is_added_to_the_residual_stream_begins_small(text: Project, layers: int) -> None:
+    """By the root of how many are added, so that a deep model begins like a flat one."""
+    for name, weight in model_of(text, model__layers=layers).named_parameters():
+        if weight.ndim == 1:
+            assert torch.equal(weight, torch.ones_like(weight)), name
+        else:
+            adds = name.endswith((".out.weight", ".down.weight"))
+            deviation = 0.02 / math.sqrt(2 * layers) if adds else 0.02
+            assert float(weight.detach().std()) == pytest.approx(deviation, rel=0.1), name
+            assert abs(float(weight.detach().mean())) < deviation / 10, name
+
+
+def test_the_digits_are_those_of_their_labels(image: Project) -> None:
+    """Each fifth of them is for validation; black is 0 and white is 1."""
+    digits = load_digits()
+    config = image.config(data__path=None, data__max_shift=0)
+    training, validation, spec = image.module("data").build_datasets(config)
+    assert spec.classes == tuple("0123456789") and spec.channels == 1
+    chosen = np.arange(len(digits.target)) % 5 == 0
+    for part, wanted in ((training, ~chosen), (validation, chosen)):
+        batch = part.__getitems__(list(range(len(part))))
+        assert batch["images"].dtype == torch.float32 and batch["labels"].dtype == torch.int64
+        assert np.array_equal(batch["images"][:, 0].numpy() * 16, digits.images[wanted])
+        assert np.array_equal(batch["labels"].numpy(), digits.target[wanted])
+        assert batch["images"].min() == 0 and batch["images"].max() == 1
+
+
+def test_training_images_are_shifted_as_their_keys_say(image: Project) -> None:
+    """Nothing comes in but black, no label changes, and validation sees what there is."""
+    config = image.config(data__path=None, data__max_shift=2)
+    training, validation, _ = image.module("data").build_datasets(config)
+    ids, keys = list(range(25)), np.arange(25, dtype=np.uint64)
+    for part, most in ((training, 2), (validation, 0)):
+        batch = part.__getitems__(ids)
+        shifted = part.augment(batch, keys)
+        assert torch.equal(shifted["labels"], batch["labels"])
+        padded, seen = F.pad(batch["images"], [most] * 4), set()
+        for old, new in zip(padded, shifted["images"], strict=True):
+            places = [
+                (down, across)
+                for down in range(2 * most + 1)
+                for across in range(2 * most + 1)
+                if torch.equal(old[:, down : down + 8, across : across + 8], new)
+            ]
+            assert places
+            seen |= set(places)
+        assert len(seen) >= (2 * most + 1) ** 2, "some shifts do not occur"
+
+
+def test_who_knows_the_label_has_no_loss(image: Project) -> None:
+    compute_loss = image.module("model").compute_loss
+    batch = {"images": torch.rand(6, 1, 8, 8), "labels": torch.tensor([0, 1, 2, 3, 4, 9])}
+    for shift, loss, right in ((0, 0.0, 6), (1, 50.0, 0)):
+        logits = 50.0 * F.one_hot((batch["labels"] + shift) % 10, 10)
+        total, count, metrics = compute_loss(lambda _, logits=logits: logits, batch)
+        assert (count, int(metrics["accuracy"])) == (6, right)
+        assert float(total) / count == pytest.approx(loss, abs=1e-3)
+
+
+def test_the_order_of_samples_is_that_of_earlier_releases(text: Project) -> None:
+    """Else a run that is gone on with by a later one would see some samples twice."""
+    sampling = text.module("sampling")
+    for size, wanted in (
+        (7, [3, 6, 4, 0, 6, 3, 2, 5]),
+        (1000, [713, 291, 135, 246, 282, 40, 8, 250]),
+        (10**6, [489772, 522608, 366574, 755729, 42953, 345582, 337943, 230182]),
+    ):
+        assert sampling.GlobalBatches(size, 8, seed=3).ids(5).tolist() == wanted
+    keys = [1096304176537845087, 682370450899765808, 2744041717036896072]
+    assert sampling.sample_keys(3, np.arange(3)).tolist() == keys
+    assert sampling.fixed_subset(10**6, 4).tolist() == [140063, 919950, 502981, 645244]

@@ -1,0 +1,172 @@
+"""What a run computes is what a loop by hand computes (plain_loop.py), step by step."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from tests.conftest import Project, bake, drill
+from tests.project import plain_loop
+from tests.project.drills.reference import too_large
+
+# Seven samples on two or three ranks, two at a time, are uneven shares and a padded micro-batch.
+# The rate rises and falls within the steps; the clip is below some norms and above others.
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "track": False,
+    "train.steps": 30,
+    "train.global_batch_size": 7,
+    "train.micro_batch_size": 2,
+    "train.validate_every": 10,
+    "train.validate_samples": 0,
+    "optim.learning_rate": 3e-3,
+    "optim.warmup_steps": 6,
+    "optim.final_fraction": 0.2,
+    "optim.weight_decay": 0.3,
+    "optim.beta1": 0.8,
+    "optim.beta2": 0.9,
+    "optim.clip": 1.0,
+    "checkpoint.every": 0,
+}
+# Enough to notice a mistake: on two ranks the first pads its share of three samples, too.
+FEW = {"train.steps": 10, "train.global_batch_size": 3, "train.micro_batch_size": 1}
+FEW |= {"train.validate_every": 5, "optim.warmup_steps": 3, "train.validate_samples": 0}
+METRIC = {"language_model": "bits_per_byte", "image_classifier": "accuracy"}
+FILE = {"language_model": "text.txt", "image_classifier": "digits.npz"}
+TASKS = list(METRIC)
+
+# Each of these went unnoticed once: the file, what stands there, what is put in its place.
+BREAKAGES = {
+    "no_warm_up": ("optim.py", "highest * (step + 1) / config.warmup_steps", "highest"),
+    "clipped_at_twice_the_norm": ("loss.py", "clip / (norm", "2 * clip / (norm"),
+    "not_clipped": ("loss.py", "    if clip:", "    if False:"),
+    "no_decay_of_the_rate": ("optim.py", "+ (1 - config.final_fraction) * cosine", "* 0 + 1"),
+    "weight_decay_on_norms": ("optim.py", '"weight_decay": 0.0', '"weight_decay": 0.1'),
+    "validation_without_weights": (
+        "train.py",
+        "sums = sums + loss_vector(loss) * share.weight",
+        "sums = sums + loss_vector(loss)",
+    ),
+    "attention_not_causal": ("model.py", "is_causal=True", "is_causal=False"),
+    "targets_equal_to_inputs": ("model.py", "tokens[:, 1:]", "tokens[:, :-1]"),
+    "residuals_not_scaled": ("model.py", " if into_residual else 1.0", " if False else 1.0"),
+    "gradient_of_the_mean_of_ranks": ("loss.py", "scale = ranks / count", "scale = 1 / count"),
+}
+
+
+def make_data(folder: Path) -> None:
+    """Letters and digits, of which a tenth of a second trains 30 steps."""
+    letters = random.Random(0).choices(b"etaoin shrdlu\n", k=250 * plain_loop.CONTEXT)
+    (folder / FILE["language_model"]).write_bytes(bytes(letters))
+    digits = load_digits()
+    images = digits.images[:200].astype(np.uint8)
+    np.savez(folder / FILE["image_classifier"], images=images, labels=digits.target[:200])
+
+
+def reference(project: Project, task: str, settings: dict[str, Any]) -> tuple:
+    """Trace and weights at the start of the loop by hand, and the metric's name."""
+    config, sampling = project.module("config"), project.module("sampling")
+    path = Path(settings["data.path"])
+    own = config.override(config.preset("tiny"), settings | {"data.path": path})
+    state = project.module("train").setup(own)
+    start = {name: p.detach().clone() for name, p in state.model.named_parameters()}
+    size, seed = settings["train.global_batch_size"], own.train.seed
+    read = plain_loop.text if task == "language_model" else plain_loop.arrays
+    training, validation = read(path)
+    count = len(training if task == "language_model" else training[0])
+    # As the docstring of sampling.py has it: a permutation of each epoch, one after the other.
+    orders = [
+        sampling.Permutation(count, sampling.stream_key(seed, 0, epoch))(np.arange(count))
+        for epoch in range(size * settings["train.steps"] // count + 1)
+    ]
+    order = torch.from_numpy(np.concatenate(orders))
+
+    def batch(step: int) -> Any:
+        positions = range(step * size, (step + 1) * size)
+        ids = order[list(positions)]
+        if task == "language_model":
+            return training[ids]
+        keys = sampling.sample_keys(seed, np.array(positions)).tolist()
+        return plain_loop.shifted(training[0][ids], keys), training[1][ids]
+
+    trace = plain_loop.train(start, getattr(plain_loop, task), batch, validation, settings)
+    return vars(trace), start, METRIC[task]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data, the references, settings.json, and a render for each package that it names."""
+    folder, plans = tmp_path_factory.mktemp("reference"), {}
+    make_data(folder)
+    for task in TASKS:
+        settings = SETTINGS | {"data.path": str(folder / FILE[task])}
+        ddp, fsdp = f"ddp_{task}", f"fsdp_{task}"
+        plans |= {ddp: (task, settings), fsdp: (task, settings)}
+        bake(folder / fsdp, task=task, parallelism="fsdp", package_name=fsdp, tracker="none")
+        with Project.imported(folder / ddp, ddp, task=task, tracker="none") as project:
+            torch.save(reference(project, task, settings), folder / f"{task}.pt")
+            if task == "language_model":
+                few = settings | FEW
+                torch.save(reference(project, task, few), folder / "few.pt")
+                plans |= {name: ("few", few) for name in ("whole", *BREAKAGES)}
+    (folder / "settings.json").write_text(json.dumps(plans))
+    return folder
+
+
+def test_each_feature_takes_part(folder: Path) -> None:
+    """Or the reference would not test it."""
+    for name in (*TASKS, "few"):
+        trace, _, _ = torch.load(folder / f"{name}.pt")
+        bitten = [n > c for n, c in zip(trace["norms"], trace["clipped"], strict=True)]
+        assert any(bitten) and not all(bitten), trace["norms"]
+        low, *_, high = sorted(trace["rates"])
+        assert low < high / 3 and trace["rates"][-1] < high / 2
+        (first, *_), (last, *_) = trace["sums"][0], trace["sums"][-1]
+        assert last < 0.99 * first, "it does not learn"
+
+
+def found_by(folder: Path, ranks: int) -> dict[str, dict[str, float]]:
+    """The differences that are no rounding, by package."""
+    found = json.loads((folder / f"{ranks}.json").read_text())
+    return {name: too_large(differences) for name, differences in found.items()}
+
+
+def test_any_number_of_ranks_computes_what_one_loop_does(folder: Path) -> None:
+    packages = [f"{parallelism}_{task}" for task in TASKS for parallelism in ("ddp", "fsdp")]
+    sources = {name: folder / name / "my-training-run/src" for name in packages}
+    drill(
+        "reference.py", *((ranks, str(folder), *packages) for ranks in (0, 2, 3)), sources=sources
+    )
+    for ranks in (1, 2, 3):
+        assert found_by(folder, ranks) == {name: {} for name in packages}
+
+
+@pytest.fixture(scope="module")
+def found_broken(folder: Path) -> dict[str, dict[str, float]]:
+    """What two ranks compute otherwise with each breakage, and with none."""
+    original, sources = folder / "ddp_language_model/my-training-run/src/ddp_language_model", {}
+    for name in ("whole", *BREAKAGES):
+        sources[name] = folder / "broken" / name
+        package = shutil.copytree(original, sources[name] / name)
+        if name in BREAKAGES:
+            file, right, wrong = BREAKAGES[name]
+            text = (package / file).read_text()
+            assert text.count(right) == 1, f"{file} has changed: state the breakage anew"
+            (package / file).write_text(text.replace(right, wrong))
+    drill("reference.py", (2, str(folder), *sources), sources=sources)
+    return found_by(folder, 2)
+
+
+def test_what_is_whole_is_not_taken_for_broken(found_broken: dict[str, dict[str, float]]) -> None:
+    assert found_broken["whole"] == {}
+
+
+@pytest.mark.parametrize("name", BREAKAGES)
+def test_a_breakage_is_noticed(found_broken: dict[str, dict[str, float]], name: str) -> None:
+    assert found_broken[name]
