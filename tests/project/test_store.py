@@ -185,6 +185,38 @@ def test_what_fails_once_is_done_again(
     saver.assert_tidy()
 
 
+@pytest.mark.parametrize("how", ["500", "503", "cut", "hang"])
+def test_a_request_is_sent_five_times_at_most(
+    project: Project, store: Store, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted at the server, with the client's own settings: one layer alone tries again."""
+    import fsspec
+
+    module = project.module("checkpoint.object_store")
+    monkeypatch.setattr(module, "PAUSES", (0.01,) * 4)
+    monkeypatch.setattr(module, "LIMIT", 1.0)  # s3fs sets no limit to its PUTs
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": {"read_timeout": 1}})
+    folder = module.remote(store.url(f"counted-{how}"))
+    requests = {
+        "PUT": lambda: (folder / "object").write(b"x"),
+        "GET": lambda: (folder / "object").read(0, 1),
+        "HEAD": lambda: (folder / "object").exists(),
+        "DELETE": lambda: (folder / "object").unlink(),
+        "list": folder.sizes,
+        "stream": lambda: module.persistently(lambda: stream(folder / "object"), folder),
+    }
+
+    def stream(path: Any) -> None:
+        with path.open("wb") as file:
+            file.write(bytes(6 << 20))
+
+    for name in ("PUT", "GET") if how == "hang" else requests:  # each waits for a time-out
+        before, request = len(store.requests), requests[name]
+        with store.failing(lambda _: how), pytest.raises(module.StoreError):
+            request()
+        assert len(store.requests) - before == 5, name
+
+
 @pytest.mark.parametrize("what", KINDS)
 def test_what_goes_on_failing_leaves_the_last_good_one(
     project: Project, store: Store, what: str

@@ -41,7 +41,6 @@ LASTING = (
 # Of botocore: errors that no pause mends, and the store's own checksum of an object.
 NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError")
 CHECKSUM = "FlexibleChecksumError"
-RETRYING = {"AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"}
 URL = re.compile(r"([a-zA-Z][\w+.-]+):/{1,3}([^/].*)")  # pathlib folds two slashes into one
 
 
@@ -234,20 +233,41 @@ def remote(url: str) -> RemotePath:
     if protocol in ("file", "local"):
         options["auto_mkdir"] = True
     of_s3 = protocol in ("s3", "s3a")
-    if of_s3 and not (os.environ.keys() & RETRYING or fsspec.config.conf.get("s3")):
-        # Else s3fs and botocore make 25 requests of one, each with its time-out.
-        options["config_kwargs"] = {"retries": {"max_attempts": 1}}
     try:
+        if of_s3:
+            options["config_kwargs"] = once_each()
         store, path = fsspec.url_to_fs(url, **options)
     except ImportError as error:
         hint = 'pip install -e ".[s3]"' if of_s3 else str(error)
         raise UserError(f"{url} needs a package that is not here: {hint}") from None
     except ValueError as error:
         raise UserError(f"{url} is no address of a store: {error}") from None
+    if of_s3:
+        store.retries = 1  # see `once_each`
     for name in ("call_s3", "abort_mpu", "touch"):  # what its streams call
         if hasattr(store, "call_s3") and not isinstance(call := getattr(store, name), partial):
             setattr(store, name, partial(call, timeout=LIMIT))
     return RemotePath(store, path.rstrip("/"))
+
+
+def once_each() -> dict[str, Any]:
+    """Settings with which botocore sends each request once, beside the user's own for S3.
+
+    `persistently` tries again. s3fs, botocore and aiohttp would, too, and their attempts multiply.
+    """
+    given = fsspec.config.apply_config(fsspec.get_filesystem_class("s3"), {})
+    from aiobotocore.httpsession import AIOHTTPSession
+
+    class Session(AIOHTTPSession):
+        """Sends a request once, also when its connection is dropped."""
+
+        async def _get_session(self, proxy_url: str | None) -> Any:
+            session = await super()._get_session(proxy_url)
+            session._retry_connection = False
+            return session
+
+    once = {"retries": {"total_max_attempts": 1}, "http_session_cls": Session}
+    return {**given.get("config_kwargs", {}), **once}
 
 
 def check_address(url: str) -> tuple[str, str]:
