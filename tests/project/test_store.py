@@ -555,6 +555,57 @@ def trained(project: Project, stop_at: int = 0, **changes: Any) -> Any:
     return project.module("train").run(project.config(**settings | changes), callbacks)
 
 
+def hanging(request: Request) -> str | None:
+    """A store that from step 6 on answers nothing."""
+    return "hang" if "step_00000006" in request.path else None
+
+
+@pytest.mark.parametrize("checkpoint", ["dcp_async", "torch_save"])
+def test_a_stop_does_not_wait_for_a_store_that_hangs(
+    store: Store,
+    tmp_path: Path,
+    checkpoint: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = {"checkpoint": checkpoint, "storage": "object_store", "parallelism": "single"}
+    with Project.imported(tmp_path, f"hanging_{checkpoint}", **answers) as project:
+        stops, url = project.module("distributed.stop"), store.url(f"hanging-{checkpoint}")
+        monkeypatch.setattr(stops, "GRACE", 3.0)
+        monkeypatch.setattr(stops.Stop, "end", stops.Stop.end)
+        error = project.module("checkpoint.manifest").CheckpointError
+        with store.failing(hanging), pytest.raises(error, match=r"step 6 was not saved.*no answer"):
+            trained(project, 6, run_dir=tmp_path / "run", checkpoint__url=url)
+        assert "SIGTERM: stopping after the step under way" in capfd.readouterr().err
+        status = json.loads((tmp_path / "run/status.json").read_text())
+        assert (status["status"], status["step"], status["saved_step"]) == ("preempted", 6, 4)
+        assert "no answer" in status["reason"]
+        assert stops.time_left() + 30 > 0, "given up in time"
+
+
+def test_launched_ranks_do_not_wait_for_a_store_that_hangs(store: Store, tmp_path: Path) -> None:
+    folder = bake(tmp_path, parallelism="ddp", storage="object_store")
+    caught = threading.Event()
+
+    def held(request: Request) -> str | None:
+        if hanging(request):
+            caught.set()
+        return hanging(request)
+
+    options = ("--checkpoint.url", store.url("launched"), "--checkpoint.every", "3")
+    with (
+        store.failing(held),
+        launch(folder, "run", *options, "--train.steps", "1000", GRACE_SECONDS="20") as process,
+    ):
+        assert caught.wait(300)
+        process.send_signal(signal.SIGTERM)
+        said = finish(process, 60, codes=(128 + signal.SIGTERM,))
+    status = json.loads((folder / "runs/run/status.json").read_text())
+    assert (status["status"], status["saved_step"]) == ("preempted", 3), said
+    assert said.count("SIGTERM: stopping after") == 1
+    assert "which was not saved; the newest checkpoint: step 3" in said
+
+
 def alike(ones: dict[str, Any], others: dict[str, Any]) -> bool:
     """Whether all tensors are the same, to the bit."""
     return ones.keys() == others.keys() and all(ones[n].equal(others[n]) for n in ones)

@@ -75,6 +75,7 @@ class RunDirectory:
 
         Where it cannot be written, that is a warning: the checkpoints are what counts.
         """
+        self.begun = False  # `__exit__` has no more to say
         if self.group.rank == 0:
             try:
                 self._write_status(status, **details)
