@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import RankError, UserError
-from ..files import naming
+from ..files import naming, open_to_write
 from .output import redirected
 from .world import PATIENCE, World
 
@@ -95,8 +95,8 @@ class Group:
         nonce = folder / f".nonce-{self.from_first(lambda: uuid.uuid4().hex)}"
 
         def write() -> None:
-            with naming(nonce):
-                nonce.write_text("shared\n")
+            with naming(nonce), open_to_write(nonce) as file:
+                file.write("shared\n")
 
         def look() -> None:
             with contextlib.suppress(FileNotFoundError):

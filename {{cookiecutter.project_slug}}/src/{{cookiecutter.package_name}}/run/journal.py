@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ..distributed import Group
-from ..files import naming
+from ..files import naming, open_to_write, replacing
 from ..loss import means
 from .logs import ONLY_IN_FILES
 
@@ -104,10 +104,9 @@ class Journal:
             if self.path.exists():
                 lines = self.path.read_text("utf-8").splitlines()
                 kept = [line + "\n" for line in lines if _parsed(line, self.first_step)]
-                temporary = self.path.with_name(f".{self.path.name}")
-                temporary.write_text("".join(kept), "utf-8")
-                os.replace(temporary, self.path)
-            self.file = open(self.path, "a", 1 << 20, "utf-8")  # noqa: SIM115 - kept open
+                with replacing(self.path) as temporary, open_to_write(temporary) as file:
+                    file.writelines(kept)
+            self.file = open_to_write(self.path, "a", buffering=1 << 20)
         self.written, self.behind = self.file.tell(), False
 
     def _write(self, record: dict[str, Any]) -> None:
