@@ -320,6 +320,61 @@ def test_what_cannot_be_removed_is_no_failure_of_a_save(
     saver.assert_tidy()
 
 
+def no_deletes(request: Request) -> str | None:
+    """A store that lets nobody delete."""
+    return "403" if request.deletes else None
+
+
+def test_a_run_saves_where_nobody_may_delete(
+    project: Project, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It warns once, by name of object, request and right; what is left refuses no later start."""
+    settings = {"run_dir": tmp_path / "run", "checkpoint__url": store.url("kept")}
+    settings |= {"checkpoint__every": 2, "checkpoint__keep": 1}
+    before = len(store.requests)
+    trained(project, **{**settings, "train__steps": 4, "checkpoint__keep": 9})
+    assert not [r.path for r in store.requests[before:] if r.deletes], "a save deletes nothing"
+    left = project.module("checkpoint.storage").located(store.url("kept"))
+    (left / "step_00000002/01234567/part-0").write(b"of a killed process")
+    with store.failing(no_deletes):
+        for steps in (8, 12):
+            caplog.clear()
+            assert trained(project, **{**settings, "train__steps": steps}).status == "finished"
+            (warned,) = [r.message for r in caplog.records if "could not be removed" in r.message]
+            assert "it cannot be deleted" in warned and "takes the right s3:DeleteObject" in warned
+            assert store.url("kept") in warned
+        assert f"resuming from {store.url('kept')}/step_00000008" in caplog.text
+    assert trained(project, **{**settings, "train__steps": 14}).status == "finished"
+    steps = {n.partition("/")[0] for n in store.objects("kept")} - {"owner.json"}
+    assert steps == {"step_00000014"}
+
+
+def test_what_has_lost_bytes_on_its_way_is_not_published(project: Project, store: Store) -> None:
+    saver = Saver(project, store)
+
+    def write(folder: Any) -> list[str]:
+        for name, content in saver.content(1).items():
+            with (folder / name).open("wb") as stream:
+                stream.write(content)
+        store.put(saver.run, f"step_00000001/{folder.name}/part-0", b"less")
+        return list(saver.content(1))
+
+    with pytest.raises(saver.errors, match="does not hold what was sent"):
+        saver.published(1, write)
+    assert saver.newest() is None
+
+
+def test_one_lost_answer_is_no_other_run(project: Project, store: Store) -> None:
+    saver = Saver(project, store)
+    fault = once("404", KINDS["looking"])
+    with store.failing(fault):
+        assert saver.save(1)
+    assert fault(store.requests[0]) is None, "nobody looked"
+    store.remove(saver.run, "owner.json")
+    with pytest.raises(project.module("errors").UserError, match="another run has taken over"):
+        saver.publish(2)
+
+
 def test_half_uploads_may_be_a_secret(project: Project, store: Store) -> None:
     """To list them takes a right of its own."""
     with store.failing(lambda r: "403" if r.lists_uploads else None):

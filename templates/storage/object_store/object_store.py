@@ -36,6 +36,12 @@ LIMIT = 300.0  # seconds for one request; none moves more bytes than a part has
 READ = 16 << 20  # bytes that are fetched at once
 PAUSES = (0.5, 2.0, 6.0, 15.0)  # seconds, at most, before each further attempt
 PATIENCE = 900.0  # seconds after which there is no further attempt
+RIGHTS = {  # a request, by what it does and the right (in S3's words) that it takes
+    **dict.fromkeys(("info", "cat_file"), ("be read", "s3:GetObject")),
+    **dict.fromkeys(("ls", "find"), ("be listed", "s3:ListBucket")),
+    **dict.fromkeys(("pipe_file", "cp_file", "touch"), ("be written", "s3:PutObject")),
+    **dict.fromkeys(("rm", "rm_file"), ("be deleted", "s3:DeleteObject")),
+}
 LASTING = (
     *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(TypeError, ValueError, LookupError, AttributeError, NotImplementedError, ImportError),
@@ -177,7 +183,8 @@ class RemotePath:
             answer(self.store, "pipe_file", self.path, content, mode="create")
 
         try:
-            persistently(write, self)
+            with naming_right("pipe_file", self):
+                persistently(write, self)
         except OSError as error:  # not every store says why it would not
             if not self.exists():
                 raise
@@ -191,9 +198,10 @@ class RemotePath:
             stream = self.store.open(self.path, "wb", block_size=PART)
         hashing = HashingWriter(stream)
         try:
-            yield hashing
-            with may_pass():
-                stream.close()
+            with naming_right("pipe_file", self):
+                yield hashing
+                with may_pass():
+                    stream.close()
         except BaseException:
             with contextlib.suppress(Exception):
                 abandon(stream)
@@ -215,10 +223,11 @@ class RemotePath:
 
         def remove() -> None:
             answer(self.store, "rm", self.path, recursive=True)
-            if answer(self.store, "find", self.path):  # S3's bulk delete reports no failures
+            if left := answer(self.store, "find", self.path):
+                answer(self.store, "rm_file", left[0])  # S3's bulk delete reports no refusal
                 raise OSError(errno.EIO, "not all of it could be removed", str(self))
 
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError), naming_right("rm", self):
             persistently(remove, self)
 
     def abort_uploads(self) -> None:
@@ -241,7 +250,19 @@ class RemotePath:
             log.info("half uploads in %s, if there are any, stay: %s", self, error)
 
     def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
-        return persistently(lambda: answer(self.store, name, *arguments, **options), self)
+        with naming_right(name, self):
+            return persistently(lambda: answer(self.store, name, *arguments, **options), self)
+
+
+@contextlib.contextmanager
+def naming_right(name: str, place: Any) -> Iterator[None]:
+    """Name the object, the request and the right in a PermissionError: the store names none."""
+    try:
+        yield
+    except PermissionError as error:
+        what, right = RIGHTS[name]
+        text = f"it cannot {what} ({error.strerror or error}), which takes the right {right}"
+        raise PermissionError(errno.EACCES, text, str(place)) from error
 
 
 def remote(url: str) -> RemotePath:
@@ -348,7 +369,8 @@ class HashingWriter(io.RawIOBase):
             for start in range(0, view.nbytes, PART):  # the stream makes copies
                 self.stream.write(view[start : start + PART])
         except Exception as error:  # of the store's client, not all OSErrors: torch.save hides them
-            self.failed = OSError(errno.EIO, f"{error}" or type(error).__name__)
+            code = errno.EACCES if isinstance(error, PermissionError) else errno.EIO
+            self.failed = OSError(code, f"{error}" or type(error).__name__)
             raise self.failed from error
         self.sha256.update(view)
         self.size += view.nbytes

@@ -138,6 +138,8 @@ class StorePublisher(Publisher):
         parse_manifest(content, name)  # what a restore would refuse must not be published
         path = self.directory / name
         try:
+        if not has_sizes(path / attempt, manifest):
+            raise CheckpointError(f"{path / attempt} does not hold what was sent to it")
             (path / MANIFEST).write_new(content, self.check_owner)
         except FileExistsError:
             self.set_aside(path)
@@ -186,7 +188,14 @@ class StorePublisher(Publisher):
             )
 
     def _clean(self, folders: list[RemotePath]) -> None:
-        """Remove attempts that no manifest names; none of a step with damage that was set aside."""
+        """Remove attempts that no manifest names; none of a step with damage that was set aside.
+
+        Where the store refuses that, they stay, and do no harm.
+        """
+        with self.refusals_warned():
+            self._remove_attempts(folders)
+
+    def _remove_attempts(self, folders: list[RemotePath]) -> None:
         for path in folders:
             inside = path.sizes()
             leftovers = set(filter(ATTEMPT.fullmatch, inside))
@@ -205,7 +214,8 @@ class StorePublisher(Publisher):
         note = {"token": self.token, "process": f"{os.getpid()} on {socket.gethostname()}"}
         with explaining(self.directory):
             (self.directory / OWNER).write(json.dumps(note, indent=1).encode())
-            self._clean(steps(self.directory))
+            folders = steps(self.directory)
+        self._clean(folders)
         self.directory.abort_uploads()
         return self.token
 
