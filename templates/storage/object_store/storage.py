@@ -19,6 +19,7 @@ import logging
 import os
 import re
 import socket
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ from typing import Any, TypeVar
 
 from ..distributed import Group
 from ..errors import RankError, UserError
-from . import MANIFEST, CheckpointError, step_name
-from .manifest import data_of, parse_manifest, read_manifest, sealed
+from . import MANIFEST, CheckpointError, object_store, step_name
+from .manifest import data_of, has_sizes, parse_manifest, read_manifest, sealed
 from .object_store import RemotePath, check_address
 from .paths import DAMAGED, Place, checkpoints_of, located, published, steps
 from .publish import Found, Publisher, RetentionConfig
@@ -137,9 +138,9 @@ class StorePublisher(Publisher):
         content = sealed({**manifest, "folder": attempt})
         parse_manifest(content, name)  # what a restore would refuse must not be published
         path = self.directory / name
-        try:
         if not has_sizes(path / attempt, manifest):
             raise CheckpointError(f"{path / attempt} does not hold what was sent to it")
+        try:
             (path / MANIFEST).write_new(content, self.check_owner)
         except FileExistsError:
             self.set_aside(path)
@@ -220,8 +221,10 @@ class StorePublisher(Publisher):
         return self.token
 
     def _owner(self) -> str | None:
-        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-            return json.loads((self.directory / OWNER).read())["token"]
+        for pause in (0.0, *object_store.PAUSES):  # a store, or a proxy before it, may err once
+            time.sleep(pause)
+            with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+                return json.loads((self.directory / OWNER).read())["token"]
         return None
 
 
