@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..files import flatten
+from ..files import flatten, open_to_write
 
 STATUS = {"running": "RUNNING", "preempted": "KILLED", "failed": "FAILED"}
 
@@ -59,7 +59,8 @@ class Tracker:
         if run is None:
             experiment = self._experiment(config.experiment, artifacts)
             run = self.client.create_run(experiment, run_name=run_dir.name)
-            note.write_text(json.dumps({"id": run.info.run_id}) + "\n", "utf-8")
+            with open_to_write(note) as file:
+                file.write(json.dumps({"id": run.info.run_id}) + "\n")
             params = [Param(name, str(value)) for name, value in flatten(settings)]
             for start in range(0, len(params), 100):
                 self.client.log_batch(run.info.run_id, params=params[start : start + 100])

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..files import open_to_write
+
 
 @dataclass(frozen=True)
 class TrackerConfig:
@@ -56,4 +58,5 @@ class Tracker:
         """Write the records to disk, as a run may be killed, then the step of the last one."""
         self.writer.flush()
         self.logged = step
-        self.note.write_text(json.dumps({"step": step, "settings": self.settings}), "utf-8")
+        with open_to_write(self.note) as file:
+            file.write(json.dumps({"step": step, "settings": self.settings}))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ..files import open_to_write
+
 
 @dataclass(frozen=True)
 class TrackerConfig:
@@ -34,7 +36,8 @@ class Tracker:
 
         note = run_dir / "wandb.json"
         if not note.exists():
-            note.write_text(json.dumps({"id": uuid.uuid4().hex[:12]}) + "\n", "utf-8")
+            with open_to_write(note) as file:
+                file.write(json.dumps({"id": uuid.uuid4().hex[:12]}) + "\n")
         name = json.loads(note.read_text("utf-8"))["id"]
         # Without a key it would ask for one, and training would wait.
         if config.mode == "online" and not wandb.login(prompt=False):

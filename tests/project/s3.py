@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 
 KEY, SECRET = "AKIAONLYFORTESTS", "a/secret+that=nobody.should/see"
 XML = "<?xml version='1.0'?><Error><Code>{}</Code><Message>made to fail</Message></Error>"
+REFUSED = "<Error><Key>{}</Key><Code>AccessDenied</Code><Message>no</Message></Error>"
 Fault = Callable[["Request"], str | None]
 
 
@@ -23,6 +25,7 @@ class Request:
         query = parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True)
         self.is_part = "partNumber" in query
         self.lists_uploads = "uploads" in query and self.method == "GET"
+        self.deletes = self.method == "DELETE" or (self.method == "POST" and "delete" in query)
         self.begins_parts = "uploads" in query and self.method == "POST"
 
 
@@ -89,10 +92,17 @@ class Store:
                     self.released.wait(600)
                 environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
                 raise ConnectionResetError
-            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            asked = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            if how == "403" and request.deletes and request.method == "POST":
+                keys = re.findall(rb"<Key>(.*?)</Key>", asked)
+                start_response("200 OK", [("Content-Type", "application/xml")])
+                refused = "".join(REFUSED.format(key.decode()) for key in keys)
+                return [f"<?xml version='1.0'?><DeleteResult>{refused}</DeleteResult>".encode()]
             words = {"500": "InternalError", "503": "SlowDown", "403": "AccessDenied"}
+            words["404"] = "NoSuchKey"
+            content = b"" if request.method == "HEAD" else XML.format(words[how]).encode()
             start_response(f"{how} Made to fail", [("Content-Type", "application/xml")])
-            return [XML.format(words[how]).encode()]
+            return [content]
 
         return wrapped
 
@@ -125,7 +135,6 @@ def s3(patch: pytest.MonkeyPatch) -> Iterator[Store]:
         "AWS_ACCESS_KEY_ID": KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_MAX_ATTEMPTS": "1",  # ours are what is tested
         "AWS_CONFIG_FILE": "/nowhere",
         "AWS_SHARED_CREDENTIALS_FILE": "/nowhere",
         "no_proxy": "127.0.0.1",

@@ -185,6 +185,38 @@ def test_what_fails_once_is_done_again(
     saver.assert_tidy()
 
 
+@pytest.mark.parametrize("how", ["500", "503", "cut", "hang"])
+def test_a_request_is_sent_five_times_at_most(
+    project: Project, store: Store, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted at the server, with the client's own settings: one layer alone tries again."""
+    import fsspec
+
+    module = project.module("checkpoint.object_store")
+    monkeypatch.setattr(module, "PAUSES", (0.01,) * 4)
+    monkeypatch.setattr(module, "LIMIT", 1.0)  # s3fs sets no limit to its PUTs
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": {"read_timeout": 1}})
+    folder = module.remote(store.url(f"counted-{how}"))
+    requests = {
+        "PUT": lambda: (folder / "object").write(b"x"),
+        "GET": lambda: (folder / "object").read(0, 1),
+        "HEAD": lambda: (folder / "object").exists(),
+        "DELETE": lambda: (folder / "object").unlink(),
+        "list": folder.sizes,
+        "stream": lambda: module.persistently(lambda: stream(folder / "object"), folder),
+    }
+
+    def stream(path: Any) -> None:
+        with path.open("wb") as file:
+            file.write(bytes(6 << 20))
+
+    for name in ("PUT", "GET") if how == "hang" else requests:  # each waits for a time-out
+        before, request = len(store.requests), requests[name]
+        with store.failing(lambda _: how), pytest.raises(module.StoreError):
+            request()
+        assert len(store.requests) - before == 5, name
+
+
 @pytest.mark.parametrize("what", KINDS)
 def test_what_goes_on_failing_leaves_the_last_good_one(
     project: Project, store: Store, what: str
@@ -286,6 +318,61 @@ def test_what_cannot_be_removed_is_no_failure_of_a_save(
     assert "old checkpoints could not be removed" in caplog.text
     assert saver.newest() == 2 and saver.save(3)
     saver.assert_tidy()
+
+
+def no_deletes(request: Request) -> str | None:
+    """A store that lets nobody delete."""
+    return "403" if request.deletes else None
+
+
+def test_a_run_saves_where_nobody_may_delete(
+    project: Project, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It warns once, by name of object, request and right; what is left refuses no later start."""
+    settings = {"run_dir": tmp_path / "run", "checkpoint__url": store.url("kept")}
+    settings |= {"checkpoint__every": 2, "checkpoint__keep": 1}
+    before = len(store.requests)
+    trained(project, **{**settings, "train__steps": 4, "checkpoint__keep": 9})
+    assert not [r.path for r in store.requests[before:] if r.deletes], "a save deletes nothing"
+    left = project.module("checkpoint.storage").located(store.url("kept"))
+    (left / "step_00000002/01234567/part-0").write(b"of a killed process")
+    with store.failing(no_deletes):
+        for steps in (8, 12):
+            caplog.clear()
+            assert trained(project, **{**settings, "train__steps": steps}).status == "finished"
+            (warned,) = [r.message for r in caplog.records if "could not be removed" in r.message]
+            assert "it cannot be deleted" in warned and "takes the right s3:DeleteObject" in warned
+            assert store.url("kept") in warned
+        assert f"resuming from {store.url('kept')}/step_00000008" in caplog.text
+    assert trained(project, **{**settings, "train__steps": 14}).status == "finished"
+    steps = {n.partition("/")[0] for n in store.objects("kept")} - {"owner.json"}
+    assert steps == {"step_00000014"}
+
+
+def test_what_has_lost_bytes_on_its_way_is_not_published(project: Project, store: Store) -> None:
+    saver = Saver(project, store)
+
+    def write(folder: Any) -> list[str]:
+        for name, content in saver.content(1).items():
+            with (folder / name).open("wb") as stream:
+                stream.write(content)
+        store.put(saver.run, f"step_00000001/{folder.name}/part-0", b"less")
+        return list(saver.content(1))
+
+    with pytest.raises(saver.errors, match="does not hold what was sent"):
+        saver.published(1, write)
+    assert saver.newest() is None
+
+
+def test_one_lost_answer_is_no_other_run(project: Project, store: Store) -> None:
+    saver = Saver(project, store)
+    fault = once("404", KINDS["looking"])
+    with store.failing(fault):
+        assert saver.save(1)
+    assert fault(store.requests[0]) is None, "nobody looked"
+    store.remove(saver.run, "owner.json")
+    with pytest.raises(project.module("errors").UserError, match="another run has taken over"):
+        saver.publish(2)
 
 
 def test_half_uploads_may_be_a_secret(project: Project, store: Store) -> None:
@@ -521,6 +608,57 @@ def trained(project: Project, stop_at: int = 0, **changes: Any) -> Any:
     settings = {"train__steps": 12, "train__validate_every": 0, "checkpoint__every": 4}
     callbacks = [SimpleNamespace(after_step=observe)]
     return project.module("train").run(project.config(**settings | changes), callbacks)
+
+
+def hanging(request: Request) -> str | None:
+    """A store that from step 6 on answers nothing."""
+    return "hang" if "step_00000006" in request.path else None
+
+
+@pytest.mark.parametrize("checkpoint", ["dcp_async", "torch_save"])
+def test_a_stop_does_not_wait_for_a_store_that_hangs(
+    store: Store,
+    tmp_path: Path,
+    checkpoint: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = {"checkpoint": checkpoint, "storage": "object_store", "parallelism": "single"}
+    with Project.imported(tmp_path, f"hanging_{checkpoint}", **answers) as project:
+        stops, url = project.module("distributed.stop"), store.url(f"hanging-{checkpoint}")
+        monkeypatch.setattr(stops, "GRACE", 3.0)
+        monkeypatch.setattr(stops.Stop, "end", stops.Stop.end)
+        error = project.module("checkpoint.manifest").CheckpointError
+        with store.failing(hanging), pytest.raises(error, match=r"step 6 was not saved.*no answer"):
+            trained(project, 6, run_dir=tmp_path / "run", checkpoint__url=url)
+        assert "SIGTERM: stopping after the step under way" in capfd.readouterr().err
+        status = json.loads((tmp_path / "run/status.json").read_text())
+        assert (status["status"], status["step"], status["saved_step"]) == ("preempted", 6, 4)
+        assert "no answer" in status["reason"]
+        assert stops.time_left() + 30 > 0, "given up in time"
+
+
+def test_launched_ranks_do_not_wait_for_a_store_that_hangs(store: Store, tmp_path: Path) -> None:
+    folder = bake(tmp_path, parallelism="ddp", storage="object_store")
+    caught = threading.Event()
+
+    def held(request: Request) -> str | None:
+        if hanging(request):
+            caught.set()
+        return hanging(request)
+
+    options = ("--checkpoint.url", store.url("launched"), "--checkpoint.every", "3")
+    with (
+        store.failing(held),
+        launch(folder, "run", *options, "--train.steps", "1000", GRACE_SECONDS="20") as process,
+    ):
+        assert caught.wait(300)
+        process.send_signal(signal.SIGTERM)
+        said = finish(process, 60, codes=(128 + signal.SIGTERM,))
+    status = json.loads((folder / "runs/run/status.json").read_text())
+    assert (status["status"], status["saved_step"]) == ("preempted", 3), said
+    assert said.count("SIGTERM: stopping after") == 1
+    assert "which was not saved; the newest checkpoint: step 3" in said
 
 
 def alike(ones: dict[str, Any], others: dict[str, Any]) -> bool:

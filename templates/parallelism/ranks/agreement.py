@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import RankError, UserError
-from ..files import naming
+from ..files import naming, open_to_write
 from .output import redirected
 from .world import PATIENCE, World
 
@@ -47,7 +47,7 @@ class Group:
         self.step_limit = world.step_limit if world else PATIENCE
         self.patient, self.resumed = 1, 0.0  # start-up, until the watchdog has seen a first step
         self.maxima: Callable[[], list[float]] | None = None
-        self.process_group = None
+        self.process_group, self.doing = None, "step"
         if world and world.distributed:
             self.process_group = dist.new_group(backend="gloo", timeout=PATIENCE)
             # new_group has no barrier: rank 0 could leave, and its store with it, too early.
@@ -62,14 +62,14 @@ class Group:
         return redirected(file, console) if self.rank else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def patience(self) -> Iterator[None]:
+    def patience(self, doing: str) -> Iterator[None]:
         """Allow inside what may take longer than a step: a validation, a save (watchdog.py)."""
-        self.patient += 1
+        self.patient, self.doing = self.patient + 1, doing
         try:
             yield
         finally:
             self.resumed = time.monotonic()  # first, for the watchdog's thread
-            self.patient -= 1
+            self.patient, self.doing = self.patient - 1, "step"
 
     def agree(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank; rank 0 gets all results, the others their own in a list.
@@ -103,8 +103,8 @@ class Group:
         nonce = folder / f".nonce-{self.from_first(lambda: uuid.uuid4().hex)}"
 
         def write() -> None:
-            with naming(nonce):
-                nonce.write_text("shared\n")
+            with naming(nonce), open_to_write(nonce) as file:
+                file.write("shared\n")
 
         def look() -> None:
             with contextlib.suppress(FileNotFoundError):

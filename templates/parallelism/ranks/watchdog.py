@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..files import write_json
+from ..files import open_to_write, write_json
 from .agreement import Group
 from .output import say
 from .world import PATIENCE, TRACE, World, prefer, traces_in
@@ -113,7 +113,7 @@ class Watchdog:
         """Write down where this rank stands; the lowest rank that does then says who hangs."""
         rank, size, verdict = self.group.rank, self.group.size, self.folder / "verdict.txt"
         self.folder.mkdir(exist_ok=True)
-        with open(self.folder / f"stacks_rank_{rank}.txt", "w", encoding="utf-8") as file:
+        with open_to_write(self.folder / f"stacks_rank_{rank}.txt") as file:
             faulthandler.dump_traceback(file)
         report = {
             "host": socket.gethostname(),
@@ -150,14 +150,16 @@ class Watchdog:
         say(f"error: {text}")
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         write_json(self.run_dir / "status.json", {"status": "failed", "at": at, "reason": reason})
-        verdict.write_text(text + "\n", "utf-8")
+        with open_to_write(verdict) as file:
+            file.write(text + "\n")
 
     def _write_trace(self) -> None:
         """Write what the flight recorder knows of the last 2,000 collectives."""
         recorder = torch._C._distributed_c10d
         nccl = hasattr(recorder, "_dump_nccl_trace")
         content = recorder._dump_nccl_trace() if nccl else recorder._dump_fr_trace()
-        (self.folder / f"{TRACE}{self.group.rank}").write_bytes(content)
+        with open_to_write(self.folder / f"{TRACE}{self.group.rank}", "wb") as file:
+            file.write(content)
 
     def _reports(self) -> dict[int, dict[str, Any]]:
         found = {}

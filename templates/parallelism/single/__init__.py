@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +34,7 @@ class Group:
     """Where several processes would agree: the action runs, and what failed is a RankError."""
 
     rank, size, process_group = 0, 1, None
+    doing = "step"
 
     def __init__(self, world: World | None = None) -> None:
         """There is nobody to agree with."""
@@ -45,9 +46,12 @@ class Group:
         """Print to the console."""
         return contextlib.nullcontext()
 
-    def patience(self) -> contextlib.AbstractContextManager:
+    @contextlib.contextmanager
+    def patience(self, doing: str) -> Iterator[None]:
         """Take as long as it takes: nobody waits for this process."""
-        return contextlib.nullcontext()
+        self.doing = doing
+        yield
+        self.doing = "step"
 
     def prove_shared(self, folder: Path) -> None:
         """Nobody else has to see what this process writes."""

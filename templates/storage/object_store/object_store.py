@@ -5,6 +5,7 @@ after a pause, unless it would fail the same way. Credentials come from the envi
 fsspec's own settings, never from here.
 """
 
+import asyncio
 import contextlib
 import errno
 import hashlib
@@ -16,6 +17,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,7 @@ from typing import Any, BinaryIO, TypeVar
 import fsspec
 from fsspec.spec import AbstractBufferedFile
 
+from ..distributed.stop import time_left
 from ..errors import RankError, UserError
 
 log = logging.getLogger(__name__)
@@ -33,6 +36,12 @@ LIMIT = 300.0  # seconds for one request; none moves more bytes than a part has
 READ = 16 << 20  # bytes that are fetched at once
 PAUSES = (0.5, 2.0, 6.0, 15.0)  # seconds, at most, before each further attempt
 PATIENCE = 900.0  # seconds after which there is no further attempt
+RIGHTS = {  # a request, by what it does and the right (in S3's words) that it takes
+    **dict.fromkeys(("info", "cat_file"), ("be read", "s3:GetObject")),
+    **dict.fromkeys(("ls", "find"), ("be listed", "s3:ListBucket")),
+    **dict.fromkeys(("pipe_file", "cp_file", "touch"), ("be written", "s3:PutObject")),
+    **dict.fromkeys(("rm", "rm_file"), ("be deleted", "s3:DeleteObject")),
+}
 LASTING = (
     *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(TypeError, ValueError, LookupError, AttributeError, NotImplementedError, ImportError),
@@ -41,7 +50,6 @@ LASTING = (
 # Of botocore: errors that no pause mends, and the store's own checksum of an object.
 NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError")
 CHECKSUM = "FlexibleChecksumError"
-RETRYING = {"AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"}
 URL = re.compile(r"([a-zA-Z][\w+.-]+):/{1,3}([^/].*)")  # pathlib folds two slashes into one
 
 
@@ -61,14 +69,33 @@ def persistently(action: Callable[[], T], place: Any) -> T:
             text = getattr(error, "strerror", None) or f"{error}" or type(error).__name__
             text = text.partition("\n")[0]
             pause = next(pauses, None)
-            over = pause is None or time.monotonic() - began > PATIENCE
+            over = pause is None or time.monotonic() - began > PATIENCE or time_left() <= 0
             if over or type(error).__name__ in NO_CREDENTIALS:
                 code = getattr(error, "errno", None) or errno.EIO
                 if type(error).__name__ == CHECKSUM:
                     code = errno.EBADMSG
                 raise StoreError(code, text, str(place)) from error
             log.info("%s: %s; trying again", place, text)
-            time.sleep(pause * random.uniform(0.5, 1.0))  # not the same on all ranks
+            pause *= random.uniform(0.5, 1.0)  # not the same on all ranks
+            time.sleep(max(0.0, min(pause, time_left())))
+
+
+def answer(store: Any, name: str, *arguments: Any, **options: Any) -> Any:
+    """What a store answers to a request; TimeoutError when that takes too long.
+
+    Some wait for ever: s3fs, for the leave to send a PUT. A run that stops has little time.
+    """
+    if not store.async_impl:
+        return getattr(store, name)(*arguments, **options)
+    request = getattr(store, f"_{name}")(*arguments, **options)
+    future = asyncio.run_coroutine_threadsafe(request, store.loop)
+    began = time.monotonic()
+    while not futures.wait([future], 1.0).done:
+        if time.monotonic() - began > LIMIT or time_left() <= 0:
+            future.cancel()
+            text = "no answer, and the run has to stop" if time_left() <= 0 else "no answer"
+            raise TimeoutError(errno.ETIMEDOUT, text)
+    return future.result()
 
 
 @dataclass(frozen=True)
@@ -109,7 +136,7 @@ class RemotePath:
     def info(self) -> dict[str, Any]:
         """What the store says of it: "type" and "size"; {} when there is nothing."""
         with contextlib.suppress(FileNotFoundError):
-            return self._call(self.store.info, self.path)
+            return self._call("info", self.path)
         return {}
 
     def exists(self) -> bool:
@@ -123,7 +150,7 @@ class RemotePath:
     def sizes(self) -> dict[str, int]:
         """The names right below, with their sizes (0 for folders); {} if there is nothing."""
         with contextlib.suppress(FileNotFoundError):
-            entries = self._call(self.store.ls, self.path, detail=True)
+            entries = self._call("ls", self.path, detail=True)
             sizes = {entry["name"].rstrip("/"): entry["size"] or 0 for entry in entries}
             return {n.rpartition("/")[2]: size for n, size in sizes.items() if n != self.path}
         return {}
@@ -139,11 +166,11 @@ class RemotePath:
 
     def read(self, start: int | None = None, end: int | None = None) -> bytes:
         """All of a small object, or a range of one."""
-        return self._call(self.store.cat_file, self.path, start=start, end=end)
+        return self._call("cat_file", self.path, start=start, end=end)
 
     def write(self, content: bytes) -> None:
         """Write a small object, in place of what is there."""
-        self._call(self.store.pipe_file, self.path, content)
+        self._call("pipe_file", self.path, content)
 
     def write_new(self, content: bytes, check: Callable[[], None]) -> None:
         """Write a small object where there is none; FileExistsError when there is another.
@@ -151,12 +178,13 @@ class RemotePath:
         `check()` is called before each attempt, and may raise.
         """
 
-        def write(*arguments: Any, **options: Any) -> None:
+        def write() -> None:
             check()
-            self.store.pipe_file(*arguments, **options)
+            answer(self.store, "pipe_file", self.path, content, mode="create")
 
         try:
-            self._call(write, self.path, content, mode="create")
+            with naming_right("pipe_file", self):
+                persistently(write, self)
         except OSError as error:  # not every store says why it would not
             if not self.exists():
                 raise
@@ -170,9 +198,10 @@ class RemotePath:
             stream = self.store.open(self.path, "wb", block_size=PART)
         hashing = HashingWriter(stream)
         try:
-            yield hashing
-            with may_pass():
-                stream.close()
+            with naming_right("pipe_file", self):
+                yield hashing
+                with may_pass():
+                    stream.close()
         except BaseException:
             with contextlib.suppress(Exception):
                 abandon(stream)
@@ -181,24 +210,25 @@ class RemotePath:
 
     def rename(self, other: "RemotePath") -> None:
         """Copy, then remove: stores know nothing better. For small objects."""
-        self._call(self.store.cp_file, self.path, other.path)
+        self._call("cp_file", self.path, other.path)
         self.unlink()
 
     def unlink(self) -> None:
         """Remove an object, if it is there."""
         with contextlib.suppress(FileNotFoundError):
-            self._call(self.store.rm_file, self.path)
+            self._call("rm_file", self.path)
 
     def remove_tree(self) -> None:
         """Remove all objects below."""
 
-        def remove(path: str, **options: Any) -> None:
-            self.store.rm(path, recursive=True, **options)
-            if self.store.find(path, **options):  # S3's bulk delete reports no failures
+        def remove() -> None:
+            answer(self.store, "rm", self.path, recursive=True)
+            if left := answer(self.store, "find", self.path):
+                answer(self.store, "rm_file", left[0])  # S3's bulk delete reports no refusal
                 raise OSError(errno.EIO, "not all of it could be removed", str(self))
 
-        with contextlib.suppress(FileNotFoundError):
-            self._call(remove, self.path)
+        with contextlib.suppress(FileNotFoundError), naming_right("rm", self):
+            persistently(remove, self)
 
     def abort_uploads(self) -> None:
         """Drop uploads in parts that killed processes left below (S3 keeps, and bills, them).
@@ -219,10 +249,20 @@ class RemotePath:
         except (OSError, KeyError) as error:  # it takes rights of its own; some stores lack it
             log.info("half uploads in %s, if there are any, stay: %s", self, error)
 
-    def _call(self, request: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        if self.store.async_impl:  # s3fs may wait for an answer for ever
-            options["timeout"] = LIMIT
-        return persistently(lambda: request(*arguments, **options), self)
+    def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
+        with naming_right(name, self):
+            return persistently(lambda: answer(self.store, name, *arguments, **options), self)
+
+
+@contextlib.contextmanager
+def naming_right(name: str, place: Any) -> Iterator[None]:
+    """Name the object, the request and the right in a PermissionError: the store names none."""
+    try:
+        yield
+    except PermissionError as error:
+        what, right = RIGHTS[name]
+        text = f"it cannot {what} ({error.strerror or error}), which takes the right {right}"
+        raise PermissionError(errno.EACCES, text, str(place)) from error
 
 
 def remote(url: str) -> RemotePath:
@@ -234,20 +274,40 @@ def remote(url: str) -> RemotePath:
     if protocol in ("file", "local"):
         options["auto_mkdir"] = True
     of_s3 = protocol in ("s3", "s3a")
-    if of_s3 and not (os.environ.keys() & RETRYING or fsspec.config.conf.get("s3")):
-        # Else s3fs and botocore make 25 requests of one, each with its time-out.
-        options["config_kwargs"] = {"retries": {"max_attempts": 1}}
     try:
+        if of_s3:
+            options["config_kwargs"] = once_each()
         store, path = fsspec.url_to_fs(url, **options)
     except ImportError as error:
         hint = 'pip install -e ".[s3]"' if of_s3 else str(error)
         raise UserError(f"{url} needs a package that is not here: {hint}") from None
     except ValueError as error:
         raise UserError(f"{url} is no address of a store: {error}") from None
-    for name in ("call_s3", "abort_mpu", "touch"):  # what its streams call
-        if hasattr(store, "call_s3") and not isinstance(call := getattr(store, name), partial):
-            setattr(store, name, partial(call, timeout=LIMIT))
+    if of_s3:
+        store.retries = 1  # as `once_each`
+        for name in ("call_s3", "abort_mpu", "touch"):  # what its streams call
+            setattr(store, name, partial(answer, store, name))
     return RemotePath(store, path.rstrip("/"))
+
+
+def once_each() -> dict[str, Any]:
+    """Settings with which botocore sends each request once, beside the user's own for S3.
+
+    `persistently` tries again. s3fs, botocore and aiohttp would, too, and their attempts multiply.
+    """
+    given = fsspec.config.apply_config(fsspec.get_filesystem_class("s3"), {})
+    from aiobotocore.httpsession import AIOHTTPSession
+
+    class Session(AIOHTTPSession):
+        """Sends a request once, also when its connection is dropped."""
+
+        async def _get_session(self, proxy_url: str | None) -> Any:
+            session = await super()._get_session(proxy_url)
+            session._retry_connection = False
+            return session
+
+    once = {"retries": {"total_max_attempts": 1}, "http_session_cls": Session}
+    return {**given.get("config_kwargs", {}), **once}
 
 
 def check_address(url: str) -> tuple[str, str]:
@@ -309,7 +369,8 @@ class HashingWriter(io.RawIOBase):
             for start in range(0, view.nbytes, PART):  # the stream makes copies
                 self.stream.write(view[start : start + PART])
         except Exception as error:  # of the store's client, not all OSErrors: torch.save hides them
-            self.failed = OSError(errno.EIO, f"{error}" or type(error).__name__)
+            code = errno.EACCES if isinstance(error, PermissionError) else errno.EIO
+            self.failed = OSError(code, f"{error}" or type(error).__name__)
             raise self.failed from error
         self.sha256.update(view)
         self.size += view.nbytes

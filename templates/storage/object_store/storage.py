@@ -19,6 +19,7 @@ import logging
 import os
 import re
 import socket
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ from typing import Any, TypeVar
 
 from ..distributed import Group
 from ..errors import RankError, UserError
-from . import MANIFEST, CheckpointError, step_name
-from .manifest import data_of, parse_manifest, read_manifest, sealed
+from . import MANIFEST, CheckpointError, object_store, step_name
+from .manifest import data_of, has_sizes, parse_manifest, read_manifest, sealed
 from .object_store import RemotePath, check_address
 from .paths import DAMAGED, Place, checkpoints_of, located, published, steps
 from .publish import Found, Publisher, RetentionConfig
@@ -137,6 +138,8 @@ class StorePublisher(Publisher):
         content = sealed({**manifest, "folder": attempt})
         parse_manifest(content, name)  # what a restore would refuse must not be published
         path = self.directory / name
+        if not has_sizes(path / attempt, manifest):
+            raise CheckpointError(f"{path / attempt} does not hold what was sent to it")
         try:
             (path / MANIFEST).write_new(content, self.check_owner)
         except FileExistsError:
@@ -186,7 +189,14 @@ class StorePublisher(Publisher):
             )
 
     def _clean(self, folders: list[RemotePath]) -> None:
-        """Remove attempts that no manifest names; none of a step with damage that was set aside."""
+        """Remove attempts that no manifest names; none of a step with damage that was set aside.
+
+        Where the store refuses that, they stay, and do no harm.
+        """
+        with self.refusals_warned():
+            self._remove_attempts(folders)
+
+    def _remove_attempts(self, folders: list[RemotePath]) -> None:
         for path in folders:
             inside = path.sizes()
             leftovers = set(filter(ATTEMPT.fullmatch, inside))
@@ -205,13 +215,16 @@ class StorePublisher(Publisher):
         note = {"token": self.token, "process": f"{os.getpid()} on {socket.gethostname()}"}
         with explaining(self.directory):
             (self.directory / OWNER).write(json.dumps(note, indent=1).encode())
-            self._clean(steps(self.directory))
+            folders = steps(self.directory)
+        self._clean(folders)
         self.directory.abort_uploads()
         return self.token
 
     def _owner(self) -> str | None:
-        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-            return json.loads((self.directory / OWNER).read())["token"]
+        for pause in (0.0, *object_store.PAUSES):  # a store, or a proxy before it, may err once
+            time.sleep(pause)
+            with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+                return json.loads((self.directory / OWNER).read())["token"]
         return None
 
 

@@ -17,6 +17,7 @@ import torch
 from ..config import Config
 from ..distributed import Group, World, join, leave
 from ..errors import RankError
+from ..files import replacing
 from ..profiler import ProfileConfig, Profiler
 from ..run.hardware import usable_cores
 from ..train import State, setup, train_step
@@ -90,7 +91,8 @@ def memory_snapshot(path: Path, world: World) -> Iterator[None]:
     try:
         yield
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))
+        with replacing(path) as temporary:
+            torch.cuda.memory._dump_snapshot(str(temporary))
         log.info("memory snapshot: %s", path)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)

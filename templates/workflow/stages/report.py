@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 
 from ..config import load
 from ..errors import UserError
-from ..files import flatten
+from ..files import flatten, open_to_write, replacing
 from ..run.hardware import in_units
 from ..run.tracker import log_report
 from . import STAGES, plots
@@ -53,7 +53,8 @@ def publish_report(run_dir: Path) -> Path:
     """Write RUN_DIR/report.html, and hand it to the tracker of a run that has trained."""
     path, settings, page = run_dir / "report.html", run_dir / "config.json", page_of(run_dir)
     try:
-        path.write_text(page, "utf-8")
+        with replacing(path) as temporary, open_to_write(temporary) as file:
+            file.write(page)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error}") from None
     if settings.exists():

@@ -4,10 +4,13 @@ import contextlib
 import dataclasses
 import json
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from .errors import UserError
 
 
 @contextlib.contextmanager
@@ -41,18 +44,40 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield prefix + key, value
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Replace a small JSON file in one step: a reader sees the old one or the new one."""
-    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
+def open_to_write(path: Path, mode: str = "w", **options: Any) -> IO[Any]:
+    """Open a file of a run for writing, which all that write there do; UserError for a link.
+
+    Who made a run directory, or an archive of one, may have left a link to any file of the user.
+    """
+
+    def regular(name: str, flags: int) -> int:
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.lstat(name).st_mode):
+                raise UserError(f"{name} is a link or no plain file, and is not written: remove it")
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+    options = options if "b" in mode else {"encoding": "utf-8", **options}
+    return open(path, mode, opener=regular, **options)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new name, which takes the place of `path` in one step; a link there is not followed."""
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}{path.suffix}")
     try:
-        with naming(path), open(temporary, "w", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
         os.replace(temporary, path)
     finally:
         with contextlib.suppress(OSError):  # the error of the write is the one to report
             temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replace a small JSON file: a reader sees the old one or the new one."""
+    with replacing(path) as temporary, naming(path), open_to_write(temporary) as file:
+        file.write(json.dumps(content, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:

@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from .device import synchronize
 from .errors import UserError
+from .files import replacing
 
 log = logging.getLogger(__name__)
 
@@ -101,5 +102,6 @@ class Profiler:
         self.directory.mkdir(parents=True, exist_ok=True)
         name = f"step_{self.step:08d}_rank_{self.world.rank}.json.gz"
         self.written.append(self.directory / name)
-        finished.export_chrome_trace(str(self.written[-1]))
+        with replacing(self.written[-1]) as temporary:
+            finished.export_chrome_trace(str(temporary))
         log.info("trace of %d steps: %s", self.config.active, self.written[-1])

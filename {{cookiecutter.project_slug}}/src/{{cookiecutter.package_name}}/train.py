@@ -20,7 +20,7 @@ from .data import build_datasets
 from .device import move, set_up_torch
 from .distributed import Group, World, join, leave, parallel, watchdog
 from .distributed.stop import Stop
-from .errors import UserError
+from .errors import RankError, UserError
 from .files import to_json
 from .loss import checked, judge_step, loss_vector, means
 from .model import blocks, build_model, compute_loss
@@ -195,6 +195,7 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
             return Result("already finished", state.step)
         run_dir.begin(to_json(config), state.step)
         stack.callback(state.loader.close)
+        stack.push(lambda kind, error, trace: stopped_unsaved(stop, run_dir, state, error))
         journal = Journal(run_dir.path, state, group)
         writing = (journal, *after_journal)  # only rank 0 writes: no part of a step for stragglers
         callbacks += enter([*callbacks_of(state, run_dir.path, group, writing), *more], stack)
@@ -224,7 +225,7 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
             # Only here the host waits for the device.
             record = journal.record(state) if log_now or validate_now else None
             if validate_now:
-                with group.patience(), journal.paused():
+                with group.patience("validation"), journal.paused():
                     validation = validate(state, lambda: stop.poll(checkpointer.failed)[0])
                     for call in after_validation if validation else ():
                         call(state, validation)
@@ -233,19 +234,31 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
                 call(state, record)
             if save_now:
                 # After the record is written: a resume cuts metrics.jsonl back to the checkpoint.
-                with group.patience():
+                with group.patience("save"):
                     journal.sync()
                     checkpointer.save(state.step, (record or {}).get("validation_loss"))
         if stop_signal:
             text = "%s: saving step %d, then stopping"
             log.info(text, signal.Signals(stop_signal).name, state.step)
-        with group.patience():
+        with group.patience("save"):
             journal.sync()
             checkpointer.finish(state.step)
         status = stop.outcome(stop_signal)
         blocked = checkpointer.blocked_seconds
         run_dir.record_status(status, step=state.step, checkpoint_blocked_seconds=blocked)
         return Result(status, state.step, validation)
+
+
+def stopped_unsaved(
+    stop: Stop, run_dir: RunDirectory, state: State, error: BaseException | None
+) -> None:
+    """Record a run that was told to stop, and whose last step could not be saved in time."""
+    if stop.signal is not None and isinstance(error, RankError):
+        facts = {"step": state.step, "saved_step": state.checkpointer.last_good}
+        run_dir.record_status("preempted", **facts, reason=str(error))
+        if run_dir.group.rank == 0:
+            text = "preempted at step %d, which was not saved; the newest checkpoint: step %s"
+            log.warning(text, *facts.values())
 
 
 def start(state: State, run_dir: Path, group: Group) -> Checkpointer:

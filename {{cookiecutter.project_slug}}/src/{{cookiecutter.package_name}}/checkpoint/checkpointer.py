@@ -60,6 +60,7 @@ class Checkpointer:
         """Ranks that share the copies of a state in host memory."""
         self.blocked_seconds = 0.0
         self.last_saved: int | None = None
+        self.last_good: int | None = None  # published for certain
         self.warned = False
 
     @property
@@ -97,7 +98,7 @@ class Checkpointer:
         with self._blocking():
             last, self.last_saved = self.last_saved, None  # if it fails
             self.writer.settle()
-            self.last_saved = last
+            self.last_saved, self.last_good = last, last or self.last_good
 
     def before_optimizer_step(self) -> None:
         """Wait until a save in flight no longer needs the weights as they are."""
@@ -172,7 +173,7 @@ class Checkpointer:
         log.info("resuming from %s", path)
         for change in identity_differences(manifest.get("schedule"), self.facts["schedule"]):
             log.info("the schedule is another: %s", change)
-        self.last_saved = manifest["step"]
+        self.last_saved = self.last_good = manifest["step"]
         return manifest["step"]
 
     def _forget_state_not_in(self, saved: Set[str]) -> None:

@@ -23,7 +23,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -81,6 +81,7 @@ class Publisher:
 
     def __init__(self, directory: Place, retention: RetentionConfig, group: Group) -> None:
         self.directory, self.retention, self.group = directory, retention, group
+        self.refused = False  # whether the storage does not let this run remove anything
         self.synced = False  # whether the names of the directory and its parents are durable
 
     def publish(self, step: int, write: Write, facts: dict[str, Any]) -> Place:
@@ -148,7 +149,7 @@ class Publisher:
         never push out good ones. Damaged ones stay, for a person to look at.
         """
         good: dict[Place, dict[str, Any]] = {}
-        try:
+        with self.refusals_warned():
             for path in published(self.directory):
                 with contextlib.suppress(RankError, OSError):  # damaged, or not to be read just now
                     manifest = read_manifest(path)
@@ -157,8 +158,17 @@ class Publisher:
             for path in good.keys() - self.kept(good):
                 self.discard(path, good[path])
             self.remove_leftovers()
-        except (OSError, RankError, UserError) as error:  # no failure of the save, which is safe
-            log.warning("old checkpoints could not be removed: %s", error)
+
+    @contextlib.contextmanager
+    def refusals_warned(self) -> Iterator[None]:
+        """What cannot be removed fails no save, which is safe; a lasting refusal is said once."""
+        try:
+            yield
+        except (OSError, RankError, UserError) as error:
+            lasting = isinstance(error, PermissionError)
+            if not (lasting and self.refused):
+                log.warning("old checkpoints could not be removed: %s", error)
+            self.refused = self.refused or lasting
 
     def kept(self, good: dict[Place, dict[str, Any]]) -> set[Place]:
         """Which of the good checkpoints, oldest first, retention keeps."""

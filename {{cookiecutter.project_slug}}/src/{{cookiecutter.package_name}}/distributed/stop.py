@@ -1,7 +1,12 @@
 """Stop signals, and how all processes act on them at the same step."""
 
+import contextlib
 import logging
+import math
+import os
 import signal
+import sys
+import time
 import types
 from typing import Any, Literal
 
@@ -11,12 +16,23 @@ log = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TO_BE_RESTARTED = 75  # exit code (EX_TEMPFAIL) after "regrouping": any but 0 makes torchrun restart
 
+# Of the time in which a run has to end: torchrun kills it after GRACE_SECONDS (launch.sh). The rest
+# is for saying what was saved.
+GRACE = 0.75 * float(os.environ.get("GRACE_SECONDS") or 120)
+
+
+def time_left() -> float:
+    """Seconds in which a run that was told to stop has to end: whoever waits then gives up."""
+    return Stop.end - time.monotonic()
+
 
 class Stop:
     """Takes over the stop signals; their handler only sets a flag, which the loop polls.
 
     A second Ctrl-C means now, as does one during start-up.
     """
+
+    end = math.inf  # when the process has to end: of all that is in it
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -25,6 +41,7 @@ class Stop:
         self.previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
+        Stop.end = math.inf
         try:
             self.previous = {n: signal.signal(n, self._handle) for n in STOP_SIGNALS}
         except ValueError:
@@ -58,6 +75,13 @@ class Stop:
     def _handle(self, number: int, frame: types.FrameType | None) -> None:
         if number == signal.SIGINT and (self.signal == signal.SIGINT or not self.polled):
             raise KeyboardInterrupt
+        if self.signal is None:
+            Stop.end = time.monotonic() + GRACE
+            if self.group.rank == 0:
+                doing = self.group.doing if self.polled else "start-up"
+                said = f"{signal.Signals(number).name}: stopping after the {doing} under way\n"
+                with contextlib.suppress(OSError):  # not by a stream, which may be in use
+                    os.write(2, ("\n" * sys.stderr.isatty() + said).encode())
         self.signal = number
 
 

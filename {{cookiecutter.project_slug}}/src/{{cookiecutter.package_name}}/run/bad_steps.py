@@ -111,7 +111,7 @@ class StopAtBadStep:
         step = state.step - 1
         log.info("step %d was not finite: looking for the samples that make it so", state.step)
         ids = state.loader.source.order.ids(step).tolist()
-        with self.group.patience():
+        with self.group.patience("search for bad samples"):
             bad = self._search(state, step, 0, len(ids))
         samples = f"samples {', '.join(str(ids[place]) for place in bad)}"
         together = f"no sample: only together, in this batch of {ids[:64]}"

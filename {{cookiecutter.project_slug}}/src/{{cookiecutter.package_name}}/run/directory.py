@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from ..distributed import Group, launcher
 from ..errors import UserError
-from ..files import naming, write_json
+from ..files import naming, open_to_write, write_json
 from .logs import ONLY_IN_FILES, LogFile, logging_to
 
 log = logging.getLogger(__name__)
@@ -75,6 +75,7 @@ class RunDirectory:
 
         Where it cannot be written, that is a warning: the checkpoints are what counts.
         """
+        self.begun = False  # `__exit__` has no more to say
         if self.group.rank == 0:
             try:
                 self._write_status(status, **details)
@@ -110,7 +111,7 @@ class RunDirectory:
         """Lock the directory; returns the launchers of the process that had it last."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            file = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - kept open
+            file = open_to_write(self.path / ".lock", "a+")
         except OSError as error:
             raise UserError(f"{self.path} cannot be used as a run directory: {error}") from None
         try:

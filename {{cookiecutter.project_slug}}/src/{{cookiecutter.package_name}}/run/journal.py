@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ..distributed import Group
-from ..files import naming, sync_directory
+from ..files import naming, open_to_write, replacing, sync_directory
 from ..loss import means
 from .logs import ONLY_IN_FILES
 
@@ -111,15 +111,17 @@ class Journal:
     def _open(self) -> None:
         with naming(self.path):
             if self.path.exists():
-                temporary = self.path.with_name(f".{self.path.name}")
-                with open(self.path, "rb") as before, open(temporary, "wb") as kept:
+                with (
+                    open(self.path, "rb") as before,
+                    replacing(self.path) as temporary,
+                    open_to_write(temporary, "wb") as kept,
+                ):
                     for line in before:
                         if _parsed(line, self.first_step):
                             kept.write(line.rstrip(b"\n") + b"\n")
                     kept.flush()
                     os.fsync(kept.fileno())
-                os.replace(temporary, self.path)
-            self.file = open(self.path, "a", 1 << 20, "utf-8")  # noqa: SIM115 - kept open
+            self.file = open_to_write(self.path, "a", buffering=1 << 20)
             sync_directory(self.path.parent)
         self.written, self.behind = self.file.tell(), False
 

@@ -22,6 +22,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 from ..errors import UserError
+from ..files import open_to_write
 
 PACKAGE = logging.getLogger(__package__.rpartition(".")[0])
 ONLY_IN_FILES = {"only_in_files": True}  # `extra` of a record that the console shows otherwise
@@ -47,6 +48,10 @@ class LogFile(logging.FileHandler):
         form = "%(asctime)s %(levelname)s %(message)s"
         self.setFormatter(logging.Formatter(form, "%Y-%m-%dT%H:%M:%SZ"))
         self.formatter.converter = time.gmtime
+
+    def _open(self) -> TextIO:
+        """Open it, if it is no link."""
+        return open_to_write(self.baseFilename, "a")
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Ignore it: the warning about metrics.jsonl says that the disk is full."""
