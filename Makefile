@@ -1,5 +1,6 @@
 # `make demo` shows what the template gives, `make test` tests it, `make torture` tries to break it,
-# `make matrix` trains every combination of answers, `make benchmark` measures it.
+# `make matrix` trains every combination of answers, `make mutants` breaks a render place by place,
+# `make benchmark` measures it.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

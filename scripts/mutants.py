@@ -11,8 +11,8 @@ survives if no test fails and none reaches its time limit. Whether it changes an
 be judged by eye.
 
 Neither mutmut 3.8 nor cosmic-ray 8.7 fits: mutmut changes no decorated function and nothing outside
-functions, hence neither the validation nor any default; cosmic-ray runs one command anew for each
-mutant, whose start takes longer than most of these tests, and does not choose among them.
+functions, hence neither `validate` nor a module's constants; cosmic-ray runs one command anew for
+each mutant, whose start takes longer than most of these tests, and does not choose among them.
 """
 
 import argparse
@@ -54,13 +54,21 @@ Edit = tuple[ast.AST, str, Callable[[], object]]  # where, what it is called, wh
 
 
 def edits(tree: ast.AST) -> Iterator[Edit]:
-    """All that can be broken in a module, in a fixed order; texts and types are not."""
+    """All that can be broken in a module, in a fixed order.
+
+    Texts and types are left alone, and so are presets and the defaults of settings: these are
+    choices, of which no test can say that they are wrong.
+    """
     skipped: set[int] = set()
     for node in ast.walk(tree):
         notes = [getattr(node, name, None) for name in ("annotation", "returns", "exc", "msg")]
         for part in [*notes, *getattr(node, "decorator_list", ())]:
             skipped |= {id(below) for below in ast.walk(part)} if part else set()
         if isinstance(node, ast.Call) and "log." in ast.unparse(node.func):
+            skipped |= {id(below) for below in ast.walk(node)}
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
+            skipped |= {id(field.value) for field in node.body if isinstance(field, ast.AnnAssign)}
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "PRESETS":
             skipped |= {id(below) for below in ast.walk(node)}
     for node in ast.walk(tree):
         if id(node) in skipped:
@@ -93,10 +101,7 @@ def mutate(text: str, number: int) -> tuple[str, dict[str, Any]]:
     """A module with its edit of this number made, and what that is."""
     tree = ast.parse(text)
     node, kind, make = list(edits(tree))[number]
-    line = node.lineno
-    while line > 1 and not re.match(r"\s*\S", text.splitlines()[line - 1]):
-        line -= 1
-    before = text.splitlines()[line - 1].strip()
+    before = text.splitlines()[node.lineno - 1].strip()
     make()
     ast.fix_missing_locations(tree)
     facts = {"line": node.lineno, "last_line": node.end_lineno, "kind": kind, "before": before}

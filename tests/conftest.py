@@ -42,6 +42,7 @@ LONG = (
     "project/test_store",
     "project/test_travel",
     "project/test_own_models",
+    "project/test_reference",
     "project/test_life",
     "stress/",
     "workflow/test_scale_stage",
