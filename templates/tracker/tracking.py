@@ -109,6 +109,11 @@ def log_report(run_dir: Path, config: Any, path: Path) -> None:
     """Give a run's report to its tracker, while the run itself is not training."""
     if not config.track:
         return
+    if uri := getattr(config.tracker, "uri", None):  # not of this command: whoever made the run
+        if not uri.startswith(("http://", "https://")) or not uri.isprintable():
+            log.warning("the tracker did not get %s: it is opened by train alone", path.name)
+            return
+        log.info("%s goes to %s, as config.json says", path.name, uri)
     try:
         with RunDirectory(run_dir, Group()):
             names = ("config.json", "status.json")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import Project
 
-VICTIM = "what nobody may change\n"
+VICTIM = '{"what": "nobody may change"}\n'
 
 
 @pytest.fixture(scope="module")

@@ -817,6 +817,60 @@ def test_a_place_that_cannot_be_is_told(
     assert re.search(why, told)
 
 
+HOSTILE = {
+    "reference://::/{}": "no address of a store",
+    "reference://{}": "which is not opened unasked",
+    "simplecache::s3://bucket/run": "no address of a store",
+    "github://somebody:repository@main/run": "no credentials|not opened unasked",
+    "sftp://somewhere/run": "which is not opened unasked",
+    "s3://bucket/\x1b[2Jrun": "no address of a store",
+    "nothing like it": "give an address",
+}
+
+
+@pytest.mark.parametrize("url", HOSTILE)
+def test_an_address_in_a_config_runs_nothing(
+    project: Project, store: Store, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that fsspec has is asked for it: some of its protocols execute what a file says."""
+    import fsspec
+
+    templates = {"a": "{{ cycler.__init__.__globals__.os.mknod('MARK') }}"}
+    crafted = {"version": 1, "templates": templates, "gen": [], "refs": {"x": ["{{a}}"]}}
+    (tmp_path / "refs.json").write_text(json.dumps(crafted))
+    run, why, address = tmp_path / "run", HOSTILE[url], url.format(tmp_path / "refs.json")
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps({"checkpoint": {"url": address}}))
+    opened: list[str] = []
+    monkeypatch.setattr(fsspec, "url_to_fs", lambda url, **_: opened.append(url))
+    there = ("--run-dir", str(run))
+    for command in (
+        ("verify", *there),
+        ("export", "--source", str(run), "--to", str(tmp_path / "x.pt")),
+        ("train", *project.settings, *there),
+        ("train", *project.settings, "--name", f"n{next(NAMES)}", "--init-from", str(run)),
+        ("infer", *there),
+    ):
+        assert re.search(why, project.refuses(*command)), command
+    assert not opened
+
+
+def test_an_address_in_a_config_is_shown_first(
+    project: Project, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    saver = Saver(project, store)
+    assert saver.save(1)
+    (tmp_path / "config.json").write_text(json.dumps({"checkpoint": {"url": str(saver.directory)}}))
+    verify = ("verify", "--run-dir", str(tmp_path))
+    project(*verify)
+    said = f"{tmp_path} has its checkpoints in {saver.directory}, as its config.json says"
+    assert said not in caplog.text, "this process gave it"
+    project.module("checkpoint.object_store").known.clear()
+    project(*verify)
+    assert said in caplog.text
+
+
 @pytest.mark.parametrize("url", ["s3://key:word@bucket/run", "s3://bucket/run?secret=word"])
 def test_an_address_with_a_password_is_not_repeated(project: Project, url: str) -> None:
     error = project.module("errors").UserError

@@ -50,6 +50,12 @@ LASTING = (
 # Of botocore: errors that no pause mends, and the store's own checksum of an object.
 NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError")
 CHECKSUM = "FlexibleChecksumError"
+PROTOCOLS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "http", "https", "file", "local"}
+"""Addresses that are opened because a config.json says so, and not the command: add yours here.
+
+Whoever made a run directory chose the address. Some protocols of fsspec run what a file says."""
+known: set[tuple[str, str]] = set()
+"""Protocol and rest of the addresses that this command gave or has shown."""
 URL = re.compile(r"([a-zA-Z][\w+.-]+):/{1,3}([^/].*)")  # pathlib folds two slashes into one
 
 
@@ -268,6 +274,7 @@ def naming_right(name: str, place: Any) -> Iterator[None]:
 def remote(url: str) -> RemotePath:
     """The place in a store that a URL names; UserError if nothing here can open it."""
     protocol, rest = check_address(url)
+    known.add((protocol, rest))
     # To three slashes for files, to two for stores.
     url = f"{protocol}://{'/' if protocol in ('file', 'local') else ''}{rest}".rstrip("/")
     options: dict[str, Any] = {"use_listings_cache": False}
@@ -310,8 +317,23 @@ def once_each() -> dict[str, Any]:
     return {**given.get("config_kwargs", {}), **once}
 
 
+def remote_of(run: Path, url: str) -> RemotePath:
+    """The place that a run's config.json names, shown before it is opened; UserError."""
+    protocol, rest = check_address(url)
+    if (protocol, rest) not in known:
+        if protocol not in PROTOCOLS:
+            raise UserError(
+                f"{run}/config.json names {url}, which is not opened unasked: give the address "
+                f"itself, or add {protocol} to PROTOCOLS in {__name__} if you trust it"
+            )
+        log.info("%s has its checkpoints in %s, as its config.json says", run, url)
+    return remote(url)
+
+
 def check_address(url: str) -> tuple[str, str]:
     """Protocol and rest; UserError for no URL, or one with a password, which is not repeated."""
+    if not isinstance(url, str) or "::" in url or not url.isprintable():
+        raise UserError(f"{url!a} is no address of a store: one protocol, as in s3://bucket/run")
     match = URL.fullmatch(url)
     if match and ("@" in match[2].partition("/")[0] or "?" in match[2]):
         raise UserError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from . import MANIFEST, PUBLISHED, disk
-from .object_store import PART, URL, RemotePath, persistently, remote
+from .object_store import PART, URL, RemotePath, persistently, remote, remote_of
 
 T = TypeVar("T")
 Place = Path | RemotePath
@@ -35,7 +35,7 @@ def checkpoints_of(run: Place) -> Place:
     url = None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         url = json.loads((run / "config.json").read_text("utf-8"))["checkpoint"]["url"]
-    return located(url) if url else run / "checkpoints"
+    return remote_of(run, url) if url else run / "checkpoints"
 
 
 def steps(directory: RemotePath) -> list[RemotePath]:
