@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     folder, answers = tmp_path_factory.mktemp("metrics"), {"parallelism": "single"}
     answers |= {"checkpoint": "torch_save", "tracker": "none"}
     with Project.imported(folder, "of_metrics", **answers) as project:
+        text = "Was ever woman in this humour won? I'll have her; but I will not keep her long. "
+        (project.folder / "text.txt").write_text(text * 200)  # several batches to validate on
         yield project
 
 
@@ -61,6 +64,48 @@ def test_a_line_that_cannot_be_read_is_dropped(project: Project, tmp_path: Path)
     assert train(project, tmp_path).status == "finished"
     assert path.read_bytes().splitlines()[:4] == good
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("step", [8, STEPS])
+@pytest.mark.parametrize("again", [False, True], ids=["", "stopped again"])
+def test_a_validation_cut_short_is_made_up_for(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, again: bool
+) -> None:
+    """In the middle and at the last step; once, before the run goes on, also if stopped again."""
+    training, run_dir = project.module("train"), tmp_path / "stopped"
+    undisturbed = train(project, tmp_path / "whole")
+    fetch, armed = training.fetch, False
+
+    def stopping(dataset: Any, ids: Any) -> Any:
+        nonlocal armed
+        if armed and len(lines(run_dir)) >= step - 1:
+            armed = False
+            os.kill(os.getpid(), signal.SIGTERM)
+        return fetch(dataset, ids)
+
+    monkeypatch.setattr(training, "fetch", stopping)
+    for _ in range(1 + again):
+        armed = True
+        result = train(project, run_dir)
+        assert (result.status, result.step, result.validation) == ("preempted", step, {})
+        status = json.loads((run_dir / "status.json").read_text())
+        assert (status["status"], status["step"]) == ("preempted", step)
+        assert len(lines(run_dir)) == step and "validation_loss" not in lines(run_dir)[-1]
+    steps = []
+    result = train(
+        project, run_dir, {"before_step": lambda state: steps.append(len(lines(run_dir)))}
+    )
+    assert steps == list(range(step, STEPS))
+    assert (result.status, result.validation) == ("finished", undisturbed.validation)
+    assert json.loads((run_dir / "status.json").read_text())["status"] == "finished"
+    for name in ("step", "loss", "validation_loss"):
+        whole, stopped = (
+            [line.get(name) for line in lines(run)] for run in (tmp_path / "whole", run_dir)
+        )
+        assert whole == stopped, name
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    assert train(project, run_dir).status == "already finished"
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
 def test_what_a_checkpoint_has_is_synced_before_it(

@@ -30,7 +30,7 @@ from .run.bad_steps import RunningBuffers, SkippedSteps, StopAtBadStep, step_unl
 from .run.callback_runner import GarbageCollection, enter, methods
 from .run.directory import RunDirectory
 from .run.hardware import check_memory, expected_memory, forward_flops, peak_flops
-from .run.journal import Journal
+from .run.journal import Journal, lacks_validation
 from .run.tracker import tracking
 from .sampling import GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
 
@@ -190,7 +190,8 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         watching, after_journal = watchdog(run_dir.path, world, group, state.module)
         callbacks = [*enter(watching, stack)]
         checkpointer = stack.enter_context(start(state, run_dir.path, group))
-        if state.step >= settings.steps:
+        owed = owes_validation(state, run_dir.path, group)
+        if state.step >= settings.steps and not owed:
             checkpointer.close()
             return Result("already finished", state.step)
         run_dir.begin(to_json(config), state.step)
@@ -204,8 +205,21 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         with journal.paused():
             first = state.plan[:1]
             parallel.warm_up(state.module, lambda: try_step(train_step, state, state.step, first))
+
+        def validated(record: dict[str, Any]) -> dict[str, float]:
+            """Validate, and add the figures to the record; {} if a stop cuts it short."""
+            with group.patience("validation"), journal.paused():
+                figures = validate(state, lambda: stop.poll(checkpointer.failed)[0])
+                for call in after_validation if figures else ():
+                    call(state, figures)
+            record.update(figures)
+            return figures
+
         validation, stop_signal = {}, 0
-        while state.step < settings.steps:
+        if owed and (validation := validated(record := journal.last)):
+            journal.rewrite_last(record)
+        cut_short = owed and not validation
+        while cut_short or state.step < settings.steps:
             # Flags that any rank raised, as of the step before: all ranks act at the same step
             # and none waits for another.
             stop_signal, save_failed = stop.poll(checkpointer.failed)
@@ -225,11 +239,8 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
             # Only here the host waits for the device.
             record = journal.record(state) if log_now or validate_now else None
             if validate_now:
-                with group.patience("validation"), journal.paused():
-                    validation = validate(state, lambda: stop.poll(checkpointer.failed)[0])
-                    for call in after_validation if validation else ():
-                        call(state, validation)
-                record.update(validation)
+                validation = validated(record)
+                cut_short = not validation  # then the poll above ends the run, at the last step too
             for call in after_step:
                 call(state, record)
             if save_now:
@@ -284,6 +295,15 @@ def start(state: State, run_dir: Path, group: Group) -> Checkpointer:
         log.info("weights: %s", load_weights(origin, state.model, None, group, config.init_strict))
     state.loader.seek(state.step)
     return checkpointer
+
+
+def owes_validation(state: State, run_dir: Path, group: Group) -> bool:
+    """Whether a stop cut the validation of the step short from which the run goes on."""
+    every, step = state.config.train.validate_every, state.step
+    due = step == state.config.train.steps or (every > 0 and step % every == 0)
+    if step == 0 or not due or state.checkpointer.validated:
+        return False
+    return group.from_first(lambda: lacks_validation(run_dir, step))
 
 
 def callbacks_of(state: State, run_dir: Path, group: Group, writing: tuple) -> Iterator[Any]:

@@ -61,6 +61,7 @@ class Checkpointer:
         self.blocked_seconds = 0.0
         self.last_saved: int | None = None
         self.last_good: int | None = None  # published for certain
+        self.validated = False  # whether the step that was restored was, before it was saved
         self.warned = False
 
     @property
@@ -174,6 +175,7 @@ class Checkpointer:
         for change in identity_differences(manifest.get("schedule"), self.facts["schedule"]):
             log.info("the schedule is another: %s", change)
         self.last_saved = self.last_good = manifest["step"]
+        self.validated = manifest.get("validation_loss") is not None
         return manifest["step"]
 
     def _forget_state_not_in(self, saved: Set[str]) -> None:

@@ -35,6 +35,8 @@ class Journal:
         self.path, self.group, self.first_step = run_dir / METRICS, group, state.step
         self.total, self.samples = state.config.train.steps, state.config.train.global_batch_size
         self.tokens = getattr(state.spec, "tokens_per_sample", None)
+        self.last: dict[str, Any] = {"step": state.step}  # the record of the first step
+        self.without_last: int | None = None  # the length of the file without it
         self.first = group.rank == 0
         self.lines = self.first and not sys.stderr.isatty()
 
@@ -100,6 +102,12 @@ class Journal:
             self._write(record)
             self._show(record)
 
+    def rewrite_last(self, record: dict[str, Any]) -> None:
+        """Write a record in the place of `last`, with what was found since."""
+        if self.first:
+            self._write({"time": time.time(), **record}, self.without_last)
+            self._show_validation(record)
+
     def sync(self) -> None:
         """Make the lines so far durable."""
         if self.first:
@@ -109,6 +117,7 @@ class Journal:
                 log.warning("metrics.jsonl cannot be synced: %s", error)
 
     def _open(self) -> None:
+        length = 0
         with naming(self.path):
             if self.path.exists():
                 with (
@@ -117,18 +126,25 @@ class Journal:
                     open_to_write(temporary, "wb") as kept,
                 ):
                     for line in before:
-                        if _parsed(line, self.first_step):
-                            kept.write(line.rstrip(b"\n") + b"\n")
+                        if record := _parsed(line, self.first_step):
+                            if record["step"] == self.first_step:
+                                self.last, self.without_last = record, length
+                            length += kept.write(line.rstrip(b"\n") + b"\n")
                     kept.flush()
                     os.fsync(kept.fileno())
             self.file = open_to_write(self.path, "a", buffering=1 << 20)
             sync_directory(self.path.parent)
         self.written, self.behind = self.file.tell(), False
 
-    def _write(self, record: dict[str, Any]) -> None:
-        """Append a line now, or with the lines after it if the system refuses."""
+    def _write(self, record: dict[str, Any], length: int | None = None) -> None:
+        """Append a line now, or with the lines after it if the system refuses.
+
+        `length`: cut the file to it first.
+        """
         odd = [name for name, v in record.items() if isinstance(v, float) and not math.isfinite(v)]
         try:
+            if length is not None:
+                self.file.truncate(length)
             self.file.write(json.dumps(record | dict.fromkeys(odd)) + "\n")
             self.file.flush()  # what it cannot write it keeps, and continues there next time
             self.written, self.behind = self.file.tell(), False
@@ -137,10 +153,13 @@ class Journal:
                 log.warning("metrics.jsonl cannot be written, its lines wait: %s", error)
             self.behind = True
 
-    def _show(self, record: dict[str, Any]) -> None:
+    def _show_validation(self, record: dict[str, Any]) -> None:
         if validation := _validation(record):
             text = ", ".join(f"{name} {value:.4f}" for name, value in validation.items())
             log.info("validation at step %d: %s", record["step"], text)
+
+    def _show(self, record: dict[str, Any]) -> None:
+        self._show_validation(record)
         shown = {"loss": f"{record['loss']:.3f}"}
         for unit in ("samples", "tokens"):
             if rate := record.get(f"{unit}_per_second"):
@@ -158,6 +177,12 @@ def read_records(run_dir: Path, last_step: float = math.inf) -> Iterator[dict[st
     """The lines of metrics.jsonl up to a step; an unreadable line is left out."""
     with contextlib.suppress(OSError), open(run_dir / METRICS, "rb") as file:
         yield from filter(None, (_parsed(line, last_step) for line in file))
+
+
+def lacks_validation(run_dir: Path, step: int) -> bool:
+    """Whether there is no line of a step that has its validation."""
+    records = (record for record in read_records(run_dir, step) if record["step"] == step)
+    return not any(map(_validation, records))
 
 
 def summary(run_dir: Path, last_step: int) -> list[str]:
