@@ -34,7 +34,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     with Project.imported(tmp_path_factory.mktemp("store"), "stored", **answers) as it:
         stores = it.module("checkpoint.object_store")
         stores.PART = it.module("checkpoint.paths").PART = 5 << 20  # the least that S3 takes
-        it.module("checkpoint.upload").PART = 5 << 20
+        it.module("checkpoint.upload").PART = it.module("checkpoint.object_streams").PART = 5 << 20
         stores.LIMIT, stores.PAUSES = 200.0, (0.01, 0.01, 0.01)
         yield it
 

@@ -115,7 +115,7 @@ CONDITIONAL: dict[str, Condition] = {
         every(f"{PACKAGE}/distributed", "world agreement watchdog output launch"), ranks
     ),
     **dict.fromkeys(
-        every(f"{PACKAGE}/checkpoint", "disk object_store upload"),
+        every(f"{PACKAGE}/checkpoint", "disk object_store object_streams upload"),
         lambda a: a["storage"] == "object_store",
     ),
     **dict.fromkeys(
@@ -158,7 +158,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(every(f"{PACKAGE}/checkpoint", "writer dcp_writer"), ("checkpoint",)),
     **dict.fromkeys(
-        every(f"{PACKAGE}/checkpoint", "storage paths disk object_store upload"), ("storage",)
+        every(f"{PACKAGE}/checkpoint", "storage paths disk object_store object_streams upload"),
+        ("storage",),
     ),
     **dict.fromkeys(every(f"{PACKAGE}/run", "tracker tracker_adapter"), ("tracker",)),
     **dict.fromkeys(

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from . import MANIFEST, PUBLISHED, disk
-from .object_store import PART, URL, RemotePath, persistently, remote, remote_of
+from .object_store import URL, RemotePath, persistently, remote, remote_of
+from .object_streams import PART
 
 T = TypeVar("T")
 Place = Path | RemotePath

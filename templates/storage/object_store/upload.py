@@ -18,7 +18,8 @@ from typing import Any
 from ..errors import RankError, UserError
 from . import CheckpointError
 from .manifest import data_of, has_sizes, read_manifest, shared_out
-from .object_store import PART, RemotePath, persistently
+from .object_store import RemotePath, persistently
+from .object_streams import PART
 from .paths import published
 from .publish import Found, Publisher, Write
 from .tensors import identity_differences
