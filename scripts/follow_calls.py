@@ -82,7 +82,9 @@ def follow(package: str, folder: Path) -> dict[str, list[Call]]:
     save, restore, batch = kind.save, kind.restore, train.Loader.next
 
     def follow_sync(descriptor: int) -> None:
-        seen.note_stack()
+        # Not the loop's own files, which it syncs while a save is under way.
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(checkpoints):
+            seen.note_stack()
         sync(descriptor)
 
     def follow_submit(pool: ThreadPoolExecutor, *arguments: Any, **named: Any) -> Any:
