@@ -192,6 +192,7 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         state = setup(config, world)
         far = config.checkpoint.far
         run_dir = stack.enter_context(RunDirectory(config.directory, group, config.fresh, far))
+        stack.push(lambda kind, *rest: say_what_is_saved(kind, run_dir, state))
         # The watchdog also watches the restore, which waits for the other ranks.
         watching, after_journal = watchdog(run_dir.path, world, group, state.module)
         callbacks = [*enter(watching, stack)]
@@ -199,6 +200,7 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         owed = owes_validation(state, run_dir.path, group)
         if state.step >= settings.steps and not owed:
             checkpointer.close()
+            run_dir.record_again(to_json(config), "finished", state.step)
             return Result("already finished", state.step)
         run_dir.begin(to_json(config), state.step)
         stack.callback(state.loader.close)
@@ -263,6 +265,18 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         blocked = checkpointer.blocked_seconds
         run_dir.record_status(status, step=state.step, checkpoint_blocked_seconds=blocked)
         return Result(status, state.step, validation)
+
+
+def say_what_is_saved(kind: Any, run_dir: RunDirectory, state: State) -> None:
+    """After a second Ctrl-C, once the checkpointer has ended: from where the run goes on."""
+    if kind is not KeyboardInterrupt or not run_dir.begun:
+        return
+    saved = state.checkpointer.last_good
+    reason = f"stopped at once in step {state.step + 1}"
+    run_dir.record_status("preempted", step=saved or 0, reason=reason)
+    if run_dir.group.rank == 0:
+        what = "no step is saved" if saved is None else f"step {saved} is saved"
+        log.warning("%s; %s. To resume: the same command again", reason, what)
 
 
 def start(state: State, run_dir: Path, group: Group) -> Checkpointer:

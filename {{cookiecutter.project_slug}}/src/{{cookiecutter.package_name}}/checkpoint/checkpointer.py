@@ -19,6 +19,7 @@ from torch import nn
 from ..distributed import Group, World, parallel
 from ..errors import RankError, UserError
 from . import CheckpointError
+from .publish import Write
 from .reader import open_tensors
 from .storage import open_storage, refuse_to_forget
 from .tensors import (
@@ -60,6 +61,7 @@ class Checkpointer:
         """Ranks that share the copies of a state in host memory."""
         self.blocked_seconds = 0.0
         self.last_saved: int | None = None
+        self.last_good: int | None = None  # published for certain
         self.validated = False  # whether the step that was restored was, before it was saved
         self.warned = False
 
@@ -86,11 +88,14 @@ class Checkpointer:
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
+
+        def publish(write: Write) -> None:
+            self.publisher.publish(step, write, facts)
+            self.last_good = step
+
         with self._blocking():
             parallel.agree_on_buffers(self.model, self.world)
-            self.writer.save(
-                self.tensors(), lambda write: self.publisher.publish(step, write, facts)
-            )
+            self.writer.save(self.tensors(), publish)
             self.last_saved = step
 
     def settle(self) -> None:
@@ -173,7 +178,7 @@ class Checkpointer:
         log.info("resuming from %s", path)
         for change in identity_differences(manifest.get("schedule"), self.facts["schedule"]):
             log.info("the schedule is another: %s", change)
-        self.last_saved = manifest["step"]
+        self.last_saved = self.last_good = manifest["step"]
         self.validated = manifest.get("validation_loss") is not None
         return manifest["step"]
 
