@@ -124,7 +124,7 @@ class Journal:
                 temporary = self.path.with_name(f".{self.path.name}")
                 with open(self.path, "rb") as before, open(temporary, "wb") as kept:
                     for line in before:
-                        if record := _parsed(line, self.first_step):
+                        if record := parsed(line, self.first_step):
                             if record["step"] == self.first_step:
                                 self.last, self.without_last = record, length
                             length += kept.write(line.rstrip(b"\n") + b"\n")
@@ -175,7 +175,7 @@ class Journal:
 def read_records(run_dir: Path, last_step: float = math.inf) -> Iterator[dict[str, Any]]:
     """The lines of metrics.jsonl up to a step; an unreadable line is left out."""
     with contextlib.suppress(OSError), open(run_dir / METRICS, "rb") as file:
-        yield from filter(None, (_parsed(line, last_step) for line in file))
+        yield from filter(None, (parsed(line, last_step) for line in file))
 
 
 def lacks_validation(run_dir: Path, step: int) -> bool:
@@ -212,7 +212,8 @@ def _validation(record: dict[str, Any]) -> dict[str, float]:
     return {name[11:].replace("_", " "): v for name, value in named.items() for v in finite(value)}
 
 
-def _parsed(line: str | bytes, last_step: float) -> dict[str, Any] | None:
+def parsed(line: str | bytes, last_step: float = math.inf) -> dict[str, Any] | None:
+    """A line up to a step as a record; None if it cannot be read."""
     # A run that was killed can leave half a line, a disk anything.
     with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         record = json.loads(line)
