@@ -5,9 +5,7 @@ untracked; its next start logs the lines that the tracker has missed.
 """
 
 import itertools
-import json
 import logging
-import math
 import queue
 import threading
 from pathlib import Path
@@ -15,9 +13,9 @@ from typing import Any
 
 from ..distributed import Group
 from ..errors import UserError
-from ..files import to_json
+from ..files import read_json, to_json
 from .directory import RunDirectory
-from .journal import read_records
+from .journal import finite, read_records
 from .tracker_adapter import Tracker, TrackerConfig
 
 __all__ = ["TrackerConfig", "log_report", "tracking"]
@@ -102,7 +100,7 @@ class Tracking:
 def scalars(record: dict[str, Any]) -> dict[str, float]:
     """The finite figures of a record."""
     named = {name: value for name, value in record.items() if name not in ("step", "time")}
-    return {name: v for name, v in named.items() if v is not None and math.isfinite(v)}
+    return {name: v for name, value in named.items() for v in finite(value)}
 
 
 def log_report(run_dir: Path, config: Any, path: Path) -> None:
@@ -117,7 +115,7 @@ def log_report(run_dir: Path, config: Any, path: Path) -> None:
     try:
         with RunDirectory(run_dir, Group()):
             names = ("config.json", "status.json")
-            settings, found = (json.loads((run_dir / name).read_text("utf-8")) for name in names)
+            settings, found = (read_json(run_dir / name) for name in names)
             step = max((record["step"] for record in read_records(run_dir)), default=0)
             # A run whose status is "running" though nobody holds its directory was killed.
             status = "failed" if found["status"] == "running" else found["status"]

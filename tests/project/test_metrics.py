@@ -148,3 +148,20 @@ def test_what_a_checkpoint_has_is_synced_before_it(
     train(project, tmp_path, {"before_step": lambda state: names.append("step")})
     assert str(tmp_path) in names[: names.index("step")], "the name is not durable"
     assert steps == [4, 6, 8, 12]
+
+
+def test_a_report_of_many_lines_is_thinned(project: Project, tmp_path: Path) -> None:
+    """A few thousand points of each curve, the last validation among them."""
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for step in range(1, 30_001):
+            record = {"step": step, "loss": 1 / step, "samples_per_second": 9.0}
+            record |= {"validation_loss": step / 7} if step % 3 == 0 else {}
+            file.write(json.dumps(record) + "\n")
+        file.write('{"half\n[1]\n')
+    report, notes = project.module("workflow.report"), []
+    records = report.read_metrics(tmp_path / "metrics.jsonl", notes)
+    assert 2000 <= len(records) <= 4002 and "damaged lines, left out here: 2" in notes[0]
+    assert records == sorted(records, key=lambda record: record["step"])
+    assert records[-1]["step"] == 30_000 and records[-1]["validation_loss"] == 30_000 / 7
+    page = report.page_of(tmp_path)
+    assert len(page) < 1_000_000 and "4285.7143" in page

@@ -278,8 +278,8 @@ def test_a_run_directory_has_one_writer(tmp_path: Path) -> None:
 def test_bad_settings_are_told_in_one_line(tmp_path: Path, capsys, monkeypatch) -> None:
     for words, message in [
         (["train", "--preset", "none-such"], "none-such: there is none"),
-        (["train", "--config", str(tmp_path / "nothing")], "not a config.json"),
-        (["train", "--name", "../elsewhere"], "--name ../elsewhere"),
+        (["train", "--config", str(tmp_path / "nothing")], "is not a config.json"),
+        (["train", "--name", "../elsewhere"], "--name '../elsewhere'"),
         (["no-such-command"], "there is no command"),
         (["verify", "--run-dir", str(tmp_path)], "no checkpoints"),
         (["infer", "--run-dir", str(tmp_path)], "there is no run"),

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import os
 import re
 import stat
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from ..errors import UserError
+from ..files import read_json
 from ..fingerprint import of_files
 from . import PUBLISHED
 
@@ -32,8 +32,8 @@ def located(where: Path | str) -> Path:
 def checkpoints_of(run: Path) -> Path:
     """Where a run has its checkpoints; UserError if its settings name an object store."""
     directory, url = run / "checkpoints", None
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        url = json.loads((run / "config.json").read_text("utf-8"))["checkpoint"]["url"]
+    with contextlib.suppress(UserError, KeyError, TypeError):
+        url = read_json(run / "config.json")["checkpoint"]["url"]
     if url and not directory.exists():
         raise UserError(f"{run} has its checkpoints in {url}, {NO_STORE}")
     return directory

@@ -16,6 +16,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from .errors import UserError
+from .files import check_regular
 from .fingerprint import of_bytes, of_files
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def read_folder(path: Path, config: DataConfig) -> tuple["Images", "Images", Spe
         for file in path.glob("*/*/*" if divided else "*/*")
         if file.suffix.lower() in ENDINGS and (not divided or file.parts[-3] in ("train", "val"))
     )
+    check_regular(files)
     classes = {name: i for i, name in enumerate(sorted({file.parent.name for file in files}))}
     parts: tuple[list[Path], list[Path]] = ([], [])
     for file in files:
@@ -194,6 +196,7 @@ def read_images(path: Path | None) -> tuple[np.ndarray, np.ndarray]:
 
         digits = load_digits()
         return digits.images.astype(np.uint8)[..., None], digits.target.astype(np.int64)
+    check_regular([path])
     try:
         with np.load(path, allow_pickle=False) as file:
             images, labels = file["images"], file["labels"]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .errors import UserError
+from .files import check_regular
 from .fingerprint import of_bytes, of_files
 
 if TYPE_CHECKING:
@@ -174,6 +175,7 @@ def check_token_files(files: list[Path], vocabulary: int, kind: str) -> None:
     """UserError for files that cannot be such tokens."""
     if not vocabulary:
         raise UserError(f"{files[0]} holds tokens: say how many there are with --data.vocabulary")
+    check_regular(files)
     width = np.dtype(kind).itemsize
     for file in files:
         if not (size := file.stat().st_size) or size % width:
@@ -183,7 +185,10 @@ def check_token_files(files: list[Path], vocabulary: int, kind: str) -> None:
 def read_text(path: Path, ending: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """All text at `path` in files named so, as bytes (uint8): for training, for validation."""
     parts: tuple[list[bytes], list[bytes]] = ([], [])
-    for file in [path] if path.is_file() else text_files(path, ending):
+    for file in text_files(path, ending) if path.is_dir() else [path]:
+        if ending and not file.is_file():
+            continue  # the system's own folder may have links to nothing
+        check_regular([file])
         content = file.read_bytes()
         if b"\0" not in content:  # else it is not text
             name = file.relative_to(path).as_posix()

@@ -1,6 +1,6 @@
 """report.html: what a run and the stages of the workflow have found, on one page."""
 
-import contextlib
+import io
 import json
 import logging
 import re
@@ -16,6 +16,7 @@ from ..config import load
 from ..errors import UserError
 from ..files import flatten, open_to_write, replacing
 from ..run.hardware import in_units
+from ..run.journal import parsed
 from ..run.tracker import log_report
 from . import STAGES, plots
 from .stage import PACKAGE, command, read_stage
@@ -23,6 +24,7 @@ from .timing import spread
 
 log = logging.getLogger(__name__)
 Figures = dict[str, Any]
+POINTS = 2000  # of a curve: more are thinned out
 
 
 @dataclass
@@ -212,17 +214,33 @@ def read_json(path: Path, notes: list[str]) -> Figures | None:
 
 
 def read_metrics(path: Path, notes: list[str]) -> list[Figures]:
-    """The lines of metrics.jsonl; those that are damaged are left out, with a note."""
-    *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]  # the last may be cut
-    records = []
-    for line in lines:
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            record = json.loads(line)
-            if isinstance(record["step"], int):
+    """The lines of metrics.jsonl, of many every n-th and those with a validation.
+
+    Lines that are damaged are left out, with a note.
+    """
+    records: list[Figures] = []
+    validated: list[Figures] = []
+    count = damaged = 0
+    every = 1
+    lines = open(path, "rb") if path.exists() else io.BytesIO()  # noqa: SIM115 - closed below
+    with lines:
+        for line in lines:
+            record = parsed(line)
+            if record is None:
+                damaged += line.endswith(b"\n")  # the last may be cut
+                continue
+            count += 1
+            if record.get("validation_loss") is not None:
+                validated.append(record)
+            elif count % every == 0:
                 records.append(record)
-    if damaged := len(lines) - len(records):
+            if len(records) > POINTS:
+                every, records = 2 * every, records[::2]
+            if len(validated) > POINTS:
+                validated = validated[::2]
+    if damaged:
         notes.append(f"{path.name}: damaged lines, left out here: {damaged}")
-    return records
+    return sorted(records + validated, key=lambda record: record["step"])
 
 
 def prose(text: str) -> Markup:

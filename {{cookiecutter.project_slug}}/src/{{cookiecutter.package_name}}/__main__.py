@@ -5,7 +5,6 @@ Bare `--help` imports no torch: each command imports what it needs.
 
 import argparse
 import contextlib
-import json
 import logging
 import os
 import sys
@@ -15,11 +14,13 @@ from typing import Any
 
 from . import workflow
 from .errors import RankError, UserError, exit_code
+from .files import read_json
 from .run.logs import log_to_console
 
 log = logging.getLogger(__package__)
 PROGRAM = f"python -m {__package__}"
 ON_MANY_RANKS = ("train", "profile")
+MANY = 8  # more names than these are not listed
 
 
 def train(arguments: list[str]) -> int:
@@ -47,15 +48,22 @@ def summary(run_dir: Path, step: int) -> list[str]:
     lines = journal.summary(run_dir, step)
     try:
         directory = checkpoints_of(run_dir)
-        names = ", ".join(path.name for path in published(directory)) or "none"
+        names = shortened([path.name for path in published(directory)])
         where = "" if isinstance(directory, Path) else f" in {directory}"
-    except (OSError, RankError):
+    except (OSError, RankError, UserError):
         names, where = "cannot be listed now", ""
     lines.append(f"checkpoints: {names}{where}")
-    with contextlib.suppress(OSError, ValueError, KeyError):  # a full disk has been warned of
-        status = json.loads((run_dir / "status.json").read_text("utf-8"))
-        lines[-1] += f" (training waited {status['checkpoint_blocked_seconds']:.2f} s for saves)"
+    # A full disk has been warned of, and a run that was finished before has no such figure.
+    with contextlib.suppress(UserError, ValueError, TypeError, KeyError):
+        waited = read_json(run_dir / "status.json")["checkpoint_blocked_seconds"]
+        lines[-1] += f" (training waited {waited:.2f} s for saves)"
     return [*lines, f"everything is in {run_dir}"]
+
+
+def shortened(names: list[str]) -> str:
+    """A list of names as a line; of many the first and the last."""
+    many = len(names) > MANY
+    return f"{names[0]} … {names[-1]} ({len(names)})" if many else ", ".join(names) or "none"
 
 
 def verify(arguments: list[str]) -> int:

@@ -4,12 +4,12 @@ Settings are changed by dotted names ("train.steps"), saved as JSON (config.json
 """
 
 import dataclasses
-import json
 import logging
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from .compile import CompileConfig
 from .data import DataConfig
 from .distributed.parallel import ParallelConfig
 from .errors import UserError
-from .files import flatten
+from .files import flatten, read_json
 from .model import PRESETS, ModelConfig
 from .optim import OptimConfig
 from .profiler import ProfileConfig
@@ -90,8 +90,9 @@ class RunLocation:
     @property
     def directory(self) -> Path:
         """The run directory; UserError for a name that leads elsewhere."""
-        if self.name != Path(self.name).name:
-            raise UserError(f"--name {self.name}: not a plain name; to give a path, use --run-dir")
+        plain = self.name == Path(self.name).name and self.name.isprintable()
+        if not plain or self.name in ("", ".."):
+            raise UserError(f"--name {self.name!r} is no plain name; for a path there is --run-dir")
         directory = self.run_dir or Path("runs") / self.name
         located(directory)  # UserError for an address that this project cannot open
         return directory
@@ -151,11 +152,12 @@ def from_json(config: C, path: Path, leave_out: Iterable[str] = ()) -> C:
     """
     unknown: dict[str, Any] = {}
     try:
-        content = json.loads(path.read_text("utf-8"))
-        content = {name: value for name, value in content.items() if name not in leave_out}
+        content = {k: value for k, value in read_json(path).items() if k not in leave_out}
         config = _replace(config, content, unknown)
-    except (OSError, TypeError, AttributeError, json.JSONDecodeError, UnicodeError) as error:
-        raise UserError(f"{path} is not a config.json that can be read ({error})") from error
+    except UserError as error:
+        raise UserError(f"{path} is not a config.json that can be used: {error}") from None
+    except RecursionError:
+        raise UserError(f"{path} is not a config.json: it is nested too deeply") from None
     for name in unknown:
         if name.partition(".")[0] not in OF_AN_ANSWER:
             raise UserError(f"{path}: {name} is not a setting of this project")
@@ -195,10 +197,42 @@ def _replace(part: Any, changes: dict[str, Any], unknown: dict[str, Any], prefix
     for name, value in changes.items():
         if name not in types:
             unknown.update(flatten({prefix + name: value}))
-        elif dataclasses.is_dataclass(types[name]):
+        elif not dataclasses.is_dataclass(types[name]):
+            values[name] = _checked(prefix + name, value, types[name])
+        elif isinstance(value, dict):
             values[name] = _replace(getattr(part, name), value, unknown, f"{prefix}{name}.")
-        elif isinstance(value, str) and Path in (types[name], *typing.get_args(types[name])):
-            values[name] = Path(value)
         else:
-            values[name] = tuple(value) if isinstance(value, list) else value
+            raise UserError(f"{prefix}{name} is {repr(value)[:60]}: wanted settings by name")
     return dataclasses.replace(part, **values)
+
+
+WANTED = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+WANTED |= {Path: "a path", type(None): "null", tuple: "a list"}
+
+
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    """A value as a setting of that type holds it (JSON has no paths or tuples); UserError if none.
+
+    A type that JSON does not have either passes as it is.
+    """
+    wanted = []
+    for kind in typing.get_args(hint) if isinstance(hint, UnionType) else (hint,):
+        origin = typing.get_origin(kind) or kind
+        if origin is Literal:
+            choices = typing.get_args(kind)
+            if any(type(value) is type(choice) and value == choice for choice in choices):
+                return value
+            wanted += map(repr, choices)
+        elif origin not in WANTED:
+            return value
+        elif origin is Path and isinstance(value, str) and "\0" not in value:
+            return Path(value)
+        elif origin is tuple and isinstance(value, list | tuple):
+            return tuple(value)
+        elif isinstance(value, (int, float) if origin is float else origin) and (
+            origin is bool or not isinstance(value, bool)  # which is an int, too
+        ):
+            return value
+        else:
+            wanted.append(WANTED[origin])
+    raise UserError(f"{name} is {repr(value)[:60]}: wanted {' or '.join(wanted)}")

@@ -6,7 +6,7 @@ import json
 import os
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,6 +30,13 @@ def naming(path: Any) -> Iterator[None]:
         raise OSError(cause.errno, cause.strerror, str(cause.filename or path)) from error
 
 
+def check_regular(files: Iterable[Path]) -> None:
+    """UserError for a pipe, at which a reader waits, a device, a folder, or a link to nothing."""
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{file} is no regular file, or a link to nothing: remove it")
+
+
 def to_json(settings: Any) -> dict[str, Any]:
     """Settings (nested dataclasses) as JSON holds them: paths become strings."""
     return json.loads(json.dumps(dataclasses.asdict(settings), default=str))
@@ -42,6 +49,17 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; UserError, in one line, for anything else."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no object of JSON")
+    return content
 
 
 def open_to_write(path: Path, mode: str = "w", **options: Any) -> IO[Any]:

@@ -186,6 +186,7 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         state = setup(config, world)
         far = config.checkpoint.far
         run_dir = stack.enter_context(RunDirectory(config.directory, group, config.fresh, far))
+        stack.push(lambda kind, error, trace: record_stop(error, stop, run_dir, state))
         # The watchdog also watches the restore, which waits for the other ranks.
         watching, after_journal = watchdog(run_dir.path, world, group, state.module)
         callbacks = [*enter(watching, stack)]
@@ -193,10 +194,10 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         owed = owes_validation(state, run_dir.path, group)
         if state.step >= settings.steps and not owed:
             checkpointer.close()
+            run_dir.record_again(to_json(config), "finished", state.step)
             return Result("already finished", state.step)
         run_dir.begin(to_json(config), state.step)
         stack.callback(state.loader.close)
-        stack.push(lambda kind, error, trace: stopped_unsaved(stop, run_dir, state, error))
         journal = Journal(run_dir.path, state, group)
         writing = (journal, *after_journal)  # only rank 0 writes: no part of a step for stragglers
         callbacks += enter([*callbacks_of(state, run_dir.path, group, writing), *more], stack)
@@ -260,16 +261,25 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         return Result(status, state.step, validation)
 
 
-def stopped_unsaved(
-    stop: Stop, run_dir: RunDirectory, state: State, error: BaseException | None
+def record_stop(
+    error: BaseException | None, stop: Stop, run_dir: RunDirectory, state: State
 ) -> None:
-    """Record a run that was told to stop, and whose last step could not be saved in time."""
-    if stop.signal is not None and isinstance(error, RankError):
-        facts = {"step": state.step, "saved_step": state.checkpointer.last_good}
-        run_dir.record_status("preempted", **facts, reason=str(error))
+    """Record a stop whose last step is not saved: by a second Ctrl-C, or by a store that hangs.
+
+    To be called once the checkpointer has ended.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        reason = f"stopped at once in step {state.step + 1}"
+    elif isinstance(error, RankError) and stop.signal is not None:
+        reason = f"preempted at step {state.step}, which was not saved: {error}"
+    else:
+        return
+    if run_dir.begun:
+        saved = state.checkpointer.last_good
+        run_dir.record_status("preempted", step=state.step, saved_step=saved, reason=reason)
         if run_dir.group.rank == 0:
-            text = "preempted at step %d, which was not saved; the newest checkpoint: step %s"
-            log.warning(text, *facts.values())
+            what = "no step is saved" if saved is None else f"step {saved} is saved"
+            log.warning("%s; %s. To resume: the same command again", reason, what)
 
 
 def start(state: State, run_dir: Path, group: Group) -> Checkpointer:

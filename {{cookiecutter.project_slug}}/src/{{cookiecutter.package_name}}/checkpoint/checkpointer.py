@@ -19,6 +19,7 @@ from torch import nn
 from ..distributed import Group, World, parallel
 from ..errors import RankError, UserError
 from . import CheckpointError
+from .publish import Write
 from .reader import open_tensors
 from .storage import open_storage, refuse_to_forget
 from .tensors import (
@@ -87,11 +88,14 @@ class Checkpointer:
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
+
+        def publish(write: Write) -> None:
+            self.publisher.publish(step, write, facts)
+            self.last_good = step
+
         with self._blocking():
             parallel.agree_on_buffers(self.model, self.world)
-            self.writer.save(
-                self.tensors(), lambda write: self.publisher.publish(step, write, facts)
-            )
+            self.writer.save(self.tensors(), publish)
             self.last_saved = step
 
     def settle(self) -> None:
@@ -99,7 +103,7 @@ class Checkpointer:
         with self._blocking():
             last, self.last_saved = self.last_saved, None  # if it fails
             self.writer.settle()
-            self.last_saved, self.last_good = last, last or self.last_good
+            self.last_saved = last
 
     def before_optimizer_step(self) -> None:
         """Wait until a save in flight no longer needs the weights as they are."""

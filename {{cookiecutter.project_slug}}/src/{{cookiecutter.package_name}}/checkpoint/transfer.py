@@ -21,7 +21,7 @@ from torch import nn
 
 from ..distributed import Group
 from ..errors import UserError
-from ..files import sync_directory, write_json
+from ..files import read_json, sync_directory, write_json
 from ..run.directory import RunDirectory
 from .paths import Place, fingerprint_of
 from .publish import Publisher, RetentionConfig
@@ -166,7 +166,7 @@ def note_of(where: Place, path: Place, manifest: dict[str, Any]) -> dict[str, An
     folder = path.resolve().parent if isinstance(path, Path) else Path(where, "checkpoints")
     config = folder.parent / "config.json"
     known = folder.name == "checkpoints" and config.exists()
-    settings = json.loads(config.read_text("utf-8")) if known else {}
+    settings = read_json(config) if known else {}
     return {"manifest": {k: v for k, v in manifest.items() if k != "files"}, "config": settings}
 
 

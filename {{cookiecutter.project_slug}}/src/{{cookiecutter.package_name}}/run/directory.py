@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from ..distributed import Group, launcher
 from ..errors import UserError
-from ..files import naming, open_to_write, write_json
+from ..files import naming, open_to_write, read_json, write_json
 from .logs import ONLY_IN_FILES, LogFile, logging_to
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class RunDirectory:
                 with contextlib.suppress(OSError):  # the error that ended the run is reported
                     self._write_status("failed", reason=kind.__name__)
             with contextlib.suppress(OSError):
-                if set(os.listdir(self.path)) <= {".lock", LOGS}:
+                if self._is_there(self.lock) and set(os.listdir(self.path)) <= {".lock", LOGS}:
                     shutil.rmtree(self.path / LOGS, ignore_errors=True)
                     (self.path / ".lock").unlink(missing_ok=True)
                     self.path.rmdir()
@@ -83,6 +83,19 @@ class RunDirectory:
             except OSError as error:
                 log.warning("status.json does not say that the run %s: %s", status, error)
 
+    def record_again(self, config: dict[str, Any], status: str, step: int) -> None:
+        """Record how a run ended before this start, unless its files are here and say so."""
+        found: dict[str, Any] = {}
+        with contextlib.suppress(UserError):
+            found = read_json(self.path / "status.json")
+        if (found.get("status"), found.get("step")) != (status, step):
+            self.record_status(status, step=step)
+        if self.group.rank == 0 and not (settings := self.path / "config.json").exists():
+            try:
+                write_json(settings, config)  # those by which its checkpoints are found elsewhere
+            except OSError as error:
+                log.warning("config.json is not there: %s", error)
+
     def _write_status(self, status: str, **details: Any) -> None:
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         write_json(self.path / "status.json", {"status": status, "at": at, **details})
@@ -90,14 +103,17 @@ class RunDirectory:
     def _open_log(self) -> LogFile:
         rank, folder = self.group.rank, self.path / LOGS
         folder.mkdir(exist_ok=True)
-        return LogFile(folder / (f"rank_{rank}.log" if rank else "train.log"))
+        path = folder / (f"rank_{rank}.log" if rank else "train.log")
+        with naming(path):
+            return LogFile(path)
 
     def _take(self, launchers: list[str]) -> None:
         # A job that torchrun restarts must resume its run, and not set it aside as an old one.
         ours = not self._lock().isdisjoint(launchers)
         for pattern in (".nonce-*", ".*.json-*"):  # of a start that failed or was killed
             for path in self.path.glob(pattern):
-                path.unlink()
+                if not path.is_dir():  # a folder is none of ours
+                    path.unlink()
         if self.fresh and not ours and set(os.listdir(self.path)) > {".lock"}:
             names = (self.path.with_name(f"{self.path.name}.old-{n}") for n in range(1, 10_000))
             os.rename(self.path, next(name for name in names if not name.exists()))
@@ -107,11 +123,19 @@ class RunDirectory:
             self.lock.writelines(f"{name}\n" for name in launchers)
             self.lock.flush()
 
+    def _is_there(self, lock: TextIO) -> bool:
+        """Whether the file that was opened is still the one of that name."""
+        try:
+            return os.path.samestat(os.fstat(lock.fileno()), os.stat(self.path / ".lock"))
+        except FileNotFoundError:
+            return False
+
     def _lock(self) -> set[str]:
         """Lock the directory; returns the launchers of the process that had it last."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            file = open_to_write(self.path / ".lock", "a+")
+            with naming(self.path / ".lock"):
+                file = open_to_write(self.path / ".lock", "a+")
         except OSError as error:
             raise UserError(f"{self.path} cannot be used as a run directory: {error}") from None
         try:
@@ -124,6 +148,9 @@ class RunDirectory:
                 raise UserError(f"{self.path} is on a file system without locks: {error}") from None
             advice = "wait for it or stop it, or choose another --name"
             raise UserError(f"{self.path} is in use by {owner}: {advice}") from None
+        if not self._is_there(file):  # another run has set the directory aside since, or removed it
+            file.close()
+            return self._lock()
         self.lock = file
         with naming(self.path / ".lock"):
             file.seek(0)

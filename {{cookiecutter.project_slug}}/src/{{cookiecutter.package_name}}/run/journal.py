@@ -8,6 +8,7 @@ import os
 import statistics
 import sys
 import time
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,7 @@ class Journal:
                     open_to_write(temporary, "wb") as kept,
                 ):
                     for line in before:
-                        if record := _parsed(line, self.first_step):
+                        if record := parsed(line, self.first_step):
                             if record["step"] == self.first_step:
                                 self.last, self.without_last = record, length
                             length += kept.write(line.rstrip(b"\n") + b"\n")
@@ -176,7 +177,7 @@ class Journal:
 def read_records(run_dir: Path, last_step: float = math.inf) -> Iterator[dict[str, Any]]:
     """The lines of metrics.jsonl up to a step; an unreadable line is left out."""
     with contextlib.suppress(OSError), open(run_dir / METRICS, "rb") as file:
-        yield from filter(None, (_parsed(line, last_step) for line in file))
+        yield from filter(None, (parsed(line, last_step) for line in file))
 
 
 def lacks_validation(run_dir: Path, step: int) -> bool:
@@ -187,25 +188,34 @@ def lacks_validation(run_dir: Path, step: int) -> bool:
 
 def summary(run_dir: Path, last_step: int) -> list[str]:
     """A run's throughput and its last validation, up to a step."""
-    records = list(read_records(run_dir, last_step))
-    lines = []
-    for name in ("samples_per_second", "tokens_per_second", "mfu"):
-        if values := [record[name] for record in records if record.get(name) is not None]:
+    rates = {name: array("d") for name in ("samples_per_second", "tokens_per_second", "mfu")}
+    lines, record = [], {}
+    for record in read_records(run_dir, last_step):
+        for name, values in rates.items():
+            values.extend(finite(record.get(name)))
+    for name, values in rates.items():
+        if values:
             median = statistics.median(values)
             text = f"{median:.1%}" if name == "mfu" else f"{median:,.0f}"
             lines.append(f"{name.replace('_', ' ')}: {text} (median)")
-    for name, value in _validation(records[-1]).items() if records else ():
-        lines.append(f"validation {name}: {value:.4f}")
-    return lines
+    return lines + [f"validation {name}: {v:.4f}" for name, v in _validation(record).items()]
+
+
+def finite(value: Any) -> tuple[float, ...]:
+    """A figure of a record as a number that can be shown, or nothing."""
+    with contextlib.suppress(TypeError, OverflowError):
+        return (float(value),) if math.isfinite(value) else ()
+    return ()
 
 
 def _validation(record: dict[str, Any]) -> dict[str, float]:
     """The validation's figures in a record, as people read them."""
     named = {name: value for name, value in record.items() if name.startswith("validation_")}
-    return {name[11:].replace("_", " "): v for name, v in named.items() if v is not None}
+    return {name[11:].replace("_", " "): v for name, value in named.items() for v in finite(value)}
 
 
-def _parsed(line: str | bytes, last_step: float) -> dict[str, Any] | None:
+def parsed(line: str | bytes, last_step: float = math.inf) -> dict[str, Any] | None:
+    """A line up to a step as a record; None if it cannot be read."""
     # A run that was killed can leave half a line, a disk anything.
     with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         record = json.loads(line)

@@ -1,0 +1,125 @@
+"""How a run ends: what is said, what status.json holds, and from where it goes on."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Project
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    folder, answers = tmp_path_factory.mktemp("endings"), {"parallelism": "single"}
+    answers |= {"checkpoint": "dcp_async", "tracker": "none"}
+    with Project.imported(folder, "of_endings", **answers) as project:
+        yield project
+
+
+# Stops at step 7 by Ctrl-C, and a second time where it is asked to: in a step, or while the save of
+# the last step is under way.
+TWICE = """
+import os, signal, sys, time
+from of_endings import __main__, callbacks
+from of_endings.checkpoint.publish import Publisher
+
+WHERE = sys.argv.pop()
+
+def ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+
+class Stopping:
+    def after_step(self, state, record):
+        if state.step == 7:
+            ctrl_c()
+            if WHERE == "step":
+                ctrl_c()
+
+commit = Publisher.commit
+def committed(self, reserved, manifest):
+    if manifest["step"] == 7:
+        ctrl_c()
+        time.sleep(0.5)
+    commit(self, reserved, manifest)
+
+Publisher.commit = committed
+callbacks.callbacks = lambda config, run_dir: [Stopping()]
+sys.exit(__main__.main())
+"""
+
+
+@pytest.mark.parametrize(("where", "saved"), [("step", 4), ("save", 7)])
+def test_a_second_ctrl_c_says_what_is_saved(
+    project: Project, tmp_path: Path, where: str, saved: int
+) -> None:
+    words = ["train", *project.settings, "--run-dir", str(tmp_path / "run"), "--checkpoint.every"]
+    outcome = subprocess.run(
+        [sys.executable, "-c", TWICE, *words, "4", where],
+        cwd=project.folder,
+        env={**os.environ, "PYTHONPATH": str(project.folder / "src")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert outcome.returncode == 130, outcome.stderr
+    assert "Traceback" not in outcome.stderr
+    assert f"step {saved} is saved. To resume: the same command again" in outcome.stderr
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["status"], status["saved_step"]) == ("preempted", saved)
+    assert max((tmp_path / "run/checkpoints").iterdir()).name == f"step_{saved:08}"
+    assert not re.search("failed|KeyboardInterrupt", json.dumps(status))
+
+
+@pytest.mark.parametrize(
+    "content", [None, "running", "[1]", "\0\0", "[" * 100_000, '{"status": 1}']
+)
+def test_a_run_finished_before_has_a_true_status(
+    project: Project, tmp_path: Path, content: str | None, caplog: Any
+) -> None:
+    """Also one that was killed before it could say so; the summary reads nothing unguarded."""
+    words = ("train", *project.settings, "--run-dir", str(tmp_path), "--train.steps", "3")
+    project(*words)
+    path, metrics = tmp_path / "status.json", tmp_path / "metrics.jsonl"
+    before = path.read_text()
+    project(*words)
+    assert path.read_text() == before, "it was true"
+    caplog.set_level("INFO")
+    metrics.write_bytes(b'{"step": 3, "samples_per_second": "x", "validation_loss": [1]}\n\xff\n')
+    for content in (None, '{"status": "running", "step": 0}', "[1]", "\0\0", "[" * 100_000):
+        path.unlink()
+        if content is not None:
+            path.write_text(content)
+        caplog.clear()
+        project(*words)
+        status = json.loads(path.read_text())
+        assert (status["status"], status["step"]) == ("finished", 3)
+        assert "already finished at step 3" in caplog.text
+    metrics.unlink()
+    metrics.mkdir()
+    project(*words)
+
+
+def test_many_checkpoints_are_one_short_line(project: Project, tmp_path: Path) -> None:
+    for step in range(1, 3001):
+        (tmp_path / f"checkpoints/step_{step:08}").mkdir(parents=True)
+    line = project.module("__main__").summary(tmp_path, 3000)[0]
+    assert line == "checkpoints: step_00000001 … step_00003000 (3000)"
+
+
+def test_a_log_that_cannot_be_opened_is_named(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failed seek says no name of its own."""
+
+    def seek(*arguments: Any, **named: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(project.module("run.directory"), "LogFile", seek)
+    line = project.refuses("train", *project.settings, "--run-dir", str(tmp_path / "run"))
+    assert f"Input/output error: '{tmp_path}/run/logs/train.log'" in line

@@ -1,0 +1,161 @@
+"""What a start is given by its user: names, files, settings, a directory that another run takes."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Project
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    folder, answers = tmp_path_factory.mktemp("entrances"), {"parallelism": "single"}
+    answers |= {"checkpoint": "torch_save", "tracker": "none"}
+    with Project.imported(folder, "of_entrances", **answers) as project:
+        yield project
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    folder, answers = tmp_path_factory.mktemp("image"), {"parallelism": "single"}
+    answers |= {"task": "image_classifier", "checkpoint": "torch_save", "tracker": "none"}
+    with Project.imported(folder, "of_image_entrances", **answers) as project:
+        yield project
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "/", "a/b", "a\nb", "a\0b", "\x1b[2J", "\udcff"])
+def test_a_name_is_a_plain_name(project: Project, name: str) -> None:
+    with pytest.raises(project.module("errors").UserError) as refused:
+        project.config(name=name).directory  # noqa: B018
+    assert str(refused.value).startswith("--name ") and str(refused.value).isprintable()
+    assert project.config(name="été 2").directory == Path("runs/été 2")
+
+
+WRONG = {
+    "train.steps": ["3", 3.5, True, None, [3], {"x": 3}],
+    "optim.learning_rate": ["fast", None, False],
+    "train.deterministic": [1, "yes"],
+    "train.precision": ["fp8", 16, None, ["fp32"]],
+    "compile.dynamic": ["maybe", 0],
+    "device": [0, None],
+    "data.path": [3, ["a"], "a\0b"],
+    "data": [3, None, "x", [1]],
+    "model.width": [1e400, "wide"],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f, many in WRONG.items() for v in many])
+def test_a_setting_of_a_wrong_type_is_named(
+    project: Project, tmp_path: Path, field: str, value: Any
+) -> None:
+    """In a config.json, and from a preset or a program."""
+    content = value
+    for part in reversed(field.split(".")):
+        content = {part: content}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(content))
+    line = project.refuses("train", "--config", str(file))
+    assert field in line and "wanted " in line and str(file) in line and line.isprintable()
+    with pytest.raises(project.module("errors").UserError, match=f"{field}.* is"):
+        project.module("config").override(project.module("config").Config(), {field: value})
+
+
+def test_a_config_json_of_this_project_is_taken_as_it_is(project: Project, tmp_path: Path) -> None:
+    config = project.config(optim__clip=1, optim__learning_rate=1, data__path=tmp_path / "x")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(project.module("files").to_json(config)))
+    kind = type(config)
+    assert project.module("config").load(file, kind) == config
+
+
+NESTED = ["[" * 100_000, '{"data": ' * 100_000, '{"gone": ' + "[" * 3000 + "]" * 3000 + "}"]
+NESTED += ['{"device": ' + "[" * 900 + "]" * 900 + "}"]
+
+
+def test_a_torn_config_json_is_one_line(project: Project, tmp_path: Path) -> None:
+    """For a start that takes it, and for commands on the run beside which it lies."""
+    run = tmp_path / "run"
+    project("train", *project.settings, "--run-dir", str(run), "--train.steps", "2")
+    file = run / "config.json"
+    for content in ("", "{", "[1]", "\udcff", "null", *NESTED):
+        file.write_text(content, "utf-8", "surrogateescape")
+        commands = [("train", "--config", str(file)), ("infer", "--run-dir", str(run))]
+        if content not in NESTED[2:]:  # those are objects
+            commands += [("export", "--run-dir", str(run), "--to", str(tmp_path / "state.pt"))]
+        for words in commands:
+            line = project.refuses(*words)
+            assert str(file) in line and "\n" not in line and len(line) < 500, line
+        project("verify", "--run-dir", str(run))
+
+
+def bad_files(folder: Path, name: str) -> Iterator[Path]:
+    """A pipe, a link to nothing and a folder, one at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    os.mkfifo(path)
+    yield path
+    path.unlink()
+    path.symlink_to("nowhere")
+    yield path
+    path.unlink()
+
+
+def test_a_pipe_or_a_dangling_link_among_the_data_is_one_line(
+    project: Project, image: Project, tmp_path: Path
+) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/good.txt").write_text("Now is the winter of our discontent. " * 100)
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens/train.bin").write_bytes(bytes(4000))
+    words = ("train", "--preset", "tiny", "--device", "cpu", "--data.path")
+    for kind, name, options in (
+        ("texts", "bad.txt", ()),
+        ("tokens", "val.bin", ("--data.vocabulary", "9")),
+    ):
+        for path in bad_files(tmp_path / kind, name):
+            assert project.refuses(*words, str(path.parent), *options).startswith(str(path))
+            assert str(path) in project.refuses(*words, str(path), *options)
+    for path in bad_files(tmp_path / "images/cat", "a.png"):
+        assert image.refuses(*words, str(path.parents[1])).startswith(str(path))
+    for path in bad_files(tmp_path, "all.npz"):
+        assert str(path) in image.refuses(*words, str(path))
+
+
+def test_a_directory_set_aside_before_it_was_locked_is_not_taken(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the opening and the locking of `.lock` another run renames the directory."""
+    module, group = project.module("run.directory"), project.module("distributed").Group()
+    run, aside = tmp_path / "run", tmp_path / "run.old-1"
+    lockf, opened = fcntl.lockf, []
+
+    def late(file: Any, how: int) -> None:
+        opened.append(os.fstat(file.fileno()).st_ino)
+        if len(opened) == 1:
+            run.rename(aside)
+        lockf(file, how)
+
+    monkeypatch.setattr(module.fcntl, "lockf", late)
+    with module.RunDirectory(run, group) as taken:
+        assert len(opened) == 2 and (run / ".lock").stat().st_ino == opened[1] != opened[0]
+        assert taken.lock.fileno() and (run / ".lock").read_text().startswith("process ")
+        assert (aside / ".lock").read_text() == ""
+        run.rename(tmp_path / "moved")
+        run.mkdir()
+        (run / ".lock").write_text("process 1 of another run\n")
+    assert (run / ".lock").read_text() == "process 1 of another run\n", "it was not ours to remove"
+
+
+def test_a_folder_of_the_name_of_our_files_refuses_no_start(
+    project: Project, tmp_path: Path
+) -> None:
+    for name in (".nonce-x", ".config.json-x"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    (tmp_path / "run/.nonce-y").touch()
+    project("train", *project.settings, "--run-dir", str(tmp_path / "run"), "--train.steps", "2")
+    assert {path.name for path in (tmp_path / "run").glob(".*-*")} == {".nonce-x", ".config.json-x"}
