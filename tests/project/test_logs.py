@@ -151,27 +151,23 @@ def test_a_start_that_cannot_write_names_the_file_once(
     """What the system says of a write names none; tests/stress fails every call of a start."""
     options = (*project.settings, "--run-dir", str(tmp_path), "--train.steps")
     project("train", *options, "1")
-    rundir, write = project.module("run.directory"), Path.write_text
-    builtin = open
+    rundir, agreement = (project.module(n) for n in ("run.directory", "distributed.agreement"))
+    journal = project.module("run.journal")
+    opener = journal.open_to_write
     write_json, refused = rundir.write_json, OSError(5, "Input/output error")
 
-    def write_text(path: Path, *rest: Any, **how: Any) -> int:
-        if path.name.startswith(begins):
-            raise refused
-        return write(path, *rest, **how)
-
-    def open_file(path: Path, *rest: Any) -> Any:
+    def open_file(path: Path, *rest: Any, **how: Any) -> Any:
         if Path(path).name.startswith(begins):
             raise refused
-        return builtin(path, *rest)
+        return opener(path, *rest, **how)
 
     def no_status(path: Path, content: Any) -> None:
         if content.get("status") == "failed":
             raise refused
         write_json(path, content)
 
-    monkeypatch.setattr(Path, "write_text", write_text)
-    monkeypatch.setattr(project.module("run.journal"), "open", open_file, raising=False)
+    for module in (agreement, journal):
+        monkeypatch.setattr(module, "open_to_write", open_file)
     monkeypatch.setattr(rundir, "write_json", no_status)
     said = project.refuses("train", *options, "2")
     assert f"Input/output error: '{tmp_path}/" in said and begins.strip(".-") in said

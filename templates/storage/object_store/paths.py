@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import re
 import shutil
 import tempfile
@@ -10,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from ..errors import UserError
+from ..files import read_json
 from . import MANIFEST, PUBLISHED, disk
 from .object_store import URL, RemotePath, persistently, remote, remote_of
 from .object_streams import PART
@@ -34,8 +35,8 @@ def checkpoints_of(run: Place) -> Place:
     if isinstance(run, RemotePath):
         return run
     url = None
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        url = json.loads((run / "config.json").read_text("utf-8"))["checkpoint"]["url"]
+    with contextlib.suppress(UserError, KeyError, TypeError):
+        url = read_json(run / "config.json")["checkpoint"]["url"]
     return remote_of(run, url) if url else run / "checkpoints"
 
 
