@@ -136,9 +136,10 @@ def test_an_error_told_by_its_message_leaves_its_traceback_where_it_happened(
     assert text.count("Traceback") == text.count(", in broken\n") == 2
 
 
-def test_a_log_that_cannot_be_written_ends_nothing(project: Project) -> None:
+def test_a_log_that_cannot_be_written_ends_nothing(project: Project, tmp_path: Path) -> None:
     logs = project.module("run.logs")
-    file = logs.LogFile(Path("/dev/full"))
+    file = logs.LogFile(tmp_path / "train.log")
+    file.setStream(open("/dev/full", "w"))  # noqa: SIM115 - the handler closes it
     with logs.logging_to(file, ""):
         logs.PACKAGE.warning("lost")
     assert file not in logs.PACKAGE.handlers
@@ -330,7 +331,7 @@ def test_hosts_wait_long_but_while_stepping(project: Project, tmp_path: Path) ->
     waits = [group.waits]
     watchdog.after_step(None, None)
     waits.append(group.waits)
-    with group.patience():
+    with group.patience("save"):
         waits.append(group.waits)
     waits.append(group.waits)
     short = waits[1]
@@ -384,7 +385,7 @@ def test_a_step_has_its_limit_and_the_rest_has_patience(
             if event == "step":
                 watch.after_step(None, None)
             elif event == "begin":
-                patience.append(group.patience())
+                patience.append(group.patience("save"))
                 patience[0].__enter__()
             elif event == "end":
                 patience[0].__exit__(None, None, None)
