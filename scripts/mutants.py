@@ -165,7 +165,7 @@ class Reached:
 
 
 def tests_of(reached: dict[str, Any], file: str, text: str, facts: dict[str, Any]) -> list[str]:
-    """The tests that reach a place, quickest first; outside functions, those of the file."""
+    """The tests that reach a place, quickest first; outside functions, all of its file."""
     inside = any(
         isinstance(node, ast.FunctionDef)
         and node.body[0].lineno <= facts["line"] <= node.end_lineno

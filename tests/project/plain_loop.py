@@ -120,7 +120,7 @@ def train(
     validation: Any,
     settings: dict[str, Any],
 ) -> Trace:
-    """Train as settings say (those of a render, by dotted name), the whole batch at once."""
+    """Train by a render's settings, given by dotted names, the whole batch at once."""
     get = {name.partition(".")[2]: value for name, value in settings.items()}
     weights = {name: w.detach().double().requires_grad_() for name, w in weights.items()}
     means, squares = ({name: 0.0 for name in weights} for _ in range(2))

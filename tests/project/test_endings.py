@@ -1,4 +1,4 @@
-"""How a run ends: what is said, what status.json holds, and from where it goes on."""
+"""How a run ends: what it prints, what status.json holds, and from where it resumes."""
 
 import json
 import os

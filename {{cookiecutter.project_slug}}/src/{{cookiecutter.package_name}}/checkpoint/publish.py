@@ -161,7 +161,7 @@ class Publisher:
 
     @contextlib.contextmanager
     def refusals_warned(self) -> Iterator[None]:
-        """What cannot be removed fails no save, which is safe; a lasting refusal is said once."""
+        """What cannot be removed fails no save, which is safe; a lasting refusal is one warning."""
         try:
             yield
         except (OSError, RankError, UserError) as error:

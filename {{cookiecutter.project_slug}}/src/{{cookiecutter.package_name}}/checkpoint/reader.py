@@ -146,6 +146,6 @@ def find_checkpoint(where: Place, step: int | None = None) -> tuple[Place, dict[
         if path.exists():  # else it was pruned meanwhile
             log.warning("DAMAGED CHECKPOINT %s: %s", path, "; ".join(problems))
     there = ", ".join(str(int(path.name[5:])) for path in published(directory))
-    hint = f"there are those of steps {there}" if there else "train first"
+    hint = f"there are steps {there}" if there else "train first"
     wanted = f"good checkpoint of step {step}" if step is not None else "good checkpoint"
     raise UserError(f"there is no {wanted} in {where}: {hint}")
