@@ -27,7 +27,7 @@ def time_left() -> float:
 
 
 class Stop:
-    """Takes over the stop signals; their handler only sets a flag, which the loop polls.
+    """Takes over the stop signals: their handler acknowledges the first and sets a flag to poll.
 
     A second Ctrl-C means now, as does one during start-up.
     """
