@@ -154,8 +154,7 @@ def test_a_directory_set_aside_before_it_was_locked_is_not_taken(
 def test_a_folder_of_the_name_of_our_files_refuses_no_start(
     project: Project, tmp_path: Path
 ) -> None:
-    for name in (".nonce-x", ".config.json-x"):
-        (tmp_path / "run" / name).mkdir(parents=True)
+    (tmp_path / "run/.nonce-x").mkdir(parents=True)
     (tmp_path / "run/.nonce-y").touch()
     project("train", *project.settings, "--run-dir", str(tmp_path / "run"), "--train.steps", "2")
-    assert {path.name for path in (tmp_path / "run").glob(".*-*")} == {".nonce-x", ".config.json-x"}
+    assert {path.name for path in (tmp_path / "run").glob(".nonce*")} == {".nonce-x"}

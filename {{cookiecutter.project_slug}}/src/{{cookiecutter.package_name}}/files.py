@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import stat
-import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -81,7 +80,8 @@ def open_to_write(path: Path, mode: str = "w", **options: Any) -> IO[Any]:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A new name, which takes the place of `path` in one step; a link there is not followed."""
-    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}{path.suffix}")
+    temporary = path.with_name(f".{path.name}")
+    temporary.unlink(missing_ok=True)  # of a process that was killed, or somebody's link
     try:
         yield temporary
         os.replace(temporary, path)

@@ -110,10 +110,9 @@ class RunDirectory:
     def _take(self, launchers: list[str]) -> None:
         # A job that torchrun restarts must resume its run, and not set it aside as an old one.
         ours = not self._lock().isdisjoint(launchers)
-        for pattern in (".nonce-*", ".*.json-*"):  # of a start that failed or was killed
-            for path in self.path.glob(pattern):
-                if not path.is_dir():  # a folder is none of ours
-                    path.unlink()
+        for path in self.path.glob(".nonce-*"):  # of a start that failed or was killed
+            if not path.is_dir():  # a folder is none of ours
+                path.unlink()
         if self.fresh and not ours and set(os.listdir(self.path)) > {".lock"}:
             names = (self.path.with_name(f"{self.path.name}.old-{n}") for n in range(1, 10_000))
             os.rename(self.path, next(name for name in names if not name.exists()))
