@@ -124,7 +124,7 @@ def starts(variant: Variant) -> None:
     """Refuse a read after the other, until it is noticed."""
     base = variant.new()
     variant.job(base, lambda call: 0, set(), **{"train.steps": 3})
-    for point in range(6, 60, 6):
+    for point in range(6, 150, 3):
         fault_cases.start(variant, base, 0, point, True)
         if any(tally.violations for tally in variant.findings.tallies):
             return
