@@ -244,3 +244,14 @@ class Project:
         empty = {name: torch.empty(f.shape, dtype=f.dtype) for name, f in source.forms.items()}
         source.read(empty, self.module("distributed").Group())
         return empty
+
+
+def project_fixture(name: str, **answers: str) -> Any:
+    """A fixture of a module: the project of these answers, imported."""
+
+    @pytest.fixture(scope="module")
+    def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+        with Project.imported(tmp_path_factory.mktemp(name), name, **answers) as it:
+            yield it
+
+    return project

@@ -11,14 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import Project
+from tests.conftest import Project, project_fixture
 
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    folder = tmp_path_factory.mktemp("compile")
-    with Project.imported(folder, "compile_stage_run", parallelism="single") as project:
-        yield project
+project = project_fixture("compile_stage_run", parallelism="single")
 
 
 @pytest.fixture(autouse=True)
