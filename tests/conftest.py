@@ -1,6 +1,7 @@
 """Helpers that all tests share: render the template, run its commands, import its modules."""
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from cookiecutter.main import cookiecutter
 from hypothesis import settings
+from jinja2 import Environment
 from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).parents[1]
@@ -28,6 +30,17 @@ os.environ["OMP_NUM_THREADS"] = "1"
 settings.register_profile("anew", deadline=None, database=None, derandomize=False)
 settings.register_profile("template", settings.get_profile("anew"), derandomize=True)
 settings.load_profile("template")
+
+# A run sets aside for the collector what is there when it begins, and takes it back at its end.
+# Here that is done once for all runs of a test: to go through all that tests have imported, three
+# times, would take ten times as long as a short run itself.
+set_aside = gc.freeze
+gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
+
+
+def pytest_runtest_setup() -> None:
+    gc.collect()
+    set_aside()
 
 
 # Slow tests, the slowest first: started last, one of them would run alone at the end.
@@ -58,7 +71,7 @@ LONG = (
     "template/test_answers.py::test_all_answers_together",
 )
 # Files whose tests share nothing.
-APART = {"test_answers", "test_benchmarks", "test_life", "test_matrix"}
+APART = {"test_answers", "test_benchmarks", "test_life"}
 
 
 class Scheduling(LoadScopeScheduling):
@@ -93,6 +106,22 @@ def _isolated_cookiecutter(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     config.write_text(json.dumps(folders), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COOKIECUTTER_CONFIG", str(config))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _templates_compiled_once() -> Iterator[None]:
+    """Some hundred renders compile the same templates, which takes four fifths of their time."""
+    compile_, known = Environment.compile, {}
+
+    def compile_once(self: Environment, source: str, *rest: Any, **named: Any) -> Any:
+        key = (type(self), source, *rest, *named.items(), *sorted(self.filters))
+        if key not in known:
+            known[key] = compile_(self, source, *rest, **named)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Environment, "compile", compile_once)
         yield
 
 
