@@ -4,19 +4,12 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import Project
+from tests.conftest import Project, project_fixture
 
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    folder = tmp_path_factory.mktemp("elastic")
-    answers = {"parallelism": "ddp", "checkpoint": "torch_save"}
-    with Project.imported(folder, "elastic_ddp", **answers) as project:
-        yield project
+project = project_fixture("elastic_ddp", parallelism="ddp", checkpoint="torch_save")
 
 
 def test_what_torchrun_starts_again_is_not_set_aside(

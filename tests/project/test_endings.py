@@ -5,21 +5,16 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import Project
+from tests.conftest import Project, project_fixture
 
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    folder, answers = tmp_path_factory.mktemp("endings"), {"parallelism": "single"}
-    answers |= {"checkpoint": "dcp_async", "tracker": "none"}
-    with Project.imported(folder, "of_endings", **answers) as project:
-        yield project
+project = project_fixture(
+    "of_endings", parallelism="single", checkpoint="dcp_async", tracker="none"
+)
 
 
 # Stops at step 7 by Ctrl-C, and a second time where it is asked to: in a step, or while the save of

@@ -9,23 +9,18 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Project
+from tests.conftest import Project, project_fixture
+
+project = project_fixture(
+    "of_entrances", parallelism="single", checkpoint="torch_save", tracker="none"
+)
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    folder, answers = tmp_path_factory.mktemp("entrances"), {"parallelism": "single"}
-    answers |= {"checkpoint": "torch_save", "tracker": "none"}
-    with Project.imported(folder, "of_entrances", **answers) as project:
-        yield project
-
-
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    folder, answers = tmp_path_factory.mktemp("image"), {"parallelism": "single"}
-    answers |= {"task": "image_classifier", "checkpoint": "torch_save", "tracker": "none"}
-    with Project.imported(folder, "of_image_entrances", **answers) as project:
-        yield project
+image = project_fixture(
+    "of_image_entrances",
+    task="image_classifier",
+    **{"parallelism": "single", "checkpoint": "torch_save", "tracker": "none"},
+)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "/", "a/b", "a\nb", "a\0b", "\x1b[2J", "\udcff"])

@@ -1,20 +1,16 @@
 """Links that somebody left in a run directory: no file that they lead to is changed."""
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Project
+from tests.conftest import Project, project_fixture
 
 VICTIM = '{"what": "nobody may change"}\n'
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    with Project.imported(tmp_path_factory.mktemp("links"), "linked") as it:
-        yield it
+project = project_fixture("linked")
 
 
 def leave_link(run: Path, name: str, where: str) -> Path:

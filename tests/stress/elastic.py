@@ -154,7 +154,7 @@ class Trial:
             for machine in self.machines:
                 if (code := machine.process.poll()) is not None:
                     return f"a launcher ended with {code}: {machine.log.read_text('utf-8')[-1500:]}"
-            time.sleep(0.02)
+            time.sleep(0.1)
         return f"no start on {size} ranks; the last one had {now[-1].size if now else 0}"
 
     def change(self, what: str, size: int) -> None:

@@ -256,6 +256,7 @@ def import_all(names: Iterable[str]) -> None:
         importlib.import_module(part)
     gc.collect()
     gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None  # by which a run would undo it
 
 
 def _end_of(log: Path) -> str:
