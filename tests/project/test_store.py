@@ -185,6 +185,20 @@ def test_what_fails_once_is_done_again(
     saver.assert_tidy()
 
 
+def test_an_error_that_is_called_a_success_is_asked_again(project: Project, store: Store) -> None:
+    """As proxies have it: 200 OK, and neither the object nor its headers."""
+    saver = Saver(project, store)
+    assert saver.save(1)
+    path = saver.directory / "step_00000001/manifest.json"
+    fault = once("200", lambda r: r.method == "HEAD")
+    with store.failing(fault):
+        assert path.is_file()
+    assert fault(store.requests[0]) is None, "no such request"
+    error = project.module("checkpoint.object_store").StoreError
+    with store.failing(lambda _: "200"), pytest.raises(error, match="an answer without"):
+        path.exists()
+
+
 @pytest.mark.parametrize("how", ["500", "503", "cut", "hang"])
 def test_a_request_is_sent_five_times_at_most(
     project: Project, store: Store, how: str, monkeypatch: pytest.MonkeyPatch
