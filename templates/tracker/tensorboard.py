@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import open_to_write
+from ..files import make_folder, open_to_write
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Tracker:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run_dir / "tensorboard"
+        make_folder(folder)
         self.note, self.status = folder / "logged.json", status
         known: dict[str, Any] = {}
         if self.note.exists():

@@ -728,6 +728,22 @@ def test_a_run_goes_on_elsewhere_exactly(
         assert secret.encode() not in said + written + objects
 
 
+def test_a_finished_run_is_started_again_elsewhere(
+    project: Project, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the same address, from another run directory: that says the same, and can be used."""
+    caplog.set_level(logging.INFO)
+    words = ("train", *project.settings, "--train.steps", "4", "--checkpoint.url")
+    for name, said in (("here", "finished at"), ("there", "already finished at"), ("there", "al")):
+        caplog.clear()
+        project(*words, store.url("again"), "--run-dir", str(tmp_path / name))
+        status = json.loads((tmp_path / name / "status.json").read_text())
+        assert (status["status"], status["step"]) == ("finished", 4)
+        assert caplog.messages[-1].startswith(said)
+    for command in ("verify", "report"):
+        project(command, "--run-dir", str(tmp_path / "there"))
+
+
 def test_a_stage_leaves_the_store_alone(
     project: Project, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

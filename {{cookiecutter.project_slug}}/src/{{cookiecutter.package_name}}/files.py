@@ -53,12 +53,22 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; UserError, in one line, for anything else."""
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ValueError("it is no regular file")  # at a pipe a reader would wait
         content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("it holds no object")
+        dict(flatten(content))  # what is nested too deeply is refused here
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds no object of JSON")
     return content
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder of a run; UserError for a link (checkpoints and traces may be linked)."""
+    if path.is_symlink():
+        raise UserError(f"{path} is a link, and nothing is written to it: remove it")
+    path.mkdir(parents=True, exist_ok=True)
 
 
 def open_to_write(path: Path, mode: str = "w", **options: Any) -> IO[Any]:

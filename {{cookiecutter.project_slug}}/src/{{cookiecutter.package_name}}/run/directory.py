@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from ..distributed import Group, launcher
 from ..errors import UserError
-from ..files import naming, open_to_write, read_json, write_json
+from ..files import make_folder, naming, open_to_write, read_json, write_json
 from .logs import ONLY_IN_FILES, LogFile, logging_to
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class RunDirectory:
 
     def _open_log(self) -> LogFile:
         rank, folder = self.group.rank, self.path / LOGS
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         path = folder / (f"rank_{rank}.log" if rank else "train.log")
         with naming(path):
             return LogFile(path)
@@ -118,6 +118,8 @@ class RunDirectory:
             os.rename(self.path, next(name for name in names if not name.exists()))
             self.lock.close()
             self._lock()
+        if (large := self.path / "checkpoints").is_symlink():
+            log.info("%s is a link to %s", large, large.resolve())
         with naming(self.path / ".lock"):
             self.lock.writelines(f"{name}\n" for name in launchers)
             self.lock.flush()
@@ -134,7 +136,7 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with naming(self.path / ".lock"):
-                file = open_to_write(self.path / ".lock", "a+")
+                file = open_to_write(self.path / ".lock", "a+", errors="replace")
         except OSError as error:
             raise UserError(f"{self.path} cannot be used as a run directory: {error}") from None
         try:
