@@ -69,7 +69,7 @@ class Tracker:
             self.client.update_run(self.id, "RUNNING")
             self.client.log_dict(self.id, settings, "config.json")
         batch = settings["train"]["global_batch_size"]
-        self.logged = int(run.data.metrics.get("samples", 0)) // batch
+        self.logged = int(run.data.metrics.get("train/samples", 0)) // batch
 
     def scalars(self, step: int, values: dict[str, float], time: float) -> None:
         """Log the line of a step, taken at `time` (seconds since 1970)."""

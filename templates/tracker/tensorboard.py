@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import open_to_write
+from ..files import flatten, open_to_write
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Tracker:
         if self.note.exists():
             known = json.loads(self.note.read_text("utf-8") or "{}")
         self.logged = min(step, known.get("step", 0))
-        self.settings = settings
+        self.settings, self.tags = settings, set[str]()
         # Readers then ignore this step and later ones in the files of earlier starts.
         self.writer = SummaryWriter(folder, purge_step=self.logged + 1)
         if known.get("settings") != settings:
@@ -42,6 +42,7 @@ class Tracker:
         """Log the line of a step, taken at `time` (seconds since 1970)."""
         for name, value in values.items():
             self.writer.add_scalar(name, value, step, walltime=time)
+        self.tags |= values.keys()
         self._flush(step)
 
     def file(self, path: Path) -> None:
@@ -49,9 +50,20 @@ class Tracker:
         self.writer.add_text(path.name, str(path.resolve()), self.logged)
 
     def close(self, status: str) -> None:
-        """End the log with the run's status."""
+        """End the log with the run's status, and its settings for the HParams tab."""
+        from torch.utils.tensorboard.summary import hparams
+
         if status != self.status:
             self.writer.add_text("status", status, self.logged)
+            plain = {
+                n: v if isinstance(v, int | float) else str(v) for n, v in flatten(self.settings)
+            }
+            # Beside the newest of these figures, which the tab looks up by their tags.
+            figures = {
+                tag for tag in self.tags if tag == "train/loss" or tag.startswith("validation/")
+            }
+            for summary in hparams(plain, dict.fromkeys(sorted(figures), 0.0)):
+                self.writer.file_writer.add_summary(summary, self.logged)
         self.writer.close()
 
     def _flush(self, step: int) -> None:

@@ -48,6 +48,7 @@ class Tracker:
             entity=config.entity,
             id=name,
             name=run_dir.name,
+            group=run_dir.parent.name,  # "runs", or the folder of a sweep in it
             dir=run_dir,
             mode=config.mode,
             resume="allow",

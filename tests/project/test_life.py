@@ -257,7 +257,7 @@ def commands_of(project: Path) -> list[str]:
     blocks = re.findall(r"```bash\n(.*?)```", readme, flags=re.DOTALL)
     lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
     table = re.findall(r"^\| `([^`]+)` \|", readme, flags=re.MULTILINE)
-    lines += [f"python -m {PACKAGE} {command}" for command in table[1:]]
+    lines += [f"python3 -m {PACKAGE} {command}" for command in table[1:]]
     return list(dict.fromkeys(line for line in lines if not re.search("venv|pip install", line)))
 
 
@@ -280,7 +280,7 @@ def test_the_commands_of_its_readme_work(tmp_path: Path) -> None:
         if new and new[0] != lines[0]:  # they need a run
             new.insert(0, "./launch.sh -n 2 train")
         for line in new:
-            if line == f"python -m {PACKAGE} workflow":
+            if line == f"python3 -m {PACKAGE} workflow":
                 continue
             measured = re.search(" (train|baseline|compile|profile|scale|checkpoint)\\b", line)
             line += " " + " ".join(TINY) if measured else ""

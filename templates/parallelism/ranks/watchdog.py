@@ -69,7 +69,7 @@ class Watchdog:
         self.longest = 0.0  # step so far, in seconds
         self.stepping = False
         self.over = threading.Event()
-        self.watched = threading.get_ident()
+        self.watched, self.parent = threading.get_ident(), os.getppid()
 
     def __enter__(self) -> "Watchdog":
         """Start the thread; let NCCL write its own account of a hang into the run."""
@@ -95,6 +95,8 @@ class Watchdog:
         last = time.monotonic()
         while not self.over.wait(min(1.0, self.limit / 10)):
             now = time.monotonic()
+            if sys.platform != "linux" and os.getppid() != self.parent:
+                os._exit(1)  # torchrun was killed; on Linux the kernel ends its ranks (world.py)
             # Read before the times, which are set before patience ends.
             patience = PATIENCE.total_seconds() if self.group.patient else 0.0
             began = max(self.began, self.group.resumed)

@@ -146,7 +146,7 @@ def regrouping(told_to_stop: Callable[[], bool]) -> bool:
 
 
 def die_with_the_launcher() -> None:
-    """Ask the kernel to end this process when torchrun is killed (Linux; else it would live on)."""
+    """Ask the kernel to end this process when torchrun is killed (Linux; else: watchdog.py)."""
     if sys.platform == "linux":
         PR_SET_PDEATHSIG, parent = 1, os.getppid()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import stat
@@ -99,10 +100,16 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Sync the names in a directory; a synced file whose name is not synced can still be lost."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    """Sync the names in a directory; a synced file whose name is not synced can still be lost.
+
+    A file system that refuses to (EINVAL) decides itself when names reach the disk.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
         with naming(path):
             os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
     finally:
         os.close(descriptor)

@@ -28,6 +28,8 @@ class ProfileConfig:
     repeat: int = 1
     shapes: bool = True
     memory: bool = True
+    with_stack: bool = False
+    """Python's frames and the modules, too: a trace ten times as heavy."""
 
     def __post_init__(self) -> None:
         if self.active < 1 or self.repeat < 1 or min(self.wait, self.warmup, self.every) < 0:
@@ -85,6 +87,7 @@ class Profiler:
             on_trace_ready=self._write,
             record_shapes=self.config.shapes,
             profile_memory=self.config.memory,
+            with_stack=self.config.with_stack,
         )
         synchronize(self.world.device)
         self.profile.start()

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from . import callbacks as own
 from .checkpoint.checkpointer import Checkpointer, agree_on_identity, identity_of
@@ -30,9 +31,9 @@ from .run.bad_steps import RunningBuffers, SkippedSteps, StopAtBadStep, step_unl
 from .run.callback_runner import GarbageCollection, enter, methods
 from .run.directory import RunDirectory
 from .run.hardware import check_memory, expected_memory, forward_flops, peak_flops
-from .run.journal import Journal, lacks_validation
+from .run.journal import Journal, lacks_validation, validated_at
 from .run.tracker import tracking
-from .sampling import GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
+from .sampling import NOTHING, GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
 
 log = logging.getLogger(__name__)
 
@@ -109,14 +110,18 @@ def train_step(state: State, batches: list[Any]) -> None:
     config, world = state.config, state.world
     # Random numbers are a function of (seed, step, rank), so no generator's state is saved.
     seed_step(config.train.seed, state.step, world.rank, world.device)
+    # Named in a trace only: a name costs microseconds.
+    parts, tracing = ("forward", "backward", "optimizer"), torch.autograd._profiler_enabled()
+    forward, backward, update = (record_function(p) if tracing else NOTHING for p in parts)
     state.buffers.keep()
     sums = None
     for i, (share, batch) in enumerate(zip(state.plan, batches, strict=True)):
         with parallel.accumulate(state.module, last=i == len(batches) - 1):
-            with parallel.autocast(world, state.compute_dtype):
+            with forward, parallel.autocast(world, state.compute_dtype):
                 loss = checked(compute_loss(state.module, move(batch, world.device)))
-            # A rank without samples left computes one at weight 0: ranks must take part alike.
-            (loss.total if share.weight == 1 else loss.total * share.weight).backward()
+            with backward:
+                # A rank without samples left has one at weight 0: ranks must take part alike.
+                (loss.total if share.weight == 1 else loss.total * share.weight).backward()
         part = loss_vector(loss) if share.weight == 1 else loss_vector(loss) * share.weight
         sums = part if sums is None else sums + part
     parallel.all_reduce(sums, world)
@@ -131,7 +136,8 @@ def train_step(state: State, batches: list[Any]) -> None:
     if state.checkpointer:
         # A save may still be copying these weights: the optimizer must not change them under it.
         state.checkpointer.before_optimizer_step()
-    step_unless(bad, state.optimizer)
+    with update:
+        step_unless(bad, state.optimizer)
     state.buffers.put_back(bad)
     state.optimizer.zero_grad(set_to_none=True)
 
@@ -195,8 +201,9 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         if state.step >= settings.steps and not owed:
             checkpointer.close()
             run_dir.record_again(to_json(config), "finished", state.step)
-            return Result("already finished", state.step)
+            return Result("already finished", state.step, validated_at(run_dir.path, state.step))
         run_dir.begin(to_json(config), state.step)
+        introduce(state, run_dir.path)
         stack.callback(state.loader.close)
         journal = Journal(run_dir.path, state, group)
         writing = (journal, *after_journal)  # only rank 0 writes: no part of a step for stragglers
@@ -305,6 +312,29 @@ def start(state: State, run_dir: Path, group: Group) -> Checkpointer:
         log.info("weights: %s", load_weights(origin, state.model, None, group, config.init_strict))
     state.loader.seek(state.step)
     return checkpointer
+
+
+def introduce(state: State, run_dir: Path) -> None:
+    """Log what is about to be trained, on what, and where it is kept."""
+    config, world = state.config.train, state.world
+    each = getattr(state.spec, "tokens_per_sample", 0)
+
+    def sized(samples: int) -> str:
+        return f"{samples:,} samples" + (f" ({samples * each:,} tokens)" if each else "")
+
+    cuda = world.device.type == "cuda"
+    device = torch.cuda.get_device_name(world.device) if cuda else world.device
+    dtype = str(state.compute_dtype).removeprefix("torch.")
+    size = sum(parameter.numel() for parameter in state.model.parameters())
+    samples, batch = len(state.loader.source.dataset), config.global_batch_size
+    epochs = config.steps * batch / samples
+    for line in (
+        f"model  {size:,} parameters, {dtype} on {device}, ranks: {world.size}",
+        f"data   {sized(samples)}, for validation {len(state.validation):,}",
+        f"batch  {sized(batch)} a step; {config.steps} steps are {epochs:.3g} epochs",
+        f"run    {run_dir}, {f'resumed at step {state.step}' if state.step else 'new'}",
+    ):
+        log.info("%s", line)
 
 
 def owes_validation(state: State, run_dir: Path, group: Group) -> bool:
