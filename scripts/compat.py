@@ -54,6 +54,7 @@ PRIVATE = (
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
     "torch.distributed.distributed_c10d._world",
+    "torch.distributed.tensor.DTensor._spec",
     "torch.distributed.elastic.multiprocessing.api._terminate_process_handler",
     "torch.nn.Module._compiled_call_impl",
     "torch.nn.modules.batchnorm._BatchNorm",

@@ -20,7 +20,7 @@ class TrackerConfig:
 
     uri: str | None = None
     """Server or database (default: MLFLOW_TRACKING_URI, else mlflow.db beside the run's folder)."""
-    experiment: str = __package__.split(".")[0]
+    experiment: str = __name__.partition(".")[0]
 
     def __post_init__(self) -> None:
         if self.uri and "@" in self.uri.partition("://")[2].partition("/")[0]:

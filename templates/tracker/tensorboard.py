@@ -1,6 +1,7 @@
 """TensorBoard: event files in RUN_DIR/tensorboard, for `tensorboard --logdir runs`."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ class Tracker:
         self.logged = min(step, known.get("step", 0))
         self.settings, self.tags = settings, set[str]()
         # Readers then ignore this step and later ones in the files of earlier starts.
-        self.writer = SummaryWriter(folder, purge_step=self.logged + 1)
+        self.writer: Any = SummaryWriter(folder, purge_step=self.logged + 1)
         if known.get("settings") != settings:
             text = json.dumps(settings, indent=2).replace("\n", "\n    ")
             self.writer.add_text("config", f"    {text}", 0)  # indented, it is code to Markdown
@@ -55,14 +56,11 @@ class Tracker:
 
         if status != self.status:
             self.writer.add_text("status", status, self.logged)
-            plain = {
-                n: v if isinstance(v, int | float) else str(v) for n, v in flatten(self.settings)
-            }
-            # Beside the newest of these figures, which the tab looks up by their tags.
-            figures = {
-                tag for tag in self.tags if tag == "train/loss" or tag.startswith("validation/")
-            }
-            for summary in hparams(plain, dict.fromkeys(sorted(figures), 0.0)):
+            named = flatten(self.settings)
+            plain = {name: v if isinstance(v, int | float) else str(v) for name, v in named}
+            # The tab looks the newest of these figures up by their tags.
+            figures = filter(re.compile("train/loss$|validation/").match, sorted(self.tags))
+            for summary in hparams(plain, dict.fromkeys(figures, 0.0)):
                 self.writer.file_writer.add_summary(summary, self.logged)
         self.writer.close()
 

@@ -16,7 +16,7 @@ class TrackerConfig:
 
     mode: Literal["offline", "online"] = "offline"
     """offline: `wandb sync` can send it later."""
-    project: str = __package__.split(".")[0]
+    project: str = __name__.partition(".")[0]
     entity: str | None = None
     """The team or user that owns the project."""
 

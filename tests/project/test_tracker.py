@@ -258,7 +258,8 @@ def test_its_log_is_the_journal(home: Path, tracker: str) -> None:
         assert list(found.lines()) == [1, 2, 3, 4, 5, 6, 7]
         if tracker == "tensorboard":
             settings, figures = found.compared()
-            assert settings["optim.learning_rate"] == 1e-4 and settings["device"] == "cpu"
+            assert settings["optim.learning_rate"] == config.optim.learning_rate  # of its first end
+            assert settings["device"] == "cpu"
             assert figures == {"train/loss", "validation/loss", "validation/bits_per_byte"}
         if tracker == "wandb":  # a sweep's runs lie in a folder
             assert [run.run_group for run in found.of("run")] == ["runs"]

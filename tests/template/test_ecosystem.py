@@ -76,7 +76,7 @@ def hooks(project: Path, *files: str) -> str:
     ("name", "content", "hook", "message"),
     [
         ("bad.yaml", "a: [1\n", "YAML can be read", "expected ',' or ']'"),
-        ("bad.toml", "a = \n", "TOML can be read", "Invalid value"),
+        ("bad.toml", "a = [1\n", "TOML can be read", "bad.toml: Unclosed array"),
         ("bad.md", "a \n", "no whitespace at the end of a line", "Fixing bad.md"),
         ("bad.txt", "a", "each file ends with one line break", "Fixing bad.txt"),
         ("bad.bin", "\0" * 1_100_000, "no file above 1 MB", "bad.bin (1075 KB) exceeds 1000 KB"),
@@ -102,7 +102,7 @@ def test_a_type_checker_finds_nothing_in_a_render(tmp_path: Path) -> None:
         environments.append({"root": name, "extraPaths": [f"{name}/src"]})
     settings = tomllib.loads((tmp_path / "default/pyproject.toml").read_text("utf-8"))
     settings = settings["tool"]["pyright"]
-    assert settings == {"include": ["src", "tests"], "typeCheckingMode": "basic"}
+    assert settings["include"] == ["src"] and settings["typeCheckingMode"] == "basic"
     include = [f"{e['root']}/{folder}" for e in environments for folder in settings["include"]]
     settings |= {"include": include, "executionEnvironments": environments}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))

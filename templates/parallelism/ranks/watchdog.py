@@ -157,7 +157,8 @@ class Watchdog:
 
     def _write_trace(self) -> None:
         """Write what the flight recorder knows of the last 2,000 collectives."""
-        recorder = torch._C._distributed_c10d
+        core: Any = torch._C
+        recorder = core._distributed_c10d
         nccl = hasattr(recorder, "_dump_nccl_trace")
         content = recorder._dump_nccl_trace() if nccl else recorder._dump_fr_trace()
         with open_to_write(self.folder / f"{TRACE}{self.group.rank}", "wb") as file:
@@ -198,7 +199,7 @@ def _position_of(thread: int) -> str:
 
 def _collectives() -> int:
     """How many collectives this rank has begun, in all its groups."""
-    groups = list(dist.distributed_c10d._world.pg_map)
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 

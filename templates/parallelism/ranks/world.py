@@ -38,7 +38,7 @@ PATIENCE = timedelta(minutes=30)
 LOOPBACK = "127.0.0.1"
 """Where the ranks of one machine meet (launch.py)."""
 
-ON_LOOPBACK = dict.fromkeys(
+ON_LOOPBACK: dict[str, str] = dict.fromkeys(
     ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo" if sys.platform == "linux" else "lo0"
 )
 """On one machine: both listen to whoever can reach them, and nobody else needs to."""

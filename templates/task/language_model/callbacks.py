@@ -33,10 +33,7 @@ def callbacks(config: "Config", run_dir: Path) -> Iterable[Any]:
 
 
 class Sample:
-    """Logs a text by the model after each validation, in its own words so far.
-
-    Every process generates it, since a model that is sharded needs all of them.
-    """
+    """Logs a text by the model after each validation; a sharded model needs all processes."""
 
     harmless = True
 

@@ -146,9 +146,7 @@ def parse(name: str, kind: type, arguments: list[str]) -> Any:
     parser.add_argument("--preset", default="default")
     parser.add_argument("--config", type=Path)
     given, _ = parser.parse_known_args(arguments)
-    start = preset(given.preset, kind)
-    if given.config:
-        start = load(given.config, kind, given.preset)
+    start = load(given.config, kind, given.preset) if given.config else preset(given.preset, kind)
 
     @dataclass(frozen=True)
     class Start:

@@ -141,10 +141,9 @@ def preset(name: str = "default", kind: type[C] = Config) -> C:
 
 
 def load(path: Path, kind: type[C] = Config, start: str = "default") -> C:
-    """The settings of a preset, overridden by a file.
+    """A preset, overridden by TOML with any of the settings, or by a run's config.json.
 
-    The file is a run's config.json, without what names that run (its name, its store), or TOML with
-    any of the settings.
+    The latter without what names that run (its name, its store).
     """
     config = preset(start, kind)
     if path.suffix != ".toml":

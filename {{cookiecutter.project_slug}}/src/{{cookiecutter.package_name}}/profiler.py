@@ -74,7 +74,7 @@ class Profiler:
         if self.step < self.opens:
             return
         if self.profile:
-            self._advance(self.step - self.opens)
+            self._advance(self.profile, self.step - self.opens)
         if not self.profile and self.step == self.opens:
             self._open()
 
@@ -92,12 +92,12 @@ class Profiler:
         synchronize(self.world.device)
         self.profile.start()
 
-    def _advance(self, done: int) -> None:
+    def _advance(self, running: profile, done: int) -> None:
         if done in (self.config.warmup, self.window):
             synchronize(self.world.device)  # the traced steps then hold only their own kernels
-        self.profile.step()
+        running.step()
         if done == self.window:
-            self.profile.stop()
+            running.stop()
             self.profile = None
             self.opens += self.period
 

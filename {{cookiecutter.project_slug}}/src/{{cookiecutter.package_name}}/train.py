@@ -31,7 +31,7 @@ from .run.bad_steps import RunningBuffers, SkippedSteps, StopAtBadStep, step_unl
 from .run.callback_runner import GarbageCollection, enter, methods
 from .run.directory import RunDirectory
 from .run.hardware import check_memory, expected_memory, forward_flops, peak_flops
-from .run.journal import Journal, lacks_validation, validated_at
+from .run.journal import Journal, validated_at
 from .run.tracker import tracking
 from .sampling import NOTHING, GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
 
@@ -58,7 +58,7 @@ class State:
     step: int = 0  # completed optimizer steps
     checkpointer: Checkpointer | None = None
     # Since the last record, over all ranks, on the device:
-    sums: Tensor | float = 0.0  # loss, count, metrics (float32)
+    sums: Any = 0.0  # a tensor of loss, count, metrics (float32)
     metrics: tuple[str, ...] = ()  # their names
     bad_steps: Tensor | int = 0  # skipped for a non-finite loss or gradient
     grad_norm: Tensor | float = 0.0  # of the last step
@@ -114,7 +114,7 @@ def train_step(state: State, batches: list[Any]) -> None:
     parts, tracing = ("forward", "backward", "optimizer"), torch.autograd._profiler_enabled()
     forward, backward, update = (record_function(p) if tracing else NOTHING for p in parts)
     state.buffers.keep()
-    sums = None
+    sums: Any = None
     for i, (share, batch) in enumerate(zip(state.plan, batches, strict=True)):
         with parallel.accumulate(state.module, last=i == len(batches) - 1):
             with forward, parallel.autocast(world, state.compute_dtype):
@@ -159,7 +159,8 @@ def validate(state: State, stopped: Callable[[], object] = bool) -> dict[str, fl
     chosen = fixed_subset(len(state.validation), config.validate_samples)
     parallel.agree_on_buffers(state.model, world)  # batch statistics differ between ranks
     state.module.eval()
-    sums, loss = 0.0, None
+    sums: Any = 0.0
+    loss: Any = None
     for start in range(0, len(chosen), config.global_batch_size):
         if stopped():
             return {}
@@ -246,7 +247,7 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
             )
             # Only here the host waits for the device.
             record = journal.record(state) if log_now or validate_now else None
-            if validate_now:
+            if validate_now and record:
                 validation = validated(record)
                 cut_short = not validation  # then the poll above ends the run, at the last step too
             for call in after_step:
@@ -282,7 +283,7 @@ def record_stop(
     else:
         return
     if run_dir.begun:
-        saved = state.checkpointer.last_good
+        saved = state.checkpointer and state.checkpointer.last_good
         run_dir.record_status("preempted", step=state.step, saved_step=saved, reason=reason)
         if run_dir.group.rank == 0:
             what = "no step is saved" if saved is None else f"step {saved} is saved"
@@ -317,21 +318,17 @@ def start(state: State, run_dir: Path, group: Group) -> Checkpointer:
 def introduce(state: State, run_dir: Path) -> None:
     """Log what is about to be trained, on what, and where it is kept."""
     config, world = state.config.train, state.world
-    each = getattr(state.spec, "tokens_per_sample", 0)
-
-    def sized(samples: int) -> str:
-        return f"{samples:,} samples" + (f" ({samples * each:,} tokens)" if each else "")
-
-    cuda = world.device.type == "cuda"
+    cuda, dtype = world.device.type == "cuda", str(state.compute_dtype).removeprefix("torch.")
     device = torch.cuda.get_device_name(world.device) if cuda else world.device
-    dtype = str(state.compute_dtype).removeprefix("torch.")
     size = sum(parameter.numel() for parameter in state.model.parameters())
     samples, batch = len(state.loader.source.dataset), config.global_batch_size
     epochs = config.steps * batch / samples
+    tokens = getattr(state.spec, "tokens_per_sample", None)
     for line in (
         f"model  {size:,} parameters, {dtype} on {device}, ranks: {world.size}",
-        f"data   {sized(samples)}, for validation {len(state.validation):,}",
-        f"batch  {sized(batch)} a step; {config.steps} steps are {epochs:.3g} epochs",
+        f"data   {samples:,} samples{f' of {tokens:,} tokens' if tokens else ''}, "
+        f"{len(state.validation):,} for validation",
+        f"batch  {batch:,} samples; {config.steps} steps are {epochs:.3g} epochs",
         f"run    {run_dir}, {f'resumed at step {state.step}' if state.step else 'new'}",
     ):
         log.info("%s", line)
@@ -341,9 +338,9 @@ def owes_validation(state: State, run_dir: Path, group: Group) -> bool:
     """Whether a stop cut the validation of the step short from which the run goes on."""
     every, step = state.config.train.validate_every, state.step
     due = step == state.config.train.steps or (every > 0 and step % every == 0)
-    if step == 0 or not due or state.checkpointer.validated:
+    if step == 0 or not due or (state.checkpointer and state.checkpointer.validated):
         return False
-    return group.from_first(lambda: lacks_validation(run_dir, step))
+    return group.from_first(lambda: not validated_at(run_dir, step))
 
 
 def callbacks_of(state: State, run_dir: Path, group: Group, writing: tuple) -> Iterator[Any]:

@@ -180,16 +180,11 @@ def read_records(run_dir: Path, last_step: float = math.inf) -> Iterator[dict[st
         yield from filter(None, (parsed(line, last_step) for line in file))
 
 
-def lacks_validation(run_dir: Path, step: int) -> bool:
-    """Whether there is no line of a step that has its validation."""
-    records = (record for record in read_records(run_dir, step) if record["step"] == step)
-    return not any(map(_validation, records))
-
-
 def validated_at(run_dir: Path, step: int) -> dict[str, float]:
-    """The last validation's figures up to a step, by their names in metrics.jsonl."""
-    figures = (item for record in read_records(run_dir, step) for item in record.items())
-    return {name: value for name, value in figures if name.startswith("validation_")}
+    """The validation's figures in the line of a step, {} if it has none."""
+    records = (record for record in read_records(run_dir, step) if record["step"] == step)
+    figures = (item for record in records for item in record.items())
+    return {n: v for n, value in figures if n.startswith("validation_") for v in finite(value)}
 
 
 def summary(run_dir: Path, last_step: int) -> list[str]:

@@ -25,7 +25,7 @@ from ..run.hardware import cpu_name, usable_cores
 from . import WorkflowConfig
 
 STATUSES = ("fail", "not_measured", "pass")  # the worst first
-PACKAGE = __package__.split(".")[0]
+PACKAGE = __name__.partition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class StageConfig(Config):
 class Stage:
     """A stage under way; `close` writes its JSON and returns its exit code."""
 
-    def __init__(self, name: str, config: Config) -> None:
+    def __init__(self, name: str, config: Any) -> None:
         """Make sure that its JSON can be written before anything is measured (UserError)."""
         self.name, self.config, self.started = name, config, time.perf_counter()
         self.figures: dict[str, Any] = {}
