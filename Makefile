@@ -1,21 +1,21 @@
 # `make demo` shows what the template gives, `make test` tests it, `make torture` tries to break it,
 # `make matrix` trains every combination of answers, `make mutants` breaks a render place by place,
-# `make benchmark` measures it.
+# `make compat` tries other releases of torch and Python, `make benchmark` measures it.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DEMO := cookiecutter torch numpy safetensors tyro tqdm matplotlib tensorboard
-TEST := $(DEMO) pillow scikit-learn pytest pytest-xdist pytest-timeout hypothesis ruff pre-commit \
+TEST := $(DEMO) pillow scikit-learn pytest pytest-xdist pytest-timeout hypothesis ruff pre-commit pre-commit-hooks basedpyright \
 	pyyaml jsonschema setuptools cruft wandb mlflow-skinny sqlalchemy alembic \
-	s3fs moto flask flask-cors
+	s3fs moto flask flask-cors optuna
 
 # The peers have an environment of their own, so that tests and demo go without them.
 PEERS := build/benchmark
 TOPICS := loop save restore sampler shards startup workflow
 TORTURE := crash_points kill_storm elastic damage hostile_files resources stops store
 
-.PHONY: demo test torture matrix mutants lint docs benchmark clean
+.PHONY: demo test torture matrix mutants compat lint docs benchmark clean
 
 demo: $(VENV)/.demo
 	@scripts/demo.sh $(abspath $(BIN))
@@ -34,6 +34,10 @@ matrix: $(VENV)/.test
 # An hour or two: the core of a render broken at 200 places, and what no test noticed.
 mutants: $(VENV)/.test
 	@$(BIN)/python -m scripts.mutants
+
+# Half an hour and some GB: other releases of torch and Python, each in an environment of its own.
+compat: $(VENV)/.test
+	@$(BIN)/python -m scripts.compat
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check --config pyproject.toml .

@@ -39,11 +39,22 @@ _WINDOWS = re.compile("con|prn|aux|nul|(com|lpt)[0-9]")
 # command, as a package it would hide a module. tests/template/test_answers.py derives these tuples
 # from renders and from torch, and compares.
 DEPENDENCIES = (  # what the pyproject.toml of some answers requires
-    *("alembic", "fsspec", "jinja2", "markupsafe", "matplotlib", "mlflow_skinny", "numpy"),
-    *("pillow", "pre_commit", "pytest", "ruff", "s3fs", "safetensors", "scikit_learn"),
+    *("alembic", "basedpyright", "fsspec", "jinja2", "markupsafe", "matplotlib", "mlflow_skinny"),
+    *("numpy", "pillow", "pre_commit", "pre_commit_hooks", "pytest", "ruff", "s3fs"),
+    *("safetensors", "scikit_learn"),
     *("setuptools", "sqlalchemy", "tensorboard", "torch", "tqdm", "tyro", "wandb"),
 )
 PROVIDED = (  # modules and commands of these that have other names than their distributions
+    *("basedpyright_langserver", "check_added_large_files", "check_ast", "check_builtin_literals"),
+    *("check_case_conflict", "check_docstring_first", "check_executables_have_shebangs"),
+    *("check_json", "check_merge_conflict", "check_shebang_scripts_are_executable"),
+    *("check_symlinks", "check_toml", "check_vcs_permalinks", "check_xml", "check_yaml"),
+    *("debug_statement_hook", "destroyed_symlinks", "detect_aws_credentials"),
+    *("detect_private_key", "double_quote_string_fixer", "end_of_file_fixer"),
+    *("file_contents_sorter", "fix_byte_order_marker", "forbid_new_submodules"),
+    *("mixed_line_ending", "name_tests_test", "no_commit_to_branch", "pre_commit_hooks_removed"),
+    *("pretty_format_json", "requirements_txt_fixer", "sort_simple_yaml"),
+    *("trailing_whitespace_fixer",),
     *("f2py", "functorch", "mlflow", "mpl_toolkits", "numpy_config", "pil", "py", "pylab"),
     *("sklearn", "torchfrtrace", "torchgen", "torchrun", "wb"),
 )

@@ -11,6 +11,7 @@ code FILE NAME …    functions or classes of a file
 output COMMAND      a command, typed in the project's folder, and what it prints
 refusal COMMAND     the same of a command that has to fail
 calls NAME …        the calls of a batch, a save or a restore, followed through a real one
+versions            what `make compat` found on other releases of torch and Python
 sizes               the lines of Python that the smallest, default and fullest answers render
 """
 
@@ -182,13 +183,31 @@ def sizes(project: Path, words: list[str]) -> str:
     return "\n".join(rows) + "\n"
 
 
+def versions(project: Path, words: list[str]) -> str:
+    """A table of the renders' own tests: a row per torch, a column per Python."""
+
+    def by_number(version: str) -> list[int]:
+        return [int(part) for part in re.findall(r"\d+", version)]
+
+    results = json.loads((ROOT / "tests/stress/results/compat.json").read_text("utf-8"))
+    columns, lines = (sorted({key.split()[i] for key in results}, key=by_number) for i in (0, 1))
+    rows = [f"| torch | {' | '.join(f'Python {python}' for python in columns)} |"]
+    rows.append("|---" * (len(columns) + 1) + "|")
+    for torch in lines:
+        cells = [
+            results.get(f"{python} {torch}", {}).get("summary", "not tried") for python in columns
+        ]
+        rows.append(f"| {torch} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
 def block(language: str, *lines: str) -> str:
     """A block of Markdown."""
     return "\n".join([f"```{language}", *lines, "```\n"])
 
 
 KINDS = {"tree": tree, "code": code, "output": output, "refusal": refusal}
-KINDS |= {"calls": calls, "sizes": sizes}
+KINDS |= {"calls": calls, "sizes": sizes, "versions": versions}
 
 
 def main(arguments: list[str]) -> int:

@@ -48,7 +48,7 @@ class Writer:
         self.config, self.group, self.model, self.device = config, group, model, device
         self.buffers: dict[Path, torch.Tensor] = {}
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.event: torch.cuda.Event | None = None
+        self.event: torch.Event | None = None
         self.staged: Future[None] | None = None
         self.upload: Future[None] | None = None
         begin = partial(torch.cuda.set_device, device) if self.stream else None  # else on GPU 0

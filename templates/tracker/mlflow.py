@@ -20,7 +20,7 @@ class TrackerConfig:
 
     uri: str | None = None
     """Server or database (default: MLFLOW_TRACKING_URI, else mlflow.db beside the run's folder)."""
-    experiment: str = __package__.split(".")[0]
+    experiment: str = __name__.partition(".")[0]
 
     def __post_init__(self) -> None:
         if self.uri and "@" in self.uri.partition("://")[2].partition("/")[0]:
@@ -69,7 +69,7 @@ class Tracker:
             self.client.update_run(self.id, "RUNNING")
             self.client.log_dict(self.id, settings, "config.json")
         batch = settings["train"]["global_batch_size"]
-        self.logged = int(run.data.metrics.get("samples", 0)) // batch
+        self.logged = int(run.data.metrics.get("train/samples", 0)) // batch
 
     def scalars(self, step: int, values: dict[str, float], time: float) -> None:
         """Log the line of a step, taken at `time` (seconds since 1970)."""

@@ -1,11 +1,12 @@
 """TensorBoard: event files in RUN_DIR/tensorboard, for `tensorboard --logdir runs`."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import make_folder, open_to_write
+from ..files import flatten, make_folder, open_to_write
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class Tracker:
         if self.note.exists():
             known = json.loads(self.note.read_text("utf-8") or "{}")
         self.logged = min(step, known.get("step", 0))
-        self.settings = settings
+        self.settings, self.tags = settings, set[str]()
         # Readers then ignore this step and later ones in the files of earlier starts.
-        self.writer = SummaryWriter(folder, purge_step=self.logged + 1)
+        self.writer: Any = SummaryWriter(folder, purge_step=self.logged + 1)
         if known.get("settings") != settings:
             text = json.dumps(settings, indent=2).replace("\n", "\n    ")
             self.writer.add_text("config", f"    {text}", 0)  # indented, it is code to Markdown
@@ -43,6 +44,7 @@ class Tracker:
         """Log the line of a step, taken at `time` (seconds since 1970)."""
         for name, value in values.items():
             self.writer.add_scalar(name, value, step, walltime=time)
+        self.tags |= values.keys()
         self._flush(step)
 
     def file(self, path: Path) -> None:
@@ -50,9 +52,17 @@ class Tracker:
         self.writer.add_text(path.name, str(path.resolve()), self.logged)
 
     def close(self, status: str) -> None:
-        """End the log with the run's status."""
+        """End the log with the run's status, and its settings for the HParams tab."""
+        from torch.utils.tensorboard.summary import hparams
+
         if status != self.status:
             self.writer.add_text("status", status, self.logged)
+            named = flatten(self.settings)
+            plain = {name: v if isinstance(v, int | float) else str(v) for name, v in named}
+            # The tab looks the newest of these figures up by their tags.
+            figures = filter(re.compile("train/loss$|validation/").match, sorted(self.tags))
+            for summary in hparams(plain, dict.fromkeys(figures, 0.0)):
+                self.writer.file_writer.add_summary(summary, self.logged)
         self.writer.close()
 
     def _flush(self, step: int) -> None:

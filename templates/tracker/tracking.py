@@ -97,9 +97,14 @@ class Tracking:
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """The finite figures of a record."""
+    """The finite figures of a record by tag, such as train/loss and validation/loss."""
     named = {name: value for name, value in record.items() if name not in ("step", "time")}
-    return {name: v for name, value in named.items() for v in finite(value)}
+    return {tag(name): v for name, value in named.items() for v in finite(value)}
+
+
+def tag(name: str) -> str:
+    """The tag of a figure; trackers group by what stands before the slash."""
+    return name.replace("_", "/", 1) if name.startswith("validation_") else f"train/{name}"
 
 
 def log_report(run_dir: Path, config: Any, path: Path) -> None:

@@ -16,7 +16,7 @@ class TrackerConfig:
 
     mode: Literal["offline", "online"] = "offline"
     """offline: `wandb sync` can send it later."""
-    project: str = __package__.split(".")[0]
+    project: str = __name__.partition(".")[0]
     entity: str | None = None
     """The team or user that owns the project."""
 
@@ -48,6 +48,7 @@ class Tracker:
             entity=config.entity,
             id=name,
             name=run_dir.name,
+            group=run_dir.parent.name,  # "runs", or the folder of a sweep in it
             dir=run_dir,
             mode=config.mode,
             resume="allow",

@@ -264,7 +264,7 @@ def commands_of(project: Path) -> list[str]:
     blocks = re.findall(r"```bash\n(.*?)```", readme, flags=re.DOTALL)
     lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
     table = re.findall(r"^\| `([^`]+)` \|", readme, flags=re.MULTILINE)
-    lines += [f"python -m {PACKAGE} {command}" for command in table[1:]]
+    lines += [f"python3 -m {PACKAGE} {command}" for command in table[1:]]
     return list(dict.fromkeys(line for line in lines if not re.search("venv|pip install", line)))
 
 
@@ -289,7 +289,7 @@ def test_the_commands_of_its_readme_work(tmp_path: Path) -> None:
         new = [line for line in lines if line not in typed and not elsewhere.search(line)]
         typed += new
         if new and new[0] != lines[0]:  # they need a run
-            new.insert(0, f"python -m {PACKAGE} train")
+            new.insert(0, f"python3 -m {PACKAGE} train")
         for line in new:
             line += " " + " ".join(TINY) if " train" in line else ""
             with start(project, "bash", "-c", line, MAX_RESTARTS="0") as process:

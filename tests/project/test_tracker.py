@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -21,7 +22,8 @@ import torch
 from tests.conftest import Project
 
 Lines = dict[int, dict[str, float]]
-LOGGED = {"loss", "lr", "grad_norm", "samples_per_second", "data_seconds", "validation_loss"}
+LOGGED = {"train/loss", "train/lr", "train/grad_norm", "train/samples_per_second"}
+LOGGED |= {"train/data_seconds", "validation/loss", "validation/bits_per_byte"}
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +70,16 @@ def train(project: Project, name: str, steps: int, stop: int = 0, **changes: Any
 
 
 def journal(run_dir: Path) -> Lines:
-    """Of metrics.jsonl, what a tracker should have."""
+    """Of metrics.jsonl, what a tracker should have, by its tags."""
     found = map(json.loads, (run_dir / "metrics.jsonl").read_text("utf-8").splitlines())
-    return {line.pop("step"): {k: v for k, v in line.items() if k != "time"} for line in found}
+    return {
+        line.pop("step"): {
+            re.sub("^(validation_|)", lambda m: f"{m[0][:-1] or 'train'}/", name): value
+            for name, value in line.items()
+            if name != "time"
+        }
+        for line in found
+    }
 
 
 def gather(points: Iterator[tuple[int, str, float]]) -> Lines:
@@ -109,6 +118,19 @@ class TensorBoard:
 
     def has(self, file: Path) -> bool:
         return self.texts(file.name) == [str(file)]
+
+    def compared(self) -> tuple[dict[str, Any], set[str]]:
+        """The hyperparameters, and the tags of the figures that HParams shows beside them."""
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+        found = self.events.PluginTagToContent("hparams").values()
+        parts = [HParamsPluginData.FromString(content) for content in found]
+        (start,) = (
+            part.session_start_info for part in parts if part.HasField("session_start_info")
+        )
+        (experiment,) = (part.experiment for part in parts if part.HasField("experiment"))
+        values = {n: getattr(v, v.WhichOneof("kind")) for n, v in start.hparams.items()}
+        return values, {info.name.tag for info in experiment.metric_infos}
 
 
 class WeightsAndBiases:
@@ -220,7 +242,8 @@ def test_its_log_is_the_journal(home: Path, tracker: str) -> None:
         assert set.union(*map(set, wanted.values())) >= LOGGED
         if not read.takes_back:  # it keeps its first figures of what was done again
             for step, was in broken_off.lines().items():
-                assert [was[k] for k in ("loss", "lr")] == [wanted[step][k] for k in ("loss", "lr")]
+                for name in ("train/loss", "train/lr"):
+                    assert was[name] == wanted[step][name]
                 wanted[step] = was
         same(found.lines(), wanted, read.precision)
         assert found.status() == "finished"
@@ -236,6 +259,13 @@ def test_its_log_is_the_journal(home: Path, tracker: str) -> None:
         assert found.has(run_dir.resolve() / "report.html") and found.status() == "finished"
         assert found.learning_rates() in ([1e-4], [config.optim.learning_rate, 1e-4])
         assert list(found.lines()) == [1, 2, 3, 4, 5, 6, 7]
+        if tracker == "tensorboard":
+            settings, figures = found.compared()
+            assert settings["optim.learning_rate"] == config.optim.learning_rate  # of its first end
+            assert settings["device"] == "cpu"
+            assert figures == {"train/loss", "validation/loss", "validation/bits_per_byte"}
+        if tracker == "wandb":  # a sweep's runs lie in a folder
+            assert [run.run_group for run in found.of("run")] == ["runs"]
 
 
 def same(found: Lines, wanted: Lines, precision: float) -> None:
@@ -272,7 +302,7 @@ def project(home: Path) -> Iterator[Project]:
 
 def outcome(project: Project, name: str) -> dict[str, Any]:
     run_dir = project.folder / "runs" / name
-    losses = torch.tensor([line["loss"] for line in journal(run_dir).values()])
+    losses = torch.tensor([line["train/loss"] for line in journal(run_dir).values()])
     return {"losses": losses, **project.tensors(run_dir)}
 
 
@@ -393,7 +423,7 @@ def test_what_it_is_told_and_by_whom(project: Project, monkeypatch: pytest.Monke
         return told
 
     (line, status) = play(3)
-    assert line[:3] == (1, {"lr": 0.1, "samples": 8}, 5.0) and status == "finished"
+    assert line[:3] == (1, {"train/lr": 0.1, "train/samples": 8}, 5.0) and status == "finished"
     assert line[3] is not threading.current_thread() and not line[3].is_alive()
     assert play(2)[1] == "preempted"
     assert play(2, error=True)[1] == "failed"

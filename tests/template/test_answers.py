@@ -182,6 +182,8 @@ def test_every_question_and_choice_has_a_label() -> None:
     for key, choices in visible.items():
         if isinstance(choices, list):
             assert labels[key].keys() == {"__prompt__", *choices}
+            for choice in choices:  # as README and docs name it
+                assert labels[key][choice].startswith(f"{choice}: "), choice
     assert "[" not in json.dumps(labels).replace("\\", "")  # Rich would eat it as markup
 
 
@@ -286,6 +288,8 @@ def test_no_name_may_replace_a_dependency(mini: Path, tmp_path: Path) -> None:
             project = bake(out, template=template, **{question: answer})
             told = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))
             extras = told["project"].get("optional-dependencies", {}).values()
+            groups = told["dependency-groups"]
+            assert groups["dev"] == told["project"]["optional-dependencies"]["dev"]
             lists = (told["build-system"]["requires"], told["project"]["dependencies"], *extras)
             required |= {normal(Requirement(line).name) for line in itertools.chain(*lists)}
     assert set(answers.DEPENDENCIES) == required

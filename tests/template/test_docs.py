@@ -35,7 +35,7 @@ def test_the_documentation_is_current() -> None:
     )
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     cuts = re.findall("<!-- cut: ([a-z]+)", (ROOT / "README.md").read_text("utf-8"))
-    assert {"tree", "code", "output", "refusal", "sizes"} == set(cuts)
+    assert {"tree", "code", "output", "refusal", "sizes", "versions"} == set(cuts)
 
 
 # Calls and files that a reader follows, at most; docs/design.md lists them.

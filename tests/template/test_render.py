@@ -132,6 +132,7 @@ ALWAYS = {
         "__init__ __main__ callbacks compile config data device errors files fingerprint infer "
         "loss model optim profiler sampling train",
     ),
+    f"{PACKAGE}/py.typed",
     *every(f"{PACKAGE}/distributed", "__init__ parallel stop"),
     *every(
         f"{PACKAGE}/checkpoint",
@@ -151,7 +152,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "LICENSE": ("license",),
     "launch.sh": ("parallelism",),
     "tests/test_ranks.py": ("parallelism",),
-    **dict.fromkeys(every(PACKAGE, "model data infer"), ("task",)),
+    **dict.fromkeys(every(PACKAGE, "model data infer callbacks"), ("task",)),
     **dict.fromkeys(
         every(f"{PACKAGE}/distributed", "__init__ parallel world agreement watchdog output launch"),
         ("parallelism",),

@@ -71,7 +71,8 @@ def place(
             mp_policy=policy,
             reshard_after_forward=config.reshard_after_forward,
         )
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)  # in place
+    return model
 
 
 def build_mesh(replicate: int, world: World) -> DeviceMesh:
@@ -147,7 +148,7 @@ def copies(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
     count, place = 1, 0
     mesh = tensor.device_mesh
     for length, mine, placement in zip(
-        mesh.shape, mesh.get_coordinate(), tensor.placements, strict=True
+        mesh.shape, mesh.get_coordinate() or (), tensor.placements, strict=True
     ):
         if placement.is_replicate():
             count, place = count * length, place * length + mine

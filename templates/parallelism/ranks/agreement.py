@@ -6,7 +6,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -47,7 +47,8 @@ class Group:
         self.step_limit = world.step_limit if world else PATIENCE
         self.patient, self.resumed = 1, 0.0  # start-up, until the watchdog has seen a first step
         self.maxima: Callable[[], list[float]] | None = None
-        self.process_group, self.doing = None, "step"
+        self.doing = "step"
+        self.process_group: Any = None
         if world and world.distributed:
             self.process_group = dist.new_group(backend="gloo", timeout=PATIENCE)
             # new_group has no barrier: rank 0 could leave, and its store with it, too early.
@@ -138,10 +139,10 @@ class Group:
         if self.maxima:
             self.maxima()
 
-    def maximum(self, values: list[float]) -> Callable[[], list[float]]:
+    def maximum(self, values: Sequence[float]) -> Callable[[], list[float]]:
         """Start an element-wise maximum over the ranks; returns a function that waits for it."""
         tensor = torch.tensor(values, dtype=torch.float64)
-        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, self.process_group, async_op=True)
+        work: Any = dist.all_reduce(tensor, dist.ReduceOp.MAX, self.process_group, async_op=True)
 
         def wait() -> list[float]:
             try:

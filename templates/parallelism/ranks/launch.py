@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import types
+from typing import Any
 
 from torch.distributed import run
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
@@ -45,7 +46,8 @@ class Agent(LocalElasticAgent):
     """torchrun's agent; it does not retry what the next start would refuse as well."""
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group)
+        monitor: Any = super()._monitor_workers  # decorated without its signature
+        result = monitor(worker_group)
         first = self._remaining_restarts == worker_group.spec.max_restarts
         one_machine = os.environ.get("NNODES", "1") == "1"
         if first and one_machine and only_user_errors(result.failures):

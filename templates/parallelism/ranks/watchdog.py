@@ -69,7 +69,7 @@ class Watchdog:
         self.longest = 0.0  # step so far, in seconds
         self.stepping = False
         self.over = threading.Event()
-        self.watched = threading.get_ident()
+        self.watched, self.parent = threading.get_ident(), os.getppid()
 
     def __enter__(self) -> "Watchdog":
         """Start the thread; let NCCL write its own account of a hang into the run."""
@@ -95,6 +95,8 @@ class Watchdog:
         last = time.monotonic()
         while not self.over.wait(min(1.0, self.limit / 10)):
             now = time.monotonic()
+            if sys.platform != "linux" and os.getppid() != self.parent:
+                os._exit(1)  # torchrun was killed; on Linux the kernel ends its ranks (world.py)
             # Read before the times, which are set before patience ends.
             patience = PATIENCE.total_seconds() if self.group.patient else 0.0
             began = max(self.began, self.group.resumed)
@@ -155,7 +157,8 @@ class Watchdog:
 
     def _write_trace(self) -> None:
         """Write what the flight recorder knows of the last 2,000 collectives."""
-        recorder = torch._C._distributed_c10d
+        core: Any = torch._C
+        recorder = core._distributed_c10d
         nccl = hasattr(recorder, "_dump_nccl_trace")
         content = recorder._dump_nccl_trace() if nccl else recorder._dump_fr_trace()
         with open_to_write(self.folder / f"{TRACE}{self.group.rank}", "wb") as file:
@@ -196,7 +199,7 @@ def _position_of(thread: int) -> str:
 
 def _collectives() -> int:
     """How many collectives this rank has begun, in all its groups."""
-    groups = list(dist.distributed_c10d._world.pg_map)
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 

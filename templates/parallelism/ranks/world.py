@@ -38,7 +38,7 @@ PATIENCE = timedelta(minutes=30)
 LOOPBACK = "127.0.0.1"
 """Where the ranks of one machine meet (launch.py)."""
 
-ON_LOOPBACK = dict.fromkeys(
+ON_LOOPBACK: dict[str, str] = dict.fromkeys(
     ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo" if sys.platform == "linux" else "lo0"
 )
 """On one machine: both listen to whoever can reach them, and nobody else needs to."""
@@ -146,7 +146,7 @@ def regrouping(told_to_stop: Callable[[], bool]) -> bool:
 
 
 def die_with_the_launcher() -> None:
-    """Ask the kernel to end this process when torchrun is killed (Linux; else it would live on)."""
+    """Ask the kernel to end this process when torchrun is killed (Linux; else: watchdog.py)."""
     if sys.platform == "linux":
         PR_SET_PDEATHSIG, parent = 1, os.getppid()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

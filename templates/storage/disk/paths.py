@@ -7,7 +7,7 @@ import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from ..errors import UserError
 from ..files import read_json
@@ -66,7 +66,7 @@ def fingerprint_of(path: Path) -> str:
     return of_files(path, sorted(plain) or [path])
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> Any:
     """Open a regular file for reading; OSError for a link, a device or a pipe."""
     # Nothing else is opened at all: opening a pipe waits for a writer.
     if not stat.S_ISREG(os.lstat(path).st_mode):

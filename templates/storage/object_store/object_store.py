@@ -19,9 +19,10 @@ from concurrent import futures
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import fsspec
+from fsspec.config import apply_config
 
 from ..distributed.stop import time_left
 from ..errors import RankError, UserError
@@ -72,8 +73,8 @@ def persistently(action: Callable[[], T], place: Any) -> T:
             text = getattr(error, "strerror", None) or f"{error}" or type(error).__name__
             text = text.partition("\n")[0]
             pause = next(pauses, None)
-            over = pause is None or time.monotonic() - began > PATIENCE or time_left() <= 0
-            if over or type(error).__name__ in NO_CREDENTIALS:
+            over = time.monotonic() - began > PATIENCE or time_left() <= 0
+            if pause is None or over or type(error).__name__ in NO_CREDENTIALS:
                 code = getattr(error, "errno", None) or errno.EIO
                 if type(error).__name__ == CHECKSUM:
                     code = errno.EBADMSG
@@ -198,7 +199,7 @@ class RemotePath:
                 raise FileExistsError(errno.EEXIST, "there is another", str(self)) from error
 
     @contextlib.contextmanager
-    def create(self) -> Iterator[BinaryIO]:
+    def create(self) -> Iterator[Any]:
         """Write an object as a stream, hashed on its way; after an error there is none."""
         with may_pass():
             stream = self.store.open(self.path, "wb", block_size=PART)
@@ -302,7 +303,7 @@ def once_each() -> dict[str, Any]:
 
     `persistently` tries again. s3fs, botocore and aiohttp would, too, and their attempts multiply.
     """
-    given = fsspec.config.apply_config(fsspec.get_filesystem_class("s3"), {})
+    given = apply_config(fsspec.get_filesystem_class("s3"), {})
     from aiobotocore.httpsession import AIOHTTPSession
 
     class Session(AIOHTTPSession):

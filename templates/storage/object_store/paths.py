@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from ..errors import UserError
 from ..files import read_json
@@ -16,7 +16,7 @@ from .object_store import URL, RemotePath, persistently, remote, remote_of
 from .object_streams import PART
 
 T = TypeVar("T")
-Place = Path | RemotePath
+Place = Any  # a Path or a RemotePath, by the settings: either has what a checkpoint needs
 DAMAGED = re.compile(re.escape(MANIFEST) + r"\.damaged-\d+")
 
 
@@ -74,7 +74,7 @@ def fingerprint_of(path: Place) -> str:
     return disk.fingerprint_of(path)
 
 
-def open_regular(path: Place) -> BinaryIO:
+def open_regular(path: Place) -> Any:
     """Open a regular file or an object for reading."""
     return path.open() if isinstance(path, RemotePath) else disk.open_regular(path)
 

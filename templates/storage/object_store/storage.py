@@ -24,7 +24,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ..distributed import Group
 from ..errors import RankError, UserError
@@ -37,7 +37,6 @@ from .tensors import identity_differences
 from .upload import UploadingPublisher
 
 log = logging.getLogger(__name__)
-C = TypeVar("C")
 __all__ = ["ELSEWHERE", "Place", "StorageConfig", "located", "on_disk", "open_storage"]
 ELSEWHERE: dict[str, str] = {}
 """Settings that other projects have, with the answer that they need."""
@@ -100,7 +99,7 @@ class StorePublisher(Publisher):
             for path in reversed(published(self.directory) if self.identity else ()):
                 with contextlib.suppress(CheckpointError):  # damaged: look at the one before it
                     identity = read_manifest(path).get("identity")
-                    if problems := identity_differences(identity, self.identity):
+                    if problems := identity_differences(identity, self.identity or {}):
                         raise UserError(
                             "\n  ".join([f"{path} is of another run:", *problems])
                             + "\nGive another --checkpoint.url, or take over the weights alone: "
@@ -262,7 +261,7 @@ def refuse_to_forget(run_dir: Path, directory: Place) -> None:
             )
 
 
-def on_disk(config: C) -> C:
+def on_disk(config: Any) -> Any:
     """The settings without a store: for what measures this machine, or is another run."""
     checkpoint = dataclasses.replace(config.checkpoint, url=None, local_first=False)
     return dataclasses.replace(config, checkpoint=checkpoint)

@@ -62,7 +62,7 @@ class UploadingPublisher(Publisher):
     def close(self) -> None:
         """Wait until the newest has arrived; RankError, on every rank, if it has not."""
         try:
-            with contextlib.suppress(RankError if self.left_out else ()):  # for a newer one
+            with contextlib.suppress(*[RankError] * bool(self.left_out)):  # for a newer one
                 self._arrive()
             if self.left_out:
                 self._send(self.left_out)
@@ -113,9 +113,9 @@ class UploadingPublisher(Publisher):
         statuses = self.group.agree(lambda: not self.copied or self.copied.done())
 
         def is_free() -> bool:
-            done = self.published and self.published.done()
-            if done and isinstance(self.published.exception(), UserError):
-                self.published.result()  # the store is another run's by now
+            last = self.published
+            if last and last.done() and isinstance(last.exception(), UserError):
+                last.result()  # the store is another run's by now
             return all(statuses)
 
         if self.group.from_first(is_free):

@@ -9,7 +9,7 @@ import os
 import resource
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
@@ -100,7 +100,7 @@ class Chunks:
     """
 
     def __init__(
-        self, sources: list[np.ndarray | Path], context: int, vocabulary: int, kind: str
+        self, sources: Sequence[np.ndarray | Path], context: int, vocabulary: int, kind: str
     ) -> None:
         self.sources, self.context, self.vocabulary = sources, context, vocabulary
         self.kind = np.dtype(kind).newbyteorder("<")
@@ -128,7 +128,7 @@ class Chunks:
         )
         if rows.dtype != np.uint8:
             if rows.max() >= self.vocabulary:  # an embedding on a GPU would not say which
-                file = self.sources[which[rows.max(axis=1).argmax()]]
+                file = self.sources[int(which[rows.max(axis=1).argmax()])]
                 raise UserError(
                     f"{file} has a token {rows.max()}: the file's tokens are not those that "
                     f"--data.vocabulary {self.vocabulary} and --data.token-type say"
@@ -182,7 +182,7 @@ def check_token_files(files: list[Path], vocabulary: int, kind: str) -> None:
             raise UserError(f"{file} has {size:,} bytes: not a file of {kind} tokens")
 
 
-def read_text(path: Path, ending: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def read_text(path: Path, ending: str) -> list[list[np.ndarray]]:
     """All text at `path` in files named so, as bytes (uint8): for training, for validation."""
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for file in text_files(path, ending) if path.is_dir() else [path]:
@@ -196,7 +196,7 @@ def read_text(path: Path, ending: str) -> tuple[list[np.ndarray], list[np.ndarra
             parts[chosen].append(content)
     if not parts[0]:  # too few files for that
         parts = (parts[1], parts[0])
-    return tuple([np.frombuffer(b"\0".join(part), np.uint8)] if part else [] for part in parts)
+    return [[np.frombuffer(b"\0".join(part), np.uint8)] if part else [] for part in parts]
 
 
 def text_files(folder: Path, ending: str) -> Iterator[Path]:

@@ -1,7 +1,8 @@
 """Generate text with a trained model, in one plain process."""
 
+import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,16 +34,24 @@ class InferConfig:
 def infer(model: nn.Module, spec: "Spec", config: Config, options: InferConfig) -> None:
     """Print the prompt and what the model makes of it, token by token as they come."""
     prompt = encode(options.prompt, spec)
+    for token in itertools.chain(prompt, generate(model, prompt, config.data.context, options)):
+        sys.stdout.buffer.write(decode([token], spec))
+        sys.stdout.buffer.flush()
+    print()
+
+
+def generate(
+    model: nn.Module, prompt: list[int], context: int, options: InferConfig
+) -> Iterator[int]:
+    """The tokens that follow those of a prompt."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(options.seed)
     tokens = torch.tensor([prompt], device=device)
-    write(prompt, spec)
     for _ in range(options.tokens):
-        logits = model(tokens[:, -config.data.context :])[0, -1].float()
+        logits = model(tokens[:, -context:])[0, -1].float()
         token = sample(logits, options, generator)
         tokens = torch.cat([tokens, token.view(1, 1)], dim=1)
-        write([int(token)], spec)
-    print()
+        yield int(token)
 
 
 def encode(prompt: str, spec: "Spec") -> list[int]:
@@ -55,11 +64,9 @@ def encode(prompt: str, spec: "Spec") -> list[int]:
     return [int(word) for word in words]
 
 
-def write(tokens: Iterable[int], spec: "Spec") -> None:
-    """Print tokens: bytes, or numbers as they are; your tokenizer would go here."""
-    text = bytes(tokens) if spec.vocabulary == 256 else "".join(f"{t} " for t in tokens).encode()
-    sys.stdout.buffer.write(text)
-    sys.stdout.buffer.flush()
+def decode(tokens: Iterable[int], spec: "Spec") -> bytes:
+    """The text of tokens: bytes, or numbers as they are; your tokenizer would go here."""
+    return bytes(tokens) if spec.vocabulary == 256 else "".join(f"{t} " for t in tokens).encode()
 
 
 def sample(logits: Tensor, options: InferConfig, generator: torch.Generator) -> Tensor:

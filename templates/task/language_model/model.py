@@ -173,6 +173,6 @@ def compute_loss(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
     return LossSum(total, targets.numel(), {f"bits_per_{unit}": total.detach() / math.log(2)})
 
 
-def blocks(model: nn.Module) -> Iterable[nn.Module]:
+def blocks(model: Any) -> Iterable[nn.Module]:
     """The repeated layers: units of compilation, sharding and activation checkpointing."""
     return model.blocks

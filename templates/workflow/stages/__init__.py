@@ -86,7 +86,7 @@ def run_stages(config: Any, arguments: list[str]) -> int:
     from .report import publish_report
 
     signal.signal(signal.SIGTERM, leave)
-    results = dict.fromkeys(STAGES, ("not_run", 0.0))
+    results: dict[str, tuple[str, float]] = dict.fromkeys(STAGES, ("not_run", 0.0))
     for number, (name, about) in enumerate(STAGES.items(), 1):
         print(f"\n[{number}/{len(STAGES)}] {name}: {about}", flush=True)
         started = time.perf_counter()
@@ -148,8 +148,9 @@ def run_stage(config: Any, name: str, arguments: list[str]) -> str:
             process.terminate()
             print(f"\nstopped in {name}, of which nothing is kept: the same command reruns it")
             raise
-    if code in (0, 1) and path.exists() and path.stat().st_mtime_ns != before:
-        return read_stage(config.directory, name)["status"]
+    written = code in (0, 1) and path.exists() and path.stat().st_mtime_ns != before
+    if written and (content := read_stage(config.directory, name)):
+        return content["status"]
     problem = "refused its input (see above)" if code == 2 else f"crashed (exit code {code})"
     print(f"{name} {problem}; to run it alone: {command(name, config.directory)}")
     return "crashed"

@@ -85,7 +85,7 @@ def run_apart(task: str, config: Config, folder: Path) -> Figures:
     write_json(folder / "settings.json", to_json(config))
     cache = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache", "TRITON_CACHE_DIR": f"{folder}/triton"}
     try:
-        figures = run_task("compile", folder, task, seconds=TIMEOUT, **cache)
+        figures = run_task("compile", folder, task, seconds=TIMEOUT, **dict[str, Any](cache))
     except RankError as error:  # the compiler has killed its process
         return {"error": str(error)}
     if "refused" in figures:  # by the project itself, not by the compiler

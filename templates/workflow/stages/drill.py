@@ -181,6 +181,7 @@ def time_save(state: State, run_dir: Path, group: Group) -> tuple[float, float]:
     before each step, so behind a save in the background the second figure can be a step too long.
     """
     checkpointer, path = state.checkpointer, run_dir / "checkpoints" / step_name(state.step)
+    assert checkpointer
     synchronize(state.world.device)  # otherwise the save would wait for the steps before it
     before, began = checkpointer.blocked_seconds, time.perf_counter()
     checkpointer.save(state.step)
@@ -208,11 +209,12 @@ def digests_of(state: State, group: Group) -> Digests:
 
     Where ranks hold different values, rank 0 returns all of theirs, to which nothing can be equal.
     """
+    assert state.checkpointer
     parallel.agree_on_buffers(state.model, state.world)
     digests = {}
     for name, tensor in flat(state.checkpointer.tensors()):
         content = parallel.whole(tensor).detach().cpu().contiguous().flatten().view(torch.uint8)
-        digests[name] = hashlib.sha256(content.numpy()).hexdigest()
+        digests[name] = hashlib.sha256(content.numpy().data).hexdigest()
     ranks = group.agree(lambda: digests)
     return {name: " ".join(sorted({other[name] for other in ranks})) for name in digests}
 
@@ -234,7 +236,7 @@ def kill_in_save(process: subprocess.Popen[str], checkpoints: Path) -> int | Non
             if saving.exists() and saving == save_under_way(checkpoints):
                 processes.kill(process)
                 process.communicate()  # until the last of its processes is gone
-                return int(re.search(r"step_(\d+)", saving.name)[1]) if saving.exists() else None
+                return int(re.findall(r"step_(\d+)", saving.name)[0]) if saving.exists() else None
             processes.kill(process, signal.SIGCONT)
     raise RankError(f"a run of a few steps took more than {PATIENCE:.0f} s")
 

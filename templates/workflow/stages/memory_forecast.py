@@ -59,7 +59,8 @@ def allocated(finished: profile) -> list[int]:
 
     The events' own running total cannot be used: it goes on from the profile before.
     """
-    events = finished.profiler.kineto_results.events()
+    profiler: Any = finished.profiler
+    events = profiler.kineto_results.events()
     begin = next((event.start_ns() for event in events if event.name() == MARK), 0)
     changes = sorted(
         (event.start_ns(), event.nbytes())
@@ -79,7 +80,9 @@ def memory_of(state: State, measured: int | None, one: dict[str, Any] | None) ->
     """
     needed = expected_memory(state.model, state.optimizer, 0)
     size_of = {p: p.numel() * state.compute_dtype.itemsize for p in state.model.parameters()}
-    in_blocks = sorted(sum(map(size_of.get, block.parameters())) for block in blocks(state.model))
+    in_blocks = sorted(
+        sum(map(size_of.__getitem__, block.parameters())) for block in blocks(state.model)
+    )
     traffic = sum(size_of.values())
     whole = traffic - sum(in_blocks[:-2])
     sharded = any(parallel.local_part(p).numel() < p.numel() for p in size_of)

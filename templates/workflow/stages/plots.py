@@ -14,7 +14,7 @@ from .recovery import lost_share
 BLUE, ORANGE, GREEN = "#2f6fde", "#e08a1e", "#2a9d6f"
 GREY, VIOLET, INK = "#8a94a6", "#b58bd3", "#1d2433"
 Row = tuple[Any, ...]  # of `bars`: (what, value), or (what, value, low, high)
-STYLE = {
+STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": "#b9c0cc",
@@ -71,7 +71,8 @@ def bars(axes: Axes, rows: list[Row], xlabel: str, label: Callable[[float], str]
     longest = max((value for row in rows for value in row[1:]), default=0)
     axes.set(xlabel=xlabel, xlim=(0, 1.2 * longest or 1.0))  # room for the numbers
     axes.grid(axis="y", visible=False)
-    axes.figure.set_figheight(0.85 + 0.36 * len(rows))
+    figure: Any = axes.figure
+    figure.set_figheight(0.85 + 0.36 * len(rows))
 
 
 def scaling(axes: Axes, records: dict[str, dict[str, Any]]) -> None:
@@ -107,7 +108,8 @@ def memory(axes: Axes, records: dict[str, dict[str, Any]]) -> None:
     axes.set(xlabel="processes", ylabel="MB per rank")
     axes.grid(axis="x", visible=False)
     if sizes:
-        axes.figure.legend(loc="outside center right")
+        figure: Any = axes.figure
+        figure.legend(loc="outside center right")
 
 
 def lost_time(

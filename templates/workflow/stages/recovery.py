@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..checkpoint import PUBLISHED
-from ..config import Config, override
+from ..config import override
 from ..data import build_datasets
 from ..device import pick_device
 from ..distributed import Group
@@ -30,7 +30,7 @@ from ..run.hardware import in_units
 from . import processes
 from .drill import EVERY, PATIENCE, STEPS, Digests, kill_in_save, losses_of, whole
 from .processes import most_ranks, named, refusal
-from .stage import Stage
+from .stage import Stage, StageConfig
 from .timing import describe, differences
 
 ON_DISK = 4  # checkpoints that the drill keeps at once, at most
@@ -56,7 +56,7 @@ CHECKS = {  # name: (wanted, advice)
 }
 
 
-def measure(config: Config) -> int:
+def measure(config: StageConfig) -> int:
     """Measure and judge; 0 when the gate is passed, 1 when it is not. UserError for a full disk."""
     stage, run_dir = Stage("checkpoint", config), config.directory
     model = build_model(config, build_datasets(config)[2])
@@ -79,7 +79,7 @@ def measure(config: Config) -> int:
     return stage.close()
 
 
-def world_sizes(config: Config, device: torch.device) -> tuple[int, int, str]:
+def world_sizes(config: StageConfig, device: torch.device) -> tuple[int, int, str]:
     """Processes to train on, a third number to load into (0: none), and why only one, if so."""
     ranks, why_one = most_ranks(config, device)
     third = ranks + 1 if device.type == "cpu" else ranks // 2

@@ -5,12 +5,14 @@ Bare `--help` imports no torch: each command imports what it needs.
 
 import argparse
 import contextlib
+import dataclasses
+import difflib
 import logging
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from . import workflow
 from .errors import RankError, UserError, exit_code
@@ -20,6 +22,7 @@ from .run.logs import log_to_console
 log = logging.getLogger(__package__)
 PROGRAM = f"python -m {__package__}"
 ON_MANY_RANKS = ("train", "profile")
+OWN = {"scale": "workflow", "checkpoint": "workflow"}  # settings that the --help of a stage has
 MANY = 8  # more names than these are not listed
 
 
@@ -136,18 +139,35 @@ def parse(name: str, kind: type, arguments: list[str]) -> Any:
     from .config import Config, load, preset
     from .model import PRESETS
 
-    about, start = HELP[name], {}
-    if issubclass(kind, Config):
-        parser = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
-        either = parser.add_mutually_exclusive_group()
-        either.add_argument("--preset", default="default")
-        either.add_argument("--config", type=Path)
-        given, arguments = parser.parse_known_args(arguments)
-        start["default"] = load(given.config, kind) if given.config else preset(given.preset, kind)
-        about += f" Start from --preset NAME ({', '.join(PRESETS)}) or "
-        about += "--config runs/NAME/config.json, then override."
-    prog = f"{PROGRAM} {name}"
-    return tyro.cli(kind, prog=prog, description=about, args=arguments, **start)
+    about, prog = HELP[name], f"{PROGRAM} {name}"
+    if not issubclass(kind, Config):
+        return tyro.cli(kind, prog=prog, description=about, args=arguments)
+    parser = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
+    parser.add_argument("--preset", default="default")
+    parser.add_argument("--config", type=Path)
+    given, _ = parser.parse_known_args(arguments)
+    start = load(given.config, kind, given.preset) if given.config else preset(given.preset, kind)
+
+    @dataclass(frozen=True)
+    class Start:
+        """What the settings start from; options override it."""
+
+        preset: str = given.preset
+        """Settings by name, see above."""
+        config: Path | None = given.config
+        """TOML with any of the settings, or the config.json of a run; it overrides the preset."""
+
+    about += f" Presets: {', '.join(PRESETS)}."
+    hidden: list[tuple[str, Any, None]] = []
+    if {"-h", "--help"} & {*arguments} and name not in OURS:
+        about += f" The options of `{PROGRAM} train --help` work here, too."
+        shown = {"name", "run_dir", "device", name, OWN.get(name)}
+        names = [field.name for field in dataclasses.fields(kind) if field.name not in shown]
+        hidden = [(name, Annotated[Any, tyro.conf.Suppress], None) for name in names]
+    both = dataclasses.make_dataclass(kind.__name__, hidden, bases=(kind, Start), frozen=True)
+    default = both(**vars(start))
+    parsed = tyro.cli(both, prog=prog, description=about, args=arguments, default=default)
+    return kind(**{name: getattr(parsed, name) for name in vars(start)})
 
 
 def dispatch(arguments: list[str]) -> int:
@@ -159,7 +179,9 @@ def dispatch(arguments: list[str]) -> int:
         print(usage)
         return 0
     if name not in HELP:
-        raise UserError(f"there is no command {name!r}\n{usage}")
+        near = difflib.get_close_matches(name, HELP, 1)
+        advice = f"; did you mean {near[0]}?" if near else f"\n{usage}"
+        raise UserError(f"there is no command {name!r}{advice}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and name not in ON_MANY_RANKS:
         raise UserError(f"{name} starts the processes that it needs: run it without torchrun")
     if name in OURS:

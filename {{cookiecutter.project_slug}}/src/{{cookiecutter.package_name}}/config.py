@@ -5,6 +5,7 @@ Settings are changed by dotted names ("train.steps"), saved as JSON (config.json
 
 import dataclasses
 import logging
+import tomllib
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -104,17 +105,17 @@ class Config(RunLocation):
 
     fresh: bool = False
     """Set the old run of this name aside and start over."""
+    device: str = "auto"
+    """auto (a GPU where there is one), cpu, cuda, cuda:1, mps."""
     init_from: Path | None = None
     """Start at step 0 from the weights of this run, checkpoint, .pt or .safetensors file."""
     init_strict: bool = False
     """Refuse weights to start from that lack a tensor or have one too many."""
-    device: str = "auto"
-    """auto (a GPU where there is one), cpu, cuda, cuda:1, mps."""
     track: bool = True
     """Log to the experiment tracker, too."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -139,9 +140,25 @@ def preset(name: str = "default", kind: type[C] = Config) -> C:
     return override(override(kind(), PRESETS["default"]), PRESETS[name])
 
 
-def load(path: Path, kind: type[C] = Config) -> C:
-    """The settings of a config.json, without what names its own run (its name, its store)."""
-    return on_disk(from_json(kind(), path, leave_out=OF_ONE_RUN))
+def load(path: Path, kind: type[C] = Config, start: str = "default") -> C:
+    """A preset, overridden by TOML with any of the settings, or by a run's config.json.
+
+    The latter without what names that run (its name, its store).
+    """
+    config = preset(start, kind)
+    if path.suffix != ".toml":
+        return on_disk(from_json(config, path, leave_out=OF_ONE_RUN))
+    try:
+        named = dict(flatten(tomllib.loads(path.read_text("utf-8"))))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as TOML: {error}") from None
+    changes = {name.replace("-", "_"): value for name, value in named.items()}
+    if kind is Config:  # a run's own settings, from a file for the stages, too
+        changes = {n: value for n, value in changes.items() if not n.startswith("workflow.")}
+    try:
+        return override(config, changes)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def from_json(config: C, path: Path, leave_out: Iterable[str] = ()) -> C:

@@ -2,12 +2,13 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from .errors import UserError
 
@@ -71,7 +72,7 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
 
 
-def open_to_write(path: Path, mode: str = "w", **options: Any) -> IO[Any]:
+def open_to_write(path: Path | str, mode: str = "w", **options: Any) -> Any:
     """Open a file of a run for writing, which all that write there do; UserError for a link.
 
     Who made a run directory, or an archive of one, may have left a link to any file of the user.
@@ -110,9 +111,12 @@ def write_json(path: Path, content: Any) -> None:
 
 def sync_directory(path: Path) -> None:
     """Sync the names in a directory; a synced file whose name is not synced can still be lost."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
         with naming(path):
             os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # of a file system that decides itself when to
+            raise
     finally:
         os.close(descriptor)

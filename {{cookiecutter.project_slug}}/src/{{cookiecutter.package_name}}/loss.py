@@ -51,17 +51,19 @@ def judge_step(
     """
     if sums.device.type == "cpu":
         total, count, *_ = sums.tolist()
-        count, norm = count or math.nan, norm.item()
+        count, size = count or math.nan, norm.item()
     else:
-        total, count = sums[0], sums[1]
+        total, count, size = sums[0], sums[1], norm
     scale = ranks / count
-    norm = norm * scale
-    judged = norm + total
+    size = size * scale
+    judged = size + total
     bad = (judged - judged) != 0  # inf - inf and nan - nan are nan
     if clip:
-        factor = clip / (norm + 1e-6)
-        scale = scale * (min(factor, 1.0) if isinstance(factor, float) else factor.clamp(max=1.0))
-    return scale, norm, bad
+        factor = clip / (size + 1e-6)
+        scale = scale * (
+            factor.clamp(max=1.0) if isinstance(factor, torch.Tensor) else min(factor, 1.0)
+        )
+    return scale, size, bad
 
 
 def means(sums: torch.Tensor, names: Iterable[str]) -> dict[str, float]:

@@ -28,6 +28,8 @@ class ProfileConfig:
     repeat: int = 1
     shapes: bool = True
     memory: bool = True
+    with_stack: bool = False
+    """Python's frames and the modules, too: a trace ten times as heavy."""
 
     def __post_init__(self) -> None:
         if self.active < 1 or self.repeat < 1 or min(self.wait, self.warmup, self.every) < 0:
@@ -72,7 +74,7 @@ class Profiler:
         if self.step < self.opens:
             return
         if self.profile:
-            self._advance(self.step - self.opens)
+            self._advance(self.profile, self.step - self.opens)
         if not self.profile and self.step == self.opens:
             self._open()
 
@@ -85,16 +87,17 @@ class Profiler:
             on_trace_ready=self._write,
             record_shapes=self.config.shapes,
             profile_memory=self.config.memory,
+            with_stack=self.config.with_stack,
         )
         synchronize(self.world.device)
         self.profile.start()
 
-    def _advance(self, done: int) -> None:
+    def _advance(self, running: profile, done: int) -> None:
         if done in (self.config.warmup, self.window):
             synchronize(self.world.device)  # the traced steps then hold only their own kernels
-        self.profile.step()
+        running.step()
         if done == self.window:
-            self.profile.stop()
+            running.stop()
             self.profile = None
             self.opens += self.period
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from . import callbacks as own
 from .checkpoint.checkpointer import Checkpointer, agree_on_identity, identity_of
@@ -30,9 +31,9 @@ from .run.bad_steps import RunningBuffers, SkippedSteps, StopAtBadStep, step_unl
 from .run.callback_runner import GarbageCollection, enter, methods
 from .run.directory import RunDirectory
 from .run.hardware import check_memory, expected_memory, forward_flops, peak_flops
-from .run.journal import Journal, lacks_validation
+from .run.journal import Journal, validated_at
 from .run.tracker import tracking
-from .sampling import GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
+from .sampling import NOTHING, GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class State:
     step: int = 0  # completed optimizer steps
     checkpointer: Checkpointer | None = None
     # Since the last record, over all ranks, on the device:
-    sums: Tensor | float = 0.0  # loss, count, metrics (float32)
+    sums: Any = 0.0  # a tensor of loss, count, metrics (float32)
     metrics: tuple[str, ...] = ()  # their names
     bad_steps: Tensor | int = 0  # skipped for a non-finite loss or gradient
     grad_norm: Tensor | float = 0.0  # of the last step
@@ -109,14 +110,18 @@ def train_step(state: State, batches: list[Any]) -> None:
     config, world = state.config, state.world
     # Random numbers are a function of (seed, step, rank), so no generator's state is saved.
     seed_step(config.train.seed, state.step, world.rank, world.device)
+    # Named in a trace only: a name costs microseconds.
+    parts, tracing = ("forward", "backward", "optimizer"), torch.autograd._profiler_enabled()
+    forward, backward, update = (record_function(p) if tracing else NOTHING for p in parts)
     state.buffers.keep()
-    sums = None
+    sums: Any = None
     for i, (share, batch) in enumerate(zip(state.plan, batches, strict=True)):
         with parallel.accumulate(state.module, last=i == len(batches) - 1):
-            with parallel.autocast(world, state.compute_dtype):
+            with forward, parallel.autocast(world, state.compute_dtype):
                 loss = checked(compute_loss(state.module, move(batch, world.device)))
-            # A rank without samples left computes one at weight 0: ranks must take part alike.
-            (loss.total if share.weight == 1 else loss.total * share.weight).backward()
+            with backward:
+                # A rank without samples left has one at weight 0: ranks must take part alike.
+                (loss.total if share.weight == 1 else loss.total * share.weight).backward()
         part = loss_vector(loss) if share.weight == 1 else loss_vector(loss) * share.weight
         sums = part if sums is None else sums + part
     parallel.all_reduce(sums, world)
@@ -131,7 +136,8 @@ def train_step(state: State, batches: list[Any]) -> None:
     if state.checkpointer:
         # A save may still be copying these weights: the optimizer must not change them under it.
         state.checkpointer.before_optimizer_step()
-    step_unless(bad, state.optimizer)
+    with update:
+        step_unless(bad, state.optimizer)
     state.buffers.put_back(bad)
     state.optimizer.zero_grad(set_to_none=True)
 
@@ -153,7 +159,8 @@ def validate(state: State, stopped: Callable[[], object] = bool) -> dict[str, fl
     chosen = fixed_subset(len(state.validation), config.validate_samples)
     parallel.agree_on_buffers(state.model, world)  # batch statistics differ between ranks
     state.module.eval()
-    sums, loss = 0.0, None
+    sums: Any = 0.0
+    loss: Any = None
     for start in range(0, len(chosen), config.global_batch_size):
         if stopped():
             return {}
@@ -195,8 +202,9 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         if state.step >= settings.steps and not owed:
             checkpointer.close()
             run_dir.record_again(to_json(config), "finished", state.step)
-            return Result("already finished", state.step)
+            return Result("already finished", state.step, validated_at(run_dir.path, state.step))
         run_dir.begin(to_json(config), state.step)
+        introduce(state, run_dir.path)
         stack.callback(state.loader.close)
         journal = Journal(run_dir.path, state, group)
         writing = (journal, *after_journal)  # only rank 0 writes: no part of a step for stragglers
@@ -239,7 +247,7 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
             )
             # Only here the host waits for the device.
             record = journal.record(state) if log_now or validate_now else None
-            if validate_now:
+            if validate_now and record:
                 validation = validated(record)
                 cut_short = not validation  # then the poll above ends the run, at the last step too
             for call in after_step:
@@ -275,7 +283,7 @@ def record_stop(
     else:
         return
     if run_dir.begun:
-        saved = state.checkpointer.last_good
+        saved = state.checkpointer and state.checkpointer.last_good
         run_dir.record_status("preempted", step=state.step, saved_step=saved, reason=reason)
         if run_dir.group.rank == 0:
             what = "no step is saved" if saved is None else f"step {saved} is saved"
@@ -307,13 +315,32 @@ def start(state: State, run_dir: Path, group: Group) -> Checkpointer:
     return checkpointer
 
 
+def introduce(state: State, run_dir: Path) -> None:
+    """Log what is about to be trained, on what, and where it is kept."""
+    config, world = state.config.train, state.world
+    cuda, dtype = world.device.type == "cuda", str(state.compute_dtype).removeprefix("torch.")
+    device = torch.cuda.get_device_name(world.device) if cuda else world.device
+    size = sum(parameter.numel() for parameter in state.model.parameters())
+    samples, batch = len(state.loader.source.dataset), config.global_batch_size
+    epochs = config.steps * batch / samples
+    tokens = getattr(state.spec, "tokens_per_sample", None)
+    for line in (
+        f"model  {size:,} parameters, {dtype} on {device}, ranks: {world.size}",
+        f"data   {samples:,} samples{f' of {tokens:,} tokens' if tokens else ''}, "
+        f"{len(state.validation):,} for validation",
+        f"batch  {batch:,} samples; {config.steps} steps are {epochs:.3g} epochs",
+        f"run    {run_dir}, {f'resumed at step {state.step}' if state.step else 'new'}",
+    ):
+        log.info("%s", line)
+
+
 def owes_validation(state: State, run_dir: Path, group: Group) -> bool:
     """Whether a stop cut the validation of the step short from which the run goes on."""
     every, step = state.config.train.validate_every, state.step
     due = step == state.config.train.steps or (every > 0 and step % every == 0)
-    if step == 0 or not due or state.checkpointer.validated:
+    if step == 0 or not due or (state.checkpointer and state.checkpointer.validated):
         return False
-    return group.from_first(lambda: lacks_validation(run_dir, step))
+    return group.from_first(lambda: not validated_at(run_dir, step))
 
 
 def callbacks_of(state: State, run_dir: Path, group: Group, writing: tuple) -> Iterator[Any]:

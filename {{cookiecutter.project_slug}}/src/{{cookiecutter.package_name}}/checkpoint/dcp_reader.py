@@ -12,7 +12,7 @@ import pathlib
 import pickle
 import types
 from collections.abc import Iterable, Mapping
-from typing import Any, BinaryIO, ClassVar
+from typing import IO, Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -53,6 +53,7 @@ class Parts(Source):
                     entry.size, dtype=entry.properties.dtype, device="meta"
                 )
                 for name, entry in self.index.state_dict_metadata.items()
+                if isinstance(entry, metadata.TensorStorageMetadata)  # there is nothing else
             }
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
@@ -69,6 +70,7 @@ class Parts(Source):
 class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no method for BUILD
     """Reads the index of a DCP checkpoint, which consists of a few harmless classes."""
 
+    stack: list[Any]
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
@@ -81,7 +83,8 @@ class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no metho
         """Set the attributes of an object, but not of a class, which would stay for the process."""
         if isinstance(self.stack[-2], type | types.FunctionType):
             raise pickle.UnpicklingError("it changes a class")
-        super().load_build()
+        build: Any = pickle._Unpickler.dispatch[pickle.BUILD[0]]
+        build(self)
 
     dispatch[pickle.BUILD[0]] = load_build
 
@@ -100,7 +103,7 @@ class PartsReader(dcp.FileSystemReader):
         """The index."""
         return self.index
 
-    def _slice_file(self, file: BinaryIO, info: Any) -> BinaryIO:
+    def _slice_file(self, file: IO[bytes], info: Any) -> IO[bytes]:
         """A stored part: a file of torch.save."""
         if info.length > SMALL:
             return super()._slice_file(file, info)

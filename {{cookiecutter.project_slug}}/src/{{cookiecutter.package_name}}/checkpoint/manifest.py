@@ -151,6 +151,6 @@ def has_sizes(folder: Place, manifest: dict[str, Any]) -> bool:
 
 def best_by_validation(manifests: dict[Place, dict[str, Any]]) -> Place | None:
     """The checkpoint with the lowest validation loss on record, the newest of equals."""
-    losses = {path: manifest.get("validation_loss") for path, manifest in manifests.items()}
-    judged = [path for path, x in losses.items() if isinstance(x, float) and math.isfinite(x)]
-    return min(reversed(judged), key=losses.get, default=None)
+    found = ((manifest.get("validation_loss"), path) for path, manifest in manifests.items())
+    losses = {path: x for x, path in found if isinstance(x, float) and math.isfinite(x)}
+    return min(reversed(losses), key=losses.__getitem__, default=None)

@@ -90,7 +90,7 @@ class Publisher:
         `facts` goes into the manifest. CheckpointError, on every rank, when any rank failed; then
         nothing of the attempt is left.
         """
-        group, reserved = self.group, None
+        group, reserved = self.group, ""
 
         def write_and_hash() -> dict[str, dict[str, Any]]:
             folder = self.directory / reserved

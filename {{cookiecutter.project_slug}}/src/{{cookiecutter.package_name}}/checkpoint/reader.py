@@ -110,9 +110,10 @@ def reading(path: Place, verb: str = "reading") -> Iterator[None]:
     except Exception as error:  # a file that is something else can fail in any way
         raise CheckpointError(f"{doing} was refused: {brief(error)}") from error
     except BaseException as error:  # DCP's CheckpointException: what it has collected from ranks
-        if not hasattr(error, "failures"):
+        failures = getattr(error, "failures", None)
+        if failures is None:
             raise
-        rank, (cause, _) = next(iter(error.failures.items()))
+        rank, (cause, _) = next(iter(failures.items()))
         failed = CheckpointError(f"{doing} failed on rank {rank}: {brief(cause)}")
         failed.agreed = True
         raise failed from error

@@ -181,6 +181,7 @@ def read_note(source: Source) -> dict[str, Any]:
 
 def read_state(source: Source, parameters: dict[str, Any], optimizer: bool) -> Tensors:
     """Model and, if wanted, optimizer of a source as {"model": …, "optimizer": …}, on the host."""
+    names: dict[tuple[str, ...], str]
     names = {(MODEL, name): full for name, full in weight_names(source.forms, parameters).items()}
     if lost := parameters.keys() - {name for _, name in names}:
         raise UserError(f"the source has no {', '.join(sorted(lost)[:3])}: not all of the model")

@@ -28,8 +28,9 @@ def step_unless(bad: torch.Tensor | bool, optimizer: torch.optim.Optimizer) -> N
     host waits for the device.
     """
     if isinstance(bad, torch.Tensor) and getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer.found_inf = bad.float()
-        optimizer.step()
+        fused: Any = optimizer
+        fused.found_inf = bad.float()
+        fused.step()
     elif not bad:
         optimizer.step()
 

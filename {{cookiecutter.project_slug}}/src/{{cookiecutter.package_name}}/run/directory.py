@@ -9,7 +9,7 @@ import shutil
 import socket
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from ..distributed import Group, launcher
 from ..errors import UserError
@@ -28,7 +28,7 @@ class RunDirectory:
     directory, since the checkpoints are elsewhere.
     """
 
-    lock: TextIO | None = None
+    lock: Any = None  # the open file, while it is held
     begun = False
 
     def __init__(self, path: Path, group: Group, fresh: bool = False, apart: bool = False) -> None:
@@ -124,7 +124,7 @@ class RunDirectory:
             self.lock.writelines(f"{name}\n" for name in launchers)
             self.lock.flush()
 
-    def _is_there(self, lock: TextIO) -> bool:
+    def _is_there(self, lock: IO[str]) -> bool:
         """Whether the file that was opened is still the one of that name."""
         try:
             return os.path.samestat(os.fstat(lock.fileno()), os.stat(self.path / ".lock"))

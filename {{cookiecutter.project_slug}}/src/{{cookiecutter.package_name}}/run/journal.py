@@ -44,7 +44,9 @@ class Journal:
     def __enter__(self) -> "Journal":
         """Open the file, without the lines of steps that will be done again; RankError."""
         self.group.from_first(self._open)
-        steps = {"total": self.total, "initial": self.first_step, "unit": "step"}
+        # With room for the figures in 80 columns.
+        form = "{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
+        steps = {"total": self.total, "initial": self.first_step, "bar_format": form}
         self.bar = tqdm(**steps, dynamic_ncols=True, disable=not self.first or self.lines)
         self.mark = (self.first_step, time.perf_counter(), 0.0, 0.0)
         return self
@@ -101,7 +103,7 @@ class Journal:
         self.bar.update()
         if record is not None and self.first:
             self._write(record)
-            self._show(record)
+            self._show(record, state.metrics[:1])
 
     def rewrite_last(self, record: dict[str, Any]) -> None:
         """Write a record in the place of `last`, with what was found since."""
@@ -160,16 +162,14 @@ class Journal:
             text = ", ".join(f"{name} {value:.4f}" for name, value in validation.items())
             log.info("validation at step %d: %s", record["step"], text)
 
-    def _show(self, record: dict[str, Any]) -> None:
+    def _show(self, record: dict[str, Any], metrics: tuple[str, ...]) -> None:
         self._show_validation(record)
-        shown = {"loss": f"{record['loss']:.3f}"}
-        for unit in ("samples", "tokens"):
-            if rate := record.get(f"{unit}_per_second"):
-                shown[f"{unit}/s"] = f"{rate:,.0f}"
-        self.bar.set_postfix(shown)
-        shown["left"] = f"{(self.total - record['step']) * record['step_seconds']:.0f} s"
-        text = "  ".join(f"{name} {value}" for name, value in shown.items())
-        text = f"step {record['step']}/{self.total}  {text}"
+        figures = [f"{name.replace('_', ' ')} {record[name]:.3f}" for name in ("loss", *metrics)]
+        unit = "tokens" if self.tokens else "samples"
+        text = "  ".join([*figures, f"{record[f'{unit}_per_second']:,.0f} {unit}/s"])
+        self.bar.set_postfix_str(text)
+        left = (self.total - record["step"]) * record["step_seconds"]
+        text = f"step {record['step']}/{self.total}  {text}  {left:.0f} s left"
         log.info(text, extra=ONLY_IN_FILES)
         if self.lines:
             print(text, file=sys.stderr, flush=True)
@@ -182,10 +182,11 @@ def read_records(run_dir: Path, last_step: int = sys.maxsize) -> Iterator[dict[s
         yield from filter(None, (parsed(line, last_step) for line in file))
 
 
-def lacks_validation(run_dir: Path, step: int) -> bool:
-    """Whether there is no line of a step that has its validation."""
+def validated_at(run_dir: Path, step: int) -> dict[str, float]:
+    """The validation's figures in the line of a step, {} if it has none."""
     records = (record for record in read_records(run_dir, step) if record["step"] == step)
-    return not any(map(_validation, records))
+    figures = (item for record in records for item in record.items())
+    return {n: v for n, value in figures if n.startswith("validation_") for v in finite(value)}
 
 
 def summary(run_dir: Path, last_step: int) -> list[str]:

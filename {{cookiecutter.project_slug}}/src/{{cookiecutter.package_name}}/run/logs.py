@@ -24,7 +24,7 @@ from tqdm import tqdm
 from ..errors import UserError, printable
 from ..files import open_to_write
 
-PACKAGE = logging.getLogger(__package__.rpartition(".")[0])
+PACKAGE = logging.getLogger(__name__.partition(".")[0])
 ONLY_IN_FILES = {"only_in_files": True}  # `extra` of a record that the console shows otherwise
 
 
@@ -43,11 +43,14 @@ class Console(logging.Handler):
 class LogFile(logging.FileHandler):
     """A file that records are appended to; a failing disk does not end the run here."""
 
+    stream: TextIO
+
     def __init__(self, path: Path) -> None:
         super().__init__(path, encoding="utf-8")
         form = "%(asctime)s %(levelname)s %(message)s"
-        self.setFormatter(logging.Formatter(form, "%Y-%m-%dT%H:%M:%SZ"))
-        self.formatter.converter = time.gmtime
+        formatter = logging.Formatter(form, "%Y-%m-%dT%H:%M:%SZ")
+        formatter.converter = time.gmtime
+        self.setFormatter(formatter)
 
     def _open(self) -> TextIO:
         """Open it, if it is no link."""

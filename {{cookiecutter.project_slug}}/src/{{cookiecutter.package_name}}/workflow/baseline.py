@@ -60,7 +60,7 @@ def first_steps(state: State, steps: int) -> tuple[Steps, tuple[float, float]]:
 
 def loss_on_first_batches(state: State) -> float:
     """The mean loss over the first batches; random numbers as in training."""
-    world, sums = state.world, 0.0
+    world, sums = state.world, torch.zeros(())
     state.loader.seek(0)
     for step in range(BATCHES):
         seed_step(state.config.train.seed, step, world.rank, world.device)
@@ -123,7 +123,7 @@ def use_of_device(state: State, samples: float) -> dict[str, float | None]:
     peak = peak_flops(device) or (cpu_peak_flops() if device.type == "cpu" else None)
     mfu = flops * samples / peak if flops and peak else None
     memory = peak_memory(device)
-    share = f"{mfu:.1%} of {peak / 1e9:,.0f} GFLOP/s (MFU)" if mfu else "MFU unknown"
+    share = f"{mfu:.1%} of {peak / 1e9:,.0f} GFLOP/s (MFU)" if mfu and peak else "MFU unknown"
     print(f"     {share}; peak memory {in_units(memory)}")
     return {"peak_memory_bytes": memory, "flops_per_sample": flops, "peak_flops": peak, "mfu": mfu}
 

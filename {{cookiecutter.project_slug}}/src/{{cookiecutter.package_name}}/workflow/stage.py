@@ -27,7 +27,7 @@ from . import WorkflowConfig
 STATUSES = ("fail", "not_measured", "pass")  # the worst first
 SHAPE = dict.fromkeys(("figures", "settings", "machine", "versions"), dict)
 SHAPE |= {"checks": list, "advice": list, "code": str, "seconds": float, "measured_at": str}
-PACKAGE = __package__.split(".")[0]
+PACKAGE = __name__.partition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StageConfig(Config):
 class Stage:
     """A stage under way; `close` writes its JSON and returns its exit code."""
 
-    def __init__(self, name: str, config: Config) -> None:
+    def __init__(self, name: str, config: Any) -> None:
         """Make sure that its JSON can be written before anything is measured (UserError)."""
         self.name, self.config, self.started = name, config, time.perf_counter()
         self.figures: dict[str, Any] = {}

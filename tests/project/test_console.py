@@ -1,0 +1,312 @@
+"""What a user sees and types first: a start, the bar, `--help`, a file of settings, a sweep."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import resource
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Project, drill
+
+NUMBER = r"\d[\d,]*"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    with Project.imported(tmp_path_factory.mktemp("console"), "of_console") as project:
+        yield project
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    answers = {"task": "image_classifier", "parallelism": "single", "tracker": "none"}
+    answers |= {"checkpoint": "torch_save"}
+    with Project.imported(tmp_path_factory.mktemp("console"), "of_images", **answers) as project:
+        yield project
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The lines that a start begins with."""
+    words = ("model ", "data ", "batch ", "run ")
+    return [record.message for record in caplog.records if record.message.startswith(words)]
+
+
+def test_a_start_says_what_it_is(
+    project: Project, images: Project, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    project("train", *project.settings, "--train.steps", "5", "--name", "first")
+    assert said(caplog) == [
+        "model  32,928 parameters, float32 on cpu, ranks: 1",
+        "data   109 samples of 32 tokens, 6 for validation",
+        "batch  8 samples; 5 steps are 0.367 epochs",
+        "run    runs/first, new",
+    ]
+    caplog.clear()
+    project("train", *project.settings, "--train.steps", "20", "--name", "first")
+    assert said(caplog)[2:] == [
+        "batch  8 samples; 20 steps are 1.47 epochs",
+        "run    runs/first, resumed at step 5",
+    ]
+    caplog.clear()
+    project("train", *project.settings, "--train.steps", "20", "--name", "first")
+    assert said(caplog) == []  # it is finished
+    images("train", "--preset", "tiny", "--device", "cpu", "--train.steps", "1")
+    assert re.fullmatch(rf"data   {NUMBER} samples, {NUMBER} for validation", said(caplog)[1])
+
+
+def on_a_terminal(command: list[str], columns: int, **options: Any) -> str:
+    """What a command prints on a terminal of so many columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=theirs, **options) as child:
+        os.close(theirs)
+        printed = b""
+        with contextlib.suppress(OSError):  # EIO, once the other end is closed
+            while part := os.read(ours, 1 << 16):
+                printed += part
+        os.close(ours)
+    assert child.returncode == 0, printed.decode()
+    return printed.decode()
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_the_bar_shows_the_metric_within_the_terminal(project: Project, columns: int) -> None:
+    printed = on_a_terminal(
+        [
+            *(sys.executable, "-m", project.name, "train", *project.settings),
+            *("--name", f"bar-{columns}", "--train.steps", "40", "--train.log-every", "1"),
+        ],
+        columns,
+        cwd=project.folder,
+        env={**os.environ, "PYTHONPATH": "src", "TQDM_MININTERVAL": "0"},
+    )
+    frames = [line.strip() for line in re.split(r"[\r\n]+", printed) if re.match(r"\d+/40 ", line)]
+    shown = [frame for frame in frames if "loss" in frame]
+    assert shown, printed
+    form = r"\d+/40 \|(.+)\| \d\d:\d\d<[\d:?]+, loss \d\.\d{3}  bits per byte \d\.\d{3}"
+    assert all(len(frame) <= columns for frame in frames), frames
+    for frame in shown:
+        found = re.match(form, frame)
+        assert found, frame
+        if columns == 80:
+            assert len(found[1]) >= 8 and re.search(rf"{NUMBER} tokens/s$", frame), frame
+
+
+def test_bare_help_is_quick(project: Project) -> None:
+    """It imports no torch, and takes less than half a second of a processor."""
+    code = f"""
+import sys
+from {project.name}.__main__ import dispatch
+assert dispatch(["--help"]) == 0
+print({{"torch", "numpy", "tyro"}} & {{*sys.modules}} or "none of them")
+"""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    output = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(project.folder / "src")},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert output.startswith(f"usage: python -m {project.name} COMMAND [--help] [options]\n")
+    assert output.endswith("\nnone of them\n")
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+def help_of(project: Project, name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        project(name, "--help")
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_begins_with_the_common_options(
+    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = help_of(project, "train", capsys)
+    options = re.findall(r"^[^\w\n]*--([a-z][\w.-]+)", text, re.MULTILINE)
+    assert options[:6] == ["preset", "config", "name", "run-dir", "fresh", "device"]
+    assert options[9:11] == ["train.steps", "train.global-batch-size"]
+    parts = list(dict.fromkeys(name.partition(".")[0] for name in options if "." in name))
+    assert parts[:4] == ["train", "data", "model", "optim"]
+    assert "Presets: default, gpt2_124m, tiny" in text and "workflow." not in text
+
+
+@pytest.mark.parametrize(
+    ("stage", "own"),
+    [
+        ("baseline", set()),
+        ("compile", {"compile"}),
+        ("profile", {"profile"}),
+        ("scale", {"workflow"}),
+        ("checkpoint", {"checkpoint", "workflow"}),
+        ("workflow", {"workflow"}),
+    ],
+)
+def test_help_of_a_stage_shows_its_own_options(
+    project: Project,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+    own: set[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = help_of(project, stage, capsys)
+    options = re.findall(r"^[^\w\n]*--([a-z][\w.-]+)", text, re.MULTILINE)
+    assert [name for name in options if "." not in name] == [
+        *("preset", "config", "name", "run-dir", "device"),
+    ]
+    assert {name.partition(".")[0] for name in options if "." in name} == own
+    assert f"The options of `python -m {project.name} train --help` work here, too." in text
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("trian", "train"), ("check", "checkpoint"), ("basline", "baseline"), ("reprot", "report")],
+)
+def test_a_command_that_is_not_there_is_guessed(project: Project, typed: str, meant: str) -> None:
+    assert project.refuses(typed) == f"there is no command {typed!r}; did you mean {meant}?"
+    assert "usage: " in project.refuses("none-such")
+
+
+DEBUG = """
+name = "debug"
+train.log-every = 1
+train.steps = 3
+optim = { learning_rate = 1, clip = 0 }
+
+[data]
+path = "text.txt"
+
+[workflow]
+ranks = 2
+"""
+
+
+def test_settings_come_from_a_file_of_toml(project: Project, tmp_path: Path) -> None:
+    """Any part of them, over a preset, below what is typed."""
+    file = tmp_path / "debug.toml"
+    file.write_text(DEBUG)
+    project("train", "--device", "cpu", "--preset", "tiny", "--config", str(file))
+    saved = json.loads((project.folder / "runs/debug/config.json").read_text("utf-8"))
+    assert (saved["train"]["steps"], saved["train"]["log_every"]) == (3, 1)
+    assert (saved["optim"]["learning_rate"], saved["optim"]["clip"]) == (1, 0)
+    assert saved["model"]["width"] == 32 and "preset" not in saved and "workflow" not in saved
+    words = ("--device", "cpu", f"--config={file}", "--preset=tiny", "--name", "typed")
+    project("train", *words, "--train.steps", "2")
+    status = json.loads((project.folder / "runs/typed/status.json").read_text("utf-8"))
+    assert (status["status"], status["step"]) == ("finished", 2)
+    stage = project.module("workflow.stage").StageConfig
+    config = project.module("config").load(file, stage)
+    assert config.workflow.ranks == 2 and config.model.width == 96
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("train.stpes = 3", "train.stpes is not a setting of this project"),
+        ("checkpoint.evry = 3", "checkpoint.evry is not a setting of this project"),
+        ('train.steps = "3"', "train.steps is '3': wanted a whole number"),
+        ("train = 3", "train is 3: wanted settings by name"),
+        ("train.steps = 0", "--train.steps must be at least 1"),
+        ("train.steps = ", "cannot be read as TOML: Invalid value (at end of document)"),
+        ("a = " + "[" * 5000, "cannot be read as TOML: "),
+        (None, "cannot be read as TOML: [Errno 2] No such file or directory"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line(
+    project: Project, tmp_path: Path, text: str | None, wanted: str
+) -> None:
+    file = tmp_path / "debug.toml"
+    if text is not None:
+        file.write_text(text)
+    line = project.refuses("train", "--config", str(file))
+    assert line.startswith(str(file)) and wanted in line and "\n" not in line
+    assert len(line) < len(str(file)) + 200
+
+
+def test_a_saved_config_wins_over_the_preset_beside_it(project: Project) -> None:
+    options = ("--device", "cpu", "--data.path", "text.txt", "--train.steps", "2")
+    project("train", "--preset", "tiny", *options, "--name", "saved")
+    words = ("--preset", "default", "--config", "runs/saved/config.json", "--name", "again")
+    project("train", *words)
+    saved, again = (
+        json.loads((project.folder / f"runs/{name}/config.json").read_text("utf-8"))
+        for name in ("saved", "again")
+    )
+    assert saved.pop("name") == "saved" and again.pop("name") == "again"
+    assert saved == again
+
+
+def readme(project: Project, language: str, word: str) -> str:
+    """The first block of the rendered README that has a word in it."""
+    text = (project.folder / "README.md").read_text("utf-8")
+    blocks = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+    return next(block for block in blocks if word in block)
+
+
+def test_the_file_of_its_readme_is_a_debug_run(project: Project) -> None:
+    (project.folder / "debug.toml").write_text(readme(project, "toml", "debug"))
+    options = ("--preset", "tiny", "--config", "debug.toml", "--device", "cpu")
+    project("train", *options, "--data.path", "text.txt")
+    lines = (project.folder / "runs/debug/metrics.jsonl").read_text("utf-8").splitlines()
+    assert len(lines) == json.loads(lines[-1])["step"] == 10
+
+
+def test_the_sweep_of_its_readme(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight lines and a real study, on the tiny preset; a finished run has its figures, too."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    studies: list[optuna.Study] = []
+    create = optuna.create_study
+    monkeypatch.setattr(optuna, "create_study", lambda: studies.append(create()) or studies[-1])
+    monkeypatch.chdir(project.folder)
+    code = readme(project, "python", "optuna")
+    assert len([line for line in code.splitlines() if line]) == 8
+    assert code.count('"default"') == code.count("n_trials=20") == 1
+    exec(code.replace('"default"', '"tiny"').replace("n_trials=20", "n_trials=3"), {})
+    (study,) = studies
+    losses = {}
+    for trial in study.trials:
+        lines = (project.folder / f"runs/sweep/{trial.number}/metrics.jsonl").read_text("utf-8")
+        losses[trial.number] = json.loads(lines.splitlines()[-1])["validation_loss"]
+        assert trial.value == losses[trial.number]
+    assert len(set(losses.values())) == 3 and study.best_value == min(losses.values())
+    config = project.module("config")
+    again = config.load(Path("runs/sweep/0/config.json"))
+    result = project.module("train").run(config.override(again, {"run_dir": "runs/sweep/0"}))
+    assert result.status == "already finished"
+    assert result.validation["validation_loss"] == losses[0]
+
+
+def test_callbacks_are_called_on_all_ranks(tmp_path: Path) -> None:
+    """After each step, after a validation and at the end; the example prints what it is for."""
+    answers = {"parallelism": "fsdp", "checkpoint": "dcp"}
+    with Project.imported(tmp_path, "with_callbacks", **answers) as project:
+        sources = {project.name: project.folder / "src"}
+        job = (2, str(project.folder), project.name)
+        output = drill("callbacks.py", job, sources=sources)
+        calls = [json.loads((project.folder / f"calls_{rank}.json").read_text()) for rank in (0, 1)]
+    validation = "validation ['validation_bits_per_byte', 'validation_loss']"
+    wanted = ["step 1", validation, "step 2, logged", validation, "step 3, logged"]
+    assert calls == [["enter", *wanted, "exit"]] * 2
+    samples = re.findall(r"^sample at step (\d+): (.*)$", output, re.MULTILINE)
+    assert [step for step, _ in samples] == ["2", "3"], output
+    for _, text in samples:
+        assert re.match(r"[\"']def ", text) and len(text) > 60, output
+    assert "left out" not in output
