@@ -72,9 +72,13 @@ def page_of(run_dir: Path) -> str:
     notes: list[str] = []
     sections = [section(run_dir, name) for name in STAGES]
     records = read_metrics(run_dir / "metrics.jsonl", notes)
-    names = ("status", "config")
-    status, config = (read_or_note(run_dir / f"{name}.json", notes) for name in names)
-    if not (records or notes or status or any(it.status != "not_run" for it in sections)):
+    found: dict[str, Figures] = {}
+    for file in (run_dir / "status.json", run_dir / "config.json"):
+        try:
+            found |= {file.stem: read_json(file)} if os.path.lexists(file) else {}
+        except UserError as error:
+            notes.append(str(error))
+    if not (records or notes or "status" in found or any(s.status != "not_run" for s in sections)):
         raise UserError(
             f"there is nothing to report in {run_dir}: run `{command('workflow', run_dir)}` or "
             f"`{command('train', run_dir)}` first"
@@ -91,13 +95,13 @@ def page_of(run_dir: Path) -> str:
     return environment.from_string(template).render(
         name=run_dir.name,
         package=PACKAGE,
-        run=status or {},
+        run=found.get("status", {}),
         notes=notes,
         sections=sections,
         tiles=tiles,
         plots=overview(sections, records),
         origin=[*newest.get("machine", {}).items(), *newest.get("versions", {}).items()],
-        settings=flatten(config or newest.get("settings", {})),
+        settings=flatten(found.get("config") or newest.get("settings", {})),
     )
 
 
@@ -203,15 +207,6 @@ def overview(sections: list[Section], records: list[Figures]) -> list[tuple[str,
     what = "samples/s (median, p10 to p90)"
     throughput = plots.picture(plots.bars, rates, what, "{:,.0f}".format)
     return [(title, loss), ("Throughput by stage", throughput)]
-
-
-def read_or_note(path: Path, notes: list[str]) -> Figures | None:
-    """An object from a file of the run; None, with a note, if it is damaged."""
-    try:
-        return read_json(path) if os.path.lexists(path) else None
-    except UserError as error:
-        notes.append(str(error))
-        return None
 
 
 def read_metrics(path: Path, notes: list[str]) -> list[Figures]:
