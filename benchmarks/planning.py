@@ -54,7 +54,8 @@ RANKS = (8, 64, 256, 1024, 4096, 10_240)
 ONCE = 1024  # with more ranks than these it is measured once
 CHECKED = 4096  # and DCP's check of a plan left out: it would take minutes
 GROUP = 64  # ranks that share one copy of the state under HSDP
-WHOLE = 126  # blocks of the whole model
+BLOCKS = (1, 4, 16)  # with a group's ranks
+WHOLE = 126  # of the whole model
 SMALL = 64  # bytes of a file, where only its name counts
 WIDTH, HIDDEN, KEYS = 16_384, 53_248, 1024
 SHAPES = {
@@ -252,6 +253,7 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.planning", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--blocks", type=int, nargs="+", default=BLOCKS)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result")
     given = parser.parse_args()
@@ -276,7 +278,7 @@ def main() -> None:
         for ranks in given.ranks:
             add(result["ways"]["FSDP"], ranks, ranks, 1)
             add(result["ways"]["HSDP"], ranks, min(GROUP, ranks), 1)
-        for blocks in (1, 4, 16):
+        for blocks in given.blocks:
             add(result["blocks"], GROUP, GROUP, blocks)
     given.out.mkdir(parents=True, exist_ok=True)
     text = numbers_on_one_line(json.dumps(result, indent=1))

@@ -62,7 +62,8 @@ def measure(folder: Path, smoke: bool) -> dict[str, Any]:
     project = folder / "project"
     project.mkdir()
     source = render(project)
-    seconds_to_first_step(source, folder / "runs" / "warm-up", preset)
+    if not smoke:
+        seconds_to_first_step(source, folder / "runs" / "warm-up", preset)
     cookiecutter = ("-m", "cookiecutter", str(ROOT), "--no-input", "--output-dir")
     own = {"COOKIECUTTER_CONFIG": str(project / "cookiecutter.json")}  # not the user's
     found: dict[str, list[float]] = {}

@@ -1,6 +1,7 @@
 """Helpers that all tests share: render the template, run its commands, import its modules."""
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from cookiecutter.main import cookiecutter
 from hypothesis import settings
+from jinja2 import Environment
 from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).parents[1]
@@ -29,36 +31,52 @@ settings.register_profile("anew", deadline=None, database=None, derandomize=Fals
 settings.register_profile("template", settings.get_profile("anew"), derandomize=True)
 settings.load_profile("template")
 
+# A run sets aside for the collector what is there when it begins, and takes it back at its end.
+# Here that is done once for all runs of a test: to go through all that tests have imported, three
+# times, would take ten times as long as a short run itself.
+set_aside = gc.freeze
+gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
+
+
+def pytest_runtest_setup() -> None:
+    gc.collect()
+    set_aside()
+
 
 # Slow tests, the slowest first: started last, one of them would run alone at the end.
 LONG = (
-    "cluster/test_slurm",
     "workflow/test_whole_workflow",
+    "project/test_store",
+    "stress/test_stops",
+    "cluster/test_slurm",
     "cluster/test_hosts",
-    "stress/test_kill_storm",
     "project/test_life.py::test_the_commands_of_its_readme",
     "stress/test_resources",
-    "workflow/test_compile_stage",
-    "project/test_store",
+    "template/test_updating",
+    "stress/test_kill_storm",
+    "cluster/test_kubernetes",
+    "stress/",
+    "project/test_life.py::test_its_own",
+    "project/test_reference",
     "project/test_travel",
     "project/test_own_models",
-    "project/test_reference",
-    "project/test_life",
-    "stress/",
     "workflow/test_scale_stage",
-    "cluster/test_hybrid",
-    "cluster/test_kubernetes",
-    "workflow/test_checkpoint_stage",
-    "project/test_tracker",
     "workflow/test_profile_stage",
-    "template/test_render",
+    "workflow/test_checkpoint_stage",
     "template/test_matrix",
+    "project/test_logs",
+    "project/test_life",
+    "cluster/test_hybrid",
+    "project/test_tracker",
+    "workflow/",
+    "template/test_render",
+    "template/test_docs",
     "template/test_demo",
     "template/test_benchmarks",
     "template/test_answers.py::test_all_answers_together",
 )
 # Files whose tests share nothing.
-APART = {"test_answers", "test_benchmarks", "test_life", "test_matrix"}
+APART = {"test_answers", "test_benchmarks", "test_life"}
 
 
 class Scheduling(LoadScopeScheduling):
@@ -93,6 +111,22 @@ def _isolated_cookiecutter(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     config.write_text(json.dumps(folders), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COOKIECUTTER_CONFIG", str(config))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _templates_compiled_once() -> Iterator[None]:
+    """Some hundred renders compile the same templates, which takes four fifths of their time."""
+    compile_, known = Environment.compile, {}
+
+    def compile_once(self: Environment, source: str, *rest: Any, **named: Any) -> Any:
+        key = (type(self), source, *rest, *named.items(), *sorted(self.filters))
+        if key not in known:
+            known[key] = compile_(self, source, *rest, **named)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Environment, "compile", compile_once)
         yield
 
 
@@ -244,3 +278,14 @@ class Project:
         empty = {name: torch.empty(f.shape, dtype=f.dtype) for name, f in source.forms.items()}
         source.read(empty, self.module("distributed").Group())
         return empty
+
+
+def project_fixture(name: str, **answers: str) -> Any:
+    """A fixture of a module: the project of these answers, imported."""
+
+    @pytest.fixture(scope="module")
+    def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+        with Project.imported(tmp_path_factory.mktemp(name), name, **answers) as it:
+            yield it
+
+    return project

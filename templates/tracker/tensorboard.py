@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import flatten, open_to_write
+from ..files import flatten, make_folder, open_to_write
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Tracker:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run_dir / "tensorboard"
+        make_folder(folder)
         self.note, self.status = folder / "logged.json", status
         known: dict[str, Any] = {}
         if self.note.exists():

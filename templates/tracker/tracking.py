@@ -55,15 +55,14 @@ class Tracking:
 
     def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
         """Hand over the record of a step, if it has one."""
-        self.step = state.step
         if record and not self.off.is_set():
             self.items.put(dict(record))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         status = self.status
         if status == "running":
-            done = self.step >= self.config.train.steps
-            status = "failed" if kind else "finished" if done else "preempted"
+            said = "failed" if kind else read_json(self.run_dir / "status.json")["status"]
+            status = said if said in ("failed", "finished") else "preempted"
         self.items.put(status)
         if not self.off.is_set():
             self.thread.join(OPENING)

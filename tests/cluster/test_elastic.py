@@ -4,19 +4,12 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import Project
+from tests.conftest import Project, project_fixture
 
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    folder = tmp_path_factory.mktemp("elastic")
-    answers = {"parallelism": "ddp", "checkpoint": "torch_save"}
-    with Project.imported(folder, "elastic_ddp", **answers) as project:
-        yield project
+project = project_fixture("elastic_ddp", parallelism="ddp", checkpoint="torch_save")
 
 
 def test_what_torchrun_starts_again_is_not_set_aside(
@@ -57,14 +50,21 @@ def test_who_stops_waits_to_be_told_where_machines_come_and_go(
         assert stop.outcome(signal.SIGTERM) == "preempted"
 
 
-@pytest.mark.parametrize("machines", ["two", "0", "1:", "1:2:3", "1;2"])
-def test_a_wrong_number_of_machines_is_told_at_once(project: Project, machines: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        *(("NNODES", number, "machines") for number in ("two", "0", "1:", "1:2:3", "1;2")),
+        *(("GRACE_SECONDS", number, "seconds") for number in ("long", "-1", "1.5", "2m")),
+    ],
+)
+def test_a_wrong_number_is_told_at_once(project: Project, name: str, value: str, what: str) -> None:
     command = ["bash", "launch.sh", "-n", "1", "train"]
-    environment = {**os.environ, "NNODES": machines}
+    environment = {**os.environ, name: value}
     done = subprocess.run(
         command, cwd=project.folder, env=environment, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 2 and done.stderr.startswith("NNODES needs a number of machines")
+    assert done.returncode == 2 and done.stderr.startswith(f"{name} needs a number of {what}")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_who_stops_hears_no_more_but_its_children_do(project: Project) -> None:

@@ -5,6 +5,7 @@ import http.client
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import parse_qs
@@ -22,7 +23,8 @@ class Request:
 
     def __init__(self, environ: dict[str, Any]) -> None:
         self.method, self.path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
-        query = parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True)
+        self.query = environ.get("QUERY_STRING", "")
+        query = parse_qs(self.query, keep_blank_values=True)
         self.is_part = "partNumber" in query
         self.lists_uploads = "uploads" in query and self.method == "GET"
         self.deletes = self.method == "DELETE" or (self.method == "POST" and "delete" in query)
@@ -63,7 +65,11 @@ class Store:
 
     @contextlib.contextmanager
     def failing(self, fault: Fault) -> Iterator[None]:
-        """Fail requests: by a status, "cut" (half way), "lost" (its answer) or "hang" (none)."""
+        """Fail requests, by what `fault` says of each (None: it does not fail).
+
+        A status; "cut" (off, half way), "lost" (its answer), "short" (half of its answer), "hang"
+        (no answer), "late" (it takes a second), "200" (the answer calls an error a success).
+        """
         self.fault, before = fault, self.fault
         self.released.clear()
         try:
@@ -79,8 +85,12 @@ class Store:
             request = Request(environ)
             self.requests.append(request)
             how = self.fault(request)
-            if how is None:
+            if how == "late":
+                time.sleep(1)
+            if how in (None, "late"):
                 return app(environ, start_response)
+            if how == "short":
+                return half(b"".join(app(environ, start_response)), environ)
             if how == "lost":
                 list(app(environ, lambda *_: None))
                 environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
@@ -99,12 +109,19 @@ class Store:
                 refused = "".join(REFUSED.format(key.decode()) for key in keys)
                 return [f"<?xml version='1.0'?><DeleteResult>{refused}</DeleteResult>".encode()]
             words = {"500": "InternalError", "503": "SlowDown", "403": "AccessDenied"}
-            words["404"] = "NoSuchKey"
+            words |= {"404": "NoSuchKey", "200": "InternalError"}
             content = b"" if request.method == "HEAD" else XML.format(words[how]).encode()
             start_response(f"{how} Made to fail", [("Content-Type", "application/xml")])
             return [content]
 
         return wrapped
+
+
+def half(content: bytes, environ: dict[str, Any]) -> Iterator[bytes]:
+    """Half of an answer that was announced as whole, and no more."""
+    yield content[: len(content) // 2]
+    environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+    raise ConnectionResetError
 
 
 @contextlib.contextmanager

@@ -2,21 +2,16 @@
 
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Project
+from tests.conftest import Project, project_fixture
 
 NAME = "TORCHINDUCTOR_CACHE_DIR"
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    folder, answers = tmp_path_factory.mktemp("cache"), {"parallelism": "single"}
-    with Project.imported(folder, "kept_code", checkpoint="torch_save", **answers) as project:
-        yield project
+project = project_fixture("kept_code", parallelism="single", checkpoint="torch_save")
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import pickle
 import resource
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,22 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.conftest import Project
+from tests.conftest import Project, project_fixture
+
+text = project_fixture("data_text", parallelism="single", checkpoint="dcp")
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    folder = tmp_path_factory.mktemp("text")
-    with Project.imported(folder, "data_text", parallelism="single", checkpoint="dcp") as project:
-        yield project
-
-
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    folder, answers = tmp_path_factory.mktemp("image"), {"task": "image_classifier"}
-    answers |= {"parallelism": "single", "checkpoint": "torch_save"}
-    with Project.imported(folder, "data_image", **answers) as project:
-        yield project
+image = project_fixture(
+    "data_image", task="image_classifier", parallelism="single", checkpoint="torch_save"
+)
 
 
 def datasets(project: Project, **changes: object) -> tuple:

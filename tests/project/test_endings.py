@@ -5,21 +5,16 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import Project
+from tests.conftest import Project, project_fixture
 
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    folder, answers = tmp_path_factory.mktemp("endings"), {"parallelism": "single"}
-    answers |= {"checkpoint": "dcp_async", "tracker": "none"}
-    with Project.imported(folder, "of_endings", **answers) as project:
-        yield project
+project = project_fixture(
+    "of_endings", parallelism="single", checkpoint="dcp_async", tracker="none"
+)
 
 
 # Stops at step 7 by Ctrl-C, and a second time where it is asked to: in a step, or while the save of
@@ -103,6 +98,20 @@ def test_a_run_finished_before_has_a_true_status(
     metrics.unlink()
     metrics.mkdir()
     project(*words)
+
+
+@pytest.mark.parametrize("value", ["long", "nan"])
+def test_a_grace_that_is_no_number_is_one_line(project: Project, value: str) -> None:
+    outcome = subprocess.run(
+        [sys.executable, "-m", project.name, "train", *project.settings],
+        cwd=project.folder,
+        env={**os.environ, "PYTHONPATH": "src", "GRACE_SECONDS": value},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    line = f"error: GRACE_SECONDS is '{value}' in the environment: wanted a number of seconds\n"
+    assert (outcome.returncode, outcome.stderr) == (2, line)
 
 
 def test_many_checkpoints_are_one_short_line(project: Project, tmp_path: Path) -> None:

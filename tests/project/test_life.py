@@ -44,10 +44,9 @@ DEPENDENT = (
 TINY = ["--preset", "tiny", "--device", "cpu"]
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids="-".join)
-def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def render(folder: Path, variant: tuple[str, ...], **more: str) -> Path:
     names = ("task", "parallelism", "checkpoint", "license", "tracker")
-    return bake(tmp_path_factory.mktemp("life"), **dict(zip(names, request.param, strict=True)))
+    return bake(folder, **dict(zip(names, variant, strict=True)), **more)
 
 
 def environment(project: Path, **more: str) -> dict[str, str]:
@@ -233,22 +232,30 @@ def test_a_resume_is_exact_on_any_number_of_ranks(tmp_path: Path) -> None:
         assert f"{ranks} ranks: 2 resumed, {2 * (16 + 8) + warm_up} steps" in output
 
 
-def test_its_own_tests_pass(project: Path, request: pytest.FixtureRequest) -> None:
-    """All of them in three variants, elsewhere those that depend on more than one answer.
-
-    On several ranks all variants are in test_any_number_of_ranks_goes_on.
-    """
-    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    whole = request.node.callspec.params["project"] in TESTED_WHOLE
-    if not whole:
-        tests += [f"tests/test_training.py::{name}" for name in DEPENDENT]
-    with start(project, sys.executable, *tests) as process:
+@pytest.mark.parametrize("variant", TESTED_WHOLE, ids="-".join)
+def test_its_own_tests_pass(tmp_path: Path, variant: tuple[str, ...]) -> None:
+    """All of them; and the hooks, which are the same in all renders and change nothing there."""
+    project = render(tmp_path, variant)
+    with start(project, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider") as process:
         output = finish(process)
     assert " passed" in output and "failed" not in output
-    if whole:  # the hooks are the same in all variants: test_another_answer_changes_its_own_...
+    if variant == TESTED_WHOLE[0]:
         for command in (["git", "init", "-q"], ["git", "add", "."], ["pre-commit", "run", "-a"]):
             with start(project, *command, PRE_COMMIT_HOME=str(project / ".pre-commit")) as process:
                 finish(process)
+
+
+def test_own_tests_that_depend_on_several_answers_pass(tmp_path: Path) -> None:
+    """In all other variants; on several ranks all are in test_any_number_of_ranks_goes_on."""
+    projects = {}
+    for variant in set(VARIANTS) - set(TESTED_WHOLE):
+        name = "_".join(("own", *variant[1:3]))
+        projects[name] = render(tmp_path / name, variant, package_name=name)
+    tests = [f"tests/test_training.py::{name}" for name in DEPENDENT]
+    sources = {name: project / "src" for name, project in projects.items()}
+    jobs = [(0, str(project), *tests) for project in projects.values()]
+    output = drill("own_tests.py", *jobs, sources=sources)
+    assert output.count("\n5 passed") == len(projects) == 6
 
 
 def commands_of(project: Path) -> list[str]:
@@ -261,12 +268,16 @@ def commands_of(project: Path) -> list[str]:
     return list(dict.fromkeys(line for line in lines if not re.search("venv|pip install", line)))
 
 
+STAGES = ("baseline", "compile", "profile", "scale", "checkpoint")
+
+
 def test_the_commands_of_its_readme_work(tmp_path: Path) -> None:
     """Every command of every rendered README is typed, at the size of the tiny preset.
 
-    On several machines they are tried in tests/stress/elastic.py, the workflow in
-    test_whole_workflow.py, an object store in test_store.py.
+    On several machines they are tried in tests/stress/elastic.py, the workflow and with it all of
+    its stages in test_whole_workflow.py, an object store in test_store.py.
     """
+    elsewhere = re.compile("NNODES|s3://|" + "|".join(f" {it}$" for it in ("workflow", *STAGES)))
     typed: list[str] = []
     for task, parallelism in (
         ("language_model", "ddp"),
@@ -275,18 +286,15 @@ def test_the_commands_of_its_readme_work(tmp_path: Path) -> None:
     ):
         project = bake(tmp_path / task / parallelism, task=task, parallelism=parallelism)
         lines = commands_of(project)
-        new = [line for line in lines if line not in typed and not re.search("NNODES|s3://", line)]
+        new = [line for line in lines if line not in typed and not elsewhere.search(line)]
         typed += new
         if new and new[0] != lines[0]:  # they need a run
-            new.insert(0, "./launch.sh -n 2 train")
+            new.insert(0, f"python3 -m {PACKAGE} train")
         for line in new:
-            if line == f"python3 -m {PACKAGE} workflow":
-                continue
-            measured = re.search(" (train|baseline|compile|profile|scale|checkpoint)\\b", line)
-            line += " " + " ".join(TINY) if measured else ""
+            line += " " + " ".join(TINY) if " train" in line else ""
             with start(project, "bash", "-c", line, MAX_RESTARTS="0") as process:
                 finish(process)
-    commands = {"train", "workflow", "report", "verify", "export", "infer"}
+    commands = {"train", "report", "verify", "export", "infer"}
     assert commands == {word for line in typed for word in line.split() if word in commands}
 
 

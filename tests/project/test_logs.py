@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Project, bake, drill
+from tests.conftest import Project, bake, drill, project_fixture
 
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    folder = tmp_path_factory.mktemp("logs")
-    with Project.imported(folder, "of_logs", parallelism="ddp", checkpoint="dcp_async") as project:
-        yield project
+project = project_fixture("of_logs", parallelism="ddp", checkpoint="dcp_async")
 
 
 def test_the_slow_rank_is_named_and_each_has_its_log(project: Project, tmp_path: Path) -> None:

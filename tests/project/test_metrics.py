@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,7 +160,12 @@ def test_a_report_of_many_lines_is_thinned(project: Project, tmp_path: Path) -> 
             file.write(json.dumps(record) + "\n")
         file.write('{"half\n[1]\n')
     report, notes = project.module("workflow.report"), []
+    tracemalloc.start()
     records = report.read_metrics(tmp_path / "metrics.jsonl", notes)
+    summary = project.module("run.journal").summary(tmp_path, 30_000)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 4_000_000 and summary, "read as a stream: of a hundred megabytes no more is kept"
     assert 2000 <= len(records) <= 4002 and "damaged lines, left out here: 2" in notes[0]
     assert records == sorted(records, key=lambda record: record["step"])
     assert records[-1]["step"] == 30_000 and records[-1]["validation_loss"] == 30_000 / 7

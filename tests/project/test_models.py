@@ -1,7 +1,6 @@
 """The models that a project starts with: what they see, what they begin with, what they are fed."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,24 +9,17 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 
-from tests.conftest import Project
+from tests.conftest import Project, project_fixture
 
 VOCABULARY = 256
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    folder, answers = tmp_path_factory.mktemp("text"), {"parallelism": "single"}
-    with Project.imported(folder, "model_of_text", checkpoint="dcp", **answers) as project:
-        yield project
+text = project_fixture("model_of_text", parallelism="single", checkpoint="dcp")
 
 
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    folder, answers = tmp_path_factory.mktemp("image"), {"task": "image_classifier"}
-    answers |= {"parallelism": "single", "checkpoint": "torch_save"}
-    with Project.imported(folder, "model_of_images", **answers) as project:
-        yield project
+image = project_fixture(
+    "model_of_images", task="image_classifier", parallelism="single", checkpoint="torch_save"
+)
 
 
 def model_of(project: Project, **changes: Any) -> torch.nn.Module:

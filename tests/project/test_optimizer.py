@@ -5,21 +5,15 @@ import os
 import re
 import signal
 import textwrap
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.conftest import Project
+from tests.conftest import Project, project_fixture
 
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    folder, answers = tmp_path_factory.mktemp("optimizer"), {"parallelism": "single"}
-    with Project.imported(folder, "own_optimizer", checkpoint="dcp", **answers) as project:
-        yield project
+project = project_fixture("own_optimizer", parallelism="single", checkpoint="dcp")
 
 
 def readme_example(project: Project) -> str:

@@ -185,6 +185,20 @@ def test_what_fails_once_is_done_again(
     saver.assert_tidy()
 
 
+def test_an_error_that_is_called_a_success_is_asked_again(project: Project, store: Store) -> None:
+    """As proxies have it: 200 OK, and neither the object nor its headers."""
+    saver = Saver(project, store)
+    assert saver.save(1)
+    path = saver.directory / "step_00000001/manifest.json"
+    fault = once("200", lambda r: r.method == "HEAD")
+    with store.failing(fault):
+        assert path.is_file()
+    assert fault(store.requests[0]) is None, "no such request"
+    error = project.module("checkpoint.object_store").StoreError
+    with store.failing(lambda _: "200"), pytest.raises(error, match="an answer without"):
+        path.exists()
+
+
 @pytest.mark.parametrize("how", ["500", "503", "cut", "hang"])
 def test_a_request_is_sent_five_times_at_most(
     project: Project, store: Store, how: str, monkeypatch: pytest.MonkeyPatch
@@ -712,6 +726,22 @@ def test_a_run_goes_on_elsewhere_exactly(
     objects = b"".join(store.objects(f"run-{checkpoint}").values())
     for secret in (KEY, SECRET):
         assert secret.encode() not in said + written + objects
+
+
+def test_a_finished_run_is_started_again_elsewhere(
+    project: Project, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the same address, from another run directory: that says the same, and can be used."""
+    caplog.set_level(logging.INFO)
+    words = ("train", *project.settings, "--train.steps", "4", "--checkpoint.url")
+    for name, said in (("here", "finished at"), ("there", "already finished at"), ("there", "al")):
+        caplog.clear()
+        project(*words, store.url("again"), "--run-dir", str(tmp_path / name))
+        status = json.loads((tmp_path / name / "status.json").read_text())
+        assert (status["status"], status["step"]) == ("finished", 4)
+        assert caplog.messages[-1].startswith(said)
+    for command in ("verify", "report"):
+        project(command, "--run-dir", str(tmp_path / "there"))
 
 
 def test_a_stage_leaves_the_store_alone(

@@ -2,11 +2,14 @@
 
 Several launchers on this machine stand for as many machines, with one process each, in an elastic
 job of launch.sh (NNODES=1:3, torchrun's rendezvous): one is killed with all it started, one
-gets a stop signal, others join. In other runs the launcher is killed, and started by hand with
-another number of processes. A recorder in the render (sample_recorder.py) writes down which samples
-each rank asks for; all is compared with a run on one process that nobody disturbs.
+gets a stop signal, one freezes for seconds, others join. In other runs the launcher is killed, and
+started by hand with another number of processes. Some runs have their checkpoints in an object
+store (moto's, on loopback), or on disk and there. A recorder in the render (sample_recorder.py)
+writes down which samples each rank asks for; all is compared with a run on one process that nobody
+disturbs.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -19,7 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from benchmarks.common import free_ports, render
+from tests.project.s3 import s3
 
 from .common import Findings, run_topic
 from .forked_jobs import PATIENCE, Plan
@@ -49,12 +55,18 @@ LOST = "A machine lost without a word costs no more than a save interval and the
 FREE = "A machine that joins or is stopped costs no step"
 LOSSES = f"Losses equal an undisturbed run's on one process, within {BOUND:.0e} of their size"
 ORPHANS = "Nothing that a launcher started outlives it"
-LOSES, STOPS, JOINS = "is lost", "is stopped", "joins"
+FROZEN = "A machine that freezes for seconds costs no step and no restart"
+LOSES, STOPS, JOINS, FREEZES = "is lost", "is stopped", "joins", "freezes"
 Changes = tuple[tuple[str, int], ...]
 PEACE: Changes = (("", 0),)
-MACHINES: Changes = (("", 1), (JOINS, 2), (LOSES, 1), (JOINS, 2), (JOINS, 3), (STOPS, 2))
-BY_HAND: Changes = (("", 2), (LOSES, 1), (STOPS, 2), (LOSES, 3))
-BOUNDED = {"peace": PEACE, "machines": MACHINES[:3]}
+MACHINES: Changes = (
+    *(("", 1), (JOINS, 2), (FREEZES, 2), (LOSES, 1)),
+    *((JOINS, 2), (JOINS, 3), (FREEZES, 3), (STOPS, 2), (FREEZES, 2)),
+)
+BY_HAND: Changes = (("", 3), (LOSES, 1), (FREEZES, 1), (STOPS, 2), (LOSES, 3))
+STORED = {"ddp_dcp_async": {}, "fsdp_dcp": {}, "fsdp_dcp_async": {"checkpoint.local_first": True}}
+"""Variants that are run again with a store."""
+BOUNDED = {"peace": PEACE, "machines": MACHINES[:4]}
 
 
 @dataclass
@@ -105,6 +117,8 @@ class Trial:
     steps: int
     elastic: bool = False
     """Whether a launcher stands for a machine of several."""
+    more: dict[str, object] = field(default_factory=dict)
+    """Further settings."""
     machines: list[Launch] = field(default_factory=list)
     port: int = 0
     launches: int = 0
@@ -128,7 +142,8 @@ class Trial:
 
     def launch(self, processes: int) -> None:
         """Start one more launcher, or a plain process (0)."""
-        settings, text = SETTINGS | {"train.steps": self.steps}, self.source / "text.txt"
+        settings: dict[str, object] = {**SETTINGS, "train.steps": self.steps, **self.more}
+        text = self.source / "text.txt"
         if text.exists():
             settings["data.path"] = text
         more = {"RECORDS": str(self.records), "PACE": str(self.folder / "pace")}
@@ -142,24 +157,32 @@ class Trial:
         plan = Plan(self.name, settings, processes)
         self.machines.append(Launch(self.source, plan, self.run_dir, log, more=more))
 
-    def until(self, size: int, after: int) -> str | None:
-        """Let it train on so many ranks for some steps, in a start later than the first `after`."""
+    def until(self, size: int, after: int, since: int = 0) -> str | None:
+        """Let it train on so many ranks for some steps, in a start later than the first `after`.
+
+        The steps count from the start's first, or from `since`.
+        """
         deadline, further = time.monotonic() + PATIENCE, self.rng.randrange(EVERY + 2, 3 * EVERY)
         while time.monotonic() < deadline:
             now = starts(self.records)
             if len(now) > after and now[-1].size == size:
-                self.pace(now[-1].first + further)
-                if now[-1].last >= now[-1].first + further:
+                goal = max(now[-1].first, since) + further
+                self.pace(goal)
+                if now[-1].last >= goal:
                     return None
             for machine in self.machines:
                 if (code := machine.process.poll()) is not None:
                     return f"a launcher ended with {code}: {machine.log.read_text('utf-8')[-1500:]}"
-            time.sleep(0.02)
+            time.sleep(0.1)
         return f"no start on {size} ranks; the last one had {now[-1].size if now else 0}"
 
     def change(self, what: str, size: int) -> None:
         """Do it, and see the job go on with so many ranks."""
         before = len(starts(self.records))
+        if what == FREEZES:
+            problem = self.freeze(size)
+            self.changes.append((what, before, problem and f"{self.name}: {problem}"))
+            return
         if what == JOINS:
             self.launch(1)
         else:
@@ -175,6 +198,18 @@ class Trial:
         self.changes.append((what, before, problem := self.until(size, before)))
         if problem:
             raise RuntimeError(f"{self.name}: a machine {what}: {problem}")
+
+    def freeze(self, size: int) -> str | None:
+        """Stop all processes of a machine for seconds, and see the job go on as it was."""
+        before, processes = starts(self.records), self.machines[-1].processes()
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in processes:
+                os.kill(pid, number)
+            if number == signal.SIGSTOP:
+                time.sleep(self.rng.uniform(1, 4))
+        problem = self.until(size, len(before) - 1, before[-1].last)
+        again = len(starts(self.records)) > len(before)
+        return problem or ("it was started again" if again else None)
 
     def run(self, changes: Changes) -> None:
         """The whole of it, up to the run's end."""
@@ -211,7 +246,7 @@ def judge(findings: Findings, trial: Trial, peace: Trial) -> None:
     for step in range(1, trial.steps + 1):
         ids = next((start.whole(step) for start in found[::-1] if step in start.lines), None)
         history += ids or [-1] * BATCH
-    manifest = next(trial.run_dir.glob("checkpoints/step_????????/manifest.json"))
+    manifest = next(peace.run_dir.glob("checkpoints/step_????????/manifest.json"))
     size = json.loads(manifest.read_text("utf-8"))["identity"]["training_samples"]
     for start_at in range(0, len(history) - size + 1, size):
         whole = sorted(history[start_at : start_at + size]) == list(range(size))
@@ -219,6 +254,9 @@ def judge(findings: Findings, trial: Trial, peace: Trial) -> None:
         findings.tally(ONCE, "epochs").count(problem)
 
     for what, before, problem in trial.changes:
+        if what == FREEZES:
+            findings.tally(FROZEN, "machines").count(problem)
+            continue
         findings.tally(WORLD, "changes").count(problem)
         if not problem:
             lost = found[before - 1].last - found[before].first + 1
@@ -239,11 +277,13 @@ def judge(findings: Findings, trial: Trial, peace: Trial) -> None:
         findings.figures[key] = max(float(f"{off:.1e}"), findings.figures.get(key, 0.0))
 
 
-def prepare(folder: Path, name: str, task: str) -> Path:
+def prepare(folder: Path, name: str, task: str, storage: str = "disk") -> Path:
     """The render of a variant, with a recorder in it."""
-    (folder / name).mkdir()
+    folder = folder / storage
+    (folder / name).mkdir(parents=True)
     parallelism, _, checkpoint = name.partition("_")
     answers = {"parallelism": parallelism, "checkpoint": checkpoint, "task": task}
+    answers["storage"] = storage
     source = render(folder / name, tracker="none", package_name=name, **answers)
     package = source / name
     shutil.copy(Path(__file__).with_name("sample_recorder.py"), package)
@@ -261,32 +301,41 @@ def prepare(folder: Path, name: str, task: str) -> Path:
     return source
 
 
-def variant(source: Path, name: str, plans: dict[str, Changes], steps: int) -> list[Trial]:
-    """Run what is planned for a variant, each plan by itself."""
+def variant(
+    source: Path, name: str, plans: dict[str, Changes], steps: int, store: dict[str, object]
+) -> list[Trial]:
+    """Run what is planned for a variant, each plan by itself; `store`: settings if not in peace."""
     trials = []
     for kind, changes in plans.items():
-        trial = Trial(name, source, source / f"{name}, {kind}", steps, kind == "machines")
+        elastic, more = kind.startswith("machines"), {} if kind == "peace" else store
+        trial = Trial(name, source, source / f"{name}, {kind}", steps, elastic, more)
         trial.run(changes)
         trials.append(trial)
     return trials
 
 
 def attempt(findings: Findings) -> None:
-    """All variants that can have more than one rank; in part, one."""
-    names, steps = [f"{a}_{b}" for a in PARALLELISMS[1:] for b in CHECKPOINTS], 240
-    plans = {"peace": PEACE, "machines": MACHINES}
+    """All variants that can have more than one rank, some with a store too; in part, one."""
+    names, steps = [f"{a}_{b}" for a in PARALLELISMS[1:] for b in CHECKPOINTS], 320
     if findings.bounded:
-        plans, names, steps = BOUNDED, names[-2:-1], 120
-
-    def tried(name: str, task: str, source: Path) -> list[Trial]:
-        more = {"by hand": BY_HAND} if not findings.bounded and task == TASKS[0] else {}
-        return variant(source, name, plans | more, steps)
-
+        names, steps = names[-2:-1], 140
     tasks = (TASKS * len(names))[: len(names)]
-    # One after the other: Cookiecutter changes the working directory, which all threads share.
-    sources = [prepare(findings.folder, n, t) for n, t in zip(names, tasks, strict=True)]
-    with ThreadPoolExecutor(2) as pool:  # most of the time is spent waiting for each other
-        for peace, *trials in pool.map(tried, names, tasks, sources):
+    runs = []
+    with contextlib.ExitStack() as stack:
+        # One after the other: Cookiecutter changes the working directory, which all threads share.
+        for name, task in zip(names, tasks, strict=True):
+            hand = {"by hand": BY_HAND} if task == TASKS[0] else {}
+            plans = BOUNDED if findings.bounded else {"peace": PEACE, "machines": MACHINES, **hand}
+            runs.append((prepare(findings.folder, name, task), name, plans, steps, {}))
+        if not findings.bounded:
+            store = stack.enter_context(s3(stack.enter_context(pytest.MonkeyPatch.context())))
+            plans = {"peace": PEACE, "machines, stored": MACHINES}
+            for name, more in STORED.items():
+                source = prepare(findings.folder, name, TASKS[0], "object_store")
+                more = {"checkpoint.url": store.url(name), **more}
+                runs.append((source, name, plans, steps, more))
+        pool = stack.enter_context(ThreadPoolExecutor(2))  # most of the time is spent waiting
+        for peace, *trials in pool.map(variant, *zip(*runs, strict=True)):
             for trial in trials:
                 judge(findings, trial, peace)
 

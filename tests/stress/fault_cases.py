@@ -15,7 +15,8 @@ from typing import Any
 
 from . import fault_injection
 from .fault_injection import CHANGES, OPENS, READS, WRITES, Call
-from .faulty_saves import MAKES, Fault, Saves, Variant, status
+from .faulty_disks import SmallDisk
+from .faulty_saves import HARMLESS, KINDS, MAKES, Fault, Saves, Variant, status
 from .storm import contents
 
 STOPS = "asked to stop, the run says why, and its restart ends with the bits of an undisturbed one"
@@ -24,6 +25,8 @@ LOGS = "log lines and a status that cannot be written end no run, and no line is
 SLOW = "with a slow rank or slow saves no save is torn, skipped or waited for in vain"
 SAID_SLOW = "training waits for a save that takes longer than its interval, and warns"
 FLAT = "memory and descriptors do not grow over saves in the background"
+LEVEL = "over thousands of steps memory, threads and descriptors stay level"
+FILLED = "a run that fills a small disk says so, and with more room ends with the same bits"
 EVERYTHING = {*OPENS, *READS, *WRITES, *CHANGES} & fault_injection.NUMBERS.keys()
 
 
@@ -36,7 +39,8 @@ def disturb(variant: Variant, troubles: list[Fault], most: int | None, hits: Cou
             chosen = rng.sample(chosen, min(most, len(chosen)))
         for start in range(0, len(chosen), len(variant.disturbed)):
             run = variant.run(dict(zip(variant.disturbed, chosen[start:], strict=False)), trouble)
-            hits[f"saves disturbed: {os.strerror(trouble.error)}"] += len(run.struck)
+            what = os.strerror(trouble.error) if trouble.error else "slow calls"
+            hits[f"saves disturbed: {what}"] += len(run.struck)
 
 
 def disturb_threads(variant: Variant, hits: Counter[str]) -> None:
@@ -86,7 +90,9 @@ def ended(variant: Variant, run_dir: Path, settings: dict[str, str] | None = Non
     return problems + ([f"left over: {sorted(left)}"] if left else [])
 
 
-def start(variant: Variant, base: Path, rank: int, point: int, once: bool) -> bool:
+def start(
+    variant: Variant, base: Path, rank: int, point: int, once: bool, error: int = errno.EIO
+) -> bool:
     """Refuse what a start does in the run directory from one call on; False if it has ended."""
     run_dir = variant.new()
     shutil.copytree(base, run_dir)
@@ -96,19 +102,21 @@ def start(variant: Variant, base: Path, rank: int, point: int, once: bool) -> bo
         nonlocal left, struck, started
         # By its first log line it has started; what comes then is a save's trouble.
         started |= call.name == "write" and call.path.endswith("/metrics.jsonl")
-        if call.rank != rank or started:
+        if call.rank != rank or started or call.kind not in KINDS[error]:
             return 0
         left -= 1
         refused = left == -1 or (left < -1 and not once)
         struck |= refused
-        return errno.EIO if refused else 0
+        return error if refused else 0
 
     code, log = variant.job(run_dir, judge, EVERYTHING)
     if not struck:
         return False
     told = [line for line in log.splitlines() if "error: " in line]
-    reason = os.strerror(errno.EIO), str(run_dir)
+    reason = os.strerror(error), str(run_dir)
     problems = [] if code is not None else [f"it hung: {log[-2000:]}"]
+    if code and error in HARMLESS:
+        problems.append("it ended for nothing")
     if code and (len(told) != 1 or not all(words in told[0] for words in reason)):
         problems.append(f"exit code {code}, said {told}: {log[-2000:]}")
     if code and contents(run_dir) != before:
@@ -116,7 +124,7 @@ def start(variant: Variant, base: Path, rank: int, point: int, once: bool) -> bo
     if aside := [path.name for path in run_dir.glob("checkpoints/*.damaged-*")]:
         problems.append(f"set aside: {aside}")
     problems += ended(variant, run_dir) if code else []
-    place = f"{variant.package}, rank {rank} of {variant.ranks}, call {point}, once {once}"
+    place = f"{variant.package}, rank {rank} of {variant.ranks}, call {point}, once {once}, {error}"
     problem = f"{place}: {'; '.join(problems)}" if problems else None
     variant.findings.tally(STARTS, "starts").count(problem)
     return True
@@ -222,3 +230,63 @@ def memory(variant: Variant, saves: int, width: int, hits: Counter[str]) -> None
     variant.findings.tally(FLAT, "saves").count(None if good else text)
     hits["bytes more after half of the saves"] = max(0, int(grown))
     hits["bytes of a checkpoint, memory watched"] = size
+
+
+def long(variant: Variant, steps: int, hits: Counter[str]) -> None:
+    """Look at the processes of a run again and again over many steps."""
+    run_dir, every = variant.new(), steps // 100
+    held = run_dir.with_suffix(".held")
+
+    def hook() -> None:
+        training = importlib.import_module(f"{variant.package}.train")
+        step = training.train_step
+
+        def watched(state: Any, batches: Any) -> None:
+            step(state, batches)
+            if state.step % every == 0:
+                pages = int(Path("/proc/self/statm").read_text().split()[1])
+                figures = [pages * os.sysconf("SC_PAGE_SIZE"), *map(count, ("task", "fd"))]
+                with held.with_suffix(f".{state.world.rank}").open("a") as file:
+                    file.write(f"{json.dumps(figures)}\n")
+
+        training.train_step = watched
+
+    count = lambda kind: len(os.listdir(f"/proc/self/{kind}"))  # noqa: E731
+    more = {"train.steps": steps, "train.global_batch_size": 4, "model.width": 16}
+    more |= {"checkpoint.every": max(every, 50), "train.validate_every": 10 * every}
+    code, log = variant.job(run_dir, lambda call: 0, set(), hook, **more)
+    problems = [] if code == 0 else [f"{code}: {log[-2000:]}"]
+    for rank in range(max(1, variant.ranks)) if code == 0 else ():
+        lines = [json.loads(it) for it in held.with_suffix(f".{rank}").read_text().splitlines()]
+        parts = lines[25:50], lines[75:]
+        for at, (kind, most) in enumerate((("bytes", 4 << 20), ("threads", 0), ("descriptors", 0))):
+            before, after = (statistics.median(it[at] for it in part) for part in parts)
+            if after - before > most:
+                problems.append(f"rank {rank}: {kind} {before} and then {after}")
+            name = f"{kind} more after half of the steps"
+            hits[name] = max(hits[name], int(after - before))
+    place = f"{variant.package}, {variant.ranks} ranks"
+    variant.findings.tally(LEVEL, "steps").tried += steps - 1
+    problem = f"{place}: {'; '.join(problems)}" if problems else None
+    variant.findings.tally(LEVEL, "steps").count(problem)
+
+
+def fills_up(variant: Variant, megabytes: int, hits: Counter[str]) -> None:
+    """Let a run fill a small disk with its checkpoints, and go on once there is more room."""
+    disk = SmallDisk(folder=variant.folder / f"small-{variant.runs}", megabytes=megabytes)
+    run_dir = variant.new(disk.place)
+    asked = {"checkpoint.on_failure": "stop", "checkpoint.keep": 10**6}
+    code, log = variant.job(run_dir, lambda call: 0, set(), **asked)
+    there = contents(run_dir)
+    problems = [] if code == 1 and there else [f"exit code {code}, {sorted(there)}: {log[-2000:]}"]
+    told = [line for line in log.splitlines() if line.startswith("error: ")]
+    if len(told) != 1 or os.strerror(errno.ENOSPC) not in told[0] or "Traceback" in log:
+        problems.append(f"said {told}")
+    checkpoints = importlib.import_module(f"{variant.package}.checkpoint.publish")
+    for path in checkpoints.published(run_dir / "checkpoints"):
+        problems += checkpoints.verify(path)[1]
+    disk.end()
+    problems += ended(variant, run_dir)
+    hits["checkpoints on small disks that filled up"] += len(there)
+    problem = f"{variant.package}, {megabytes} MB: {'; '.join(problems)}" if problems else None
+    variant.findings.tally(FILLED, "disks").count(problem)

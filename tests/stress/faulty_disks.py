@@ -93,6 +93,22 @@ class FullDisk(DiskFault):
 
 
 @dataclass
+class SmallDisk(DiskFault):
+    """A tmpfs of so many megabytes, which a run fills by itself."""
+
+    megabytes: int = 2
+
+    def __post_init__(self) -> None:
+        """Mount it."""
+        super().__post_init__()
+        mount("tmpfs", self.place, "tmpfs", options=f"size={self.megabytes}m,mode=755")
+
+    def end(self) -> None:
+        """Make room."""
+        mount("tmpfs", self.place, "tmpfs", REMOUNT, "size=64m")
+
+
+@dataclass
 class NoNames(DiskFault):
     """A tmpfs with so many inodes left."""
 

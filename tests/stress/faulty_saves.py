@@ -35,12 +35,16 @@ KINDS = {
     errno.EROFS: CHANGES | {"create"},
     errno.EACCES: CHANGES | {"create", "open"},
     errno.EIO: CHANGES | WRITES | READS | {"create", "open"},
+    errno.EINTR: WRITES | {"read", "pread64", "create", "open"},
+    0: CHANGES | WRITES | READS | {"create", "open"},
 }
-"""Calls by what they may fail with."""
+"""Calls by what they may fail with (0: they are only slow)."""
+HARMLESS = (0, errno.EINTR)
 
 WHOLE = "what bears the name of a checkpoint is whole, and the last good one is kept"
 SAID = "a failed save is reported in one line, with the reason; a good one is not"
 TIDY = "after the next save that succeeds nothing half-done is left"
+COSTLESS = "a call that a signal interrupts, or that takes its time, costs no save"
 GOES_ON = "asked to go on, the run ends with the bits of an undisturbed one"
 
 
@@ -54,11 +58,13 @@ class Fault:
     """Whose calls are counted and refused (None: all ranks')."""
     threads: bool = False
     """Only calls of threads that the saving thread has started."""
+    delay: float = 0.0
+    """Seconds that a call takes, refused or not."""
 
     def __str__(self) -> str:
         when = "one call" if self.once else "all calls from one on"
         of = "" if self.rank is None else f" of rank {self.rank}"
-        return f"{when}{of}: {os.strerror(self.error)}"
+        return f"{when}{of}: {os.strerror(self.error) if self.error else f'{self.delay} s'}"
 
     @property
     def errors(self) -> tuple[int, ...]:
@@ -89,6 +95,7 @@ class Fault:
         self.left -= 1
         if self.left == -1 or (self.left < -1 and not self.once):
             self.struck = True
+            time.sleep(self.delay)
             return True
         return False
 
@@ -154,6 +161,8 @@ class Saves:
         elif self.before and self.before[-1] not in steps:
             problems.append(f"step {self.before[-1]} is gone")
         self.count(WHOLE, "saves", problems)
+        if disturbed and self.trouble.struck and self.trouble.error in HARMLESS:
+            self.count(COSTLESS, "saves", [] if saved else ["it failed"])
         if self.step and not disturbed:
             left = {path.name for path in folder.iterdir()}
             wanted = {path.name for path in paths[-KEEP:]}

@@ -69,13 +69,15 @@ class Plan:
     ranks: int
     sabotage: Callable[[str], None] | None = field(default=None, compare=False)
     """Called with the package in each rank, to break something and see it noticed."""
+    store: str | None = None
+    """Where there is one, each run has its checkpoints below this address, by its name."""
 
     def configuration(self, run_dir: Path, **more: Any) -> Any:
         """The settings, resolved."""
         config = importlib.import_module(f"{self.package}.config")
-        return config.override(
-            config.preset("tiny"), self.settings | {"run_dir": run_dir, "device": "cpu"} | more
-        )
+        place: dict[str, Any] = {"run_dir": run_dir, "device": "cpu"}
+        place |= {"checkpoint.url": f"{self.store}/{run_dir.name}"} if self.store else {}
+        return config.override(config.preset("tiny"), self.settings | place | more)
 
 
 class Job:
@@ -272,8 +274,11 @@ class _Watch:
             writer.Writer._stage = stage
         self.mark(training, "setup", "setting up")
         self.mark(training, "validate", "validating")
-        self.mark(publish.Publisher, "finish", "hashing")
-        self.mark(publish.Publisher, "commit", "renaming")
+        storage = importlib.import_module(f"{self.package}.checkpoint.storage")
+        for publisher in (publish.Publisher, getattr(storage, "StorePublisher", None)):
+            if publisher:
+                self.mark(publisher, "finish", "hashing")
+                self.mark(publisher, "commit", "renaming")
         self.mark(publish.Publisher, "prune", "pruning")
         restored = lambda step, _: self.note(RESTORED, step + 1)  # noqa: E731
         self.mark(state.Checkpointer, "restore", "restoring", restored)

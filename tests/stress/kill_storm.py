@@ -3,7 +3,9 @@
 Every parallelism with every kind of checkpoint. `kill -9` goes to one rank, to all of them or to
 what launched them; some kills come at a moment drawn at random from the length of a run, more
 within a phase that is waited for, so that short ones are met too. Most jobs are forked
-(forked_jobs.py, storm.py); some go through launch.sh and torchrun (launched_jobs.py).
+(forked_jobs.py, storm.py), on one process, two ranks or three, some compiled per block; some go
+through launch.sh and torchrun (launched_jobs.py), and some are killed while they prune thousands
+of checkpoints (kill_storm_pruning.py).
 """
 
 import json
@@ -15,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import kill_storm_mutants
+from . import kill_storm_mutants, kill_storm_pruning
 from .common import Findings, run_topic
 from .forked_jobs import PHASES
 from .launched_jobs import Launch
@@ -33,7 +35,9 @@ from .storm import (
     renders,
 )
 
-COMPILED = ("single_dcp_async", "ddp_torch_save", "fsdp_dcp")
+# With the number of ranks, where there are several.
+COMPILED = {"single_dcp_async": 0, "ddp_torch_save": 2, "fsdp_dcp": 2}
+COMPILED |= {"ddp_dcp_async": 3, "fsdp_dcp_async": 3}
 REAL = ("single_dcp", "ddp_dcp_async", "fsdp_torch_save")
 LONGER = {"train.steps": 500, "train.validate_every": 100, "checkpoint.every": 20}
 KILLS_LAUNCHED = (
@@ -107,7 +111,7 @@ def _do(part: Part, own: Findings) -> None:
 
 
 def attempt(findings: Findings) -> None:
-    """All nine variants."""
+    """All nine variants, on two ranks and on three."""
     sources = renders(findings.folder / "renders")
     import_all(sources)
 
@@ -115,14 +119,24 @@ def attempt(findings: Findings) -> None:
         def part(found: Findings, hits: Counter[str]) -> None:
             for number, name in enumerate(names):
                 workers = {} if number % 3 or found.bounded else {"train.loader_workers": 1}
-                plan = plan_of(name, sources[name], **workers)
-                storm = Storm(plan, found.folder / name, found, random.Random(name), hits)
-                storm.kill(1 if found.bounded else 20)
-            for name in () if found.bounded else set(names) & set(COMPILED):
-                plan = plan_of(name, sources[name], **{"compile.mode": "blocks"})
-                Storm(plan, found.folder / f"{name}_c", found, random.Random(name), hits).kill(4)
+                ranks = 3 if found.bounded and name == "ddp_dcp_async" else 2
+                storm(name, name, found, hits, ranks, **workers).kill(1 if found.bounded else 20)
+            for name in () if found.bounded else names:
+                if not name.startswith("single"):
+                    storm(name, f"{name}_3", found, hits, 3).kill(8)
+                if name in COMPILED:
+                    compiled = {"compile.mode": "blocks"}
+                    storm(name, f"{name}_c", found, hits, COMPILED[name], **compiled).kill(4)
 
         return part
+
+    def storm(name: str, run: str, found: Findings, hits: Counter[str], *ranks: int, **more: Any):
+        plan = plan_of(name, sources[name], *ranks, **more)
+        return Storm(plan, found.folder / run, found, random.Random(run), hits)
+
+    def pruning(found: Findings, hits: Counter[str]) -> None:
+        for name in ("single_torch_save", "fsdp_dcp_async")[: 1 if found.bounded else None]:
+            kill_storm_pruning.attempt(found, hits, plan_of(name, sources[name]))
 
     def started(found: Findings, hits: Counter[str]) -> None:
         for name in REAL[: 1 if found.bounded else None]:
@@ -138,7 +152,7 @@ def attempt(findings: Findings) -> None:
         kill_storm_mutants.attempt(found, sources)
 
     names = list(sources)
-    parts = [forked(names[::2]), forked(names[1::2]), started, broken]
+    parts = [forked(names[::2]), forked(names[1::2]), started, broken, pruning]
     hits = side_by_side(findings, parts)
     figures, kills = findings.figures, hits["kills"]
     figures["kills"], figures["kills through real starts"] = kills, hits["launched kills"]
@@ -147,6 +161,10 @@ def attempt(findings: Findings) -> None:
     )
     figures["steps done again, most of forked"] = hits["most lost"]
     figures["save interval, steps"] = EVERY
+    figures["kills of runs on 3 ranks"] = hits["3 ranks"]
+    figures["kills of runs compiled per block"] = hits["compiled"]
+    figures[kill_storm_pruning.HALF_WAY] = hits[kill_storm_pruning.HALF_WAY]
+    figures[kill_storm_pruning.MOST] = hits[kill_storm_pruning.MOST]
     for name in (*WHOM, *PHASES[1:]):
         figures[f"kills {'of' if name in WHOM else 'while'} {name}"] = hits[name]
 

@@ -5,10 +5,13 @@ import dataclasses
 import importlib
 import io
 import random
+import shutil
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from . import kill_storm_pruning
 from .common import Findings
 from .storm import ENDS, LOST, NEWEST, ORPHANS, WHOLE, Storm, plan_of
 
@@ -57,25 +60,51 @@ def _overlooks_the_newest(package: str) -> None:
     publish.published = lambda directory: published(directory)[:-1]
 
 
+def _sums_otherwise_at_first(package: str) -> None:
+    importlib.import_module(f"{package}.distributed.parallel").warm_up = lambda *_: None
+
+
+def _prunes_in_place(package: str) -> None:
+    publisher = importlib.import_module(f"{package}.checkpoint.publish").Publisher
+
+    def in_place(self, path: Path, manifest) -> None:
+        (path / "manifest.json").unlink()
+        time.sleep(0.005)
+        shutil.rmtree(path)
+
+    publisher.discard = in_place
+
+
 BREAKS: dict[Callable[[str], None], tuple[str, str, str]] = {
     _lets_orphans_live: ("ddp_dcp", ORPHANS, "training"),
+    _sums_otherwise_at_first: ("ddp_dcp on 3", ENDS, "validating"),
     _restores_no_moments: ("single_dcp", ENDS, "validating"),
     _trains_otherwise: ("single_dcp", WHOLE, "validating"),
     _saves_only_at_the_end: ("single_dcp", LOST, "validating"),
     _overlooks_the_newest: ("single_dcp", NEWEST, "validating"),
+    _prunes_in_place: ("single_torch_save", WHOLE, "pruning"),
 }
-"""What is broken; in which variant, which promise that is of, and the phase to kill in."""
+"""What is broken; in which variant (of three ranks, or with many checkpoints if they are pruned),
+which promise that is of, and the phase to kill in."""
+IN_FULL = (_sums_otherwise_at_first,)
 
 
 def attempt(findings: Findings, sources: dict[str, Path]) -> None:
     """Break each promise; `findings` counts those that were not noticed."""
     storms: dict[str, Storm] = {}
     for sabotage, (name, promise, phase) in BREAKS.items():
+        if findings.bounded and sabotage in IN_FULL:
+            continue
         own = Findings(findings.bounded, findings.folder)
         if name not in storms:
-            plan = plan_of(name, sources[name])
-            folder = findings.folder / f"broken_{name}"
-            storms[name] = Storm(plan, folder, own, random.Random(0), Counter())
+            package, _, ranks = name.partition(" on ")
+            plan = plan_of(package, sources[package], int(ranks or 2))
+            if phase == "pruning":
+                few = Findings(True, findings.folder)
+                storms[name] = kill_storm_pruning.thousands(few, Counter(), plan)
+            else:
+                folder = findings.folder / f"broken_{name}"
+                storms[name] = Storm(plan, folder, own, random.Random(0), Counter())
         storm = storms[name]
         storm.findings, storm.target = (
             own,

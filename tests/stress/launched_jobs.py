@@ -35,7 +35,7 @@ class Launch:
         """Start it."""
         words = ["train", "--preset", "tiny", "--device", "cpu", "--run-dir", str(self.run_dir)]
         for name, value in self.plan.settings.items():
-            words += [f"--{name.replace('_', '-')}", str(value)]
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
         command = [sys.executable, "-m", self.plan.package]
         if self.plan.ranks:
             script = self.source.parent / "launch.sh"

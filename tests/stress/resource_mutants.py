@@ -1,16 +1,20 @@
 """Code that breaks a promise about scarce resources, one way each: it has to be noticed."""
 
 import contextlib
+import ctypes
 import errno
 import importlib
 import io
+import os
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import fault_cases
 from .common import Findings
-from .faulty_saves import GOES_ON, SAID, TIDY, WHOLE, Fault, Variant
+from .faulty_saves import COSTLESS, GOES_ON, SAID, TIDY, WHOLE, Fault, Variant
 
 NOTICED = "code that breaks one of these promises is found out"
 KEPT: list[Any] = []
@@ -111,7 +115,51 @@ def _leaks_copies(package: str) -> None:
     writer.save = leaky
 
 
+def _leaks_each_step(package: str) -> None:
+    training = module(package, "train")
+    step = training.train_step
+    training.train_step = lambda *rest: (KEPT.append(b"x" * 100_000), step(*rest))[1]
+
+
+def _leaks_threads(package: str) -> None:
+    publisher = module(package, "checkpoint.publish").Publisher
+    finish = publisher.finish
+
+    def leaky(self: Any, path: Any) -> Any:
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        return finish(self, path)
+
+    publisher.finish = leaky
+
+
+def _ends_at_a_signal(package: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def fsync(file: Any) -> None:
+        if libc.fsync(file if isinstance(file, int) else file.fileno()):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    os.fsync = fsync
+
+
+def _is_impatient(package: str) -> None:
+    publisher, error = (
+        module(package, "checkpoint.publish").Publisher,
+        module(package, "checkpoint.manifest").CheckpointError,
+    )
+    finish = publisher.finish
+
+    def impatient(self: Any, path: Any) -> Any:
+        began, entry = time.monotonic(), finish(self, path)
+        if time.monotonic() - began > 0.5:
+            raise error("this takes too long")
+        return entry
+
+    publisher.finish = impatient
+
+
 FULL, ONCE = Fault(errno.ENOSPC), Fault(errno.EIO, once=True)
+SIGNAL, DELAY = Fault(errno.EINTR, once=True), Fault(0, delay=0.6)
 Try = Callable[[Variant], object]
 
 
@@ -124,7 +172,7 @@ def starts(variant: Variant) -> None:
     """Refuse a read after the other, until it is noticed."""
     base = variant.new()
     variant.job(base, lambda call: 0, set(), **{"train.steps": 3})
-    for point in range(6, 60, 6):
+    for point in range(6, 150, 3):
         fault_cases.start(variant, base, 0, point, True)
         if any(tally.violations for tally in variant.findings.tallies):
             return
@@ -141,6 +189,10 @@ BREAKS: dict[Callable[[str], None], tuple[str, Try]] = {
     _stops_for_a_line: (fault_cases.LOGS, lambda it: fault_cases.log_lines(it, 3, 6)),
     _skips_saves: (fault_cases.SLOW, lambda it: fault_cases.slow(it, 3.0, Counter())),
     _says_nothing: (fault_cases.SAID_SLOW, lambda it: fault_cases.slow(it, 3.0, Counter())),
+    _leaks_each_step: (fault_cases.LEVEL, lambda it: fault_cases.long(it, 400, Counter())),
+    _leaks_threads: (fault_cases.LEVEL, lambda it: fault_cases.long(it, 400, Counter())),
+    _ends_at_a_signal: (COSTLESS, lambda it: fault_cases.disturb(it, [SIGNAL], 12, Counter())),
+    _is_impatient: (COSTLESS, lambda it: fault_cases.disturb(it, [DELAY], 9, Counter())),
     _leaks_copies: (fault_cases.FLAT, lambda it: fault_cases.memory(it, 24, 128, Counter())),
 }
 """What is broken; which promise that is of, and how to notice."""

@@ -1,11 +1,11 @@
 """What is scarce or breaks while a run saves: room on the disk, rights, the disk itself, time.
 
 Each call that a save makes is refused once, and all from each call on, with the errors that a full
-disk, a quota, a failing disk, a read-only file system and lost rights give (fault_injection.py);
-and real file systems are filled, closed and broken (faulty_disks.py). Runs are forked, on one rank
-and two, with each way to save. Each call of a start is refused as well, and stops are disturbed;
-then one rank is slow, a save takes longer than its interval, and the memory of a process is watched
-over a hundred saves.
+disk, a quota, a failing disk, a read-only file system and lost rights give (fault_injection.py),
+or interrupted, or slow; and real file systems are filled, closed and broken (faulty_disks.py). Runs
+are forked, on one rank and two, with each way to save. Each call of a start is refused as well, and
+stops are disturbed; then one rank is slow, a save takes longer than its interval, and the memory of
+a process is watched over a hundred saves, and over 20,000 steps with its threads and descriptors.
 """
 
 import errno
@@ -21,7 +21,17 @@ from benchmarks.common import render
 
 from . import fault_injection, faulty_disks, resource_mutants
 from .common import Findings, run_topic
-from .fault_cases import disturb, disturb_threads, log_lines, memory, slow, start, stop
+from .fault_cases import (
+    disturb,
+    disturb_threads,
+    fills_up,
+    log_lines,
+    long,
+    memory,
+    slow,
+    start,
+    stop,
+)
 from .faulty_saves import Fault, Variant
 from .kill_storm import Part, side_by_side
 from .prepare_checkpoints import ANSWERS
@@ -45,6 +55,9 @@ def scarcity(variants: list[Variant], found: Findings, hits: Counter[str]) -> No
         except (OSError, subprocess.SubprocessError) as error:
             print(f"NOT TRIED: {kind.__doc__} ({error})", file=sys.stderr, flush=True)
             hits[f"not tried: {kind.__name__}, {error}"] += 1
+    for variant in () if reason else variants:
+        for megabytes in (2, 3)[: 1 if found.bounded else None]:
+            fills_up(variant, megabytes, hits)
 
 
 def whole(variants: list[Variant], found: Findings, hits: Counter[str]) -> None:
@@ -58,6 +71,13 @@ def whole(variants: list[Variant], found: Findings, hits: Counter[str]) -> None:
         disturb(variant, [Fault(errno.ENOSPC)], most, hits)
         disturb(variant, [Fault(errno.EIO, once=True, rank=rank)], most, hits)
         disturb(variant, [] if bounded else [*some, Fault(errno.EIO)], 11, hits)
+        signals, delays = Fault(errno.EINTR, once=True), Fault(0, rank=rank, delay=0.02)
+        longer = Fault(0, once=True, rank=rank, delay=1.0)
+        if bounded:
+            disturb(variant, [signals if variant.ranks else delays], 3, hits)
+        else:
+            disturb(variant, [signals], 44, hits)
+            disturb(variant, [delays, longer], 11, hits)
         rng = random.Random(1)
         for trouble in (Fault(errno.ENOSPC), Fault(errno.EIO, once=True))[bounded:]:
             for _ in range(1 if bounded else 4):
@@ -68,6 +88,9 @@ def whole(variants: list[Variant], found: Findings, hits: Counter[str]) -> None:
             points = rng.sample(range(100), 2) if bounded else itertools.count()
             for point in points:
                 if not start(variant, base, rank, point, once=point % 2 == 0):
+                    break
+            for point in () if bounded else itertools.count(0, 7):
+                if not start(variant, base, rank, point, True, errno.EINTR):
                     break
 
 
@@ -82,6 +105,8 @@ def rest(variants: list[Variant], found: Findings, hits: Counter[str]) -> None:
     if not found.bounded:
         slow(ranks, 3.0, hits)
     memory(plain, 24 if found.bounded else 104, 128 if found.bounded else 512, hits)
+    for variant in (plain,) if found.bounded else (plain, ranks):
+        long(variant, 400 if found.bounded else 20_000, hits)
 
 
 def attempt(findings: Findings) -> None:

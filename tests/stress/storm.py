@@ -1,16 +1,18 @@
 """A storm of kills over the forked runs of one plan, and what is compared with a run in peace."""
 
 import contextlib
+import dataclasses
 import gc
 import importlib
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,7 @@ WHOLE = "After a kill each checkpoint there is holds the bits of the undisturbed
 ORPHANS = "Nothing of a killed job lives on, DataLoader workers included"
 LOST = "A kill costs no more than a save interval and the upload under way"
 NEWEST = "A restart goes on from the newest checkpoint that was published"
+Contents = dict[int, dict[str, str]]
 
 
 def renders(folder: Path) -> dict[str, Path]:
@@ -57,8 +60,8 @@ def renders(folder: Path) -> dict[str, Path]:
     return sources
 
 
-def plan_of(name: str, source: Path, **more: Any) -> Plan:
-    """The run of a variant: two ranks, or one plain process."""
+def plan_of(name: str, source: Path, ranks: int = 2, **more: Any) -> Plan:
+    """The run of a variant: on so many ranks, or one plain process."""
     settings = SETTINGS | ({"train.precision": "bf16"} if name.startswith("fsdp") else {})
     if name.split("_")[0] != "single":
         settings |= {"parallel.timeout_minutes": 1.0}
@@ -66,18 +69,30 @@ def plan_of(name: str, source: Path, **more: Any) -> Plan:
         text = source / "text.txt"
         text.write_text("Was ever woman in this humour wooed? " * 100, "utf-8")
         settings |= {"data.path": text}
-    return Plan(name, settings | more, 0 if name.startswith("single") else 2)
+    return Plan(name, settings | more, 0 if name.startswith("single") else ranks)
 
 
-def contents(run_dir: Path) -> dict[int, dict[str, str]]:
-    """Digests of the files of each published checkpoint, by step."""
+def contents(run_dir: Path) -> Contents:
+    """Digests of the files of each published checkpoint, by step; {} of one that is not whole."""
     found = {}
     for path in run_dir.glob("checkpoints/step_????????"):
-        files = json.loads((path / "manifest.json").read_text("utf-8"))["files"]
-        # DCP's index has a random name of the save in it; all tensors are in the other files.
-        digests = {name: entry["sha256"] for name, entry in files.items() if name != ".metadata"}
-        found[int(path.name[5:])] = digests
+        try:
+            files = json.loads((path / "manifest.json").read_text("utf-8"))["files"]
+            whole = all((path / n).stat().st_size == entry["size"] for n, entry in files.items())
+        except FileNotFoundError:
+            if not path.exists():  # it was pruned just now
+                continue
+            files, whole = {}, False
+        found[int(path.name[5:])] = digests(files) if whole else {}
     return found
+
+
+def digests(files: dict[str, Any]) -> dict[str, str]:
+    """Of what a manifest names, all that has the same bits in each run.
+
+    DCP's index has a random name of the save in it; all tensors are in the other files.
+    """
+    return {name: entry["sha256"] for name, entry in files.items() if name != ".metadata"}
 
 
 def losses(run_dir: Path) -> dict[int, tuple[float, float]]:
@@ -97,12 +112,18 @@ class Storm:
     rng: random.Random
     hits: Counter[str]
     """Kills by phase and by whom they went to, over all storms."""
-    undisturbed: dict[int, dict[str, str]] = field(default_factory=dict)
+    contents: Callable[[Path], Contents] = contents
+    """The checkpoints of a run."""
+    undisturbed: Contents = field(default_factory=dict)
     expected: dict[int, tuple[float, float]] = field(default_factory=dict)
     seconds: float = 0.0
     chains: int = 0
     target: tuple[str, int, str | None] | None = None
     """Whom to kill, in which rank's which phase, if that shall not be drawn."""
+    template: Path | None = None
+    """What a chain begins with, if not with nothing."""
+    linger: Callable[[Path], object] | None = None
+    """Waits within a phase of a run for the moment to kill, if not some milliseconds at most."""
 
     def __post_init__(self) -> None:
         """Run it undisturbed."""
@@ -112,14 +133,13 @@ class Storm:
         self.folder.mkdir(parents=True)
         started = time.monotonic()
         run_dir = self.folder / "undisturbed"
-        plan = Plan(
-            self.plan.package, self.plan.settings | {"checkpoint.keep_every": 1}, self.plan.ranks
-        )
+        settings = self.plan.settings | {"checkpoint.keep_every": 1}
+        plan = dataclasses.replace(self.plan, settings=settings)
         job = Job(plan, run_dir, self.folder / "undisturbed.log")
         if job.gone() is None or job.code:
             raise RuntimeError(f"{plan.package}: {job.log.read_text('utf-8')[-3000:]}")
         self.seconds = time.monotonic() - started
-        self.undisturbed, self.expected = contents(run_dir), losses(run_dir)
+        self.undisturbed, self.expected = self.contents(run_dir), losses(run_dir)
         assert len(self.expected) == self.steps
         assert sorted(self.undisturbed) == list(range(self.every, self.steps + 1, self.every))
 
@@ -127,14 +147,21 @@ class Storm:
         """Chains of kills, until there were so many."""
         done = 0
         while done < times:
-            self.chains += 1
-            run_dir = self.folder / f"chain-{self.chains}"
+            run_dir = self.begin()
             for _ in range(min(6, times - done)):
-                if self._kill_once(run_dir):
+                if self.kill_once(run_dir):
                     done += 1
                 else:
                     break
-            self._end(run_dir)
+            self.end(run_dir)
+
+    def begin(self) -> Path:
+        """Where a chain of kills is to run."""
+        self.chains += 1
+        run_dir = self.folder / f"chain-{self.chains}"
+        if self.template:
+            copy_run(self.template, run_dir)
+        return run_dir
 
     def tally(self, promise: str, unit: str = "kills") -> Tally:
         """Of all storms together."""
@@ -157,13 +184,14 @@ class Storm:
         rare = sorted(phases, key=lambda it: (self.hits[it], self.rng.random()))
         return whom, rank, self.rng.choice(rare[:3]) if self.rng.random() < 0.6 else None
 
-    def _kill_once(self, run_dir: Path) -> bool:
+    def kill_once(self, run_dir: Path) -> bool:
         """One run up to a kill; False if it ended before."""
         whom, rank, phase = self._draw()
-        before = max(contents(run_dir), default=0)
+        before = max(self.contents(run_dir), default=0)
         armed = (-1, 0, 0)
         if phase:
-            skip = 0 if phase in ("starting", "setting up", "restoring") else self.rng.randrange(3)
+            first = self.linger or phase in ("starting", "setting up", "restoring")
+            skip = 0 if first else self.rng.randrange(3)
             armed = (PHASES.index(phase), skip, rank)
         log = self.folder / f"chain-{self.chains}.log"
         job = Job(self.plan, run_dir, log, armed)
@@ -173,7 +201,9 @@ class Storm:
             job.gone(0)
             self.tally(ENDS, "runs").count(f"{place}: it hung, {_end_of(log)}")
             return False
-        if call == b"!":
+        if call == b"!" and self.linger:
+            self.linger(run_dir)
+        elif call == b"!":
             time.sleep(10 ** self.rng.uniform(-5, -2.3))
         deadline = time.monotonic() + 1
         while not job.board.of(rank)[PID] and time.monotonic() < deadline:
@@ -189,14 +219,16 @@ class Storm:
         if call == b"":
             self.tally(ENDS, "runs").count(f"{place}: it failed unkilled, {_end_of(log)}")
             return False
-        self.hits.update(job.phases(whom, rank) | {whom, "kills"})
+        kinds = {whom, "kills", f"{self.plan.ranks} ranks"}
+        kinds |= {"compiled"} if "compile.mode" in self.plan.settings else set()
+        self.hits.update(job.phases(whom, rank) | kinds)
         problem = f"{place}: still there after 20 s" if left is None else None
         # The kernel ends a rank when its launcher has ended: some short steps later. One that is
         # not ended at all trains on to the last step.
         if at <= self.steps // 2 and done == self.steps:
             problem = f"{place}: trained on from step {at} to the end"
         self.tally(ORPHANS).count(problem)
-        there = contents(run_dir)
+        there = self.contents(run_dir)
         wrong = self.wrong(run_dir)
         self.tally(WHOLE).count(f"{place}: steps {wrong}" if wrong else None)
         self._resumed(job, before, place)
@@ -214,11 +246,10 @@ class Storm:
             problem = None if restored - 1 == newest else f"{place}: {restored - 1} not {newest}"
             self.tally(NEWEST, "restarts").count(problem)
 
-    def _end(self, run_dir: Path) -> None:
-        log, before = (
-            self.folder / f"chain-{self.chains}-end.log",
-            max(contents(run_dir), default=0),
-        )
+    def end(self, run_dir: Path) -> None:
+        """Let a chain come to its end, and compare that."""
+        log = self.folder / f"chain-{self.chains}-end.log"
+        before = max(self.contents(run_dir), default=0)
         job = Job(self.plan, run_dir, log)
         if job.gone() is None or job.code:
             problem = f"the restart did not end well, {_end_of(log)}"
@@ -230,12 +261,12 @@ class Storm:
 
     def wrong(self, run_dir: Path) -> list[int]:
         """Steps whose published checkpoints differ from the undisturbed run's."""
-        there = contents(run_dir)
+        there = self.contents(run_dir)
         return [step for step, files in there.items() if files != self.undisturbed.get(step)]
 
     def differences(self, run_dir: Path) -> str | None:
         """What is not as in the undisturbed run, if anything."""
-        there = contents(run_dir)
+        there = self.contents(run_dir)
         if there.get(self.steps) != self.undisturbed[self.steps]:
             return "other bits in the last checkpoint"
         if losses(run_dir) != self.expected:
@@ -243,6 +274,12 @@ class Storm:
         left = [p.name for p in run_dir.glob("checkpoints/*") if not p.name.startswith("step_")]
         left += [p.name for p in run_dir.glob("checkpoints/*damaged*")]
         return f"left over: {left}" if left else None
+
+
+def copy_run(run_dir: Path, to: Path) -> None:
+    """Copy a run directory; what is in checkpoints, which nobody changes, is linked."""
+    linked = lambda a, b: (os.link if "/checkpoints/" in a else shutil.copy)(a, b)  # noqa: E731
+    shutil.copytree(run_dir, to, copy_function=linked)
 
 
 def import_all(names: Iterable[str]) -> None:
@@ -256,6 +293,7 @@ def import_all(names: Iterable[str]) -> None:
         importlib.import_module(part)
     gc.collect()
     gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None  # by which a run would undo it
 
 
 def _end_of(log: Path) -> str:

@@ -26,11 +26,11 @@ def test_machines_come_and_go_and_a_wrong_order_would_be_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = elastic.prepare(tmp_path, "fsdp_dcp", elastic.TASKS[0])
-    peace, trial = elastic.variant(source, "fsdp_dcp", elastic.BOUNDED, 120)
+    peace, trial = elastic.variant(source, "fsdp_dcp", elastic.BOUNDED, 140, {})
     findings = judged(tmp_path, trial, peace)
     assert {tally.promise for tally in findings.tallies} == {
         *(elastic.SAME, elastic.ONCE, elastic.WORLD, elastic.LOST, elastic.FREE),
-        *(elastic.LOSSES, elastic.ORPHANS),
+        *(elastic.LOSSES, elastic.ORPHANS, elastic.FROZEN),
     }
     assert all(tally.tried for tally in findings.tallies) and not broken(findings)
     assert [start.size for start in elastic.starts(trial.records)] == [1, 2, 1]
@@ -56,7 +56,7 @@ def test_machines_come_and_go_and_a_wrong_order_would_be_seen(
     assert sound in text
     worse = sound.replace("seed,", 'seed + int(os.environ.get("WORLD_SIZE", 1)) - 1,')
     sampling.write_text(text.replace(sound, worse).replace("import", "import os\nimport", 1))
-    other = elastic.Trial(trial.name, trial.source, tmp_path / "other", 120)
+    other = elastic.Trial(trial.name, trial.source, tmp_path / "other", 140)
     monkeypatch.setenv("WORLD_SIZE", "2")
     other.run(elastic.PEACE)
     assert broken(judged(tmp_path, other, peace)) == {elastic.SAME, elastic.LOSSES}

@@ -2,21 +2,48 @@
 
 import json
 import math
-import subprocess
 import sys
-from pathlib import Path
+from typing import Any
+
+import pytest
 
 from scripts import matrix
-from tests.conftest import ROOT, copy_template
+from tests.conftest import ROOT, copy_template, run
 
 QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
 
 
-def run_matrix(out: Path, *options: str) -> tuple[int, dict]:
-    command = [sys.executable, "-m", "scripts.matrix", "--bounded", "--out", str(out), *options]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
-    assert (out / "matrix.json").exists(), ended.stdout + ended.stderr
-    return ended.returncode, json.loads((out / "matrix.json").read_text("utf-8"))
+BREAKS = {
+    "language_model": 'raise RuntimeError("breaks the import")',
+    "image_classifier": 'def compute_loss(model, batch): raise RuntimeError("breaks the step")',
+}
+TWICE = """
+import json, sys
+from scripts import matrix
+print([matrix.main(arguments) for arguments in json.loads(sys.argv[1])])
+"""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of the bounded matrix, and of a part of it with a template that breaks every task.
+
+    One process tries both, since it takes long to import what all answers need.
+    """
+    folder = tmp_path_factory.mktemp("matrix")
+    template = copy_template(folder / "template")
+    for task, code in BREAKS.items():
+        with (template / f"templates/task/{task}/model.py").open("a", encoding="utf-8") as file:
+            file.write(f"\n\n{code}\n")
+    broken = ["--template", str(template), "--answers", "parallelism=single"]
+    outs = [folder / "sound", folder / "broken"]
+    each = [
+        ["--bounded", "--out", str(out), *more]
+        for out, more in zip(outs, ([], broken), strict=True)
+    ]
+    output = run([sys.executable, "-c", TWICE, json.dumps(each)], timeout=1500)
+    assert output.splitlines()[-1] == "[0, 1]", output
+    return [json.loads((out / "matrix.json").read_text("utf-8")) for out in outs]
 
 
 def test_each_answer_occurs_in_the_bounded_matrix() -> None:
@@ -33,24 +60,12 @@ def test_each_answer_occurs_in_the_bounded_matrix() -> None:
     assert len(every) == math.prod(len(QUESTIONS[question]) for question in matrix.QUESTIONS)
 
 
-def test_a_few_combinations_import_and_train(tmp_path: Path) -> None:
-    code, result = run_matrix(tmp_path)
-    assert (code, result["failures"]) == (0, [])
-    assert result["combinations"] == 6
+def test_a_few_combinations_import_and_train(results: list[dict[str, Any]]) -> None:
+    assert results[0]["failures"] == [] and results[0]["combinations"] == 6
 
 
-def test_a_combination_that_breaks_is_named(tmp_path: Path) -> None:
-    template = copy_template(tmp_path / "template")
-    breaks = {
-        "language_model": 'raise RuntimeError("breaks the import")',
-        "image_classifier": 'def compute_loss(model, batch): raise RuntimeError("breaks the step")',
-    }
-    for task, code in breaks.items():
-        with (template / f"templates/task/{task}/model.py").open("a", encoding="utf-8") as file:
-            file.write(f"\n\n{code}\n")
-    options = ("--template", str(template), "--answers", "parallelism=single")
-    code, result = run_matrix(tmp_path, *options)
-    assert code == 1
-    problems = {words["answers"].split()[0]: words["problem"] for words in result["failures"]}
+def test_a_combination_that_breaks_is_named(results: list[dict[str, Any]]) -> None:
+    failures = results[1]["failures"]
+    problems = {words["answers"].split()[0]: words["problem"] for words in failures}
     assert "breaks the import" in problems["task=language_model"]
     assert "breaks the step" in problems["task=image_classifier"]

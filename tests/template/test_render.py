@@ -314,41 +314,45 @@ def test_all_answers_export_the_same_names(renders: dict[Answers, Path]) -> None
     assert {key: found for key, found in signatures.items() if len(found) > 1} == {}
 
 
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    """A file's syntax tree."""
-    return ast.parse(path.read_text("utf-8"))
+class Source:
+    """A file's syntax tree: its relative imports, and the attributes of its names."""
+
+    def __init__(self, text: str) -> None:
+        self.tree = ast.parse(text)
+        self.imports: list[ast.ImportFrom] = []
+        self.attributes: dict[str, set[str]] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                self.imports.append(node)
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                self.attributes.setdefault(node.value.id, set()).add(node.attr)
+
+
+parsed = functools.cache(Source)  # most files are the same in all renders
 
 
 @functools.cache
 def imports_of(path: Path) -> list[tuple[Path, tuple[str, ...]]]:
-    """The modules of the same package that a file imports from, with the names."""
-    result = []
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            folder = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
-            names = [alias.name for alias in node.names]
-            for name in names if folder.is_dir() else ():
-                if (module := folder / f"{name}.py").exists():
-                    result.append((module, attributes_of(path, name)))
-            module = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
-            result.append((module, tuple(n for n in names if not (folder / f"{n}.py").exists())))
+    """The modules of the same package that a file imports from, with the names.
+
+    Of a module that is imported whole, the names are its attributes, as in `parallel.place`.
+    """
+    result, source = [], parsed(path.read_text("utf-8"))
+    for node in source.imports:
+        folder = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+        names = [alias.name for alias in node.names]
+        for name in names if folder.is_dir() else ():
+            if (module := folder / f"{name}.py").exists():
+                result.append((module, tuple(source.attributes.get(name, ()))))
+        module = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+        result.append((module, tuple(n for n in names if not (folder / f"{n}.py").exists())))
     return result
-
-
-def attributes_of(path: Path, module: str) -> tuple[str, ...]:
-    """What a file takes from a module that it imports whole, as in `parallel.place`."""
-    nodes = ast.walk(parsed(path))
-    of_modules = (
-        n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)
-    )
-    return tuple({node.attr for node in of_modules if node.value.id == module})
 
 
 @functools.cache
 def signature(module: Path, name: str) -> str:
     """A function's required parameters, or a class's name, wherever it is defined."""
-    for node in parsed(module).body:
+    for node in parsed(module.read_text("utf-8")).tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             required = len(node.args.args) - len(node.args.defaults)
             return f"{name}({', '.join(a.arg for a in node.args.args[:required])})"

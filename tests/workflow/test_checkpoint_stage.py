@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import ROOT, Project
+from tests.conftest import ROOT, Project, project_fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable")
 Checks = dict[str, dict[str, str]]
@@ -32,18 +32,10 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    answers = {"parallelism": "single", "checkpoint": "torch_save"}
-    with Project.imported(tmp_path_factory.mktemp("drill"), "drilled_one", **answers) as project:
-        yield project
+single = project_fixture("drilled_one", parallelism="single", checkpoint="torch_save")
 
 
-@pytest.fixture(scope="module")
-def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    answers = {"parallelism": "ddp", "checkpoint": "dcp_async"}
-    with Project.imported(tmp_path_factory.mktemp("drill"), "drilled_many", **answers) as project:
-        yield project
+several = project_fixture("drilled_many", parallelism="ddp", checkpoint="dcp_async")
 
 
 class Stand:

@@ -11,14 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import Project
+from tests.conftest import Project, project_fixture
 
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    folder = tmp_path_factory.mktemp("compile")
-    with Project.imported(folder, "compile_stage_run", parallelism="single") as project:
-        yield project
+project = project_fixture("compile_stage_run", parallelism="single")
 
 
 @pytest.fixture(autouse=True)
@@ -333,18 +328,3 @@ def test_advice_names_the_mode_and_what_it_earns(gate) -> None:
     much = FIGURES | {"windows": {"eager": [1.0] * 8, "compiled": [0.1] * 8}}
     assert gate({"blocks": FIGURES, "full": much}).stage.figures["best"] == "full"
     assert gate({"blocks": FIGURES, "full": FIGURES}).stage.figures["best"] == "blocks"
-
-
-def test_a_restart_with_the_compile_cache_is_warm(
-    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Any
-) -> None:
-    """Inductor itself, in two processes: what the second needs, it finds."""
-    monkeypatch.chdir(project.folder)
-    stage = project.module("workflow.compile")
-    config = project.config(run_dir=tmp_path / "run", model__layers=1)
-    figures = stage.try_mode(config, "blocks", tmp_path)
-    assert "graphs" in figures, figures
-    assert figures["restart"]["hits"] > 0 and figures["restart"]["misses"] == 0
-    judged = gate({"blocks": figures})
-    assert_all_but_speed_pass(judged.stage)
-    assert "with the project's compile cache" in judged.compiles["measured"]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import Project
+from tests.conftest import Project, project_fixture
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,10 +27,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    with Project.imported(tmp_path_factory.mktemp("scale"), "scaled") as it:
-        yield it
+project = project_fixture("scaled")
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.conftest import bake
-from tests.project.test_life import PACKAGE, finish, start
+from tests.project.test_life import PACKAGE, STAGES, commands_of, finish, start
 
 TINY = ("--preset", "tiny", "--device", "cpu", "--model.layers", "1", "--data.path", "text.txt")
-# Inductor has a test of its own, in test_compile_stage.py.
-COMMAND = ("workflow", *TINY, "--compile.backend", "eager", "--workflow.keep-going")
+COMMAND = ("workflow", *TINY, "--workflow.keep-going")
 
 
 class Whole(NamedTuple):
@@ -24,6 +23,8 @@ class Whole(NamedTuple):
 
     run_dir: Path
     output: str
+    commands: list[str]
+    """Of the README."""
 
     def stage(self, name: str) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
         """All of it, and its checks by name."""
@@ -42,7 +43,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
         # A gate may fail where the machine is busy; those that may not are looked at below.
         output = finish(process, timeout=1700, codes=(0, 1))
     assert "crashed" not in output, output
-    return Whole(project / "runs/default", output)
+    return Whole(project / "runs/default", output, commands_of(project))
 
 
 def statuses(checks: dict[str, dict[str, str]]) -> dict[str, str]:
@@ -64,6 +65,21 @@ def test_what_no_busy_machine_can_spoil_passes(whole: Whole) -> None:
         assert sure.items() <= statuses(checks).items(), content["checks"]
     assert set(whole.stage("compile")[0]["figures"]["modes"]) == {"blocks", "full"}
     assert (whole.run_dir / "report.html").read_text("utf-8").count("not run") == 0
+
+
+def test_each_stage_is_a_command_of_the_readme(whole: Whole) -> None:
+    """Which runs it alone, and is what `workflow` types."""
+    for name in ("workflow", *STAGES):
+        assert f"python -m {PACKAGE} {name}" in whole.commands
+    assert re.findall(r"^\[\d/5\] (\w+): ", whole.output, re.MULTILINE) == list(STAGES)
+
+
+def test_a_restart_with_the_compile_cache_is_warm(whole: Whole) -> None:
+    """Inductor itself, in two processes for each mode: what the second needs, it finds."""
+    content, checks = whole.stage("compile")
+    for figures in content["figures"]["modes"].values():
+        assert figures["restart"]["hits"] > 0 and figures["restart"]["misses"] == 0
+    assert checks["compiles"]["measured"].count("with the project's compile cache") == 2
 
 
 def test_two_ranks_do_what_one_does(whole: Whole) -> None:

@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,15 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from tests.conftest import Project
+from tests.conftest import Project, project_fixture
 
 STAGES = ("baseline", "compile", "profile", "scale", "checkpoint")
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    with Project.imported(tmp_path_factory.mktemp("gates"), "gated") as it:
-        yield it
+project = project_fixture("gated")
 
 
 def write_stage(project: Project, run_dir: Path, name: str, passed: bool | None = True) -> Path:

@@ -99,7 +99,10 @@ def answer(store: Any, name: str, *arguments: Any, **options: Any) -> Any:
             future.cancel()
             text = "no answer, and the run has to stop" if time_left() <= 0 else "no answer"
             raise TimeoutError(errno.ETIMEDOUT, text)
-    return future.result()
+    try:
+        return future.result()
+    except LookupError as error:  # its headers are not those of an object
+        raise OSError(errno.EIO, f"an answer without {error}") from error
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ def read_image(file: Path) -> Image.Image:
     try:
         with Image.open(file) as image:
             image.load()
-    except OSError as error:
+    except Exception as error:  # Pillow has a dozen kinds
         raise UserError(f"{file} cannot be read as an image: {error}") from None
     if image.mode not in (*GREY, *COLOUR):  # 16 bits, say: a conversion would cut them off
         raise UserError(f"{file} has pixels of kind {image.mode}: save it with 8 bits a channel")
@@ -200,7 +200,7 @@ def read_images(path: Path | None) -> tuple[np.ndarray, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as file:
             images, labels = file["images"], file["labels"]
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
         raise UserError(f"--data.path {path}: not an .npz of images and labels ({error})") from None
     fit = images.dtype == np.uint8 and images.ndim in (3, 4) and labels.dtype.kind in "iu"
     if not fit or labels.shape != images.shape[:1]:

@@ -31,8 +31,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Check the values (UserError)."""
-        if self.width % self.groups:
-            raise UserError("--model.width must be a multiple of --model.groups")
+        if min(self.layers, self.groups, self.width) < 1 or self.width % self.groups:
+            raise UserError("--model.width must be a multiple of --model.groups, none below 1")
+        if not 0 <= self.dropout < 1:
+            raise UserError("--model.dropout must be in [0, 1)")
 
 
 # Settings by dotted name; "default" is the ground that the others stand on.

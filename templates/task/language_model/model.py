@@ -32,8 +32,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Check the values (UserError)."""
-        if self.width % (2 * self.heads):
-            raise UserError("--model.width must be a multiple of twice --model.heads")
+        if min(self.layers, self.heads, self.width) < 1 or self.width % (2 * self.heads):
+            raise UserError("--model.width must be a multiple of twice --model.heads, none below 1")
+        if not 0 <= self.dropout < 1:
+            raise UserError("--model.dropout must be in [0, 1)")
 
 
 # Settings by dotted name; "default" is the ground that the others stand on.

@@ -132,7 +132,7 @@ def with_effect(origin: dict[str, Any]) -> tuple[Any, ...]:
     named = flatten(origin["settings"])
     settings = {n: v for n, v in named if not WITHOUT_EFFECT & {n, n.partition(".")[0]}}
     machine = [origin["machine"].get(key) for key in ("device", "gpus", "cpu")]
-    return settings, origin["code"], origin["versions"]["torch"], machine
+    return settings, origin["code"], origin["versions"].get("torch"), machine
 
 
 def run_stage(config: Any, name: str, arguments: list[str]) -> str:

@@ -28,8 +28,8 @@ def set_up_and_measure(config: Config, world: World) -> tuple[State, int | None]
     """Set up and take three steps: the state, and the peak bytes of this rank's last two steps.
 
     In the first step the optimizer has no state yet. On CUDA the caching allocator counts. On a CPU
-    the profiler sees each tensor come and go (not numpy, Python or gloo); those of the data, which
-    is read once more to count them, are left out. None on a device that cannot tell.
+    the profiler sees each tensor come and go (not numpy, Python or gloo); the data, which is read
+    once more to count its tensors, is left out. None on a device that cannot tell.
     """
     gc.collect()  # what was set up before
     device, tracing = world.device, {"activities": [ProfilerActivity.CPU], "profile_memory": True}

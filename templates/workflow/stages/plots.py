@@ -31,15 +31,18 @@ STYLE: dict[Any, Any] = {
 
 
 def picture(paint: Callable[..., None], *figures: Any) -> str | None:
-    """What `paint(axes, *figures)` draws, an SVG as a data: address; None if it draws nothing."""
+    """What `paint(axes, *figures)` draws, an SVG as a data: address; None if it cannot."""
     with matplotlib.rc_context(STYLE), io.BytesIO() as out:
         # 4.8 inches are wide enough to be read on a phone without turning it.
         figure = Figure(figsize=(4.8, 2.7), layout="constrained")
         axes = figure.subplots()
-        paint(axes, *figures)
-        if not axes.has_data():
+        try:
+            paint(axes, *figures)
+            if not axes.has_data():
+                return None
+            figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+        except (ValueError, TypeError, LookupError, ArithmeticError):  # no figures, or too large
             return None
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
         return "data:image/svg+xml;base64," + b64encode(out.getvalue()).decode()
 
 

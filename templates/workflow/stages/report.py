@@ -1,22 +1,22 @@
 """report.html: what a run and the stages of the workflow have found, on one page."""
 
 import io
-import json
 import logging
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup, escape
 
 from ..config import load
 from ..errors import UserError
-from ..files import flatten, open_to_write, replacing
+from ..files import flatten, open_to_write, read_json, replacing
 from ..run.hardware import in_units
-from ..run.journal import parsed
+from ..run.journal import finite, parsed
 from ..run.tracker import log_report
 from . import STAGES, plots
 from .stage import PACKAGE, command, read_stage
@@ -55,7 +55,7 @@ def publish_report(run_dir: Path) -> Path:
     """Write RUN_DIR/report.html, and hand it to the tracker of a run that has trained."""
     path, settings, page = run_dir / "report.html", run_dir / "config.json", page_of(run_dir)
     try:
-        with replacing(path) as temporary, open_to_write(temporary) as file:
+        with replacing(path) as temporary, open_to_write(temporary, errors="replace") as file:
             file.write(page)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error}") from None
@@ -72,7 +72,8 @@ def page_of(run_dir: Path) -> str:
     notes: list[str] = []
     sections = [section(run_dir, name) for name in STAGES]
     records = read_metrics(run_dir / "metrics.jsonl", notes)
-    status, config = (read_json(run_dir / f"{name}.json", notes) for name in ("status", "config"))
+    names = ("status", "config")
+    status, config = (read_or_note(run_dir / f"{name}.json", notes) for name in names)
     if not (records or notes or status or any(it.status != "not_run" for it in sections)):
         raise UserError(
             f"there is nothing to report in {run_dir}: run `{command('workflow', run_dir)}` or "
@@ -84,7 +85,7 @@ def page_of(run_dir: Path) -> str:
     for record in [r for r in records if r.get("validation_loss") is not None][-1:]:
         what = f"validation loss, step {record['step']}"
         tiles.insert(0, (what, f"{record['validation_loss']:.4f}"))
-    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    environment = Environment(autoescape=True)
     environment.filters["prose"] = prose
     template = Path(__file__).with_name("report.html").read_text("utf-8")
     return environment.from_string(template).render(
@@ -110,7 +111,7 @@ def section(run_dir: Path, name: str) -> Section:
         return result
     except UserError as error:
         problem = str(error).partition(": measure again")[0]
-    except (KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # what cannot be shown, whatever is in it
         problem = f"its figures are damaged or of an older version of this project ({error!r})"
     return Section(name, result.about, result.command, "damaged", problem)
 
@@ -204,12 +205,12 @@ def overview(sections: list[Section], records: list[Figures]) -> list[tuple[str,
     return [(title, loss), ("Throughput by stage", throughput)]
 
 
-def read_json(path: Path, notes: list[str]) -> Figures | None:
+def read_or_note(path: Path, notes: list[str]) -> Figures | None:
     """An object from a file of the run; None, with a note, if it is damaged."""
     try:
-        return dict(json.loads(path.read_bytes())) if path.exists() else None
-    except (OSError, ValueError, TypeError) as error:
-        notes.append(f"{path.name} cannot be read: {error}")
+        return read_json(path) if os.path.lexists(path) else None
+    except UserError as error:
+        notes.append(str(error))
         return None
 
 
@@ -222,7 +223,7 @@ def read_metrics(path: Path, notes: list[str]) -> list[Figures]:
     validated: list[Figures] = []
     count = damaged = 0
     every = 1
-    lines = open(path, "rb") if path.exists() else io.BytesIO()  # noqa: SIM115 - closed below
+    lines = open(path, "rb") if path.is_file() else io.BytesIO()  # noqa: SIM115 - closed below
     with lines:
         for line in lines:
             record = parsed(line)
@@ -230,6 +231,7 @@ def read_metrics(path: Path, notes: list[str]) -> list[Figures]:
                 damaged += line.endswith(b"\n")  # the last may be cut
                 continue
             count += 1
+            record = {figure: value for figure, value in record.items() if finite(value)}
             if record.get("validation_loss") is not None:
                 validated.append(record)
             elif count % every == 0:

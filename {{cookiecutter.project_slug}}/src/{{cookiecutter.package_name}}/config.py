@@ -173,8 +173,6 @@ def from_json(config: C, path: Path, leave_out: Iterable[str] = ()) -> C:
         config = _replace(config, content, unknown)
     except UserError as error:
         raise UserError(f"{path} is not a config.json that can be used: {error}") from None
-    except RecursionError:
-        raise UserError(f"{path} is not a config.json: it is nested too deeply") from None
     for name in unknown:
         if name.partition(".")[0] not in OF_AN_ANSWER:
             raise UserError(f"{path}: {name} is not a setting of this project")

@@ -34,11 +34,14 @@ def exit_code(command: Callable[[], int]) -> int:
         code = 130
     except SystemExit as stop:  # of options that are wrong, or of a stage that was stopped
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except Exception:
-        if "RANK" not in os.environ:
-            raise
-        traceback.print_exc()
+    except Exception as error:
         code = 1
+        if isinstance(error, OSError) and error.filename:
+            _report(error, False)  # it says enough; a run's log has the traceback
+        elif "RANK" in os.environ:
+            traceback.print_exc()
+        else:
+            raise
     if "RANK" in os.environ:
         # Leave at once: finalisers of the process group may wait for ranks that are gone, and
         # threads of libraries may abort the interpreter, after which torchrun would restart all.
@@ -51,11 +54,17 @@ def exit_code(command: Callable[[], int]) -> int:
     return code
 
 
+def printable(text: str) -> str:
+    """A text as it is shown: what a file says must not command a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
 def _report(error: Exception, agreed: bool) -> None:
+    text = printable(f"error: {error}")
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {error}", file=sys.stderr)
+        print(text, file=sys.stderr)
         return
     time.sleep(1.0)  # the first rank may report it for all; the launcher then ends this one
     distributed = sys.modules.get("torch.distributed")
     if distributed and distributed.is_initialized() and not agreed:
-        print(f"[rank {os.environ['RANK']}] error: {error}", file=sys.stderr)
+        print(f"[rank {os.environ['RANK']}] {text}", file=sys.stderr)

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import stat
-import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,12 +54,22 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; UserError, in one line, for anything else."""
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ValueError("it is no regular file")  # at a pipe a reader would wait
         content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("it holds no object")
+        dict(flatten(content))  # what is nested too deeply is refused here
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds no object of JSON")
     return content
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder of a run; UserError for a link (checkpoints and traces may be linked)."""
+    if path.is_symlink():
+        raise UserError(f"{path} is a link, and nothing is written to it: remove it")
+    path.mkdir(parents=True, exist_ok=True)
 
 
 def open_to_write(path: Path | str, mode: str = "w", **options: Any) -> Any:
@@ -82,7 +91,8 @@ def open_to_write(path: Path | str, mode: str = "w", **options: Any) -> Any:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A new name, which takes the place of `path` in one step; a link there is not followed."""
-    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}{path.suffix}")
+    temporary = path.with_name(f".{path.name}")
+    temporary.unlink(missing_ok=True)  # of a process that was killed, or somebody's link
     try:
         yield temporary
         os.replace(temporary, path)

@@ -10,6 +10,7 @@ import time
 import types
 from typing import Any, Literal
 
+from ..errors import UserError
 from . import Group, regrouping
 
 log = logging.getLogger(__name__)
@@ -18,7 +19,9 @@ TO_BE_RESTARTED = 75  # exit code (EX_TEMPFAIL) after "regrouping": any but 0 ma
 
 # Of the time in which a run has to end: torchrun kills it after GRACE_SECONDS (launch.sh). The rest
 # is for saying what was saved.
-GRACE = 0.75 * float(os.environ.get("GRACE_SECONDS") or 120)
+if not (seconds := os.environ.get("GRACE_SECONDS") or "120").isdecimal():
+    raise UserError(f"GRACE_SECONDS is {seconds!r} in the environment: wanted a number of seconds")
+GRACE = 0.75 * int(seconds)
 
 
 def time_left() -> float:

@@ -98,8 +98,8 @@ class SkippedSteps:
 class StopAtBadStep:
     """A callback for `--train.on-bad-step stop`: UserError, with the samples, after a bad step.
 
-    The host waits for the device at each step. A bad step is skipped, so the weights are still
-    those of its batch, whose halves are tried as steps that change nothing, down to single samples.
+    The host waits for the device at each step. A bad step is skipped, so the weights are still what
+    they were: halves of its batch are tried as steps that change nothing, down to single samples.
     """
 
     def __init__(self, train_step: Callable[..., None], group: Group) -> None:
@@ -114,10 +114,10 @@ class StopAtBadStep:
         ids = state.loader.source.order.ids(step).tolist()
         with self.group.patience("search for bad samples"):
             bad = self._search(state, step, 0, len(ids))
-        samples = f"samples {', '.join(str(ids[place]) for place in bad)}"
-        together = f"no sample: only together, in this batch of {ids[:64]}"
+        samples = f"samples {', '.join(str(ids[place]) for place in bad)} make it so, each alone"
+        together = f"no sample makes it so alone, only all of the batch together: {ids[:64]}"
         error = UserError(
-            f"the loss or the gradient of step {state.step} is not finite; on their own, those of "
+            f"the loss or the gradient of step {state.step} is not finite; "
             f"{samples if bad else together}. The step changed nothing. Look at the data, or skip "
             "such steps with --train.on-bad-step skip"
         )

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from ..distributed import Group, launcher
 from ..errors import UserError
-from ..files import naming, open_to_write, read_json, write_json
+from ..files import make_folder, naming, open_to_write, read_json, write_json
 from .logs import ONLY_IN_FILES, LogFile, logging_to
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class RunDirectory:
 
     def _open_log(self) -> LogFile:
         rank, folder = self.group.rank, self.path / LOGS
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         path = folder / (f"rank_{rank}.log" if rank else "train.log")
         with naming(path):
             return LogFile(path)
@@ -110,15 +110,16 @@ class RunDirectory:
     def _take(self, launchers: list[str]) -> None:
         # A job that torchrun restarts must resume its run, and not set it aside as an old one.
         ours = not self._lock().isdisjoint(launchers)
-        for pattern in (".nonce-*", ".*.json-*"):  # of a start that failed or was killed
-            for path in self.path.glob(pattern):
-                if not path.is_dir():  # a folder is none of ours
-                    path.unlink()
+        for path in self.path.glob(".nonce-*"):  # of a start that failed or was killed
+            if not path.is_dir():  # a folder is none of ours
+                path.unlink()
         if self.fresh and not ours and set(os.listdir(self.path)) > {".lock"}:
             names = (self.path.with_name(f"{self.path.name}.old-{n}") for n in range(1, 10_000))
             os.rename(self.path, next(name for name in names if not name.exists()))
             self.lock.close()
             self._lock()
+        if (large := self.path / "checkpoints").is_symlink():
+            log.info("%s is a link to %s", large, large.resolve())
         with naming(self.path / ".lock"):
             self.lock.writelines(f"{name}\n" for name in launchers)
             self.lock.flush()
@@ -135,7 +136,7 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with naming(self.path / ".lock"):
-                file = open_to_write(self.path / ".lock", "a+")
+                file = open_to_write(self.path / ".lock", "a+", errors="replace")
         except OSError as error:
             raise UserError(f"{self.path} cannot be used as a run directory: {error}") from None
         try:

@@ -16,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ..distributed import Group
-from ..files import naming, open_to_write, replacing, sync_directory
+from ..files import check_regular, naming, open_to_write, replacing, sync_directory
 from ..loss import means
 from .logs import ONLY_IN_FILES
 
@@ -123,6 +123,7 @@ class Journal:
         length = 0
         with naming(self.path):
             if self.path.exists():
+                check_regular([self.path])
                 with (
                     open(self.path, "rb") as before,
                     replacing(self.path) as temporary,
@@ -174,9 +175,10 @@ class Journal:
             print(text, file=sys.stderr, flush=True)
 
 
-def read_records(run_dir: Path, last_step: float = math.inf) -> Iterator[dict[str, Any]]:
+def read_records(run_dir: Path, last_step: int = sys.maxsize) -> Iterator[dict[str, Any]]:
     """The lines of metrics.jsonl up to a step; an unreadable line is left out."""
-    with contextlib.suppress(OSError), open(run_dir / METRICS, "rb") as file:
+    path = run_dir / METRICS
+    with contextlib.suppress(OSError), open(path if path.is_file() else os.devnull, "rb") as file:
         yield from filter(None, (parsed(line, last_step) for line in file))
 
 
@@ -215,7 +217,7 @@ def _validation(record: dict[str, Any]) -> dict[str, float]:
     return {name[11:].replace("_", " "): v for name, value in named.items() for v in finite(value)}
 
 
-def parsed(line: str | bytes, last_step: float = math.inf) -> dict[str, Any] | None:
+def parsed(line: str | bytes, last_step: int = sys.maxsize) -> dict[str, Any] | None:
     """A line up to a step as a record; None if it cannot be read."""
     # A run that was killed can leave half a line, a disk anything.
     with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):

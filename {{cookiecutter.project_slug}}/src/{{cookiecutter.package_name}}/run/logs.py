@@ -21,7 +21,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from ..errors import UserError
+from ..errors import UserError, printable
 from ..files import open_to_write
 
 PACKAGE = logging.getLogger(__name__.partition(".")[0])
@@ -37,7 +37,7 @@ class Console(logging.Handler):
         """Print one record to the console."""
         if not hasattr(record, *ONLY_IN_FILES):
             label = "" if record.levelno < logging.WARNING else f"{record.levelname}: "
-            tqdm.write(label + self.format(record), file=self.stream or sys.stderr)
+            tqdm.write(printable(label + self.format(record)), file=self.stream or sys.stderr)
 
 
 class LogFile(logging.FileHandler):

@@ -20,11 +20,13 @@ import torch
 from ..config import Config
 from ..device import pick_device
 from ..errors import UserError
-from ..files import to_json, write_json
+from ..files import make_folder, read_json, to_json, write_json
 from ..run.hardware import cpu_name, usable_cores
 from . import WorkflowConfig
 
 STATUSES = ("fail", "not_measured", "pass")  # the worst first
+SHAPE = dict.fromkeys(("figures", "settings", "machine", "versions"), dict)
+SHAPE |= {"checks": list, "advice": list, "code": str, "seconds": float, "measured_at": str}
 PACKAGE = __name__.partition(".")[0]
 
 
@@ -46,7 +48,7 @@ class Stage:
         self.advice: list[str] = []
         self.file = stage_file(config.directory, name)
         try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.file.parent)
             tempfile.TemporaryFile(dir=self.file.parent).close()
         except OSError as error:
             raise UserError(f"{self.file.parent} cannot be written to: {error}") from None
@@ -107,10 +109,11 @@ def read_stage(run_dir: Path, name: str) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        content = json.loads(path.read_text("utf-8"))
-        if content["stage"] != name or content["status"] not in STATUSES:
+        content = read_json(path)
+        odd = [key for key, kind in SHAPE.items() if not isinstance(content[key], kind)]
+        if content["stage"] != name or content["status"] not in STATUSES or odd:
             raise ValueError(f"it is not a result of {name}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError) as error:
         raise UserError(
             f"{path} is damaged ({error}): measure again with `{command(name, run_dir)}`"
         ) from None

@@ -1,0 +1,20 @@
+"""A store that loses an answer, hangs, or is left half way; what would not hold is found."""
+
+import json
+from pathlib import Path
+
+from tests.conftest import run_module
+from tests.stress import store_cases as cases
+from tests.stress.store_mutants import NOTICED
+from tests.stress.storm import ENDS, LOST, NEWEST, ORPHANS, WHOLE
+
+
+def test_runs_survive_their_store(tmp_path: Path) -> None:
+    run_module("tests.stress.store", "--bounded", "--out", str(tmp_path))
+    found = json.loads((tmp_path / "store.json").read_text("utf-8"))
+    tried = {tally["promise"]: tally["tried"] for tally in found["tallies"]}
+    assert not [problem for tally in found["tallies"] for problem in tally["violations"]]
+    ours = {cases.PASSED, cases.ENDED, cases.THERE, cases.TIDY, cases.DROPPED, cases.IN_TIME}
+    killed = {ENDS, LOST, NEWEST, ORPHANS, WHOLE}
+    assert tried.keys() == ours | killed | {NOTICED}
+    assert all(tried.values())
