@@ -188,7 +188,8 @@ def dispatch(arguments: list[str]) -> int:
 def main() -> int:
     """Run a command; its exit code: 0, 1 when something is wrong, 2 for bad input."""
     log_to_console()
-    sys.stdout.reconfigure(errors="backslashreplace")  # a name in a file may be no text
+    stdout: Any = sys.stdout
+    stdout.reconfigure(errors="backslashreplace")  # a name in a file may be no text
     return exit_code(lambda: dispatch(sys.argv[1:]))
 
 
