@@ -7,6 +7,7 @@ untracked; its next start logs the lines that the tracker has missed.
 import itertools
 import logging
 import queue
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -99,12 +100,8 @@ class Tracking:
 def scalars(record: dict[str, Any]) -> dict[str, float]:
     """The finite figures of a record by tag, such as train/loss and validation/loss."""
     named = {name: value for name, value in record.items() if name not in ("step", "time")}
-    return {tag(name): v for name, value in named.items() for v in finite(value)}
-
-
-def tag(name: str) -> str:
-    """The tag of a figure; trackers group by what stands before the slash."""
-    return name.replace("_", "/", 1) if name.startswith("validation_") else f"train/{name}"
+    figures = {name: v for name, value in named.items() for v in finite(value)}
+    return {re.sub("^train/validation_", "validation/", f"train/{n}"): figures[n] for n in figures}
 
 
 def log_report(run_dir: Path, config: Any, path: Path) -> None:

@@ -80,9 +80,7 @@ def memory_of(state: State, measured: int | None, one: dict[str, Any] | None) ->
     """
     needed = expected_memory(state.model, state.optimizer, 0)
     size_of = {p: p.numel() * state.compute_dtype.itemsize for p in state.model.parameters()}
-    in_blocks = sorted(
-        sum(map(size_of.__getitem__, block.parameters())) for block in blocks(state.model)
-    )
+    in_blocks = sorted(sum(size_of[p] for p in one.parameters()) for one in blocks(state.model))
     traffic = sum(size_of.values())
     whole = traffic - sum(in_blocks[:-2])
     sharded = any(parallel.local_part(p).numel() < p.numel() for p in size_of)

@@ -147,24 +147,20 @@ def parse(name: str, kind: type, arguments: list[str]) -> Any:
     parser.add_argument("--config", type=Path)
     given, _ = parser.parse_known_args(arguments)
     start = load(given.config, kind, given.preset) if given.config else preset(given.preset, kind)
-
-    @dataclass(frozen=True)
-    class Start:
-        """What the settings start from; options override it."""
-
-        preset: str = given.preset
-        """Settings by name, see above."""
-        config: Path | None = given.config
-        """TOML with any of the settings, or the config.json of a run; it overrides the preset."""
-
-    about += f" Presets: {', '.join(PRESETS)}."
+    presets = f"Settings to start from: {', '.join(PRESETS)}."
+    over = "TOML with any of the settings, or a run's config.json; it overrides the preset."
+    first = [
+        ("preset", Annotated[str, tyro.conf.arg(help=presets)], given.preset),
+        ("config", Annotated[Path | None, tyro.conf.arg(help=over)], given.config),
+    ]
+    start_from = dataclasses.make_dataclass("Start", first, frozen=True)
     hidden: list[tuple[str, Any, None]] = []
     if {"-h", "--help"} & {*arguments} and name not in OURS:
         about += f" The options of `{PROGRAM} train --help` work here, too."
         shown = {"name", "run_dir", "device", name, OWN.get(name)}
         names = [field.name for field in dataclasses.fields(kind) if field.name not in shown]
         hidden = [(name, Annotated[Any, tyro.conf.Suppress], None) for name in names]
-    both = dataclasses.make_dataclass(kind.__name__, hidden, bases=(kind, Start), frozen=True)
+    both = dataclasses.make_dataclass("Settings", hidden, bases=(kind, start_from), frozen=True)
     default = both(**vars(start))
     parsed = tyro.cli(both, prog=prog, description=about, args=arguments, default=default)
     return kind(**{name: getattr(parsed, name) for name in vars(start)})
@@ -192,7 +188,8 @@ def dispatch(arguments: list[str]) -> int:
 def main() -> int:
     """Run a command; its exit code: 0, 1 when something is wrong, 2 for bad input."""
     log_to_console()
-    sys.stdout.reconfigure(errors="backslashreplace")  # a name in a file may be no text
+    stdout: Any = sys.stdout
+    stdout.reconfigure(errors="backslashreplace")  # a name in a file may be no text
     return exit_code(lambda: dispatch(sys.argv[1:]))
 
 

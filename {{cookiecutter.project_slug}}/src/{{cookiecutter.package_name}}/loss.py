@@ -60,9 +60,7 @@ def judge_step(
     bad = (judged - judged) != 0  # inf - inf and nan - nan are nan
     if clip:
         factor = clip / (size + 1e-6)
-        scale = scale * (
-            factor.clamp(max=1.0) if isinstance(factor, torch.Tensor) else min(factor, 1.0)
-        )
+        scale *= factor.clamp(max=1.0) if isinstance(factor, torch.Tensor) else min(factor, 1.0)
     return scale, size, bad
 
 

@@ -110,8 +110,7 @@ def reading(path: Place, verb: str = "reading") -> Iterator[None]:
     except Exception as error:  # a file that is something else can fail in any way
         raise CheckpointError(f"{doing} was refused: {brief(error)}") from error
     except BaseException as error:  # DCP's CheckpointException: what it has collected from ranks
-        failures = getattr(error, "failures", None)
-        if failures is None:
+        if not (failures := getattr(error, "failures", None)):
             raise
         rank, (cause, _) = next(iter(failures.items()))
         failed = CheckpointError(f"{doing} failed on rank {rank}: {brief(cause)}")

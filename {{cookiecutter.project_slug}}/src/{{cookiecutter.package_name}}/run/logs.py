@@ -47,10 +47,9 @@ class LogFile(logging.FileHandler):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, encoding="utf-8")
-        form = "%(asctime)s %(levelname)s %(message)s"
-        formatter = logging.Formatter(form, "%Y-%m-%dT%H:%M:%SZ")
-        formatter.converter = time.gmtime
-        self.setFormatter(formatter)
+        form = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%SZ")
+        form.converter = time.gmtime
+        self.setFormatter(form)
 
     def _open(self) -> TextIO:
         """Open it, if it is no link."""
