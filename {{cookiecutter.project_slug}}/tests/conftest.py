@@ -1,5 +1,6 @@
 """What the tests share: the tiny preset, and runs of it in this process."""
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,10 @@ import torch
 from {{ cookiecutter.package_name }} import config
 from {{ cookiecutter.package_name }}.config import override
 from {{ cookiecutter.package_name }}.train import State, run
+
+# Each run collects what was there before it: set what is imported aside, once for all tests.
+gc.freeze()
+gc.freeze = gc.unfreeze = lambda: None
 
 
 def tiny(run_dir: Path, **changes: Any) -> config.Config:
