@@ -625,9 +625,12 @@ def test_a_stop_does_not_wait_for_a_store_that_hangs(
 ) -> None:
     answers = {"checkpoint": checkpoint, "storage": "object_store", "parallelism": "single"}
     with Project.imported(tmp_path, f"hanging_{checkpoint}", **answers) as project:
-        stops, url = project.module("distributed.stop"), store.url(f"hanging-{checkpoint}")
-        monkeypatch.setattr(stops, "GRACE", 3.0)
-        monkeypatch.setattr(stops.Stop, "end", stops.Stop.end)
+        waiting, url = (
+            project.module("checkpoint.object_store"),
+            store.url(f"hanging-{checkpoint}"),
+        )
+        monkeypatch.setattr(waiting, "GRACE", 3.0)
+        monkeypatch.setattr(waiting.Stop, "since", waiting.Stop.since)
         error = project.module("checkpoint.manifest").CheckpointError
         with store.failing(hanging), pytest.raises(error, match=r"step 6 was not saved.*no answer"):
             trained(project, 6, run_dir=tmp_path / "run", checkpoint__url=url)
@@ -635,7 +638,7 @@ def test_a_stop_does_not_wait_for_a_store_that_hangs(
         status = json.loads((tmp_path / "run/status.json").read_text())
         assert (status["status"], status["step"], status["saved_step"]) == ("preempted", 6, 4)
         assert "no answer" in status["reason"]
-        assert stops.time_left() + 30 > 0, "given up in time"
+        assert waiting.time_left() + 30 > 0, "given up in time"
 
 
 def test_launched_ranks_do_not_wait_for_a_store_that_hangs(store: Store, tmp_path: Path) -> None:
