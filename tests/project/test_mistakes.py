@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tyro
 
 from tests.conftest import Project, bake
 
@@ -44,15 +45,20 @@ FOREIGN |= {"--preset", "--config", "--help"}  # read before tyro's own
 FOREIGN |= {"--train"}  # where a name begins, as in --train.{name}
 
 
-def options_of(project: Project) -> set[str]:
-    """The options of all commands."""
+def kinds_of(project: Project) -> list[type]:
+    """The settings of each command, as tyro reads them."""
     main, kinds = project.module("__main__"), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(main, "parse", lambda name, kind, arguments: kinds.append(kind) or 1 / 0)
         for name in main.HELP:
             with pytest.raises(ZeroDivisionError):
                 main.dispatch([name])
-    return {f"--{name}" for kind in kinds for name in names_of(kind)}
+    return kinds
+
+
+def options_of(project: Project) -> set[str]:
+    """The options of all commands."""
+    return {f"--{name}" for kind in kinds_of(project) for name in names_of(kind)}
 
 
 def names_of(kind: type) -> Iterator[str]:
@@ -75,6 +81,26 @@ def test_every_option_in_a_message_is_one(project: Project, stored: Project) -> 
                         named.setdefault(option, f"{path}:{node.lineno}")
     assert len(named) > 40
     assert {option: where for option, where in named.items() if option not in options} == {}
+
+
+def test_every_value_in_a_message_is_one(project: Project) -> None:
+    """As in --compile.dynamic True: what stands behind an option can be typed."""
+    seen = 0
+    for path in (project.folder / "src" / project.name).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+                continue
+            values = r"(\d+|True|False|auto|bf16|blocks|none|skip|continue|aot_eager|cpu)\b"
+            for option, value in re.findall(rf"(--[a-z][a-z.-]*[a-z]) {values}", node.value):
+                kinds = [kind for kind in kinds_of(project) if option[2:] in names_of(kind)]
+                if not kinds:  # of torchrun
+                    continue
+                words = [option, value]
+                if "to" in names_of(kinds[0]):
+                    words += ["--to", "weights.pt"]
+                tyro.cli(kinds[0], args=words)
+                seen += 1
+    assert seen > 8
 
 
 def typed(project: Project, line: str) -> None:

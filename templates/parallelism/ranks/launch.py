@@ -56,8 +56,8 @@ class Agent(LocalElasticAgent):
 
 def tells_more(record: logging.LogRecord) -> bool:
     """Whether a line of torchrun's log tells more than the ranks, which report stops and errors."""
-    refused = record.msg.startswith("failed (exitcode") and record.args[0] == USER_ERROR
-    return not (refused or record.msg.startswith(("Sending process", "Received %s death signal")))
+    repeated = ("Sending process", "Received ", f"failed (exitcode: {USER_ERROR})")
+    return not record.getMessage().startswith(repeated)
 
 
 def stop_once(number: int, frame: types.FrameType | None) -> None:
