@@ -133,11 +133,11 @@ def test_a_refused_resume_says_what_to_type(project: Project, tmp_path: Path, na
     assert '"step": 4' in status(project, run)
     assert not (project.folder / "runs/default").exists()
 
-    (new, init) = re.findall(r"--run-dir \S*NEW|--init-from [^\s;]+", said)
-    for name, options in (("new", new), ("newer", f"{new} {init}")):
-        options = options.replace("NEW", f"{name}-{named}")
+    by_name, by_place, init = re.findall(r"--name NEW|--run-dir NEW|--init-from [^\s;]+", said)
+    for number, more in enumerate(("", init)):
+        options = f"{by_name if named else by_place} {more}".replace("NEW", f"new-{number}")
         project(*command, "--train.seed", "1", *shlex.split(options))
-        assert '"step": 3' in status(project, f"runs/{name}-{named}")
+        assert '"step": 3' in status(project, f"{'runs/' * named}new-{number}")
     assert "start over with --fresh" in said
     project(*command, "--train.seed", "1", "--fresh")
     assert '"step": 3' in status(project, run)
