@@ -39,6 +39,8 @@ def infer(model: nn.Module, spec: "Spec", config: Config, options: InferConfig) 
     write(prompt, spec)
     for _ in range(options.tokens):
         logits = model(tokens[:, -config.data.context :])[0, -1].float()
+        if not logits.isfinite().all():
+            raise UserError("the model's output is not finite: take another checkpoint (--step)")
         token = sample(logits, options, generator)
         tokens = torch.cat([tokens, token.view(1, 1)], dim=1)
         write([int(token)], spec)
