@@ -904,6 +904,12 @@ def test_an_address_in_a_config_runs_nothing(
     assert not opened
 
 
+def test_no_fsspec_is_taken_that_runs_what_a_file_says(project: Project) -> None:
+    """Up to 2025.10 at least reference:// did; from this one on it is in a sandbox."""
+    asked = re.search(r'"fsspec>=(\d+)\.(\d+)"', (project.folder / "pyproject.toml").read_text())
+    assert (int(asked[1]), int(asked[2])) >= (2026, 6)
+
+
 def test_an_address_in_a_config_is_shown_first(
     project: Project, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,5 +1,6 @@
 """Changes at random to the content of a file, and things that may stand in the place of a file."""
 
+import copy
 import json
 import os
 import random
@@ -76,7 +77,7 @@ def changed_json(content: bytes, rng: random.Random) -> bytes:
             change_entry(node, key, rng)
             break
     if rng.random() < 0.05:
-        tree = rng.choice((*ODD, [tree], {"x": tree}))
+        tree = rng.choice((*copy.deepcopy(ODD), [tree], {"x": tree}))
     text = json.dumps(tree, ensure_ascii=rng.random() < 0.5)
     match rng.randrange(20):
         case 0:  # deeper than a parser goes, or than what reads it then
@@ -105,7 +106,7 @@ def change_entry(node: Any, key: Any, rng: random.Random) -> None:
         case 2:
             node[key] = rng.choice(([node[key]], {"a": node[key]}, str(node[key])))
         case _:
-            node[key] = rng.choice(ODD)
+            node[key] = copy.deepcopy(rng.choice(ODD))
 
 
 def changed_bytes(content: bytes, rng: random.Random) -> bytes:

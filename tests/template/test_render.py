@@ -458,7 +458,7 @@ from pathlib import Path
 from my_training_run import config, train
 changes = {"run_dir": Path("run"), "device": "cpu", "train.steps": 2, "train.validate_samples": 8}
 train.run(config.override(config.preset("tiny"), changes))
-print(*(module.__file__ for module in sys.modules.values() if getattr(module, "__file__", None)))
+print(*(module.__file__ for module in [*sys.modules.values()] if getattr(module, "__file__", None)))
 """
 
 

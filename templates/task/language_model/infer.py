@@ -49,6 +49,8 @@ def generate(
     tokens = torch.tensor([prompt], device=device)
     for _ in range(options.tokens):
         logits = model(tokens[:, -context:])[0, -1].float()
+        if not logits.isfinite().all():
+            raise UserError("the model's output is not finite: take another checkpoint (--step)")
         token = sample(logits, options, generator)
         tokens = torch.cat([tokens, token.view(1, 1)], dim=1)
         yield int(token)

@@ -36,6 +36,8 @@ class OptimConfig:
     def __post_init__(self) -> None:
         if not 0 < self.learning_rate < math.inf or self.clip < 0 or self.warmup_steps < 0:
             raise UserError("optim: learning-rate must be > 0, clip and warmup-steps >= 0")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.weight_decay >= 0):
+            raise UserError("optim: betas must be in [0, 1), weight-decay >= 0")
         if self.base_batch_size < 1:
             raise UserError("--optim.base-batch-size must be at least 1")
 

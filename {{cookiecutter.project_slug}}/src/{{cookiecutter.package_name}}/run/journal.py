@@ -16,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ..distributed import Group
-from ..files import check_regular, naming, open_to_write, replacing, sync_directory
+from ..files import naming, open_to_write, replacing, sync_directory
 from ..loss import means
 from .logs import ONLY_IN_FILES
 
@@ -122,8 +122,7 @@ class Journal:
     def _open(self) -> None:
         length = 0
         with naming(self.path):
-            if self.path.exists():
-                check_regular([self.path])
+            if self.path.is_file():  # what is there otherwise, `open_to_write` refuses
                 with (
                     open(self.path, "rb") as before,
                     replacing(self.path) as temporary,
