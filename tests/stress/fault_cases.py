@@ -116,7 +116,7 @@ def start(
     reason = os.strerror(error), str(run_dir)
     problems = [] if code is not None else [f"it hung: {log[-2000:]}"]
     if code and error in HARMLESS:
-        problems.append("it ended for nothing")
+        problems.append(f"it ended for nothing: {told}")
     if code and (len(told) != 1 or not all(words in told[0] for words in reason)):
         problems.append(f"exit code {code}, said {told}: {log[-2000:]}")
     if code and contents(run_dir) != before:

@@ -52,12 +52,16 @@ class Call:
     pid: int
     name: str
     path: str
-    creates: bool = False
+    flags: int = 0
+    """Those with which a file is opened."""
 
     @property
     def kind(self) -> str:
-        """Of opening, those that make a file are apart."""
-        return "create" if self.creates else "open" if self.name in OPENS else self.name
+        """Of opening, what makes a file and what opens a folder are apart."""
+        if self.name not in OPENS:
+            return self.name
+        folder = "opendir" if self.flags & os.O_DIRECTORY else "open"
+        return "create" if self.flags & os.O_CREAT else folder
 
 
 Judge = Callable[[Call], int]
@@ -171,4 +175,4 @@ def understood(rank: int, pid: int, name: str, arguments: tuple[int, ...]) -> Ca
     folder = ctypes.c_int32(arguments[0] & 0xFFFFFFFF).value if at else -100
     base = os.readlink(f"/proc/{pid}/{'cwd' if folder == -100 else f'fd/{folder}'}")
     flags = arguments[at + 1] if name in OPENS else 0
-    return Call(rank, pid, name, os.path.join(base, path), bool(flags & os.O_CREAT))
+    return Call(rank, pid, name, os.path.join(base, path), flags)

@@ -33,10 +33,10 @@ KINDS = {
     errno.ENOSPC: ROOM,
     errno.EDQUOT: ROOM,
     errno.EROFS: CHANGES | {"create"},
-    errno.EACCES: CHANGES | {"create", "open"},
-    errno.EIO: CHANGES | WRITES | READS | {"create", "open"},
-    errno.EINTR: WRITES | {"read", "pread64", "create", "open"},
-    0: CHANGES | WRITES | READS | {"create", "open"},
+    errno.EACCES: CHANGES | {"create", "open", "opendir"},
+    errno.EIO: CHANGES | WRITES | READS | {"create", "open", "opendir"},
+    errno.EINTR: WRITES | {"read", "pread64", "create", "open"},  # no folder is that slow
+    0: CHANGES | WRITES | READS | {"create", "open", "opendir"},
 }
 """Calls by what they may fail with (0: they are only slow)."""
 HARMLESS = (0, errno.EINTR)

@@ -37,7 +37,7 @@ from .storm import (
 
 # With the number of ranks, where there are several.
 COMPILED = {"single_dcp_async": 0, "ddp_torch_save": 2, "fsdp_dcp": 2}
-COMPILED |= {"ddp_dcp_async": 3, "fsdp_dcp_async": 3}
+COMPILED |= {"ddp_dcp_async": 2, "fsdp_dcp_async": 3}
 REAL = ("single_dcp", "ddp_dcp_async", "fsdp_torch_save")
 LONGER = {"train.steps": 500, "train.validate_every": 100, "checkpoint.every": 20}
 KILLS_LAUNCHED = (

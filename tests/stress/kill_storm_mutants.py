@@ -86,7 +86,7 @@ BREAKS: dict[Callable[[str], None], tuple[str, str, str]] = {
 }
 """What is broken; in which variant (of three ranks, or with many checkpoints if they are pruned),
 which promise that is of, and the phase to kill in."""
-IN_FULL = (_sums_otherwise_at_first,)
+IN_FULL = (_sums_otherwise_at_first, _prunes_in_place)
 
 
 def attempt(findings: Findings, sources: dict[str, Path]) -> None:

@@ -27,7 +27,7 @@ def attempt(findings: Findings, hits: Counter[str], plan: Plan) -> None:
     assert storm.template
     for number in range(1 if findings.bounded else 12):
         run_dir = storm.begin()
-        for phase in ("pruning", "restoring", "restoring"):
+        for phase in ("pruning", "restoring", "restoring")[: 1 if findings.bounded else None]:
             storm.target = (WHOM[number % 2], 0, phase)
             if not storm.kill_once(run_dir):
                 break

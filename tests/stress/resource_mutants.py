@@ -189,11 +189,11 @@ BREAKS: dict[Callable[[str], None], tuple[str, Try]] = {
     _stops_for_a_line: (fault_cases.LOGS, lambda it: fault_cases.log_lines(it, 3, 6)),
     _skips_saves: (fault_cases.SLOW, lambda it: fault_cases.slow(it, 3.0, Counter())),
     _says_nothing: (fault_cases.SAID_SLOW, lambda it: fault_cases.slow(it, 3.0, Counter())),
-    _leaks_each_step: (fault_cases.LEVEL, lambda it: fault_cases.long(it, 400, Counter())),
-    _leaks_threads: (fault_cases.LEVEL, lambda it: fault_cases.long(it, 400, Counter())),
-    _ends_at_a_signal: (COSTLESS, lambda it: fault_cases.disturb(it, [SIGNAL], 12, Counter())),
-    _is_impatient: (COSTLESS, lambda it: fault_cases.disturb(it, [DELAY], 9, Counter())),
     _leaks_copies: (fault_cases.FLAT, lambda it: fault_cases.memory(it, 24, 128, Counter())),
+    _ends_at_a_signal: (COSTLESS, lambda it: fault_cases.disturb(it, [SIGNAL], 12, Counter())),
+    _leaks_each_step: (fault_cases.LEVEL, lambda it: fault_cases.long(it, 400, Counter())),
+    _is_impatient: (COSTLESS, lambda it: fault_cases.disturb(it, [DELAY], 9, Counter())),
+    _leaks_threads: (fault_cases.LEVEL, lambda it: fault_cases.long(it, 400, Counter())),
 }
 """What is broken; which promise that is of, and how to notice."""
 

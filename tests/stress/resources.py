@@ -89,7 +89,8 @@ def whole(variants: list[Variant], found: Findings, hits: Counter[str]) -> None:
             for point in points:
                 if not start(variant, base, rank, point, once=point % 2 == 0):
                     break
-            for point in () if bounded else itertools.count(0, 7):
+            few = () if variant.ranks else (3,)
+            for point in few if bounded else itertools.count(0, 3):
                 if not start(variant, base, rank, point, True, errno.EINTR):
                     break
 

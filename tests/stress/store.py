@@ -67,7 +67,7 @@ def attempt(findings: Findings) -> None:
 
     doing = (strikes, hanging, kill, two)
     if findings.bounded:
-        parts = [part(names[0], *doing[:3], store_mutants.attempt)]
+        parts = [part(names[0], *doing[:2], store_mutants.attempt)]
     else:
         parts = [*(part(name, *doing) for name in names), part(names[0], store_mutants.attempt)]
     hits = side_by_side(findings, parts)

@@ -156,7 +156,7 @@ class RunDirectory:
         with naming(self.path / ".lock"):
             file.seek(0)
             before = set(file.read().splitlines()[1:])
-            file.truncate(0)
+            os.ftruncate(file.fileno(), 0)  # goes on when a signal interrupts it
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
         return before
