@@ -400,7 +400,9 @@ def test_the_tests_of_a_project_use_its_own_settings(tmp_path: Path) -> None:
 def test_launched_ranks_refuse_in_one_line(project: Project) -> None:
     launch = ("bash", "launch.sh", "-n", "2", "train", "--preset", "tiny", "--device", "cpu")
     lines = told(project.folder, *launch, "--data.path", "nowhere", code=2)
-    assert lines == ["error: --data.path nowhere: there is nothing there"]
+    # On a busy machine the other rank may come to say so, too, before it is ended.
+    said = {line.removeprefix("[rank 1] ") for line in lines}
+    assert said == {"error: --data.path nowhere: there is nothing there"}
 
 
 def test_ctrl_c_on_ranks_shows_our_words_first(project: Project, tmp_path: Path) -> None:
