@@ -35,7 +35,7 @@ settings.load_profile("template")
 # Here that is done once for all runs of a test: to go through all that tests have imported, three
 # times, would take ten times as long as a short run itself.
 set_aside = gc.freeze
-gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
+gc.freeze = gc.unfreeze = lambda: None
 
 
 def pytest_runtest_setup() -> None:

@@ -100,20 +100,6 @@ def test_a_run_finished_before_has_a_true_status(
     project(*words)
 
 
-@pytest.mark.parametrize("value", ["long", "nan"])
-def test_a_grace_that_is_no_number_is_one_line(project: Project, value: str) -> None:
-    outcome = subprocess.run(
-        [sys.executable, "-m", project.name, "train", *project.settings],
-        cwd=project.folder,
-        env={**os.environ, "PYTHONPATH": "src", "GRACE_SECONDS": value},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    line = f"error: GRACE_SECONDS is '{value}' in the environment: wanted a number of seconds\n"
-    assert (outcome.returncode, outcome.stderr) == (2, line)
-
-
 def test_many_checkpoints_are_one_short_line(project: Project, tmp_path: Path) -> None:
     for step in range(1, 3001):
         (tmp_path / f"checkpoints/step_{step:08}").mkdir(parents=True)

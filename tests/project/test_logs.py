@@ -394,3 +394,55 @@ def test_a_step_has_its_limit_and_the_rest_has_patience(
     monkeypatch.setattr(watch, "_report", lambda waited: None)
     watch._watch()
     assert reported == ([] if seconds is None else [seconds])
+
+
+def test_other_work_on_the_cores_is_said_once(
+    project: Project, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """By a clock of the test's own; nothing is said of one thread, nor where nobody counts."""
+    import torch
+
+    hardware = project.module("run.hardware")
+    now, waited, threads = 100.0, 3.0, 2
+
+    def read(path: str) -> str:
+        if waited < 0:
+            raise FileNotFoundError(path)
+        return f"123 {int(1e9 * waited)} 5\n"
+
+    monkeypatch.setattr(hardware, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(
+        hardware, "Path", lambda name: SimpleNamespace(read_text=lambda: read(name))
+    )
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+
+    def said_after(callback: Any, *looks: tuple[float, float]) -> list[str]:
+        nonlocal now, waited
+        caplog.clear()
+        for seconds, waiting in looks:
+            now, waited = now + seconds, waited + waiting
+            callback.after_step(state, None)
+            callback.after_step(state, {"step": 1})
+        return [record.message for record in caplog.records]
+
+    state = SimpleNamespace(world=SimpleNamespace(device=torch.device("cpu")))
+    busy = hardware.BusyCores()
+    assert said_after(busy, (1, 0), (10, 0.5), (1, 1), (1, 1), (10, 0.1)) == []
+    (line,) = said_after(busy, (10, 4.0), (10, 9.0), (100, 90.0))
+    assert said_after(hardware.BusyCores(), (10, 4.0)) == [line], "at the first look"
+    assert line == (
+        "this run waits for a core 40 % of the time, as other work holds them: "
+        "fewer threads than 2 are faster then (OMP_NUM_THREADS=1)"
+    )
+    threads = 1
+    assert said_after(hardware.BusyCores(), (1, 0), (10, 9), (10, 9)) == []
+    threads, waited = 2, -1e9  # as on macOS
+    assert said_after(hardware.BusyCores(), (1, 0), (10, 9), (10, 9)) == []
+
+
+def test_a_run_on_a_cpu_looks_at_its_cores(project: Project, tmp_path: Path) -> None:
+    training, hardware = project.module("train"), project.module("run.hardware")
+    state = training.setup(project.config(track=False, run_dir=tmp_path))
+    group = project.module("distributed").Group(state.world)
+    found = list(training.callbacks_of(state, tmp_path, group, ()))
+    assert sum(isinstance(callback, hardware.BusyCores) for callback in found) == 1

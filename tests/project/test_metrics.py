@@ -41,6 +41,35 @@ def train(project: Project, run_dir: Path, *callbacks: Any, **changes: Any) -> A
     )
 
 
+def test_a_metric_may_have_a_count_of_its_own(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mean over the part of a batch that it is about, whatever its micro-batches."""
+    training, sampling = project.module("train"), project.module("sampling")
+    compute, wanted = training.compute_loss, {}
+
+    def with_metrics(model: Any, batch: Any) -> Any:
+        tokens = batch["tokens"].long()
+        later = tokens[tokens > 110]
+        metrics = {"mean": tokens[:, 1:].sum(), "later": (later.sum(), later.numel())}
+        return compute(model, batch)._replace(metrics=metrics | {"none": (tokens.sum(), 0)})
+
+    def work_out(state: Any, record: dict[str, Any]) -> None:
+        (batch,) = state.loader.of(state.step - 1, sampling.shares(8, 8, 0, 1))
+        tokens = batch["tokens"].double()
+        values = {"mean": tokens[:, 1:].mean(), "later": tokens[tokens > 110].mean()}
+        wanted[state.step] = {name: float(value) for name, value in values.items()}
+
+    monkeypatch.setattr(training, "compute_loss", with_metrics)
+    options = {"train__steps": 3, "train__micro_batch_size": 3, "train__validate_every": 0}
+    train(project, tmp_path, {"after_step": work_out}, **options)
+    for line in lines(tmp_path):
+        for name, value in wanted[line["step"]].items():
+            assert line[name] == pytest.approx(value, rel=1e-5)
+        assert line["none"] is None, "nothing was counted"
+    assert lines(tmp_path)[-1]["validation_later"] > 110
+
+
 UNREADABLE = {
     "half": b'{"step": 5, "loss"',
     "not text": b'{"step": 5, "loss": "\xff\xfe"}',

@@ -8,6 +8,8 @@ import random
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -639,9 +641,12 @@ def test_a_stop_does_not_wait_for_a_store_that_hangs(
 ) -> None:
     answers = {"checkpoint": checkpoint, "storage": "object_store", "parallelism": "single"}
     with Project.imported(tmp_path, f"hanging_{checkpoint}", **answers) as project:
-        stops, url = project.module("distributed.stop"), store.url(f"hanging-{checkpoint}")
-        monkeypatch.setattr(stops, "GRACE", 3.0)
-        monkeypatch.setattr(stops.Stop, "end", stops.Stop.end)
+        waiting, url = (
+            project.module("checkpoint.object_store"),
+            store.url(f"hanging-{checkpoint}"),
+        )
+        monkeypatch.setattr(waiting, "GRACE", 3.0)
+        monkeypatch.setattr(waiting.Stop, "since", waiting.Stop.since)
         error = project.module("checkpoint.manifest").CheckpointError
         with store.failing(hanging), pytest.raises(error, match=r"step 6 was not saved.*no answer"):
             trained(project, 6, run_dir=tmp_path / "run", checkpoint__url=url)
@@ -649,7 +654,7 @@ def test_a_stop_does_not_wait_for_a_store_that_hangs(
         status = json.loads((tmp_path / "run/status.json").read_text())
         assert (status["status"], status["step"], status["saved_step"]) == ("preempted", 6, 4)
         assert "no answer" in status["reason"]
-        assert stops.time_left() + 30 > 0, "given up in time"
+        assert waiting.time_left() + 30 > 0, "given up in time"
 
 
 def test_launched_ranks_do_not_wait_for_a_store_that_hangs(store: Store, tmp_path: Path) -> None:
@@ -673,6 +678,20 @@ def test_launched_ranks_do_not_wait_for_a_store_that_hangs(store: Store, tmp_pat
     assert (status["status"], status["saved_step"]) == ("preempted", 3), said
     assert said.count("SIGTERM: stopping after") == 1
     assert "which was not saved: " in said and "step 3 is saved. To resume: the same" in said
+
+
+@pytest.mark.parametrize("value", ["long", "nan"])
+def test_a_grace_that_is_no_number_is_one_line(project: Project, value: str) -> None:
+    outcome = subprocess.run(
+        [sys.executable, "-m", project.name, "train", "--preset", "tiny"],
+        cwd=project.folder,
+        env={**os.environ, "PYTHONPATH": "src", "GRACE_SECONDS": value},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    line = f"error: GRACE_SECONDS is '{value}' in the environment: wanted a number of seconds\n"
+    assert (outcome.returncode, outcome.stderr) == (2, line)
 
 
 def alike(ones: dict[str, Any], others: dict[str, Any]) -> bool:

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -536,7 +536,7 @@ def watched(inside: Path) -> list[str]:
             harm.append(f"{event} {arguments!a:.100}")
         elif event == "open" and isinstance(arguments[0], str | bytes | os.PathLike):
             real = os.path.realpath(os.fsdecode(arguments[0]))
-            if arguments[2] & WRITING and not real.startswith((root, "/dev/")):
+            if arguments[2] & WRITING and not real.startswith(root) and real != os.devnull:
                 harm.append(f"{event} {real!a:.200}")
         elif event in ON_PATHS:
             for path in arguments[event == "os.symlink" : ON_PATHS[event]]:
@@ -563,12 +563,14 @@ def _waits_at_a_pipe(package: str) -> None:
 
 
 def _follows_links(package: str) -> None:
-    everywhere(package, "open_to_write", open)
+    def plainly(path: Path, mode: str = "w", **options: Any) -> Any:
+        return open(path, mode, **options)
+
+    everywhere(package, "open_to_write", plainly)
 
 
-FIRST_RANDOM = len(mutations.SPECIAL)
-BREAKS: dict[Callable[[str], None], tuple[str, Iterator[int] | tuple[int, ...]]] = {
-    _trusts_json: ("config.json", range(FIRST_RANDOM, FIRST_RANDOM + 4)),
+BREAKS: dict[Callable[[str], None], tuple[str, tuple[int, ...]]] = {
+    _trusts_json: ("config.json", (mutations.SPECIAL.index("zeros"),)),
     _waits_at_a_pipe: ("text", (mutations.SPECIAL.index("a pipe"),)),
     _follows_links: (".lock", (mutations.SPECIAL.index("a link elsewhere"),)),
 }

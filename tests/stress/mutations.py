@@ -34,9 +34,10 @@ def put(path: Path, content: bytes, number: int, rng: random.Random, victim: Pat
     if path.suffix == ".json" and rng.random() < 0.75:
         path.write_bytes(changed_json(content, rng))
     elif path.suffix == ".jsonl" and rng.random() < 0.75:
-        lines = content.splitlines()
+        whole = content.splitlines()
+        lines = [*whole]
         for _ in range(rng.choice((1, 1, 3))):
-            lines[rng.randrange(len(lines))] = changed_json(rng.choice(lines), rng)
+            lines[rng.randrange(len(lines))] = changed_json(rng.choice(whole), rng)
         path.write_bytes(b"\n".join(lines) + rng.choice((b"\n", b"")))
     else:
         path.write_bytes(changed_bytes(content, rng))

@@ -35,7 +35,7 @@ def quick(package: str, limit: float = LIMIT, part: int = 32 << 20) -> None:
     """Be less patient than a user would be, so that what takes minutes takes seconds."""
     stores = importlib.import_module(f"{package}.checkpoint.object_store")
     stores.LIMIT, stores.PAUSES, stores.PART = limit, (0.01,) * 4, part
-    importlib.import_module(f"{package}.distributed.stop").GRACE = GRACE
+    importlib.import_module(f"{package}.checkpoint.object_store").GRACE = GRACE
 
 
 @dataclass

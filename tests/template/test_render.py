@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -487,6 +488,41 @@ def test_the_longest_package_name_keeps_the_format(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "ruff", *command, "--no-cache", str(project)]
         outcome = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert outcome.returncode == 0, outcome.stdout
+
+
+PASTED = """
+import os
+from typing import List, Optional
+class thing( object ) :
+    def go(self,x : Optional[List[int]]=None) :
+        if x == None : x = []; print("a long line: LONG", os.sep)
+        return x
+""".replace("LONG", "and on " * 20)
+
+
+def test_pasted_code_need_not_be_polished(tmp_path: Path) -> None:
+    """In the files that are the user's own, of which only errors are told."""
+
+    def found(*command: str) -> tuple[int, str]:
+        command = (sys.executable, "-m", "ruff", *command, "--no-cache", str(project))
+        outcome = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        return outcome.returncode, outcome.stdout
+
+    project = bake(tmp_path)
+    shutil.copytree(ROOT / "tests/project/own/nanogpt", project / PACKAGE, dirs_exist_ok=True)
+    own = [project / PACKAGE / f"{name}.py" for name in ("model", "data", "optim", "infer")]
+    for path in (*own, project / PACKAGE / "callbacks.py"):
+        whole = path.read_text("utf-8")
+        path.write_text(whole + PASTED)
+        assert (found("check")[0], found("format", "--check")[0]) == (0, 0), found("check")
+        for wrong, rule in (("undefined", "F821"), ("def f(a=[]): pass", "B006"), ("x = (", "E9")):
+            path.write_text(f"{whole}\n{wrong}\n")
+            code, text = found("check")
+            assert code == 1 and (rule in text or "invalid-syntax" in text), (path, rule, text)
+        path.write_text(whole)
+    with open(project / PACKAGE / "train.py", "a") as file:
+        file.write(PASTED)
+    assert (found("check")[0], found("format", "--check")[0]) == (1, 1)
 
 
 def test_a_second_render_does_not_overwrite(tmp_path: Path) -> None:

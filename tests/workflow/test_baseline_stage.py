@@ -86,14 +86,15 @@ def test_a_loss_that_does_not_fall_is_found(project: Project, tmp_path: Path) ->
 
 
 def judged_sums(project: Project, run_dir: Path, batch: int, change: Any) -> dict[str, str]:
-    """The check of a project whose compute_loss is changed so."""
+    """The check of a project whose compute_loss is changed so: its result, and the batch."""
     sizes = {"train__global_batch_size": batch, "train__micro_batch_size": batch}
     config = project.config(run_dir=run_dir, **sizes)
     baseline, state = project.module("workflow.baseline"), project.module("train").setup(config)
     compute = project.module("model").compute_loss
     stage = project.module("workflow.stage").Stage("baseline", config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(baseline, "compute_loss", lambda model, batch: change(compute(model, batch)))
+        changed = lambda model, batch: change(compute(model, batch), batch)  # noqa: E731
+        patch.setattr(baseline, "compute_loss", changed)
         baseline.judge_sums(stage, state)
     state.loader.close()
     assert state.module.training
@@ -104,18 +105,95 @@ def test_a_loss_that_is_no_sum_is_found(project: Project, tmp_path: Path) -> Non
     import torch
 
     def judged(change: Any, batch: int = 7) -> dict[str, str]:
-        return judged_sums(project, tmp_path, batch, change)
+        return judged_sums(project, tmp_path, batch, lambda loss, _: change(loss))
 
     assert judged(lambda loss: loss)["status"] == "pass"  # though its halves are not alike
     assert judged(lambda loss: loss, batch=1)["status"] == "not_measured"
-    mean = judged(lambda loss: loss._replace(total=loss.total / loss.count))
-    assert mean["status"] == "fail" and "loss of 7 samples" in mean["measured"]
+    for count in (None, 1):  # as of a mean over one whole
+        mean = judged(
+            lambda loss, n=count: loss._replace(total=loss.total / loss.count, count=n or 7)
+        )
+        assert mean["status"] == "fail" and "loss of 7 samples" in mean["measured"]
+        assert "not means (reduction='sum')" in mean["advice"]
     share = judged(lambda loss: loss._replace(metrics={"right": torch.tensor(0.5)}))
     assert share["status"] == "fail" and "right of 7 samples" in share["measured"]
+    assert "not means" in share["advice"]
     counted = judged(lambda loss: loss._replace(count=1))
     assert counted["status"] == "fail" and "count of 7 samples" in counted["measured"]
-    noisy = judged(lambda loss: loss._replace(total=loss.total * (1 + torch.rand(()))))
-    assert noisy["status"] == "not_measured" and "random" in noisy["measured"]
+    assert "a count must be of its batch" in counted["advice"]
+    nan = judged(lambda loss: loss._replace(total=loss.total * torch.nan))
+    assert nan["status"] == "fail" and "loss of 7 samples nan" in nan["measured"]
+
+
+def test_metrics_may_have_counts_of_their_own(project: Project, tmp_path: Path) -> None:
+    import torch
+
+    def judged(**metrics: Any) -> dict[str, str]:
+        def change(loss: Any, batch: Any) -> Any:
+            values = {name: metric(batch["tokens"]) for name, metric in metrics.items()}
+            return loss._replace(metrics=values)
+
+        return judged_sums(project, tmp_path, 8, change)
+
+    assert judged(a=torch.sum, b=lambda x: (x.sum(), (x > 99).sum()))["status"] == "pass"
+    counted = judged(a=lambda x: (x.sum(), 1))
+    assert counted["status"] == "fail" and "count of a of 8 samples" in counted["measured"]
+    assert "a count must be of its batch" in counted["advice"]
+    mean = judged(a=torch.sum, b=lambda x: (x.double().mean(), len(x)))
+    assert mean["status"] == "fail" and "b of 8 samples" in mean["measured"]
+    assert "not means" in mean["advice"]
+    r2 = judged(r2=lambda x: 1 - x[0].sum() / x.double().square().sum().sqrt())
+    assert r2["status"] == "fail" and "r2 of 8 samples" in r2["measured"]
+    assert "for a metric, return the sums it is made of" in r2["advice"]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("kind", ["sum", "mean"])
+def test_a_loss_that_compares_samples_is_no_mean(
+    project: Project, tmp_path: Path, noise: float, kind: str
+) -> None:
+    """A contrastive one (InfoNCE), deterministic or with views of its samples drawn at random."""
+    import torch
+    import torch.nn.functional as F
+
+    def views(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen = F.one_hot(tokens.long(), 256).double()
+        halves = (half.mean(1) + noise / 16 * torch.randn(len(tokens), 256) for half in
+                  (seen[:, :16], seen[:, 16:]))  # fmt: skip
+        first, second = (F.normalize(half, dim=1) for half in halves)
+        return first, second
+
+    def contrastive(loss: Any, batch: Any) -> Any:
+        first, second = views(batch["tokens"])
+        own = torch.arange(len(first))
+        total = F.cross_entropy(first @ second.T, own, reduction=kind)
+        return loss._replace(total=total, count=len(first), metrics={})
+
+    check = judged_sums(project, tmp_path, 8, contrastive)
+    assert check["status"] == "fail" and "loss of 8 samples" in check["measured"]
+    assert "it compares samples of a batch" in check["advice"]
+    assert "make what is compared one sample" in check["advice"]
+    assert ("standard errors" in check["wanted"]) == (noise > 0)
+
+
+def test_what_is_random_is_judged_on_average(project: Project, tmp_path: Path) -> None:
+    """By seeded draws: a sum passes, a mean does not, and noise that hides either is named."""
+    import torch
+
+    def judged(noise: float, kind: str = "sum") -> dict[str, str]:
+        def drawn(loss: Any, batch: Any) -> Any:
+            each = 1 + noise * torch.randn(len(batch["tokens"]))
+            total = loss.total / len(each) * getattr(each, kind)()
+            return loss._replace(total=total, metrics={})
+
+        return judged_sums(project, tmp_path, 8, drawn)
+
+    assert judged(0.1)["status"] == "pass" and judged(0.1) == judged(0.1)
+    mean = judged(0.1, "mean")
+    assert mean["status"] == "fail" and "not means" in mean["advice"]
+    hidden = judged(3.0)
+    assert hidden["status"] == "not_measured"
+    assert "too random to tell" in hidden["measured"] and not hidden["advice"]
 
 
 def test_a_loss_that_is_none_is_refused(
@@ -148,14 +226,21 @@ def test_slow_data_is_found(
 
 
 def test_the_share_of_waiting_is_judged(project: Project, tmp_path: Path) -> None:
-    """From recordings made up, either side of the limit."""
+    """From recordings made up, either side of the limits: of the share, and of the time."""
     import numpy as np
 
     baseline, timing = project.module("workflow.baseline"), project.module("workflow.timing")
     state = project.module("train").setup(project.config(run_dir=tmp_path))
     every_third = np.resize([0.0, 0.0, 1.0], 30)  # as of workers that bring three at once
-    for share, status in ((0.04, "pass"), (0.06, "fail"), (every_third, "fail")):
-        steps = timing.Steps(np.linspace(2, 1, 30), np.full(30, 0.1), np.full(30, 0.1) * share)
+    for share, step, status in (
+        (0.04, 0.1, "pass"),
+        (0.06, 0.1, "fail"),
+        (every_third, 0.1, "fail"),
+        (0.4, 5e-4, "pass"),  # a step of half a millisecond: nothing would make it shorter
+        (0.4, 2e-3, "pass"),
+        (0.4, 3e-3, "fail"),
+    ):
+        steps = timing.Steps(np.linspace(2, 1, 30), np.full(30, step), np.full(30, step) * share)
         stage = project.module("workflow.stage").Stage("baseline", state.config)
         baseline.judge(stage, state, steps, steps, (2.0, 1.0))
         assert {check["name"]: check["status"] for check in stage.checks}["data_wait"] == status

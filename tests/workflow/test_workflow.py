@@ -237,7 +237,11 @@ def test_a_stage_that_breaks_down_is_no_pass(
     assert workflow()[0] == 0
     workflow.outcomes = {"compile": "broken"}  # with the file of the time before still there
     assert workflow("--workflow.force") == (1, ["baseline", "compile"])
-    assert "compile crashed (exit code 1)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert (
+        "compile crashed (exit code 1); to run it alone: python -m gated compile --preset" in said
+    )
+    assert f"--run-dir {tmp_path} --workflow.force" in said
     (tmp_path / "workflow/baseline.json").write_text("{}")
     workflow.outcomes = {}
     assert workflow() == (0, ["baseline"])
@@ -321,11 +325,30 @@ LOOK = """<script>addEventListener("load", () => {
     return {name: picture.alt, width: picture.naturalWidth, colors: found.size};
   });
   const wide = document.documentElement.scrollWidth > innerWidth;
-  document.title = JSON.stringify({pictures, wide, links: [...document.links].length});
+  const light = rgb => rgb.map(c => c / 255)
+    .map(c => c <= 0.04 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0.05);
+  const ground = element => {
+    for (; element; element = element.parentElement) {
+      const [r, g, b, a = 1] = getComputedStyle(element).backgroundColor.match(/[\\d.]+/g);
+      if (+a) return [+r, +g, +b];
+    }
+    return [255, 255, 255];
+  };
+  const contrasts = [...document.body.querySelectorAll("*")]
+    .filter(e => [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()))
+    .filter(e => e.checkVisibility() && e.tagName !== "SCRIPT")
+    .map(e => [light(getComputedStyle(e).color.match(/[\\d.]+/g).slice(0, 3)), light(ground(e)), e])
+    .map(([a, b, e]) => [Math.max(a, b) / Math.min(a, b), e.className + ": " + e.textContent]);
+  const [contrast, faintest] = contrasts.sort((a, b) => a[0] - b[0])[0] || [21, ""];
+  const body = light(ground(document.body));
+  const filter = document.images.length ? getComputedStyle(document.images[0]).filter : "none";
+  const links = [...document.links].length;
+  document.title = JSON.stringify({pictures, wide, links, contrast, faintest, body, filter});
 });</script>"""
 
 
-def look_at(page: Path, folder: Path, width: int) -> tuple[dict[str, Any], list[str]]:
+def look_at(page: Path, folder: Path, width: int, *more: str) -> tuple[dict[str, Any], list[str]]:
     """What a browser finds on a page, and what it says on its console."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if not browser:
@@ -336,7 +359,7 @@ def look_at(page: Path, folder: Path, width: int) -> tuple[dict[str, Any], list[
         *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
         *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
         *("--enable-logging=stderr", "--virtual-time-budget=4000", "--dump-dom"),
-        *(f"--window-size={width},900", f"--user-data-dir={folder / 'browser'}"),
+        *(f"--window-size={width},900", f"--user-data-dir={folder / 'browser'}", *more),
     ]
     outcome = subprocess.run(
         [browser, *options, copy.as_uri()], capture_output=True, text=True, timeout=300
@@ -366,10 +389,42 @@ def test_the_report_can_be_looked_at(project: Project, tmp_path: Path, capsys) -
         assert len(seen["pictures"]) == 7
         for picture in seen["pictures"]:
             assert picture["width"] > 100 and picture["colors"] > 20, picture
+    for dark in (False, True):
+        seen, _ = look_at(page, tmp_path, 1280, *["--force-dark-mode"] * dark)
+        assert (seen["body"] < 0.2) == dark
+        assert seen["contrast"] > 3.9, seen["faintest"]
+        assert ("invert" in seen["filter"]) == dark
     empty = tmp_path / "empty.html"
     empty.write_text("<img alt=x src=gone.png><script>nothing.here()</script>")
     seen, console = look_at(empty, tmp_path, 1280)
     assert seen["pictures"][0]["width"] == 0 and len(console) == 1
+
+
+def test_stages_that_contradict_each_other_are_remarked_on(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after other work held the machine during one of them."""
+    modes = FIGURES["compile"]["modes"]
+
+    def note(eager: float, **changes: Any) -> str:
+        full = {**modes["full"], "eager_step_seconds": spread(eager)}
+        monkeypatch.setitem(FIGURES["compile"], "modes", {"full": full})
+        write_stage(project, tmp_path, "baseline")
+        path = write_stage(project, tmp_path, "compile")
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps(content | changes))
+        project("report", "--run-dir", str(tmp_path))
+        found = re.search("The same eager steps.*", (tmp_path / "report.html").read_text("utf-8"))
+        return found[0].partition("</p>")[0] if found else ""
+
+    assert note(0.06) == note(0.08) == note(0.05) == ""
+    assert note(0.01) == (
+        "The same eager steps made 133 samples/s in baseline and 800 samples/s in compile: other "
+        "work held this machine meanwhile. Compare figures of one stage only, or measure again "
+        "with --workflow.force."
+    )
+    assert "8 samples/s in compile and 133 samples/s in baseline" in note(1.0)
+    assert note(0.01, code="other") == "", "other code may be faster"
 
 
 def test_what_is_not_finite_is_null(project: Project, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What the tests share: the tiny preset, and runs of it in this process."""
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,19 @@ from {{ cookiecutter.package_name }} import config
 from {{ cookiecutter.package_name }}.config import override
 from {{ cookiecutter.package_name }}.train import State, run
 
+# Each run collects what was there before it: set what is imported aside, once for all tests.
+gc.freeze()
+gc.freeze = gc.unfreeze = lambda: None
+# What your project needs besides the preset `tiny`: every run of these tests has it, as in
+# SETTINGS = {"data.path": Path("tests/few.bin"), "data.vocabulary": 50257}
+SETTINGS: dict[str, Any] = {}
+
 
 def tiny(run_dir: Path, **changes: Any) -> config.Config:
-    """The tiny preset on the CPU in `run_dir`; changes as in train__steps=7."""
+    """The tiny preset with SETTINGS on the CPU in `run_dir`; changes as in train__steps=7."""
     named = {name.replace("__", "."): value for name, value in changes.items()}
     quiet = {"run_dir": run_dir, "device": "cpu", "track": False}
-    return override(config.preset("tiny"), quiet | named)
+    return override(config.preset("tiny"), SETTINGS | quiet | named)
 
 
 def losses(run_dir: Path, name: str = "loss") -> dict[int, float]:

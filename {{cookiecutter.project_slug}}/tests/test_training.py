@@ -297,12 +297,14 @@ def test_the_commands_work_on_a_finished_run(tmp_path: Path, capfd, monkeypatch)
         return capfd.readouterr().out
 
     train(tiny(tmp_path))
-    assert "best" in command("verify") and command("infer", "--step", "20")
-    tiny_cpu = ("--preset", "tiny", "--device", "cpu")
+    assert "best" in command("verify")
+    if Path(training.__file__).with_name("infer.py").exists():
+        assert command("infer", "--step", "20")
+    settings = ("--config", str(tmp_path / "config.json"))
     if "profile" in STAGES:
-        assert "top operators" in command("profile", *tiny_cpu)
+        assert "top operators" in command("profile", *settings)
         assert list((tmp_path / "traces").glob("*.json.gz"))
-    assert "deterministic" in command("baseline", *tiny_cpu, codes=(0, 1))  # 1: a slow machine
+    assert "deterministic" in command("baseline", *settings, codes=(0, 1))  # 1: a slow machine
     (tmp_path / "checkpoints/step_00000020/manifest.json").unlink()
     assert "DAMAGED" in command("verify", codes=(1,))
     report = json.loads((tmp_path / "workflow/baseline.json").read_text())

@@ -11,6 +11,7 @@
 """
 
 import functools
+import logging
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ import types
 from typing import Any
 
 from torch.distributed import run
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server import api as agents
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -45,7 +46,7 @@ def only_user_errors(failures: dict[int, ProcessFailure]) -> bool:
 class Agent(LocalElasticAgent):
     """torchrun's agent; it does not retry what the next start would refuse as well."""
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _monitor_workers(self, worker_group: agents.WorkerGroup) -> agents.RunResult:
         monitor: Any = super()._monitor_workers  # decorated without its signature
         result = monitor(worker_group)
         first = self._remaining_restarts == worker_group.spec.max_restarts
@@ -53,6 +54,12 @@ class Agent(LocalElasticAgent):
         if first and one_machine and only_user_errors(result.failures):
             self._remaining_restarts = 0
         return result
+
+
+def tells_more(record: logging.LogRecord) -> bool:
+    """Whether a line of torchrun's log tells more than the ranks, which report stops and errors."""
+    repeated = ("Sending process", "Received ", f"failed (exitcode: {USER_ERROR})")
+    return not record.getMessage().startswith(repeated)
 
 
 def stop_once(number: int, frame: types.FrameType | None) -> None:
@@ -78,15 +85,17 @@ def on_one_machine(folder: str) -> list[str]:
 
 if __name__ == "__main__":
     api._terminate_process_handler = stop_once
+    for logger in (api.logger, agents.logger):
+        logger.addFilter(tells_more)
     launcher.LocalElasticAgent = functools.partial(Agent, exit_barrier_timeout=EXIT_SECONDS)
     words = sys.argv[1:]
     try:
         with tempfile.TemporaryDirectory(prefix="rendezvous-") as folder:
             run.main(words if "--nnodes" in words else [*on_one_machine(folder), *words])
     except ChildFailedError as failed:
-        if not only_user_errors(failed.failures):
-            raise
-        sys.exit(USER_ERROR)  # the ranks have said what it is
+        if only_user_errors(failed.failures):
+            sys.exit(USER_ERROR)  # the ranks have said what it is
+        sys.exit(str(failed))  # which rank failed first, and how; no traceback of torchrun
     except api.SignalException as stop:
         print(f"torchrun: {stop}", file=sys.stderr)
         sys.exit(128 + stop.sigval)

@@ -123,8 +123,8 @@ def leave(world: World) -> None:
     A DDP reducer that is freed after its group can deadlock the interpreter at exit, so collect it
     first. The barrier keeps a fast rank from closing connections that a slow one still uses.
     """
-    gc.collect()
     if world.distributed and dist.is_initialized():
+        gc.collect()
         dist.barrier()
         dist.destroy_process_group()
 

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import io
 import logging
+import os
 import pickle
 import random
 import re
@@ -24,7 +25,7 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.config import apply_config
 
-from ..distributed.stop import time_left
+from ..distributed.stop import Stop
 from ..errors import RankError, UserError
 from .object_streams import PART, HashingWriter, RangeReader, abandon
 
@@ -34,6 +35,11 @@ LIMIT = 300.0  # seconds for one request; none moves more bytes than a part has
 READ = 16 << 20  # bytes that are fetched at once
 PAUSES = (0.5, 2.0, 6.0, 15.0)  # seconds, at most, before each further attempt
 PATIENCE = 900.0  # seconds after which there is no further attempt
+# Of the time in which a run has to end: torchrun kills it after GRACE_SECONDS (launch.sh). The rest
+# is for saying what was saved.
+if not (seconds := os.environ.get("GRACE_SECONDS") or "120").isdecimal():
+    raise UserError(f"GRACE_SECONDS is {seconds!r} in the environment: wanted a number of seconds")
+GRACE = 0.75 * int(seconds)
 RIGHTS = {  # a request, by what it does and the right (in S3's words) that it takes
     **dict.fromkeys(("info", "cat_file"), ("be read", "s3:GetObject")),
     **dict.fromkeys(("ls", "find"), ("be listed", "s3:ListBucket")),
@@ -59,6 +65,11 @@ URL = re.compile(r"([a-zA-Z][\w+.-]+):/{1,3}([^/].*)")  # pathlib folds two slas
 
 class StoreError(OSError, RankError):
     """A store could not be used, however often it was tried."""
+
+
+def time_left() -> float:
+    """Seconds in which a run that was told to stop has to end: whoever waits then gives up."""
+    return Stop.since + GRACE - time.monotonic()
 
 
 def persistently(action: Callable[[], T], place: Any) -> T:

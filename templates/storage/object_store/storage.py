@@ -102,8 +102,8 @@ class StorePublisher(Publisher):
                     if problems := identity_differences(identity, self.identity or {}):
                         raise UserError(
                             "\n  ".join([f"{path} is of another run:", *problems])
-                            + "\nGive another --checkpoint.url, or take over the weights alone: "
-                            f"--init-from {path}"
+                            + "\nAnother run needs another --checkpoint.url and --name (or "
+                            f"--run-dir), and begins with these weights by --init-from {path}"
                         )
                     return
 

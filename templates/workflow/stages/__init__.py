@@ -5,6 +5,7 @@ Importing this imports no torch, so that `--help` stays quick.
 
 import contextlib
 import importlib
+import shlex
 import signal
 import subprocess
 import sys
@@ -137,7 +138,7 @@ def with_effect(origin: dict[str, Any]) -> tuple[Any, ...]:
 
 def run_stage(config: Any, name: str, arguments: list[str]) -> str:
     """The status of a stage run in a process of its own; "crashed" if it wrote no result."""
-    from .stage import PACKAGE, command, read_stage, stage_file
+    from .stage import PACKAGE, read_stage, stage_file
 
     path = stage_file(config.directory, name)
     before = path.stat().st_mtime_ns if path.exists() else None
@@ -152,5 +153,6 @@ def run_stage(config: Any, name: str, arguments: list[str]) -> str:
     if written and (content := read_stage(config.directory, name)):
         return content["status"]
     problem = "refused its input (see above)" if code == 2 else f"crashed (exit code {code})"
-    print(f"{name} {problem}; to run it alone: {command(name, config.directory)}")
+    alone = shlex.join(["python", "-m", PACKAGE, name, *arguments])
+    print(f"{name} {problem}; to run it alone: {alone}")
     return "crashed"

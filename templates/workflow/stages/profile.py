@@ -16,12 +16,12 @@ import torch
 
 from ..config import Config
 from ..distributed import Group, World, join, leave
-from ..errors import RankError
+from ..errors import RankError, command_for
 from ..files import replacing
 from ..profiler import ProfileConfig, Profiler
 from ..run.hardware import usable_cores
 from ..train import State, setup, train_step
-from .stage import Stage, command, read_stage
+from .stage import Stage, read_stage
 from .timing import Interval, median_interval, record_steps, spread
 from .trace import PARTS, Breakdown, breakdown, read_trace
 
@@ -144,7 +144,7 @@ def judge_steps(
     stage.figures |= {"recompiles": compilations, "operators": operators}
     measured = f"{compilations} within {steps} traced steps"
     wanted = "none: while it compiles, no share means anything"
-    tip = "if it only compiles late, --profile.wait more steps"
+    tip = "if it only compiles late, raise --profile.wait"
     stage.check("recompiles", not compilations, measured=measured, wanted=wanted, advice=tip)
     if device.type != "cpu" and not rank.device:
         problem = f"the trace holds nothing that {device.type} did: torch.profiler cannot see it"
@@ -208,8 +208,8 @@ def advice(diagnosis: str, shares: Shares, rank: Breakdown, config: Config) -> s
         case "recompiling":
             return (
                 f"{rank.compilations} compilations within {len(rank.seconds)} steps that should "
-                f"need none. Try `{command('compile', config.directory)}`, which names the guards "
-                "that failed; where lengths vary, --compile.dynamic True, or data of one length"
+                f"need none. `{command_for('compile', config.directory)}` names the guards that "
+                "failed; where lengths vary, try --compile.dynamic True, or data of one length"
             )
         case "input-bound" if shares["copies"] > shares["data"]:
             return (
@@ -269,5 +269,5 @@ def try_compiling(config: Config) -> list[str]:
     measured = read_stage(config.directory, "compile") or {"figures": {}}
     best = measured["figures"].get("best")
     if best is None:
-        return [f"--compile.mode blocks (`{command('compile', config.directory)}` measures it)"]
+        return [f"--compile.mode blocks (`{command_for('compile', config.directory)}` measures it)"]
     return [] if best == "none" else [f"--compile.mode {best}, which was measured to be faster"]

@@ -4,7 +4,7 @@ import io
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,19 @@ from jinja2 import Environment
 from markupsafe import Markup, escape
 
 from ..config import load
-from ..errors import UserError
+from ..errors import UserError, command_for
 from ..files import flatten, open_to_write, read_json, replacing
 from ..run.hardware import in_units
 from ..run.journal import finite, parsed
 from ..run.tracker import log_report
-from . import STAGES, plots
-from .stage import PACKAGE, command, read_stage
+from . import STAGES, plots, with_effect
+from .stage import PACKAGE, read_stage
 from .timing import spread
 
 log = logging.getLogger(__name__)
 Figures = dict[str, Any]
 POINTS = 2000  # of a curve: more are thinned out
+DISAGREE = 1.5  # times as long: more than noise between medians
 
 
 @dataclass
@@ -72,16 +73,21 @@ def page_of(run_dir: Path) -> str:
     notes: list[str] = []
     sections = [section(run_dir, name) for name in STAGES]
     records = read_metrics(run_dir / "metrics.jsonl", notes)
-    names = ("status", "config")
-    status, config = (read_or_note(run_dir / f"{name}.json", notes) for name in names)
-    if not (records or notes or status or any(it.status != "not_run" for it in sections)):
+    found: dict[str, Figures] = {}
+    for file in (run_dir / "status.json", run_dir / "config.json"):
+        try:
+            found |= {file.stem: read_json(file)} if os.path.lexists(file) else {}
+        except UserError as error:
+            notes.append(str(error))
+    if not (records or notes or "status" in found or any(s.status != "not_run" for s in sections)):
         raise UserError(
-            f"there is nothing to report in {run_dir}: run `{command('workflow', run_dir)}` or "
-            f"`{command('train', run_dir)}` first"
+            f"there is nothing to report in {run_dir}: run `{command_for('workflow', run_dir)}` or "
+            f"`{command_for('train', run_dir)}` first"
         )
     measured = [it.content for it in sections if it.content]
     newest = max(measured, key=lambda content: content["measured_at"], default={})
     tiles = [tile for it in sections for tile in it.tiles]
+    notes += contradictions(sections)
     for record in [r for r in records if r.get("validation_loss") is not None][-1:]:
         what = f"validation loss, step {record['step']}"
         tiles.insert(0, (what, f"{record['validation_loss']:.4f}"))
@@ -91,19 +97,19 @@ def page_of(run_dir: Path) -> str:
     return environment.from_string(template).render(
         name=run_dir.name,
         package=PACKAGE,
-        run=status or {},
+        run=found.get("status", {}),
         notes=notes,
         sections=sections,
         tiles=tiles,
         plots=overview(sections, records),
         origin=[*newest.get("machine", {}).items(), *newest.get("versions", {}).items()],
-        settings=flatten(config or newest.get("settings", {})),
+        settings=flatten(found.get("config") or newest.get("settings", {})),
     )
 
 
 def section(run_dir: Path, name: str) -> Section:
     """What the page shows of a stage, whatever state its file is in."""
-    result = Section(name, STAGES[name].split(":")[0], command(name, run_dir))
+    result = Section(name, STAGES[name].split(":")[0], command_for(name, run_dir))
     try:
         if content := read_stage(run_dir, name):
             result.content, result.status = content, content["status"]
@@ -136,6 +142,8 @@ def of_compile(section: Section, figures: Figures) -> None:
     for mode, of_mode in modes.items():
         if of_mode.get("step_seconds"):
             section.rate(f"compiled, {mode}", of_mode["step_seconds"])
+        if of_mode.get("eager_step_seconds"):
+            section.rate(f"beside {mode}, eager", of_mode["eager_step_seconds"])
     if best := modes.get(figures.get("best")):
         what = f"speedup, compiled {figures['best']}"
         section.tiles.append((what, f"{best['speedup']['value']:.2f}x"))
@@ -191,6 +199,19 @@ SHOW = {
 }
 
 
+def contradictions(sections: list[Section]) -> Iterator[str]:
+    """A note if stages that timed the same eager steps do not agree."""
+    timed = [(row[1], it) for it in sections for row in it.rates if row[0].endswith("eager")]
+    timed.sort(key=lambda pair: pair[0])
+    alike = {str(with_effect(it.content)) for _, it in timed}
+    if len(alike) == 1 and timed[-1][0] > DISAGREE * timed[0][0]:
+        rates = (f"{rate:,.3g} samples/s in {it.name}" for rate, it in (timed[0], timed[-1]))
+        yield (
+            f"The same eager steps made {' and '.join(rates)}: other work held this machine "
+            "meanwhile. Compare figures of one stage only, or measure again with --workflow.force."
+        )
+
+
 def overview(sections: list[Section], records: list[Figures]) -> list[tuple[str, str | None]]:
     """The first plots: (title, picture)."""
     first_losses = sections[0].content.get("figures", {}).get("losses", [])
@@ -203,15 +224,6 @@ def overview(sections: list[Section], records: list[Figures]) -> list[tuple[str,
     what = "samples/s (median, p10 to p90)"
     throughput = plots.picture(plots.bars, rates, what, "{:,.0f}".format)
     return [(title, loss), ("Throughput by stage", throughput)]
-
-
-def read_or_note(path: Path, notes: list[str]) -> Figures | None:
-    """An object from a file of the run; None, with a note, if it is damaged."""
-    try:
-        return read_json(path) if os.path.lexists(path) else None
-    except UserError as error:
-        notes.append(str(error))
-        return None
 
 
 def read_metrics(path: Path, notes: list[str]) -> list[Figures]:

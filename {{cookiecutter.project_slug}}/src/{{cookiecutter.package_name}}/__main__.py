@@ -95,6 +95,8 @@ def export(arguments: list[str]) -> int:
 
 def infer(arguments: list[str]) -> int:
     """Use a trained model, in one plain process, however many saved it."""
+    if not Path(__file__).with_name("infer.py").exists():
+        raise UserError("this project has no infer.py, which says what to do with a trained model")
     import torch
 
     from . import infer as task

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,8 +16,8 @@ class LossSum(NamedTuple):
     """Sum of the losses, the scalar to differentiate."""
     count: torch.Tensor | int
     """The divisor of `total`: the number of tokens, or of images, in the batch."""
-    metrics: dict[str, torch.Tensor]
-    """Further sums; their means (divided by `count`) are reported."""
+    metrics: dict[str, Any]
+    """Further sums, whose means are reported: over `count`, or as in (sum, count of its own)."""
 
 
 def checked(loss: LossSum) -> LossSum:
@@ -31,9 +31,11 @@ def checked(loss: LossSum) -> LossSum:
 
 
 def loss_vector(loss: LossSum) -> torch.Tensor:
-    """[total, count, metrics ...] of a LossSum, detached, float32, on the loss's device."""
+    """Sum and count of the loss, then of each metric; detached, float32, on the loss's device."""
     total = loss.total.detach().float()
-    values = [total, loss.count, *loss.metrics.values()]
+    values = [total, loss.count]
+    for metric in loss.metrics.values():
+        values += metric if isinstance(metric, tuple) else (metric, loss.count)
     # new_full is a kernel; a tensor made on the host would be waited for.
     tensors = [v if isinstance(v, torch.Tensor) else total.new_full((), v) for v in values]
     return torch.stack([tensor.detach().float() for tensor in tensors])
@@ -66,6 +68,6 @@ def judge_step(
 
 def means(sums: torch.Tensor, names: Iterable[str]) -> dict[str, float]:
     """Mean loss and metrics from a sum of loss vectors; waits for the device."""
-    total, count, *metrics = sums.tolist()
-    named = {"loss": total, **dict(zip(names, metrics, strict=True))}
-    return {name: value / count if count else math.nan for name, value in named.items()}
+    totals, counts = sums.view(-1, 2).T.tolist()
+    named = zip(("loss", *names), totals, counts, strict=True)
+    return {name: total / count if count else math.nan for name, total, count in named}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.profiler import record_function
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from .errors import UserError
 
@@ -160,6 +160,15 @@ def shares(batch_size: int, micro_batch_size: int, rank: int, world_size: int) -
         low, high = min(start + offset, stop), min(start + offset + micro_batch_size, stop)
         result.append(Share(slice(low, high), 1.0) if low < high else Share(slice(0, 1), 0.0))
     return result
+
+
+def check_dataset(dataset: Any, name: str) -> None:
+    """UserError unless its samples are counted and can be read by their numbers."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        problem = f"the {name} data (build_datasets in data.py) is a {type(dataset).__name__}"
+        raise UserError(f"{problem}: wanted __len__, and __getitem__ or __getitems__ by numbers")
+    if not len(dataset):
+        raise UserError(f"the {name} data is empty")
 
 
 def fetch(dataset: Any, ids: np.ndarray, keys: np.ndarray | None = None) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from . import callbacks as own
+from . import sampling
 from .checkpoint.checkpointer import Checkpointer, agree_on_identity, identity_of
 from .checkpoint.transfer import load_weights
 from .compile import Compiling, checkpoint_activations, compile_model
@@ -30,7 +31,7 @@ from .profiler import Profiler
 from .run.bad_steps import RunningBuffers, SkippedSteps, StopAtBadStep, step_unless, try_step
 from .run.callback_runner import GarbageCollection, enter, methods
 from .run.directory import RunDirectory
-from .run.hardware import check_memory, expected_memory, forward_flops, peak_flops
+from .run.hardware import BusyCores, check_memory, expected_memory, forward_flops, peak_flops
 from .run.journal import Journal, validated_at
 from .run.tracker import tracking
 from .sampling import NOTHING, GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
@@ -80,8 +81,8 @@ def setup(config: Config, world: World | None = None) -> State:
     world.check_batch(batch_size)
     set_up_torch(settings.seed, settings.deterministic)
     train, validation, spec = build_datasets(config)
-    if not len(train) or not len(validation):
-        raise UserError("the training or the validation data is empty")
+    sampling.check_dataset(train, "training")
+    sampling.check_dataset(validation, "validation")
     order = GlobalBatches(len(train), batch_size, settings.seed)
     plan = shares(batch_size, settings.micro_batch_size, world.rank, world.size)
     loader = Loader(train, order, plan, settings.loader_workers, pin=world.device.type == "cuda")
@@ -97,6 +98,9 @@ def setup(config: Config, world: World | None = None) -> State:
     dtype = settings.compute_dtype(world.device)
     module = parallel.place(model, blocks(model), config.parallel, world, dtype).train()
     optimizer = build_optimizer(config.optim, model)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise UserError(f"build_optimizer (optim.py) returned a {kind}: wanted one Optimizer")
     parts = config, world, spec, model, module, optimizer, plan, loader, validation, dtype
     return State(*parts, peak, flops, RunningBuffers(model))
 
@@ -351,6 +355,7 @@ def callbacks_of(state: State, run_dir: Path, group: Group, writing: tuple) -> I
     yield SkippedSteps(config.train.max_bad_steps, group)
     yield from writing  # the record, to which the callbacks before may have added figures
     yield GarbageCollection()
+    yield BusyCores()
     if config.track and state.world.rank == 0:
         yield from tracking(config, run_dir, state.step)
     if config.profile.every:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..distributed import Group, World, parallel
-from ..errors import RankError, UserError
+from ..errors import RankError, UserError, command_for
 from . import CheckpointError
 from .publish import Write
 from .reader import open_tensors
@@ -158,13 +158,15 @@ class Checkpointer:
             return 0
         path, manifest = found
         if problems := identity_differences(manifest.get("identity"), self.facts["identity"]):
-            own = self.run_dir / "config.json"  # not there if it goes on from an object store
-            ways = f"Go on as it was (--config {own}), start" if own.exists() else "Start"
-            raise UserError(
-                "\n  ".join([f"this run cannot go on from {path}:", *problems])
-                + f"\n{ways} another run (--name NAME), set this one aside (--fresh), or take over "
-                f"the weights alone (--name NAME --init-from {path})."
+            lines = ["\n  ".join([f"this run cannot go on from {path}:", *problems])]
+            if (self.run_dir / "config.json").exists():  # not if it goes on from an object store
+                lines.append(f"To go on as it was: {command_for('train', self.run_dir)}")
+            lines.append(
+                "Or add to your command --name NEW (--run-dir NEW if it has one) for another run, "
+                f"which begins with these weights by --init-from {path}; "
+                f"or {self.publisher.start_over}."
             )
+            raise UserError("\n".join(lines))
         create_optimizer_state(self.optimizer)
         opened = []  # together: where a rank fails alone, the others wait for it
         self.group.agree(lambda: opened.append(open_tensors(path, manifest)))

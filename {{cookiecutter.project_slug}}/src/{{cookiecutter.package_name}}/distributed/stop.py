@@ -10,23 +10,11 @@ import time
 import types
 from typing import Any, Literal
 
-from ..errors import UserError
 from . import Group, regrouping
 
 log = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TO_BE_RESTARTED = 75  # exit code (EX_TEMPFAIL) after "regrouping": any but 0 makes torchrun restart
-
-# Of the time in which a run has to end: torchrun kills it after GRACE_SECONDS (launch.sh). The rest
-# is for saying what was saved.
-if not (seconds := os.environ.get("GRACE_SECONDS") or "120").isdecimal():
-    raise UserError(f"GRACE_SECONDS is {seconds!r} in the environment: wanted a number of seconds")
-GRACE = 0.75 * int(seconds)
-
-
-def time_left() -> float:
-    """Seconds in which a run that was told to stop has to end: whoever waits then gives up."""
-    return Stop.end - time.monotonic()
 
 
 class Stop:
@@ -35,7 +23,7 @@ class Stop:
     A second Ctrl-C means now, as does one during start-up.
     """
 
-    end = math.inf  # when the process has to end: of all that is in it
+    since = math.inf  # when this process was told to stop
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -44,7 +32,7 @@ class Stop:
         self.previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
-        Stop.end = math.inf
+        Stop.since = math.inf
         try:
             self.previous = {n: signal.signal(n, self._handle) for n in STOP_SIGNALS}
         except ValueError:
@@ -79,7 +67,7 @@ class Stop:
         if number == signal.SIGINT and (self.signal == signal.SIGINT or not self.polled):
             raise KeyboardInterrupt
         if self.signal is None:
-            Stop.end = time.monotonic() + GRACE
+            Stop.since = time.monotonic()
             if self.group.rank == 0:
                 doing = self.group.doing if self.polled else "start-up"
                 said = f"{signal.Signals(number).name}: stopping after the {doing} under way\n"

@@ -4,11 +4,13 @@ import contextlib
 import copy
 import inspect
 import logging
+import math
 import os
 import platform
 import re
 import resource
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,3 +176,34 @@ def usable_cores() -> int:
     """Cores that this process may run on, which in a container can be fewer than there are."""
     on_linux = hasattr(os, "sched_getaffinity")
     return len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
+
+
+class BusyCores:
+    """A callback for CPUs: says once that other work holds the cores for which a run waits.
+
+    While one of torch's threads waits, the others spin: a step can take ten times as long.
+    """
+
+    def __init__(self) -> None:
+        self.looked, self.waited = time.perf_counter(), waited_for_a_core()
+
+    def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
+        """Look at log lines, some seconds apart."""
+        if record is None or state.world.device.type != "cpu":
+            return
+        seconds, threads = time.perf_counter() - self.looked, torch.get_num_threads()
+        if threads > 1 and seconds > 5:
+            before, self.waited = self.waited, waited_for_a_core()
+            self.looked += seconds
+            if (share := (self.waited - before) / seconds) > 0.2:
+                self.looked = math.inf
+                text = "this run waits for a core %.0f %% of the time, as other work holds them: "
+                text += "fewer threads than %d are faster then (OMP_NUM_THREADS=1)"
+                log.warning(text, 100 * share, threads)
+
+
+def waited_for_a_core() -> float:
+    """Seconds that the main thread had work and no core; 0 where nobody counts (not on Linux)."""
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0

@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from tqdm import tqdm
-
 from ..errors import UserError, printable
 from ..files import open_to_write
 
@@ -36,6 +34,8 @@ class Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record to the console."""
         if not hasattr(record, *ONLY_IN_FILES):
+            from tqdm import tqdm  # here, since a Python without it is to be told so in one line
+
             label = "" if record.levelno < logging.WARNING else f"{record.levelname}: "
             tqdm.write(printable(label + self.format(record)), file=self.stream or sys.stderr)
 

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import platform
-import shlex
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ import torch
 
 from ..config import Config
 from ..device import pick_device
-from ..errors import UserError
+from ..errors import UserError, command_for
 from ..files import make_folder, read_json, to_json, write_json
 from ..run.hardware import cpu_name, usable_cores
 from . import WorkflowConfig
@@ -115,19 +114,9 @@ def read_stage(run_dir: Path, name: str) -> dict[str, Any] | None:
             raise ValueError(f"it is not a result of {name}")
     except (ValueError, KeyError) as error:
         raise UserError(
-            f"{path} is damaged ({error}): measure again with `{command(name, run_dir)}`"
+            f"{path} is damaged ({error}): measure again with `{command_for(name, run_dir)}`"
         ) from None
     return content
-
-
-def command(name: str, run_dir: Path) -> str:
-    """What to type to run a command for this run directory."""
-    words = ["python", "-m", PACKAGE, name]
-    if run_dir != Path("runs") / run_dir.name:
-        words += ["--run-dir", str(run_dir)]
-    elif run_dir.name != "default":
-        words += ["--name", run_dir.name]
-    return shlex.join(words)
 
 
 def origin(config: Config) -> dict[str, Any]:

@@ -1,0 +1,426 @@
+"""What each mistake prints: one line, or the user's own frames; and advice that works as typed."""
+
+import ast
+import dataclasses
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+
+from tests.conftest import Project, bake
+
+HERE = "of_mistakes"
+TINY = ("--preset", "tiny", "--device", "cpu", "--data.path", "text.txt")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    folder = tmp_path_factory.mktemp("mistakes")
+    with Project.imported(folder, HERE, checkpoint="torch_save", tracker="none") as project:
+        yield project
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    folder, answers = tmp_path_factory.mktemp("stored"), {"task": "image_classifier"}
+    answers |= {"parallelism": "fsdp", "storage": "object_store", "tracker": "mlflow"}
+    with Project.imported(folder, "of_stored_mistakes", **answers) as project:
+        yield project
+
+
+# Options in the source that are of other programs: torchrun, cruft, torchfrtrace, tensorboard.
+FOREIGN = {"--nnodes", "--local-addr", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf"}
+FOREIGN |= {"--nproc-per-node", "--max-restarts", "--variables-to-update", "--prefix", "--logdir"}
+FOREIGN |= {"--preset", "--config", "--help"}  # read before tyro's own
+FOREIGN |= {"--train"}  # where a name begins, as in --train.{name}
+
+
+def kinds_of(project: Project) -> list[type]:
+    """The settings of each command, as tyro reads them."""
+    main, kinds = project.module("__main__"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(main, "parse", lambda name, kind, arguments: kinds.append(kind) or 1 / 0)
+        for name in main.HELP:
+            with pytest.raises(ZeroDivisionError):
+                main.dispatch([name])
+    return kinds
+
+
+def options_of(project: Project) -> set[str]:
+    """The options of all commands."""
+    return {f"--{name}" for kind in kinds_of(project) for name in names_of(kind)}
+
+
+def names_of(kind: type) -> Iterator[str]:
+    """The settings of a kind as tyro names them; of one that is on or off, both names."""
+    for name, hint in typing.get_type_hints(kind).items():
+        name = name.replace("_", "-")
+        if dataclasses.is_dataclass(hint):
+            yield from (f"{name}.{inner}" for inner in names_of(hint))
+        else:
+            yield from (name, f"no-{name}") if hint is bool else (name,)
+
+
+def test_every_option_in_a_message_is_one(project: Project, stored: Project) -> None:
+    options, named = options_of(project) | options_of(stored) | FOREIGN, {}
+    for it in (project, stored):
+        for path in (it.folder / "src" / it.name).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9.-]*[a-z0-9]", node.value):
+                        named.setdefault(option, f"{path}:{node.lineno}")
+    assert len(named) > 40
+    assert {option: where for option, where in named.items() if option not in options} == {}
+
+
+def test_every_value_in_a_message_is_one(project: Project) -> None:
+    """As in --compile.dynamic True: what stands behind an option can be typed."""
+    seen = 0
+    for path in (project.folder / "src" / project.name).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+                continue
+            values = r"(\d+|True|False|auto|bf16|blocks|none|skip|continue|aot_eager|cpu)\b"
+            for option, value in re.findall(rf"(--[a-z][a-z.-]*[a-z]) {values}", node.value):
+                kinds = [kind for kind in kinds_of(project) if option[2:] in names_of(kind)]
+                if not kinds:  # of torchrun
+                    continue
+                words = [option, value]
+                if "to" in names_of(kinds[0]):
+                    words += ["--to", "weights.pt"]
+                tyro.cli(kinds[0], args=words)
+                seen += 1
+    assert seen > 8
+
+
+def typed(project: Project, line: str) -> None:
+    """Type a line of advice."""
+    words = shlex.split(line)
+    assert words[:3] == ["python", "-m", project.name], line
+    project(*words[3:])
+
+
+def status(project: Project, run: str) -> str:
+    return (project.folder / run / "status.json").read_text()
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_refused_resume_says_what_to_type(project: Project, tmp_path: Path, named: bool) -> None:
+    """And what it says works, each way, whatever was typed before."""
+    run = "runs/refused" if named else str(tmp_path / "elsewhere")
+    place = ("--name", "refused") if named else ("--run-dir", run)
+    command = ("train", *TINY, "--no-track", "--train.steps", "3", *place)
+    project(*command)
+    before = status(project, run)
+    said = project.refuses(*command, "--train.seed", "1", "--train.steps", "4")
+    assert "seed: 0 saved, 1 now" in said
+
+    (line,) = re.findall("To go on as it was: (.*)", said)
+    assert f"--config {run}/config.json" in line
+    typed(project, line)
+    assert status(project, run) == before, "it was finished"
+    typed(project, f"{line} --train.steps 4")
+    assert '"step": 4' in status(project, run)
+    assert not (project.folder / "runs/default").exists()
+
+    by_name, by_place, init = re.findall(r"--name NEW|--run-dir NEW|--init-from [^\s;]+", said)
+    for number, more in enumerate(("", init)):
+        options = f"{by_name if named else by_place} {more}".replace("NEW", f"new-{number}")
+        project(*command, "--train.seed", "1", *shlex.split(options))
+        assert '"step": 3' in status(project, f"{'runs/' * named}new-{number}")
+    assert "start over with --fresh" in said
+    project(*command, "--train.seed", "1", "--fresh")
+    assert '"step": 3' in status(project, run)
+
+
+def test_a_store_of_another_run_says_what_to_type(stored: Project, tmp_path: Path) -> None:
+    def url(name: str) -> tuple[str, str]:
+        return "--checkpoint.url", f"file://{tmp_path}/{name}"
+
+    command = ("train", "--preset", "tiny", "--device", "cpu", "--no-track", "--train.steps", "2")
+    stored(*command, "--name", "old", *url("old"))
+    said = stored.refuses(*command, "--name", "old", *url("old"), "--train.seed", "1")
+    assert "seed: 0 saved, 1 now\nAnother run needs another --checkpoint.url and --name " in said
+    (init,) = re.findall(r"--init-from (\S+)$", said)
+    stored(*command, "--name", "new", *url("new"), "--train.seed", "1", "--init-from", init)
+
+
+def test_a_command_that_is_suggested_has_the_settings_of_its_run(project: Project) -> None:
+    words = ("--name", "suggested", "--train.steps", "2", "--optim.learning-rate", "0.003")
+    project("train", *project.settings, *words)
+    main, errors, run = project.module("__main__"), project.module("errors"), Path("runs/suggested")
+    stages = project.module("workflow.stage")
+    for name in ("train", *project.module("workflow").STAGES, "workflow"):
+        line = shlex.split(errors.command_for(name, project.folder / run))
+        assert line[:4] == ["python", "-m", HERE, name]
+        config = main.parse(name, stages.StageConfig, line[4:])
+        assert config.optim.learning_rate == 0.003 and config.directory == project.folder / run
+    assert errors.command_for("train", Path("runs/new")) == f"python -m {HERE} train --name new"
+
+
+def test_what_is_no_optimizer_is_one_line(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = project.module("train")
+    build = training.build_optimizer
+    monkeypatch.setattr(training, "build_optimizer", lambda *given: [build(*given)])
+    said = project.refuses("train", *project.settings, "--run-dir", str(tmp_path / "run"))
+    assert said == "build_optimizer (optim.py) returned a list: wanted one Optimizer"
+
+
+@pytest.mark.parametrize("length", [None, 100])
+@pytest.mark.parametrize("part", ["training", "validation"])
+def test_a_stream_is_one_line(
+    project: Project,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    length: int | None,
+    part: str,
+) -> None:
+    from torch.utils.data import IterableDataset
+
+    class Lines(IterableDataset):
+        """A stream; with a length if it has one."""
+
+        def __iter__(self) -> Iterator[Any]:
+            yield from ()
+
+    if length:
+        Lines.__len__ = lambda self: length
+    training = project.module("train")
+    build = training.build_datasets
+
+    def streams(config: Any) -> Any:
+        first, second, spec = build(config)
+        return (Lines(), second, spec) if part == "training" else (first, Lines(), spec)
+
+    monkeypatch.setattr(training, "build_datasets", streams)
+    said = project.refuses("train", *project.settings, "--run-dir", str(tmp_path / "run"))
+    assert said == (
+        f"the {part} data (build_datasets in data.py) is a Lines: "
+        "wanted __len__, and __getitem__ or __getitems__ by numbers"
+    )
+
+
+def test_without_infer_py_only_infer_is_refused(project: Project) -> None:
+    file = project.folder / "src" / HERE / "infer.py"
+    content = file.read_text()
+    file.unlink()
+    try:
+        said = project.refuses("infer")
+    finally:
+        file.write_text(content)
+    assert said == "this project has no infer.py, which says what to do with a trained model"
+
+
+def start(folder: Path, *words: str, **options: Any) -> "subprocess.Popen[str]":
+    """A command of the project in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(folder / "src"), "PYTHON": sys.executable}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(words, cwd=folder, env=environment, **pipes, **options)
+
+
+def told(folder: Path, *words: str, code: int) -> list[str]:
+    """The lines that it prints; its exit code is as it should be."""
+    with start(folder, *words) as process:
+        output, _ = process.communicate(timeout=300)
+    assert process.returncode == code, output
+    return output.splitlines()
+
+
+def test_a_python_without_torch_is_one_line(project: Project) -> None:
+    bare = (sys.executable, "-S", "-m", HERE)  # without site-packages
+    (line,) = told(project.folder, *bare, "train", code=2)
+    assert re.fullmatch(
+        rf"error: /.+/{HERE}/\S+\.py:\d+: No module named '\w+'; "
+        r"`/\S+ -m pip install -e \.` installs what pyproject\.toml names",
+        line,
+    )
+    assert "usage: " in told(project.folder, *bare, "--help", code=0)[0]
+
+
+# In model.py; compute_loss of the template calls the model with the embedding of tokens.
+OF_NUMPY = """
+
+_compute = compute_loss
+
+
+def compute_loss(model, batch):
+    import numpy as np
+
+    numbers = torch.from_numpy(np.ones((2, 32)))
+    nn.Linear(32, 1)(numbers)  # here
+    return _compute(model, batch)
+"""
+BROKEN = """
+
+_compute = compute_loss
+
+
+def compute_loss(model, batch):
+    from .layers import scaled
+
+    return _compute(scaled(model), batch)
+"""
+LAYERS = """def scaled(model):
+    try:
+        return model.no_such_thing
+    except AttributeError as error:
+        raise KeyError("no scale") from error
+"""
+
+
+@pytest.fixture(scope="module")
+def edited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """A project whose model.py can be edited, and what is in it."""
+    folder = bake(tmp_path_factory.mktemp("edited"), package_name=HERE, tracker="none")
+    (folder / "text.txt").write_text("Was ever woman in this humour wooed? " * 100)
+    yield folder, (folder / "src" / HERE / "model.py").read_text()
+
+
+def edit(edited: tuple[Path, str], text: str) -> tuple[Path, Path, str]:
+    """The project, its model.py with `text` at its end, and all of that."""
+    folder, model = edited
+    file = folder / "src" / HERE / "model.py"
+    file.write_text(model + text)
+    return folder, file, model + text
+
+
+def line_of(text: str, part: str) -> int:
+    """The number of the last line that has a part."""
+    return max(n for n, line in enumerate(text.splitlines(), 1) if part in line)
+
+
+def test_numbers_of_numpy_are_one_line(edited: tuple[Path, str]) -> None:
+    advice = (
+        "float64, as numpy makes it, meets float32 weights: convert it in data.py, as in "
+        "torch.from_numpy(x).float()"
+    )
+    train = (sys.executable, "-m", HERE, "train", *TINY)
+    folder, file, text = edit(edited, OF_NUMPY)
+    (*_, line) = lines = told(folder, *train, code=2)
+    assert re.fullmatch(rf"error: {file}:{line_of(text, '# here')}: .*Double.*; .*", line)
+    assert line.endswith(advice) and not any("Traceback" in line for line in lines)
+
+
+def test_an_error_in_ones_own_files_shows_ones_own_frames(edited: tuple[Path, str]) -> None:
+    """And nothing else: on one process, on ranks, in a file of one's own making, with its cause."""
+    folder, file, text = edit(edited, BROKEN)
+    (layers := file.with_name("layers.py")).write_text(LAYERS)
+    wanted = [
+        "Traceback (most recent call last):",
+        f'  File "{layers}", line 3, in scaled',
+        "    return model.no_such_thing",
+        "AttributeError: 'GPT' object has no attribute 'no_such_thing'",
+        "",
+        "The above exception was the direct cause of the following exception:",
+        "",
+        "Traceback (most recent call last):",
+        f'  File "{file}", line {line_of(text, "scaled(model)")}, in compute_loss',
+        "    return _compute(scaled(model), batch)",
+        f'  File "{layers}", line 5, in scaled',
+        '    raise KeyError("no scale") from error',
+        "KeyError: 'no scale'",
+    ]
+    launch = ("env", "MAX_RESTARTS=0", "bash", "launch.sh", "-n", "2")
+    for command in ((sys.executable, "-m", HERE), launch):
+        lines = told(folder, *command, "train", *TINY, code=1)
+        lines = [line for line in lines if not re.fullmatch(r"[ ^~]+", line)]
+        lines = [line.replace("'DistributedDataParallel'", "'GPT'") for line in lines]
+        start = lines.index(wanted[0])
+        assert lines[start : start + len(wanted)] == wanted, "\n".join(lines)
+        rest = "\n".join(lines[start + len(wanted) :])
+        assert ("exitcode  : 1" in rest) == (command == launch)  # torchrun's own report
+        assert "File" not in rest and (rest == "" or command == launch)
+    log = (folder / "runs/default/logs/train.log").read_text()
+    assert f"{HERE}/train.py" in log and "KeyError: 'no scale'" in log, "it has the whole of them"
+
+
+def test_an_error_in_our_own_files_shows_all(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is left out of a traceback that comes through none of the user's files."""
+    errors = project.module("errors")
+    try:
+        project.module("sampling").shares("8", 1, 0, 1)
+    except TypeError as error:
+        text = errors._traceback(error.with_traceback(error.__traceback__.tb_next))
+    assert f"{HERE}/sampling.py" in text and text.endswith(" for //: 'str' and 'int'")
+
+
+def test_every_file_of_the_template_is_known_as_ours(project: Project, stored: Project) -> None:
+    """Else a traceback would show it as the user's."""
+    yours = {"model", "data", "infer", "optim", "callbacks"}
+    for it in (project, stored):
+        files = {path.stem for path in (it.folder / "src" / it.name).iterdir()} - {"__pycache__"}
+        assert files == it.module("errors").OURS | yours
+
+
+OWN_DATA = """
+
+_build = build_datasets
+
+
+def build_datasets(config):
+    if config.data.path is None or config.data.path.name != "text.txt":
+        raise UserError("this is not our data")
+    return _build(config)
+"""
+
+
+def test_the_tests_of_a_project_use_its_own_settings(tmp_path: Path) -> None:
+    """On ranks and by commands, too; they stand in one place at the top of conftest.py."""
+    folder = bake(tmp_path, package_name=HERE, tracker="none", checkpoint="torch_save")
+    (folder / "text.txt").write_text("Was ever woman in this humour won? " * 100)
+    with open(folder / "src" / HERE / "data.py", "a") as file:
+        file.write(OWN_DATA)
+    conftest = folder / "tests/conftest.py"
+    before = conftest.read_text()
+    assert before.count("SETTINGS: dict[str, Any] = {}") == 1
+    chosen = "test_ranks.py or commands_work or plain_one or not_taken_for"
+    tests = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen)
+    assert "this is not our data" in "\n".join(told(folder, *tests, code=1))
+    own = 'SETTINGS: dict[str, Any] = {"data.path": Path(__file__).parents[1] / "text.txt"}'
+    conftest.write_text(before.replace("SETTINGS: dict[str, Any] = {}", own))
+    assert " passed" in told(folder, *tests, code=0)[-1]
+    others = [path.read_text() for path in (folder / "tests").glob("test_*.py")]
+    assert not any(re.search(r'preset\("|"--preset", "tiny"', text) for text in others)
+
+
+def test_launched_ranks_refuse_in_one_line(project: Project) -> None:
+    launch = ("bash", "launch.sh", "-n", "2", "train", "--preset", "tiny", "--device", "cpu")
+    lines = told(project.folder, *launch, "--data.path", "nowhere", code=2)
+    assert lines == ["error: --data.path nowhere: there is nothing there"]
+
+
+def test_ctrl_c_on_ranks_shows_our_words_first(project: Project, tmp_path: Path) -> None:
+    words = ("bash", "launch.sh", "-n", "2", "train", *TINY, "--train.steps", "100000")
+    words += ("--run-dir", str(tmp_path / "run"), "--train.log-every", "1")
+    with start(project.folder, *words, start_new_session=True) as process:
+        try:
+            metrics = tmp_path / "run/metrics.jsonl"
+            deadline = time.monotonic() + 300
+            while not (metrics.exists() and len(metrics.read_bytes().splitlines()) > 3):
+                assert time.monotonic() < deadline and process.poll() is None
+                time.sleep(0.05)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            output, _ = process.communicate(timeout=120)
+        finally:
+            with_all = process.poll() is None
+            if with_all:
+                os.killpg(process.pid, signal.SIGKILL)
+    lines = [line for line in output.splitlines() if not line.startswith("step ")]
+    after = lines[next(i for i, line in enumerate(lines) if "SIGINT" in line) :]
+    assert after[0].startswith("SIGINT: stopping after the "), output
+    assert after[-1] == "torchrun: got SIGINT"
+    assert not any("closing signal" in line or "death signal" in line for line in after)
