@@ -534,8 +534,12 @@ def watched(inside: Path) -> list[str]:
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event.startswith(STARTS):
             harm.append(f"{event} {arguments!a:.100}")
+        elif event == "open" and sys._getframe(1).f_code.co_name == "open_to_write":
+            pass  # what opens it comes next: os.open, if at all
         elif event == "open" and isinstance(arguments[0], str | bytes | os.PathLike):
-            real = os.path.realpath(os.fsdecode(arguments[0]))
+            folder, name = os.path.split(os.path.abspath(os.fsdecode(arguments[0])))
+            real = os.path.join(os.path.realpath(folder), name)
+            real = real if arguments[2] & os.O_NOFOLLOW else os.path.realpath(real)
             if arguments[2] & WRITING and not real.startswith(root) and real != os.devnull:
                 harm.append(f"{event} {real!a:.200}")
         elif event in ON_PATHS:
