@@ -366,7 +366,8 @@ def test_a_step_has_its_limit_and_the_rest_has_patience(
     now = 0.0
     for module in (watchdog, agreement):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(watchdog, "os", SimpleNamespace(_exit=lambda code: watch.over.clear()))
+    system = SimpleNamespace(_exit=lambda code: watch.over.clear(), getppid=os.getppid)
+    monkeypatch.setattr(watchdog, "os", system)
     group = distributed.Group(distributed.World(0, 1, None, False, timedelta(seconds=10)))
     watch, patience, reported = watchdog.Watchdog(tmp_path, group), [], []
     left = iter(events)
