@@ -4,6 +4,7 @@ Only one thread, a daemon, calls the tracker. An error there is one warning, and
 untracked; its next start logs the lines that the tracker has missed.
 """
 
+import contextlib
 import itertools
 import logging
 import queue
@@ -61,8 +62,10 @@ class Tracking:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         status = self.status
         if status == "running":
-            said = "failed" if kind else read_json(self.run_dir / "status.json")["status"]
-            status = said if said in ("failed", "finished") else "preempted"
+            status = "failed" if kind else "preempted"
+            with contextlib.suppress(UserError):
+                if not kind and read_json(self.run_dir / "status.json").get("status") == "finished":
+                    status = "finished"
         self.items.put(status)
         if not self.off.is_set():
             self.thread.join(OPENING)

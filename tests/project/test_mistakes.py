@@ -362,7 +362,9 @@ def test_every_file_of_the_template_is_known_as_ours(project: Project, stored: P
     """Else a traceback would show it as the user's."""
     yours = {"model", "data", "infer", "optim", "callbacks"}
     for it in (project, stored):
-        files = {path.stem for path in (it.folder / "src" / it.name).iterdir()} - {"__pycache__"}
+        paths = (it.folder / "src" / it.name).iterdir()
+        files = {path.stem for path in paths if path.suffix == ".py" or path.is_dir()}
+        files.discard("__pycache__")
         assert files == it.module("errors").OURS | yours
 
 

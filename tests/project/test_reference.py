@@ -44,7 +44,7 @@ TASKS = list(METRIC)
 # Each of these went unnoticed once: the file, what stands there, what is put in its place.
 BREAKAGES = {
     "no_warm_up": ("optim.py", "highest * (step + 1) / config.warmup_steps", "highest"),
-    "clipped_at_twice_the_norm": ("loss.py", "clip / (norm", "2 * clip / (norm"),
+    "clipped_at_twice_the_norm": ("loss.py", "clip / (size", "2 * clip / (size"),
     "not_clipped": ("loss.py", "    if clip:", "    if False:"),
     "no_decay_of_the_rate": ("optim.py", "+ (1 - config.final_fraction) * cosine", "* 0 + 1"),
     "weight_decay_on_norms": ("optim.py", '"weight_decay": 0.0', '"weight_decay": 0.1'),

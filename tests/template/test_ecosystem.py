@@ -1,6 +1,7 @@
 """A render among the tools of its users: installers, editors, type checkers, hooks, CI."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -67,7 +68,11 @@ def test_its_readme_installs_in_the_right_order(project: Path) -> None:
 def hooks(project: Path, *files: str) -> str:
     """What pre-commit says of some files, which it has to refuse."""
     command = [sys.executable, "-m", "pre_commit", "run", "--files", *files]
-    ended = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=300)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PRE_COMMIT_HOME": str(project / ".pre-commit")}
+    ended = subprocess.run(
+        command, cwd=project, env=env, capture_output=True, text=True, timeout=300
+    )
     assert ended.returncode == 1, ended.stdout + ended.stderr
     return ended.stdout
 

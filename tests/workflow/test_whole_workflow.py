@@ -70,7 +70,7 @@ def test_what_no_busy_machine_can_spoil_passes(whole: Whole) -> None:
 def test_each_stage_is_a_command_of_the_readme(whole: Whole) -> None:
     """Which runs it alone, and is what `workflow` types."""
     for name in ("workflow", *STAGES):
-        assert f"python -m {PACKAGE} {name}" in whole.commands
+        assert f"python3 -m {PACKAGE} {name}" in whole.commands
     assert re.findall(r"^\[\d/5\] (\w+): ", whole.output, re.MULTILINE) == list(STAGES)
 
 
