@@ -411,10 +411,12 @@ def test_what_it_is_told_and_by_whom(project: Project, monkeypatch: pytest.Monke
     config = project.config(train__steps=3)
     record = {"step": 1, "time": 5.0, "loss": float("nan"), "lr": 0.1, "mfu": None, "samples": 8}
 
-    def play(last: int, error: bool = False) -> list[Any]:
+    def play(last: int, said: str, error: bool = False) -> list[Any]:
         told.clear()
+        (run_dir := project.folder / "runs/nothing").mkdir(parents=True, exist_ok=True)
+        (run_dir / "status.json").write_text(said)
         try:
-            with tracking.Tracking(config, project.folder / "runs/nothing", 0) as tracker:
+            with tracking.Tracking(config, run_dir, 0) as tracker:
                 for step in range(1, last + 1):
                     tracker.after_step(SimpleNamespace(step=step), record if step == 1 else None)
                 assert not error, "on purpose"
@@ -422,11 +424,13 @@ def test_what_it_is_told_and_by_whom(project: Project, monkeypatch: pytest.Monke
             assert error
         return told
 
-    (line, status) = play(3)
+    finished = '{"status": "finished"}'
+    (line, status) = play(3, finished)
     assert line[:3] == (1, {"train/lr": 0.1, "train/samples": 8}, 5.0) and status == "finished"
     assert line[3] is not threading.current_thread() and not line[3].is_alive()
-    assert play(2)[1] == "preempted"
-    assert play(2, error=True)[1] == "failed"
+    assert play(3, '{"status": "preempted"}')[1] == "preempted"
+    assert play(3, "half a li")[1] == "preempted"
+    assert play(2, finished, error=True)[1] == "failed"
 
 
 def test_only_the_first_rank_of_a_tracked_run_has_one(project: Project) -> None:
