@@ -175,6 +175,21 @@ def test_help_of_a_stage_shows_its_own_options(
     assert f"The options of `python -m {project.name} train --help` work here, too." in text
 
 
+def test_help_whose_reader_is_gone_says_nothing(project: Project) -> None:
+    """As after `train --help | head -1`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", project.name, "train", "--help"],
+        env={**os.environ, "PYTHONPATH": str(project.folder / "src")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(300) == 1
+
+
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [("trian", "train"), ("check", "checkpoint"), ("basline", "baseline"), ("reprot", "report")],

@@ -52,6 +52,9 @@ def exit_code(command: Callable[[], int]) -> int:
         _report(f"error: {error}", joined and not getattr(error, "agreed", False))
     except KeyboardInterrupt:
         code = 130
+    except BrokenPipeError:  # nobody reads on, as after `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes at exit
+        code = 1
     except SystemExit as stop:  # of options that are wrong, or of a stage that was stopped
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
