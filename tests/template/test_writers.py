@@ -21,6 +21,7 @@ EXCEPTIONS = {
     ("checkpoint/object_store.py", "self.store.open(self.path, 'wb')"): "a store has no links",
     ("distributed/output.py", "open(os.dup(1), 'wb')"): "a descriptor",
     ("distributed/output.py", "open(os.dup(2), 'w')"): "a descriptor",
+    ("errors.py", "os.open(os.devnull, os.O_WRONLY)"): "no file of a run",
     ("profiler.py", "finished.export_chrome_trace(str(temporary))"): "a name from `replacing`",
     ("run/journal.py", "os.truncate(self.path, self.written)"): "what `open_to_write` has opened",
     ("run/tracker_adapter.py", "SummaryWriter(folder)"): "names with the time, host and process",
