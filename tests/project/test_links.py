@@ -136,7 +136,7 @@ def test_a_copy_by_hard_links_goes_on_and_leaves_the_run_it_is_of(
 
 
 def contents(run: Path) -> dict[str, bytes]:
-    """The files of a run but for its log, its lock and what its tracker notes."""
+    """The files of a run, except its log, its lock and its tracker's notes."""
     files = {str(path.relative_to(run)): path for path in run.rglob("*") if path.is_file()}
     kept = {name: path for name, path in files.items() if path.name not in SHARED}
     return {name: path.read_bytes() for name, path in kept.items()}

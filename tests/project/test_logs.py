@@ -400,7 +400,7 @@ def test_a_step_has_its_limit_and_the_rest_has_patience(
 def test_other_work_on_the_cores_is_said_once(
     project: Project, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """By a clock of the test's own; nothing is said of one thread, nor where nobody counts."""
+    """By a clock of the test's own; no warning for one thread, nor where nobody counts."""
     import torch
 
     hardware = project.module("run.hardware")

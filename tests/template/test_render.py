@@ -501,7 +501,7 @@ class thing( object ) :
 
 
 def test_pasted_code_need_not_be_polished(tmp_path: Path) -> None:
-    """In the files that are the user's own, of which only errors are told."""
+    """In the files that are the user's own, where ruff reports errors only."""
 
     def found(*command: str) -> tuple[int, str]:
         command = (sys.executable, "-m", "ruff", *command, "--no-cache", str(project))

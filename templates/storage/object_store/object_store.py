@@ -112,7 +112,7 @@ def answer(store: Any, name: str, *arguments: Any, **options: Any) -> Any:
             raise TimeoutError(errno.ETIMEDOUT, text)
     try:
         return future.result()
-    except LookupError as error:  # its headers are not those of an object
+    except LookupError as error:  # it lacks the headers of an object
         raise OSError(errno.EIO, f"an answer without {error}") from error
 
 

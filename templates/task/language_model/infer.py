@@ -43,7 +43,7 @@ def infer(model: nn.Module, spec: "Spec", config: Config, options: InferConfig) 
 def generate(
     model: nn.Module, prompt: list[int], context: int, options: InferConfig
 ) -> Iterator[int]:
-    """The tokens that follow those of a prompt."""
+    """The tokens that follow a prompt's."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(options.seed)
     tokens = torch.tensor([prompt], device=device)
