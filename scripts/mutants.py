@@ -2,13 +2,15 @@
 
 python -m scripts.mutants [--count 200] [--seed 0] [--jobs 2] [--out build/mutants.json]
 
+What was found is kept beside `out` line by line: a run that was cut off goes on where it was.
+
 The default render's own tests run once with a trace of the lines that each reaches. Of all places
 that can be broken, `count` are drawn by the seed. For each the tests run that reach it, quickest
-first, then those that start processes, whose lines the trace does not see, and the template's
-reference (tests/project/test_reference.py, test_models.py), which bakes renders that are broken
-likewise. All run in forks of this process, which has imported torch and computed nothing. A mutant
-survives if no test fails and none reaches its time limit. Whether it changes anything at all has to
-be judged by eye.
+first, then those that start processes, whose lines the trace does not see. What is left is tried by
+those of the template's tests that hold this part of a render to its promises (ELSEWHERE), on
+renders that are broken likewise. All run in forks of this process, which has imported torch and
+computed nothing. A mutant survives if no test fails and none reaches its time limit. Whether it
+changes anything at all has to be judged by eye.
 
 Neither mutmut 3.8 nor cosmic-ray 8.7 fits: mutmut changes no decorated function and nothing outside
 functions, hence neither `validate` nor a module's constants; cosmic-ray runs one command anew for
@@ -18,6 +20,7 @@ each mutant, whose start takes longer than most of these tests, and does not cho
 import argparse
 import ast
 import contextlib
+import hashlib
 import importlib
 import json
 import os
@@ -36,7 +39,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "my_training_run"
 CORE = r"(train|loss|optim|model|data|sampling|distributed/parallel|(checkpoint|run)/\w+)\.py"
-ELSEWHERE = ["tests/project/test_models.py", "tests/project/test_reference.py"]
+ELSEWHERE = {
+    r"(train|loss|optim|model|data|sampling|\w+/parallel)\.py": "models data optimizer reference",
+    r"run/bad_steps\.py": "optimizer",
+    r"(train|checkpoint/\w+)\.py": "fixtures travel endings",
+    r"(train|run/\w+)\.py": "metrics endings mistakes console logs",
+}
+OWN, TEMPLATES = "its own tests", "the template's tests"
 OTHER_OPERATOR: dict[type, type] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt},
     **{ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In},
@@ -196,8 +205,10 @@ def broken_elsewhere(file: str, whole: str, broken: str) -> int:
         return project
 
     shared.bake = bake_broken
+    names = " ".join(names for part, names in ELSEWHERE.items() if re.fullmatch(part, file))
+    tests = [f"tests/project/test_{name}.py" for name in dict.fromkeys(names.split())]
     # The tests of breakages look for the text that they replace, which is written otherwise here.
-    return pytest_in(ROOT, ["-o", "addopts=", "-k", "not breakage and not whole", *ELSEWHERE])
+    return pytest_in(ROOT, ["-o", "addopts=", "-k", "not breakage and not whole", *tests])
 
 
 def finished(process: int, limit: float) -> int | None:
@@ -215,24 +226,29 @@ def finished(process: int, limit: float) -> int | None:
     return status
 
 
-def attempt(project: Path, reached: dict[str, Any], file: str, number: int) -> dict[str, Any]:
-    """Break one place; how that was noticed."""
+def attempt(
+    project: Path, reached: dict[str, Any], file: str, number: int, by: str
+) -> dict[str, Any]:
+    """Break one place; how that was noticed by the render's own tests (OWN) or the template's."""
     started, whole = time.monotonic(), (project / "src" / PACKAGE / file).read_text()
     broken, facts = mutate(whole, number)
     own = tests_of(reached, file, whole, facts)
-    result = {"file": file, "number": number, **facts, "reached_by": len(own), "noticed_by": None}
+    result = {"file": file, "number": number, "text": digest(whole), **facts}
+    result |= {"reached_by": len(own), "tried": by, "noticed_by": None}
     with tempfile.TemporaryDirectory() as folder:
         copy, log = Path(folder) / "project", Path(folder) / "log"
         shutil.copytree(project, copy, ignore=shutil.ignore_patterns("__pycache__"))
         (copy / "src" / PACKAGE / file).write_text(broken)
         usual = sum(reached[name]["seconds"] for name in own)
         ways: dict[str, tuple[float, Callable[[], int]]] = {
-            "its tests": (120 + 5 * usual, lambda: pytest_in(copy, own)),
-            "its tests on ranks": (300, lambda: pytest_in(copy, ["tests/test_ranks.py"])),
-            "the reference": (900, lambda: broken_elsewhere(file, whole, broken)),
+            TEMPLATES: (900, lambda: broken_elsewhere(file, whole, broken))
         }
+        if by == OWN:
+            ways = {"on ranks": (300, lambda: pytest_in(copy, ["tests/test_ranks.py"]))}
+            if own:
+                ways = {OWN: (120 + 5 * usual, lambda: pytest_in(copy, own))} | ways
         for way, (limit, work) in ways.items():
-            if (own or way != "its tests") and (code := finished(forked(work, log), limit)) != 0:
+            if (code := finished(forked(work, log), limit)) != 0:
                 failed = re.findall(
                     r"^(?:FAILED|ERROR) (\S+)", log.read_text(errors="replace"), re.M
                 )
@@ -240,6 +256,24 @@ def attempt(project: Path, reached: dict[str, Any], file: str, number: int) -> d
                 result["noticed_by"] = f"{way}: {failed[0] if failed else last}"
                 break
     return result | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def needs(by: str, known: dict[str, Any] | None) -> bool:
+    """Whether a place is to be tried by these tests."""
+    return known is None or (known["noticed_by"] is None and by not in (OWN, known["tried"]))
+
+
+def digest(text: str) -> str:
+    """What tells one version of a file from another."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def results_in(part: Path, files: dict[str, Path]) -> dict[tuple[str, int], dict[str, Any]]:
+    """What an earlier run found on files that are as they were, by place."""
+    lines = part.read_text().splitlines() if part.exists() else []
+    texts = {name: digest(path.read_text()) for name, path in files.items()}
+    found = [json.loads(line) for line in lines]
+    return {(one["file"], one["number"]): one for one in found if texts[one["file"]] == one["text"]}
 
 
 def main() -> int:
@@ -284,17 +318,24 @@ def main() -> int:
             for number in range(len(list(edits(ast.parse(path.read_text())))))
         ]
         drawn = random.Random(options.seed).sample(places, min(options.count, len(places)))
-        workers, parts = [], [Path(folder) / f"{job}.jsonl" for job in range(options.jobs)]
-        for job, part in enumerate(parts):
-            if (process := os.fork()) == 0:
-                with open(part, "w") as file:
-                    for place in drawn[job :: options.jobs]:
-                        file.write(json.dumps(attempt(project, reached, *place)) + "\n")
-                        file.flush()
-                os._exit(0)
-            workers.append(process)
-        failed = [process for process in workers if os.waitpid(process, 0)[1]]
-        results = [json.loads(line) for part in parts for line in part.read_text().splitlines()]
+        part = options.out.with_suffix(".jsonl")
+        failed = False
+        for by in (OWN, TEMPLATES):
+            known = results_in(part, files)
+            left = [place for place in drawn if needs(by, known.get(place))]
+            print(f"{len(left)} of {len(drawn)} left for {by}", flush=True)
+            workers = []
+            for job in range(options.jobs):
+                if (process := os.fork()) == 0:
+                    for place in left[job :: options.jobs]:
+                        line = json.dumps(attempt(project, reached, *place, by)) + "\n"
+                        with open(part, "a") as file:
+                            file.write(line)
+                    os._exit(0)
+                workers.append(process)
+            failed |= any([os.waitpid(process, 0)[1] for process in workers])
+        known = results_in(part, files)
+        results = [known[place] for place in drawn if place in known]
     survivors = [result for result in results if result["noticed_by"] is None]
     facts = {"seed": options.seed, "places": len(places), "broken": len(results)}
     facts |= {"noticed": len(results) - len(survivors), "survivors": survivors, "all": results}
@@ -302,7 +343,7 @@ def main() -> int:
     print(f"{facts['noticed']} of {len(results)} mutants noticed ({len(places)} places)")
     for one in survivors:
         print(f"  {one['file']}:{one['line']} {one['kind']}: {one['before']}")
-    return int(bool(failed) or len(survivors) > len(results) / 20)
+    return int(failed or len(survivors) > len(results) / 20)
 
 
 if __name__ == "__main__":
