@@ -4,7 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Most of what is installed is never imported: Python compiles what is, when it is.
+PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 DEMO := cookiecutter torch numpy safetensors tyro tqdm matplotlib tensorboard
 TEST := $(DEMO) pillow scikit-learn pytest pytest-xdist pytest-timeout hypothesis ruff pre-commit pre-commit-hooks basedpyright \
 	pyyaml jsonschema setuptools cruft wandb mlflow-skinny sqlalchemy alembic \

@@ -44,7 +44,7 @@ ANSWERS: dict[str, dict[str, str]] = {
     TEXT: {"task": "language_model", "checkpoint": "dcp", "storage": "object_store"},
     IMAGES: {"task": "image_classifier", "checkpoint": "torch_save"},
 }
-MUTANTS, FEW = 1000, 10
+MUTANTS, FEW = 1000, 6
 PARSED: dict[str, Any] = {}  # the options of each command
 MEMORY = 1 << 30  # bytes of address space that a command may ask for
 SECONDS = 20  # of computing that it may take
