@@ -34,10 +34,12 @@ class InferConfig:
 def infer(model: nn.Module, spec: "Spec", config: Config, options: InferConfig) -> None:
     """Print the prompt and what the model makes of it, token by token as they come."""
     prompt = encode(options.prompt, spec)
-    for token in itertools.chain(prompt, generate(model, prompt, config.data.context, options)):
-        sys.stdout.buffer.write(decode([token], spec))
-        sys.stdout.buffer.flush()
-    print()
+    try:
+        for token in itertools.chain(prompt, generate(model, prompt, config.data.context, options)):
+            sys.stdout.buffer.write(decode([token], spec))
+            sys.stdout.buffer.flush()
+    finally:
+        print()
 
 
 def generate(

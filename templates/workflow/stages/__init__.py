@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
+from ..errors import UserError, printable
 from ..files import flatten
 
 ABOUT = {
@@ -123,7 +123,7 @@ def earlier_status(config: Any, name: str) -> str | None:
     if with_effect(content) != with_effect(origin(config)):
         print("measuring again: the settings, the code, torch or the machine have changed")
         return None
-    status, when = content["status"], content["measured_at"]
+    status, when = content["status"], printable(content["measured_at"])
     print(f"{status.replace('_', ' ')}, measured {when} (--workflow.force measures again)")
     return status
 
