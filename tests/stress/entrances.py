@@ -436,7 +436,9 @@ def ended(case: Case, line: str, work: Path, output: Path) -> tuple[str, str]:
 def judge(case: Case, line: str, code: int, text: str) -> tuple[str, str]:
     """What an exit code and a text are worth."""
     tail = " | ".join(text.strip().splitlines()[-3:])[-400:]
-    if code == SHORT or "bad_alloc" in text or "DefaultCPUAllocator" in text:
+    # CPython itself may lose a MemoryError on its way up.
+    lost = "returned NULL without setting an exception" in text
+    if code == SHORT or lost or "bad_alloc" in text or "DefaultCPUAllocator" in text:
         return "out of memory", ""
     if code == -signal.SIGXCPU:
         # A config.json may ask for a model of any size, and for as much work.
