@@ -50,7 +50,7 @@ def test_a_start_says_what_it_is(
     assert said(caplog) == [
         "model  32,928 parameters, float32 on cpu, ranks: 1",
         "data   109 samples of 32 tokens, 6 for validation",
-        "batch  8 samples; 5 steps are 0.367 epochs",
+        "batch  8 samples; 5 steps are 0.37 epochs",
         "run    runs/first, new",
     ]
     caplog.clear()
@@ -234,8 +234,11 @@ def test_settings_come_from_a_file_of_toml(project: Project, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("train.stpes = 3", "train.stpes is not a setting of this project"),
-        ("checkpoint.evry = 3", "checkpoint.evry is not a setting of this project"),
+        (
+            "train.stpes = 3",
+            "train.stpes is not a setting of this project: did you mean train.steps?",
+        ),
+        ("train.batch = 3", "train.batch is not a setting of this project"),
         ('train.steps = "3"', "train.steps is '3': wanted a whole number"),
         ("train = 3", "train is 3: wanted settings by name"),
         ("train.steps = 0", "--train.steps must be at least 1"),

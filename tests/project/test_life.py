@@ -183,7 +183,9 @@ def test_a_killed_worker_changes_nothing(tmp_path: Path) -> None:
             time.sleep(0.01)
         os.kill(trainers(process.pid)[-1], signal.SIGKILL)
         slow.unlink()
-        assert "resuming from" in finish(process)
+        said = finish(process)
+    assert "resuming from" in said and "Traceback" not in said
+    assert re.search(r"^.*rank \d was killed by SIGKILL.*: all ranks start again", said, re.M), said
     undisturbed, killed = (hashes(project / "runs" / run, 80) for run in ("undisturbed", "killed"))
     assert undisturbed and killed == undisturbed
     expected, found = (

@@ -12,6 +12,7 @@ import time
 import typing
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,6 +144,28 @@ def test_a_refused_resume_says_what_to_type(project: Project, tmp_path: Path, na
     assert '"step": 3' in status(project, run)
 
 
+def test_weights_of_another_shape_are_not_offered(project: Project) -> None:
+    command = ("train", *TINY, "--no-track", "--train.steps", "2", "--name", "other_shape")
+    project(*command)
+    said = project.refuses(*command, "--model.width", "64")
+    assert "parameters" in said and "--name NEW" in said and "--init-from" not in said
+
+
+def test_a_spec_without_a_fingerprint_is_one_line(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = project.module("train")
+    build = training.build_datasets
+
+    def forgetful(config: Any) -> Any:
+        first, second, spec = build(config)
+        return first, second, SimpleNamespace(vocabulary=spec.vocabulary)
+
+    monkeypatch.setattr(training, "build_datasets", forgetful)
+    said = project.refuses("train", *project.settings, "--run-dir", str(tmp_path / "run"))
+    assert "the spec of build_datasets (data.py) needs a `fingerprint`" in said and "\n" not in said
+
+
 def test_a_store_of_another_run_says_what_to_type(stored: Project, tmp_path: Path) -> None:
     def url(name: str) -> tuple[str, str]:
         return "--checkpoint.url", f"file://{tmp_path}/{name}"
@@ -178,7 +201,7 @@ def test_what_is_no_optimizer_is_one_line(
     assert said == "build_optimizer (optim.py) returned a list: wanted one Optimizer"
 
 
-@pytest.mark.parametrize("length", [None, 100])
+@pytest.mark.parametrize(("length", "plain"), [(None, False), (100, False), (9, True)])
 @pytest.mark.parametrize("part", ["training", "validation"])
 def test_a_stream_is_one_line(
     project: Project,
@@ -186,6 +209,7 @@ def test_a_stream_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     length: int | None,
     part: str,
+    plain: bool,
 ) -> None:
     from torch.utils.data import IterableDataset
 
@@ -204,11 +228,13 @@ def test_a_stream_is_one_line(
         first, second, spec = build(config)
         return (Lines(), second, spec) if part == "training" else (first, Lines(), spec)
 
+    if plain:  # nothing of torch's
+        Lines = type("Lines", (), {"__len__": lambda self: 9, "__iter__": Lines.__iter__})
     monkeypatch.setattr(training, "build_datasets", streams)
     said = project.refuses("train", *project.settings, "--run-dir", str(tmp_path / "run"))
     assert said == (
         f"the {part} data (build_datasets in data.py) is a Lines: "
-        "wanted __len__, and __getitem__ or __getitems__ by numbers"
+        "wanted __len__, and __getitem__ or __getitems__ by numbers. Write a stream to files first"
     )
 
 

@@ -419,11 +419,11 @@ def test_stages_that_contradict_each_other_are_remarked_on(
 
     assert note(0.06) == note(0.08) == note(0.05) == ""
     assert note(0.01) == (
-        "The same eager steps made 133 samples/s in baseline and 800 samples/s in compile: other "
-        "work held this machine meanwhile. Compare figures of one stage only, or measure again "
-        "with --workflow.force."
+        "The same eager steps made 133.3 samples/s in baseline and 800.0 samples/s in compile: "
+        "other work held this machine meanwhile. Compare figures of one stage only, or measure "
+        "again with --workflow.force."
     )
-    assert "8 samples/s in compile and 133 samples/s in baseline" in note(1.0)
+    assert "8.0 samples/s in compile and 133.3 samples/s in baseline" in note(1.0)
     assert note(0.01, code="other") == "", "other code may be faster"
 
 
@@ -472,8 +472,10 @@ def test_a_report_of_what_there_is(project: Project, tmp_path: Path) -> None:
     assert text.count("not run") == 4
     assert f"python -m gated compile --run-dir {tmp_path}" in text
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    (tmp_path / "status.json").write_text('{"status": "running", "step": 0, "at": "x"}')
     project("report", "--run-dir", str(tmp_path))
-    assert "left out" not in (tmp_path / "report.html").read_text("utf-8")
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert "left out" not in page and "running or killed, last heard of at step 1<" in page
 
 
 @pytest.mark.parametrize(

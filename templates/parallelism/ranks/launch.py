@@ -44,7 +44,7 @@ def only_user_errors(failures: dict[int, ProcessFailure]) -> bool:
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent; it does not retry what the next start would refuse as well."""
+    """torchrun's agent; it says which rank ended how, and does not retry what is refused again."""
 
     def _monitor_workers(self, worker_group: agents.WorkerGroup) -> agents.RunResult:
         monitor: Any = super()._monitor_workers  # decorated without its signature
@@ -53,12 +53,22 @@ class Agent(LocalElasticAgent):
         one_machine = os.environ.get("NNODES", "1") == "1"
         if first and one_machine and only_user_errors(result.failures):
             self._remaining_restarts = 0
+        elif ended := ", ".join(f"rank {rank} {how(f)}" for rank, f in result.failures.items()):
+            most, left = worker_group.spec.max_restarts, self._remaining_restarts
+            again = f": all ranks start again ({most - left + 1} of {most})" if left else ""
+            print(f"{ended}{again}", file=sys.stderr, flush=True)
         return result
+
+
+def how(failure: ProcessFailure) -> str:
+    """How a process ended."""
+    code = failure.exitcode
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
 def tells_more(record: logging.LogRecord) -> bool:
     """Whether a line of torchrun's log tells more than the ranks, which report stops and errors."""
-    repeated = ("Sending process", "Received ", f"failed (exitcode: {USER_ERROR})")
+    repeated = ("Sending process", "Received ", "failed (exitcode: ")
     return not record.getMessage().startswith(repeated)
 
 

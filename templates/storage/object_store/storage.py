@@ -33,7 +33,7 @@ from .manifest import data_of, has_sizes, parse_manifest, read_manifest, sealed
 from .object_store import RemotePath, check_address
 from .paths import DAMAGED, Place, checkpoints_of, located, published, steps
 from .publish import Found, Publisher, RetentionConfig
-from .tensors import identity_differences
+from .tensors import identity_differences, offer_weights
 from .upload import UploadingPublisher
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class StorePublisher(Publisher):
                         raise UserError(
                             "\n  ".join([f"{path} is of another run:", *problems])
                             + "\nAnother run needs another --checkpoint.url and --name (or "
-                            f"--run-dir), and begins with these weights by --init-from {path}"
+                            f"--run-dir){offer_weights(path, problems)}"
                         )
                     return
 

@@ -79,6 +79,8 @@ def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
     )
     if not parts[1]:
         validation = training.split()
+    if not any(parts):
+        raise UserError(f"--data.path {folder}: there is no text in it, and no .bin file of tokens")
     if not len(training) or not len(validation):
         raise UserError(
             f"{folder} has too few tokens to train on and to validate with, at a context of "

@@ -33,7 +33,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Check the values (UserError)."""
         if min(self.layers, self.heads, self.width) < 1 or self.width % (2 * self.heads):
-            raise UserError("--model.width must be a multiple of twice --model.heads, none below 1")
+            raise UserError(
+                f"--model.width {self.width} must be a multiple of twice --model.heads "
+                f"{self.heads}, and none of them below 1"
+            )
         if not 0 <= self.dropout < 1:
             raise UserError("--model.dropout must be in [0, 1)")
 

@@ -84,6 +84,9 @@ def page_of(run_dir: Path) -> str:
             f"there is nothing to report in {run_dir}: run `{command_for('workflow', run_dir)}` or "
             f"`{command_for('train', run_dir)}` first"
         )
+    run = found.get("status", {})
+    if run.get("status") == "running" and records:  # it knows where the run began, or went on
+        run = {"status": "running or killed, last heard of", "step": records[-1]["step"]}
     measured = [it.content for it in sections if it.content]
     newest = max(measured, key=lambda content: content["measured_at"], default={})
     tiles = [tile for it in sections for tile in it.tiles]
@@ -97,7 +100,7 @@ def page_of(run_dir: Path) -> str:
     return environment.from_string(template).render(
         name=run_dir.name,
         package=PACKAGE,
-        run=found.get("status", {}),
+        run=run,
         notes=notes,
         sections=sections,
         tiles=tiles,
@@ -205,7 +208,7 @@ def contradictions(sections: list[Section]) -> Iterator[str]:
     timed.sort(key=lambda pair: pair[0])
     alike = {str(with_effect(it.content)) for _, it in timed}
     if len(alike) == 1 and timed[-1][0] > DISAGREE * timed[0][0]:
-        rates = (f"{rate:,.3g} samples/s in {it.name}" for rate, it in (timed[0], timed[-1]))
+        rates = (f"{rate:,.1f} samples/s in {it.name}" for rate, it in (timed[0], timed[-1]))
         yield (
             f"The same eager steps made {' and '.join(rates)}: other work held this machine "
             "meanwhile. Compare figures of one stage only, or measure again with --workflow.force."

@@ -4,6 +4,7 @@ Settings are changed by dotted names ("train.steps"), saved as JSON (config.json
 """
 
 import dataclasses
+import difflib
 import logging
 import tomllib
 import typing
@@ -21,7 +22,7 @@ from .compile import CompileConfig
 from .data import DataConfig
 from .distributed.parallel import ParallelConfig
 from .errors import UserError
-from .files import flatten, read_json
+from .files import flatten, read_json, to_json
 from .model import PRESETS, ModelConfig
 from .optim import OptimConfig
 from .profiler import ProfileConfig
@@ -146,6 +147,7 @@ def load(path: Path, kind: type[C] = Config, start: str = "default") -> C:
     The latter without what names that run (its name, its store).
     """
     config = preset(start, kind)
+    path = path / "config.json" if path.is_dir() else path
     if path.suffix != ".toml":
         return on_disk(from_json(config, path, leave_out=OF_ONE_RUN))
     try:
@@ -202,7 +204,10 @@ def override(config: C, changes: dict[str, Any]) -> C:
         node[last] = value
     config = _replace(config, tree, unknown)
     if unknown:
-        raise UserError(f"{next(iter(unknown))} is not a setting of this project")
+        name = next(iter(unknown))
+        near = difflib.get_close_matches(name, dict(flatten(to_json(config))), 1)
+        advice = f": did you mean {near[0]}?" if near else ""
+        raise UserError(f"{name} is not a setting of this project{advice}")
     return config
 
 

@@ -1,6 +1,7 @@
 """Traces of a few steps by torch.profiler, for Perfetto."""
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from .errors import UserError
 from .files import replacing
 
 log = logging.getLogger(__name__)
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints that it starts and stops
 
 
 @dataclass(frozen=True)

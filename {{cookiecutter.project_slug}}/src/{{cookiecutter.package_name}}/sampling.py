@@ -164,9 +164,14 @@ def shares(batch_size: int, micro_batch_size: int, rank: int, world_size: int) -
 
 def check_dataset(dataset: Any, name: str) -> None:
     """UserError unless its samples are counted and can be read by their numbers."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+    by_number = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+    stream = isinstance(dataset, IterableDataset) or not by_number
+    if stream or not hasattr(dataset, "__len__"):
         problem = f"the {name} data (build_datasets in data.py) is a {type(dataset).__name__}"
-        raise UserError(f"{problem}: wanted __len__, and __getitem__ or __getitems__ by numbers")
+        raise UserError(
+            f"{problem}: wanted __len__, and __getitem__ or __getitems__ by numbers. "
+            "Write a stream to files first"
+        )
     if not len(dataset):
         raise UserError(f"the {name} data is empty")
 

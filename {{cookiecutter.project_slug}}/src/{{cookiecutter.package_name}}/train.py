@@ -81,6 +81,11 @@ def setup(config: Config, world: World | None = None) -> State:
     world.check_batch(batch_size)
     set_up_torch(settings.seed, settings.deterministic)
     train, validation, spec = build_datasets(config)
+    if not isinstance(getattr(spec, "fingerprint", None), str):
+        raise UserError(
+            "the spec of build_datasets (data.py) needs a `fingerprint`: a text that "
+            "another data set does not have, as fingerprint.py makes it"
+        )
     sampling.check_dataset(train, "training")
     sampling.check_dataset(validation, "validation")
     order = GlobalBatches(len(train), batch_size, settings.seed)
@@ -332,7 +337,7 @@ def introduce(state: State, run_dir: Path) -> None:
         f"model  {size:,} parameters, {dtype} on {device}, ranks: {world.size}",
         f"data   {samples:,} samples{f' of {tokens:,} tokens' if tokens else ''}, "
         f"{len(state.validation):,} for validation",
-        f"batch  {batch:,} samples; {config.steps} steps are {epochs:.3g} epochs",
+        f"batch  {batch:,} samples; {config.steps} steps are {epochs:,.2f} epochs",
         f"run    {run_dir}, {f'resumed at step {state.step}' if state.step else 'new'}",
     ):
         log.info("%s", line)

@@ -30,6 +30,7 @@ from .tensors import (
     forms_of,
     identity_differences,
     model_tensors,
+    offer_weights,
     optimizer_tensors,
     put_back_numbers,
 )
@@ -162,9 +163,8 @@ class Checkpointer:
             if (self.run_dir / "config.json").exists():  # not if it goes on from an object store
                 lines.append(f"To go on as it was: {command_for('train', self.run_dir)}")
             lines.append(
-                "Or add to your command --name NEW (--run-dir NEW if it has one) for another run, "
-                f"which begins with these weights by --init-from {path}; "
-                f"or {self.publisher.start_over}."
+                "Or add to your command --name NEW (--run-dir NEW if it has one) for another run"
+                f"{offer_weights(path, problems)}; or {self.publisher.start_over}."
             )
             raise UserError("\n".join(lines))
         create_optimizer_state(self.optimizer)

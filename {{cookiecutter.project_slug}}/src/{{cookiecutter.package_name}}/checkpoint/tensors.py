@@ -162,6 +162,13 @@ def identity_differences(
     return differences
 
 
+def offer_weights(path: Any, differences: list[str]) -> str:
+    """How another run begins with a checkpoint's weights, if the parameters do not differ."""
+    if any(difference.startswith("parameters") for difference in differences):
+        return ""
+    return f", which begins with these weights by --init-from {path}"
+
+
 def shown(value: Any) -> str:
     """A value that a stranger may have chosen, as it can be printed."""
     text = f"{value}"
