@@ -127,3 +127,23 @@ def test_the_drill_passes_on_two_ranks(whole: Whole) -> None:
     parts = [figures["restart_seconds"][part] for part in ("launch", "restore", "first_step")]
     assert min(parts) > 0 and sum(parts) == pytest.approx(figures["restart_seconds"]["total"])
     assert figures["interval_seconds"] >= figures["save_seconds"]["median"]
+
+
+def test_what_the_stages_recommend_is_measured_together(whole: Whole) -> None:
+    """And `train` takes it."""
+    content, checks = whole.stage("recommended")
+    file = whole.run_dir / "workflow/recommended.toml"
+    assert set(checks) == {"together"} and f"train --config {file}" in whole.output
+    links = content["figures"]["links"]
+    for name in ("compile", "profile", "scale", "checkpoint"):
+        compiled = whole.stage(name)[0]["settings"]["compile"]["mode"]
+        chosen = whole.stage("compile")[0]["figures"]["best"]
+        assert compiled == (chosen if name != "compile" else "none")
+    assert all(f"     {link}" in whole.output for link in links)
+    project = whole.run_dir.parents[1]
+    command = ("train", "--config", str(file), "--name", "again", "--train.steps", "3")
+    with start(project, sys.executable, "-m", PACKAGE, *command) as process:
+        assert "finished at step 3" in finish(process)
+    used = json.loads((project / "runs/again/config.json").read_text("utf-8"))
+    assert used["compile"]["mode"] == content["settings"]["compile"]["mode"]
+    assert used["train"]["micro_batch_size"] == content["settings"]["train"]["micro_batch_size"]

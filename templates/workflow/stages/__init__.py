@@ -5,6 +5,7 @@ Importing this imports no torch, so that `--help` stays quick.
 
 import contextlib
 import importlib
+import os
 import shlex
 import signal
 import subprocess
@@ -25,7 +26,7 @@ ABOUT = {
     "scale": "Run on 1 to n processes: same losses, efficiency, memory per rank, DDP or FSDP.",
     "checkpoint": "Drill the recovery: restore, reshard, kill, damage; say how often to save.",
 }
-MODULES = {name: name for name in ABOUT} | {"checkpoint": "recovery"}
+MODULES = {name: name for name in ABOUT} | {"baseline": "tuning", "checkpoint": "recovery"}
 HERE = Path(__file__).parent
 STAGES = {name: ABOUT[name] for name, file in MODULES.items() if (HERE / f"{file}.py").exists()}
 """The stages of this project, in the order in which they build on each other."""
@@ -70,9 +71,14 @@ def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -
 
         print(publish_report(parse(RunLocation).directory))
         return 0
+    from .chain import go_on, typed_settings
+
     config = on_disk(parse(StageConfig))
     if name == "workflow":
         return run_stages(config, arguments)
+    config, links = go_on(config, name, typed_settings(arguments))
+    if links and os.environ.get("RANK", "0") == "0":
+        print(f"     going on from {', '.join(map(str, links))}", flush=True)
     return importlib.import_module(f"{__name__}.{MODULES[name]}").measure(config)
 
 
@@ -83,18 +89,26 @@ def run_stages(config: Any, arguments: list[str]) -> int:
     continues an interrupted workflow. The first failed gate ends it, unless
     `--workflow.keep-going`. At the end it writes the report.
     """
+    from .chain import CHAIN, conclude, go_on, typed_settings
     from .processes import leave
     from .report import publish_report
 
+    typed = typed_settings(arguments)
     signal.signal(signal.SIGTERM, leave)
     results: dict[str, tuple[str, float]] = dict.fromkeys(STAGES, ("not_run", 0.0))
     for number, (name, about) in enumerate(STAGES.items(), 1):
         print(f"\n[{number}/{len(STAGES)}] {name}: {about}", flush=True)
         started = time.perf_counter()
-        status = earlier_status(config, name) or run_stage(config, name, arguments)
+        going_on, _ = go_on(config, name, typed)
+        status = earlier_status(going_on, name) or run_stage(config, name, arguments)
         results[name] = status, time.perf_counter() - started
         if status in FAILED and not config.workflow.keep_going:
             break
+    else:
+        print("\n[the chain] recommended: Measure what the stages recommend, together.", flush=True)
+        started = time.perf_counter()
+        status = earlier_status(go_on(config, "", typed)[0], CHAIN) or conclude(config, typed)
+        results[CHAIN] = status, time.perf_counter() - started
     print()
     for name, (status, seconds) in results.items():
         print(f"{name:<12}{status.replace('_', ' '):<14}{seconds:6.1f} s", flush=True)

@@ -11,8 +11,8 @@ import os
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,16 +26,17 @@ from torch._inductor.utils import fresh_cache
 
 from ..compile import compile_seconds, graphs
 from ..config import Config, from_json, override
-from ..device import synchronize
 from ..distributed import join
 from ..errors import RankError, UserError
 from ..files import to_json, write_json
 from ..model import blocks
 from ..run.hardware import in_units, peak_memory
-from ..train import State, setup, train_step
+from ..train import State, setup
+from .chain import recommend, reject
 from .processes import run_task
 from .stage import Stage, StageConfig
-from .timing import Interval, describe, has_drawn, median_interval, record_steps, spread
+from .timing import Interval, describe, has_drawn, record_steps, spread
+from .turns import TOO_NOISY, in_turns, take_steps, times_as_fast
 
 MODES = ("blocks", "full")
 TIMEOUT = 1800.0  # seconds for one process
@@ -44,10 +45,6 @@ STEPS = 5  # compared with eager steps
 PRECISE = {"loss": 1e-4, "gradients": 1e-2}  # float32 throughout
 ROUNDED = {"loss": 1e-2, "gradients": 1e-1}  # bf16 or TF32: fused code rounds less often
 NO_COMPILER = re.compile("InvalidCxxCompiler|TritonMissing|Python.h: No such file")
-WINDOW, SECONDS = 0.2, 6.0  # of a window of steps, and of all windows together
-PAIRS = (6, 15)  # of windows: at least (for a 95 % interval), and at most
-NOISE = 1.2  # an interval whose ends are this far apart cannot tell what is faster
-TOO_NOISY = "too noisy to tell"
 OVER_LIMIT = "recompile limit exceeded"  # in torch's reason for not compiling
 SHOWN = 6  # graph breaks or recompiles; the figures hold all
 
@@ -97,14 +94,16 @@ def judge(stage: Stage, modes: dict[str, Figures]) -> None:
     """Turn what was measured into checks, figures and advice."""
     judge_compiling(stage, modes)
     compiled = {mode: figures for mode, figures in modes.items() if "graphs" in figures}
-    speedups = {mode: speedup_of(**figures["windows"]) for mode, figures in compiled.items()}
+    windows = {mode: figures["windows"] for mode, figures in compiled.items()}
+    speedups = {m: times_as_fast(each["eager"], each["compiled"]) for m, each in windows.items()}
     for mode, (speedup, verdict) in speedups.items():
         compiled[mode] |= {"speedup": speedup._asdict(), "verdict": verdict}
     stage.figures |= {"modes": compiled, "best": "none"}
     if compiled:
         judge_findings(stage, compiled)
-        judge_numerics(stage, compiled)
+        right = judge_numerics(stage, compiled)
         judge_speedup(stage, compiled, speedups)
+        hand_on(stage, speedups, right)
     else:
         for name in ("graph_breaks", "recompiles", "recompile_limit", "numerics", "speedup"):
             stage.check(name, None, measured="nothing was compiled", wanted="measured")
@@ -164,30 +163,27 @@ def in_words(compiled: dict[str, Figures], name: str) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def judge_numerics(stage: Stage, compiled: dict[str, Figures]) -> None:
-    """Compare compiled steps with eager ones: same weights, batches and random numbers."""
+def judge_numerics(stage: Stage, compiled: dict[str, Figures]) -> list[str]:
+    """Compare compiled steps with eager ones: same weights, batches and random numbers.
+
+    Returns the modes whose steps are the same.
+    """
     apart = {mode: figures["difference"] for mode, figures in compiled.items()}
     any_mode = next(iter(compiled.values()))  # all have one precision, and draw the same
     limit = PRECISE if any_mode["precise"] else ROUNDED
     parts = [f"{m}: loss {d['loss']:.1e}, gradients {d['gradients']:.1e}" for m, d in apart.items()]
     if any_mode["random"]:
         parts[-1] += " (with eager's random numbers: inductor's fallback_random)"
+    right = [m for m, d in apart.items() if all(d[name] <= limit[name] for name in limit)]  # no NaN
     stage.check(
         "numerics",
-        all(d[name] <= limit[name] for d in apart.values() for name in limit),  # false for NaN
+        len(right) == len(apart),
         measured=f"after {STEPS} steps, relative to eager: {'; '.join(parts)}",
         wanted=f"at most {limit['loss']:.0e} and {limit['gradients']:.0e}",
         advice="do not train with a mode that differs; --compile.backend aot_eager tells whether "
         "inductor's kernels are at fault",
     )
-
-
-def speedup_of(eager: list[float], compiled: list[float]) -> tuple[Interval, str]:
-    """How many times as fast compiled steps are, from pairs of windows, and a word for it."""
-    speedup = median_interval(np.array(eager) / np.array(compiled))
-    if speedup.low > 1 or speedup.high < 1:
-        return speedup, "faster" if speedup.low > 1 else "slower"
-    return speedup, "within noise" if speedup.high < NOISE * speedup.low else TOO_NOISY
+    return right
 
 
 def judge_speedup(stage: Stage, compiled: dict[str, Figures], speedups: Speedups) -> None:
@@ -220,6 +216,18 @@ def judge_speedup(stage: Stage, compiled: dict[str, Figures], speedups: Speedups
         stage.advise("train with --compile.mode none: no mode is faster here")
     if breaks := in_words(compiled, "graph_breaks"):
         stage.advise(f"fewer graph breaks make it faster; begin with {breaks[0]}")
+
+
+def hand_on(stage: Stage, speedups: Speedups, right: list[str]) -> None:
+    """Hand the best mode on to the stages after this one; say why the others are not."""
+    best = stage.figures["best"]
+    for mode, (speedup, verdict) in speedups.items():
+        if mode == best and mode in right:
+            recommend(stage, "compile.mode", mode, speedup)
+        elif mode in right:
+            reject(stage, "compile.mode", mode, verdict, speedup)
+        else:
+            reject(stage, "compile.mode", mode, "its numbers differ from eager's")
 
 
 def first_line(text: str) -> str:
@@ -303,28 +311,17 @@ def difference(eager: FirstSteps, compiled: FirstSteps) -> dict[str, float]:
 
 
 def time_windows(state: State) -> Figures:
-    """Time windows of eager and compiled steps in turns, so that other load meets both alike."""
+    """Time windows of eager and compiled steps in turns."""
     device = state.world.device
-    windows: dict[str, list[float]] = {"eager": [], "compiled": []}
 
-    def window(name: str, steps: int) -> float:
-        with eagerly(state.model) if name == "eager" else contextlib.nullcontext():
-            synchronize(device)
-            started = time.perf_counter()
-            for _ in range(steps):
-                train_step(state, state.loader.next())
-            synchronize(device)
-        return (time.perf_counter() - started) / steps
+    def eager(steps: int) -> None:
+        with eagerly(state.model):
+            take_steps(state, steps)
 
-    slowest = max(max(window(name, 1) for _ in range(2)) for name in windows)
-    steps = int(np.clip(round(WINDOW / slowest), 1, 100))
-    pairs = int(np.clip(round(SECONDS / (2 * steps * slowest)), *PAIRS))
-    for pair in range(pairs):
-        for name in sorted(windows, reverse=pair % 2 == 0):
-            windows[name].append(window(name, steps))
+    windows = in_turns({"eager": eager, "compiled": partial(take_steps, state)}, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    window("compiled", 1)
+    take_steps(state, 1)
     state.loader.close()
     return {
         "windows": windows,

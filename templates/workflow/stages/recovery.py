@@ -28,6 +28,7 @@ from ..model import build_model
 from ..run.directory import RunDirectory
 from ..run.hardware import in_units
 from . import processes
+from .chain import recommend
 from .drill import EVERY, PATIENCE, STEPS, Digests, kill_in_save, losses_of, whole
 from .processes import most_ranks, named, refusal
 from .stage import Stage, StageConfig
@@ -322,9 +323,13 @@ def conclude(stage: Stage) -> None:
     end = f" (this run of {config.train.steps} steps then saves only at its end)"
     flag = f"--checkpoint.every {rounded}{end if rounded >= config.train.steps else ''}"
     if now < upload:
-        stage.advise(f"{flag}: a save takes longer than the {every} steps between two, and waits")
+        why = f"a save takes longer than the {every} steps between two, and waits"
     elif not 0.5 <= now / best <= 2:
-        stage.advise(f"{flag}: {lost:.2%} of the time is lost then, {lost_now:.2%} as it is")
+        why = f"{lost:.2%} of the time is lost then, {lost_now:.2%} as it is"
+    else:
+        return
+    stage.advise(f"{flag}: {why}")
+    recommend(stage, "checkpoint.every", rounded)
 
 
 def say(text: str) -> None:

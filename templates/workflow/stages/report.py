@@ -1,5 +1,6 @@
 """report.html: what a run and the stages of the workflow have found, on one page."""
 
+import contextlib
 import io
 import logging
 import os
@@ -19,8 +20,9 @@ from ..run.hardware import in_units
 from ..run.journal import finite, parsed
 from ..run.tracker import log_report
 from . import STAGES, plots, with_effect
+from .chain import CHAIN
 from .stage import PACKAGE, read_stage
-from .timing import spread
+from .timing import Interval, spread
 
 log = logging.getLogger(__name__)
 Figures = dict[str, Any]
@@ -102,6 +104,7 @@ def page_of(run_dir: Path) -> str:
         package=PACKAGE,
         run=run,
         notes=notes,
+        chain=chain_of(run_dir),
         sections=sections,
         tiles=tiles,
         plots=overview(sections, records),
@@ -123,6 +126,16 @@ def section(run_dir: Path, name: str) -> Section:
     except Exception as error:  # what cannot be shown, whatever is in it
         problem = f"its figures are damaged or of an older version of this project ({error!r})"
     return Section(name, result.about, result.command, "damaged", problem)
+
+
+def chain_of(run_dir: Path) -> Figures:
+    """What the chain recommends, and how many times as fast it is; {} if it is not known."""
+    with contextlib.suppress(UserError, KeyError, TypeError):
+        content = read_stage(run_dir, CHAIN) or {"figures": {}}
+        figures, factor = content["figures"], content["figures"].get("factor")
+        if figures.get("links"):
+            return figures | {"factor": factor and str(Interval(*factor))}
+    return {}
 
 
 def of_baseline(section: Section, figures: Figures) -> None:
