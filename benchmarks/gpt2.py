@@ -125,7 +125,7 @@ def main() -> None:
             for name, (run, place, mode) in contenders.items():
                 found[name] += run(place, data, work, given.steps, given.micro_batch, mode)
         sys.path.insert(0, str(source))
-        peak = importlib.import_module(f"{PACKAGE}.run.flops").peak_flops(torch.device("cuda"))
+        peak = importlib.import_module(f"{PACKAGE}.run.hardware").peak_flops(torch.device("cuda"))
     tokens = given.micro_batch * CONTEXT
     # Six FLOPs a weight and token, and the attention's: twelve times layers x width x context.
     weights = 12 * LAYERS * WIDTH**2 + VOCABULARY * WIDTH

@@ -146,6 +146,7 @@ def of_baseline(section: Section, figures: Figures) -> None:
         ("samples_per_second", "samples/s", "{:,.0f}".format),
         ("tokens_per_second", "tokens/s", "{:,.0f}".format),
         ("mfu", "MFU", "{:.1%}".format),
+        ("matmul_share", "of the matmul peak", "{:.1%}".format),
         ("peak_memory_bytes", "peak memory", in_units),
     ):
         if figures.get(key):
@@ -216,16 +217,20 @@ SHOW = {
 
 
 def contradictions(sections: list[Section]) -> Iterator[str]:
-    """A note if stages that timed the same eager steps do not agree."""
-    timed = [(row[1], it) for it in sections for row in it.rates if row[0].endswith("eager")]
-    timed.sort(key=lambda pair: pair[0])
-    alike = {str(with_effect(it.content)) for _, it in timed}
-    if len(alike) == 1 and timed[-1][0] > DISAGREE * timed[0][0]:
-        rates = (f"{rate:,.1f} samples/s in {it.name}" for rate, it in (timed[0], timed[-1]))
-        yield (
-            f"The same eager steps made {' and '.join(rates)}: other work held this machine "
-            "meanwhile. Compare figures of one stage only, or measure again with --workflow.force."
-        )
+    """A note for each group of measurements of the same eager steps that do not agree."""
+    timed: dict[str, list[tuple[float, str]]] = {}
+    for it in sections:
+        for label, rate, *_ in it.rates:
+            if label.endswith("eager"):
+                timed.setdefault(str(with_effect(it.content)), []).append((rate, it.name))
+    for slowest, fastest in ((min(group), max(group)) for group in timed.values()):
+        if fastest[0] > DISAGREE * slowest[0]:
+            both = (f"{rate:,.1f} samples/s in {name}" for rate, name in (slowest, fastest))
+            yield (
+                f"The same eager steps made {' and '.join(both)}: other work held this machine "
+                "meanwhile. Compare figures of one stage only, or measure again with "
+                "--workflow.force."
+            )
 
 
 def overview(sections: list[Section], records: list[Figures]) -> list[tuple[str, str | None]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import Config, override
-from ..device import move
+from ..device import move, synchronize
 from ..distributed import join, leave, parallel
 from ..loss import checked, loss_vector
 from ..model import compute_loss
@@ -137,18 +137,29 @@ def use_of_device(state: State, samples: float) -> dict[str, float | None]:
     batch = fetch(state.loader.source.dataset, state.loader.source.order.ids(0)[:1])
     forward = forward_flops(state.model, compute_loss, batch)
     flops = 3 * forward if forward else None
-    peak = peak_flops(device) or (cpu_peak_flops() if device.type == "cpu" else None)
-    mfu = flops * samples / peak if flops and peak else None
+    best, peak = matmul_flops(device, state.compute_dtype), peak_flops(device)
+    shares = {
+        name: flops * samples / of if flops and of else None
+        for name, of in (("mfu", peak), ("matmul_share", best))
+    }
     memory = peak_memory(device)
-    share = f"{mfu:.1%} of {peak / 1e9:,.0f} GFLOP/s (MFU)" if mfu and peak else "MFU unknown"
-    print(f"     {share}; peak memory {in_units(memory)}")
-    return {"peak_memory_bytes": memory, "flops_per_sample": flops, "peak_flops": peak, "mfu": mfu}
+    of_what = {"mfu": "of the device's peak (MFU)", "matmul_share": "of its own matmul peak"}
+    text = [f"{share:.1%} {of_what[name]}" for name, share in shares.items() if share]
+    print(f"     {', '.join(text) or 'FLOPs unknown'}; peak memory {in_units(memory)}")
+    figures = {"peak_memory_bytes": memory, "flops_per_sample": flops}
+    return figures | {"peak_flops": peak, "matmul_flops": best} | shares
 
 
-def cpu_peak_flops(size: int = 1024) -> float:
-    """FLOP/s of this CPU in float32, by the fastest of some matrix products: a practical peak."""
-    a = torch.randn(size, size)
-    return 2 * size**3 / min(timeit.repeat(lambda: torch.mm(a, a), repeat=6, number=1))
+def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of this device in the fastest of some large matrix products: a peak in practice."""
+    size = 1024 if device.type == "cpu" else 8192
+    a = torch.randn(size, size, device=device, dtype=dtype)
+
+    def product() -> None:
+        torch.mm(a, a)
+        synchronize(device)
+
+    return 2 * size**3 / min(timeit.repeat(product, repeat=6, number=1))
 
 
 def judge_losses(stage: Stage, first: np.ndarray, second: np.ndarray, cpu: bool) -> None:
