@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,7 +185,7 @@ class Group:
     rank, size, resumed = 0, 4, 0.0
 
     def __init__(self) -> None:
-        self.theirs: tuple[float, ...] = (0.0,) * 4
+        self.theirs: Sequence[float] = (0.0,) * 8  # seconds of each, then the memory
         self.sent: list[float] = []
 
     def agree(self, action: Any) -> list[str]:
@@ -220,7 +220,8 @@ def test_who_is_slower_time_and_again_is_named(
     stragglers = module.Stragglers(group, SimpleNamespace(type="cpu"), None)
     figures = []
     with stragglers:
-        for group.theirs in [*windows, (0.0,) * 4]:
+        for theirs in [*windows, (0.0,) * 4]:
+            group.theirs = [*theirs, 5.0, 7.0, 9.0, 6.0]  # and the memory
             record = {"step_seconds": 2.0}
             stragglers.before_step(None)
             stragglers.after_step(None, record)
@@ -232,6 +233,7 @@ def test_who_is_slower_time_and_again_is_named(
     for theirs, figure in zip(windows, figures[1:], strict=True):
         assert figure["slowest_rank_seconds"] == max(theirs) == theirs[figure["slowest_rank"]]
         assert figure["median_rank_seconds"] == sorted(theirs)[1]
+        assert figure["most_memory_rank"] == 2
 
 
 def test_what_is_timed_ends_where_ranks_first_wait(

@@ -1,8 +1,11 @@
 """metrics.jsonl: what is no line is dropped, what a checkpoint has is on the disk before it."""
 
 import json
+import multiprocessing
 import os
+import re
 import signal
+import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,3 +203,50 @@ def test_a_report_of_many_lines_is_thinned(project: Project, tmp_path: Path) -> 
     assert records[-1]["step"] == 30_000 and records[-1]["validation_loss"] == 30_000 / 7
     page = report.page_of(tmp_path)
     assert len(page) < 1_000_000 and "4285.7143" in page
+
+
+def test_each_line_tells_the_memory(project: Project, tmp_path: Path) -> None:
+    """Of this process, and of the loader workers that it started."""
+    for workers in (0, 2):
+        train(project, tmp_path / str(workers), train__loader_workers=workers)
+    alone, together = (
+        [line["host_bytes"] for line in lines(tmp_path / str(workers))] for workers in (0, 2)
+    )
+    assert len(alone) == len(together) == STEPS and min(alone) > 50e6
+    memory = project.module("run.memory")
+    before = memory.host_memory()
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    child.start()
+    try:
+        assert memory.host_memory() >= before / 2 + memory.resident(child.pid) > before / 2
+    finally:
+        child.kill()
+        child.join()
+
+
+@pytest.mark.parametrize(
+    ("held", "named"),
+    [
+        (lambda step: 1e9 + 1e6 * step, True),  # 1 MB a step
+        (lambda step: 1e9, False),
+        (lambda step: 1e9 + 5e8 * (step % 300 == 0), False),  # in validations
+        (lambda step: 1e9 + 5e8 * (step > 500), False),  # once
+        (lambda step: 1e9 + 1e3 * step, False),
+    ],
+)
+def test_a_host_memory_that_grows_is_named_once(
+    project: Project,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    held: Any,
+    named: bool,
+) -> None:
+    memory = project.module("run.memory")
+    world = SimpleNamespace(rank=0, device=SimpleNamespace(type="cpu"))
+    watch = memory.MemoryUse()
+    for step in range(20, 6000, 20):
+        monkeypatch.setattr(memory, "host_memory", lambda step=step: int(held(step)))
+        watch.after_step(SimpleNamespace(step=step, world=world), {})
+    said = [record.message for record in caplog.records if "grows" in record.message]
+    assert len(said) == named
+    assert all(re.search(r"rank 0 grows: .* at step \d+, .* at step \d+", text) for text in said)

@@ -387,7 +387,7 @@ def test_the_report_can_be_looked_at(project: Project, tmp_path: Path, capsys) -
         assert not console
         assert not seen["wide"], f"it has to be scrolled sideways at {width}"
         assert seen["links"] == len(STAGES)
-        assert len(seen["pictures"]) == 7
+        assert len(seen["pictures"]) == 8
         for picture in seen["pictures"]:
             assert picture["width"] > 100 and picture["colors"] > 20, picture
     for dark in (False, True):

@@ -204,7 +204,9 @@ def _collectives() -> int:
 
 
 class Stragglers:
-    """Adds to each log line which rank is the slowest, and warns of one that stays so.
+    """Adds to each log line which rank is the slowest, and which takes the most memory.
+
+    It warns of a rank that stays the slowest.
 
     A step takes all ranks the same time, since they wait for each other. So this times what a rank
     does on its own before it first waits: between steps, for its batch and, under DDP, in forward
@@ -250,7 +252,8 @@ class Stragglers:
         if self.began is not None:
             self.spans.append((self.began, self.arrived))
         if record is not None:
-            record |= self._compare(record["step_seconds"])
+            memory = record.get("device_peak_bytes") or record.get("host_bytes", 0)
+            record |= self._compare(record["step_seconds"], memory)
 
     def begin(self, state: Any, record: dict[str, Any] | None) -> None:
         """Time the next step, after the journal: writing the record takes rank 0 alone its time."""
@@ -269,13 +272,18 @@ class Stragglers:
         event.record()
         return event
 
-    def _compare(self, step_seconds: float) -> dict[str, float]:
-        """Send this window's mean; judge the means of the window before."""
-        record = self._judge(self.maxima(), step_seconds) if self.maxima else {}
+    def _compare(self, step_seconds: float, memory: int) -> dict[str, float]:
+        """Send this window's mean and memory; judge those of the window before."""
+        record, size, rank = {}, self.group.size, self.group.rank
+        if self.maxima:
+            found = self.maxima()
+            seconds, held = found[:size], found[size:]
+            most = {"most_memory_rank": held.index(max(held)), "most_memory_bytes": max(held)}
+            record = self._judge(seconds, step_seconds) | most
         spans = [a.elapsed_time(b) / 1e3 if self.cuda else b - a for a, b in self.spans]
-        means = [0.0] * self.group.size
-        means[self.group.rank] = statistics.fmean(spans) if spans else 0.0
-        self.maxima = self.group.maximum(means)
+        own = [0.0] * 2 * size
+        own[rank], own[size + rank] = statistics.fmean(spans) if spans else 0.0, float(memory)
+        self.maxima = self.group.maximum(own)
         self.spans = []
         return record
 

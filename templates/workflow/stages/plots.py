@@ -60,6 +60,19 @@ def loss_curve(axes: Axes, records: list[dict[str, Any]], first_losses: list[flo
     axes.set(xlabel="step", ylabel="loss")
 
 
+def memory_curve(axes: Axes, records: list[dict[str, Any]]) -> None:
+    """What the run took by step: at most on the device, and on the host."""
+    for key, label, color in (
+        ("device_peak_bytes", "device, peak", BLUE),
+        ("device_reserved_bytes", "device, reserved", VIOLET),
+        ("host_bytes", "host", ORANGE),
+    ):
+        if found := [(r["step"], r[key] / 1e9) for r in records if r.get(key)]:
+            axes.plot(*zip(*found, strict=True), color=color, label=label)
+            axes.legend()
+    axes.set(xlabel="step", ylabel="GB", ylim=(0, None))
+
+
 def bars(axes: Axes, rows: list[Row], xlabel: str, label: Callable[[float], str]) -> None:
     """A bar with its value for each row, with a whisker from low to high if it has them."""
     for y, (_, value, *whisker) in enumerate(reversed(rows)):

@@ -17,6 +17,7 @@ import torch
 from ..distributed import parallel
 from ..errors import RankError, UserError
 from ..run.hardware import usable_cores
+from ..run.memory import descendants
 from .stage import PACKAGE, StageConfig
 
 # Variables by which torchrun tells a process its rank: the stage may have them, its children not.
@@ -135,15 +136,6 @@ def kill(process: subprocess.Popen[str], number: int = signal.SIGKILL) -> None:
         for pid in [process.pid, *descendants(process.pid)]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes below `pid` (Linux; elsewhere torchrun's workers end with it by themselves)."""
-    pids = []
-    with contextlib.suppress(OSError):
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            pids += [int(child), *descendants(int(child))]
-    return pids
 
 
 def _errors(output: str) -> str:

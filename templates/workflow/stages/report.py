@@ -244,7 +244,8 @@ def overview(sections: list[Section], records: list[Figures]) -> list[tuple[str,
     loss = plots.picture(plots.loss_curve, records, first_losses)
     what = "samples/s (median, p10 to p90)"
     throughput = plots.picture(plots.bars, rates, what, "{:,.0f}".format)
-    return [(title, loss), ("Throughput by stage", throughput)]
+    memory = plots.picture(plots.memory_curve, records)
+    return [(title, loss), ("Throughput by stage", throughput), ("Memory of the run", memory)]
 
 
 def read_metrics(path: Path, notes: list[str]) -> list[Figures]:

@@ -33,6 +33,7 @@ from .run.callback_runner import GarbageCollection, enter, methods
 from .run.directory import RunDirectory
 from .run.hardware import BusyCores, check_memory, expected_memory, forward_flops, peak_flops
 from .run.journal import Journal, validated_at
+from .run.memory import MemoryUse
 from .run.tracker import tracking
 from .sampling import NOTHING, GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
 
@@ -205,7 +206,7 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         stack.push(lambda kind, error, trace: record_stop(error, stop, run_dir, state))
         # The watchdog also watches the restore, which waits for the other ranks.
         watching, after_journal = watchdog(run_dir.path, world, group, state.module)
-        callbacks = [*enter(watching, stack)]
+        callbacks = [*enter([MemoryUse(), *watching], stack)]
         checkpointer = stack.enter_context(start(state, run_dir.path, group))
         owed = owes_validation(state, run_dir.path, group)
         if state.step >= settings.steps and not owed:
