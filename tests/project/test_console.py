@@ -258,6 +258,13 @@ def test_a_mistake_in_the_file_is_one_line(
     assert len(line) < len(str(file)) + 200
 
 
+def test_a_run_directory_stands_for_its_config(project: Project) -> None:
+    options = ("--preset", "tiny", "--device", "cpu", "--data.path", "text.txt")
+    project("train", *options, "--train.steps", "2", "--train.seed", "9", "--name", "seeded")
+    config = project.module("config").load(project.folder / "runs/seeded")
+    assert config.train.seed == 9
+
+
 def test_a_saved_config_wins_over_the_preset_beside_it(project: Project) -> None:
     options = ("--device", "cpu", "--data.path", "text.txt", "--train.steps", "2")
     project("train", "--preset", "tiny", *options, "--name", "saved")

@@ -144,6 +144,18 @@ def test_a_refused_resume_says_what_to_type(project: Project, tmp_path: Path, na
     assert '"step": 3' in status(project, run)
 
 
+def test_data_without_any_text_is_one_line(project: Project, tmp_path: Path) -> None:
+    said = project.refuses("train", *TINY[:-2], "--data.path", str(tmp_path))
+    assert said == f"--data.path {tmp_path}: there is no text in it, and no .bin file of tokens"
+
+
+def test_what_does_not_fit_together_is_named_with_its_values(project: Project, capsys) -> None:
+    with pytest.raises(SystemExit):
+        project("train", *TINY, "--model.heads", "3")
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "--model.width 32 must be a multiple of twice --model.heads 3" in said
+
+
 def test_weights_of_another_shape_are_not_offered(project: Project) -> None:
     command = ("train", *TINY, "--no-track", "--train.steps", "2", "--name", "other_shape")
     project(*command)

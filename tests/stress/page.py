@@ -11,7 +11,8 @@ from .common import RESULTS, ROOT
 TEXT = Path(__file__).parent / "page.md"
 PAGE = ROOT / "docs" / "reliability.md"
 TOPICS = ("crash_points", "kill_storm", "elastic", "damage", "hostile_files", "resources", "stops")
-UNTRIED = dict.fromkeys(("store", "entrances"), "This topic is new: it was not yet run in full.")
+TOPICS += ("entrances",)
+UNTRIED = {"store": "This topic is new: it was not yet run in full."}
 
 
 def page(results: Path) -> str:
