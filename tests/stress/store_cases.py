@@ -232,6 +232,13 @@ def two(variant: Variant, found: Findings, hits: Counter[str], times: int = 0) -
             time.sleep(0.05)
         time.sleep(rng.uniform(0, 1))
         jobs.append(variant.job(second))
+        log = jobs[1].log
+        while time.monotonic() < deadline and not (
+            log.exists() and " steps are " in log.read_text()
+        ):
+            time.sleep(0.05)
+        # The second is the owner now; the first has saves before it, and must notice.
+        must_lose = max(losses(first), default=0) < STEPS / 2
         problems = [] if all(job.gone(120) is not None for job in jobs) else ["one hung"]
         logs = [job.log.read_text("utf-8", "replace") for job in jobs]
         lost = [log for job, log in zip(jobs, logs, strict=True) if job.code]
@@ -240,6 +247,8 @@ def two(variant: Variant, found: Findings, hits: Counter[str], times: int = 0) -
             problems.append(
                 f"{[job.code for job in jobs]}: {' || '.join(it[-1200:] for it in logs)}"
             )
+        if must_lose and not jobs[0].code:
+            problems.append("the first one went on to the end beside the second")
         problems += variant.broken(first)
         hits["runs that another one took over from"] += len(lost)
         hits["two runs of which the first was over"] += not lost
