@@ -391,6 +391,21 @@ def test_one_lost_answer_is_no_other_run(project: Project, store: Store) -> None
         saver.publish(2)
 
 
+@pytest.mark.parametrize("listing", range(4))
+def test_one_listing_that_is_lost_ends_no_save(
+    project: Project, store: Store, monkeypatch: pytest.MonkeyPatch, listing: int
+) -> None:
+    """A store that answers 404 to a listing says that there is nothing."""
+    saver, storage = Saver(project, store), project.module("checkpoint.storage")
+    assert saver.save(1)
+    asked, steps = itertools.count(), storage.steps
+    monkeypatch.setattr(storage, "steps", lambda at: [] if next(asked) == listing else steps(at))
+    assert saver.save(2)
+    assert next(asked), "nothing was listed"
+    monkeypatch.undo()
+    assert saver.save(3) and saver.newest() == 3
+
+
 def test_half_uploads_may_be_a_secret(project: Project, store: Store) -> None:
     """To list them takes a right of its own."""
     with store.failing(lambda r: "403" if r.lists_uploads else None):

@@ -177,7 +177,8 @@ class StorePublisher(Publisher):
         self.check_owner()
         for newest in published(self.directory)[-1:]:
             folders = steps(self.directory)
-            self._clean(folders[: folders.index(newest) + 1])
+            if newest in folders:  # else the store has answered a listing wrongly
+                self._clean(folders[: folders.index(newest) + 1])
 
     def check_owner(self) -> None:
         """UserError when another run has taken over since."""
