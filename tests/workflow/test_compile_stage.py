@@ -90,6 +90,7 @@ def test_graph_breaks_are_named_with_their_place(project: Project) -> None:
     assert "Data-dependent" in found[line_of("break: branch")]["reason"]
     for mark in ("break: print", "break: loop"):
         assert "builtin" in found[line_of(mark)]["reason"]
+        assert "Avoid calling" in found[line_of(mark)]["reason"]  # the hint, and a link
     assert len(found) == 3, "each place once"
     counted = re.search(r"graph breaks: (\d+)", project.module("compile").compile_summary())
     assert counted and int(counted[1]) >= len(found)  # a place may break more than once

@@ -384,10 +384,11 @@ def recompiles() -> tuple[list[Finding], list[Finding]]:
 
 
 def finding(path: str | None, line: Any, reason: str) -> Finding:
-    """Below this folder the path is relative."""
+    """The reason with torch's first hint and its link; below this folder the path is relative."""
     near = os.path.relpath(path) if path else ""
     where = f"{path if near.startswith('..') else near}:{line}" if path else ""
-    return {"where": where, "reason": first_line(reason)}
+    hint, link = (re.findall(each, reason)[:1] for each in (r"Hint: (.+)", r"https://\S+"))
+    return {"where": where, "reason": " ".join([first_line(reason), *hint, *link])}
 
 
 if __name__ == "__main__":
