@@ -1,7 +1,6 @@
 """The chain: what a stage recommends reaches the stages after it, and the sum is measured."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,12 @@ def finished(project: Project, config: Any, name: str, passed: bool = True, **fo
 def test_a_stage_goes_on_from_those_before_it(project: Project, tmp_path: Path) -> None:
     chain, override = project.module("workflow.chain"), project.module("config").override
     given = project.config(run_dir=tmp_path)
-    finished(project, given, "baseline", train__loader_workers=2, train__micro_batch_size=4)
+    finished(project, given, "baseline", train__micro_batch_size=4, checkpoint__every=7)
     assert chain.go_on(given, "baseline", set()) == (given, [])
-    loaded = override(given, {"train.loader_workers": 2, "train.micro_batch_size": 4})
+    loaded = override(given, {"train.micro_batch_size": 4, "checkpoint.every": 7})
     config, links = chain.go_on(given, "compile", set())
     assert config == loaded and [link.stage for link in links] == ["baseline"] * 2
-    assert str(links[0]) == "--train.loader-workers 2 (baseline: 1.2 (1.1 to 1.3) times as fast)"
+    assert str(links[0]) == "--train.micro-batch-size 4 (baseline: 1.2 (1.1 to 1.3) times as fast)"
     # A stage measured on other settings than it would go on from now counts for nothing.
     finished(project, given, "compile", compile__mode="full")
     assert chain.go_on(given, "profile", set())[0] == loaded
@@ -44,53 +43,54 @@ def test_a_stage_goes_on_from_those_before_it(project: Project, tmp_path: Path) 
 
 def test_what_is_typed_stays(project: Project, tmp_path: Path) -> None:
     chain, given = project.module("workflow.chain"), project.config(run_dir=tmp_path)
-    finished(project, given, "baseline", train__loader_workers=2, train__micro_batch_size=4)
+    finished(project, given, "baseline", train__micro_batch_size=4, checkpoint__every=7)
     for words in (["--train.micro-batch-size", "8"], ["--train.micro_batch_size=8"]):
         config, links = chain.go_on(given, "compile", chain.typed_settings(["compile", *words]))
         assert config.train.micro_batch_size == given.train.micro_batch_size
-        assert [link.setting for link in links] == ["train.loader_workers"]
+        assert [link.setting for link in links] == ["checkpoint.every"]
 
 
 def test_only_a_gate_that_held_hands_on(project: Project, tmp_path: Path) -> None:
     chain, given = project.module("workflow.chain"), project.config(run_dir=tmp_path)
-    path = finished(project, given, "baseline", passed=False, train__loader_workers=2)
+    path = finished(project, given, "baseline", passed=False, train__micro_batch_size=4)
     assert chain.go_on(given, "compile", set()) == (given, [])
-    path = finished(project, given, "baseline", train__loader_workers=2)
+    path = finished(project, given, "baseline", train__micro_batch_size=4)
     assert chain.go_on(given, "compile", set())[1]
     content = json.loads(path.read_text())
-    of_workers = {"value": 2, "factor": None}
+    one = {"value": 2, "factor": None}
     for found in (
         [],
         "all",
-        {"train.loader_workers": 2},
-        {"train.loader_workers": {"value": "2", "factor": None}},
-        {"train.loader_workers": {"value": 2, "factor": [1, 2]}},
-        {"train.loader_workers": {"value": -2, "factor": None}},
-        {"run_dir": of_workers},
+        {"train.micro_batch_size": 2},
+        {"train.micro_batch_size": {"value": "2", "factor": None}},
+        {"train.micro_batch_size": {"value": 2, "factor": [1, 2]}},
+        {"train.micro_batch_size": {"value": -2, "factor": None}},
+        {"run_dir": one},
         {"checkpoint.url": {"value": "s3://theirs", "factor": None}},
     ):
         content["figures"]["recommended"] = found
         path.write_text(json.dumps(content))
         assert chain.go_on(given, "compile", set()) == (given, []), found
-    content["figures"]["recommended"] = {"train.loader_workers": of_workers}
+    content["figures"]["recommended"] = {"train.micro_batch_size": one}
     path.write_text(json.dumps({**content, "code": "another"}))
     assert chain.go_on(given, "compile", set()) == (given, [])
 
 
-def tried(project: Project, run_dir: Path, trial: str, **changes: Any) -> Any:
-    """The stage after a trial of the baseline, and what the trial returned."""
+def tried(project: Project, run_dir: Path, **changes: Any) -> Any:
+    """The stage after the trial of micro-batch sizes."""
     config = project.config(run_dir=run_dir, **changes)
     stage = project.module("workflow.stage").Stage("baseline", config)
+    stage.figures["step_seconds"] = {"median": 0.01}
     state = project.module("train").setup(config)
-    found = getattr(project.module("workflow.tuning"), trial)(stage, state, 0.01)
-    state.loader.close()
-    return stage, found
+    project.module("workflow.tuning").try_micro_batches(stage, state)
+    assert state.loader.iterator is None, "loader workers were started"
+    return stage
 
 
 def timed_as(project: Project, patch: pytest.MonkeyPatch, seconds: dict[str, float]) -> None:
     """Take a step by each way, and say that it takes so long."""
 
-    def in_turns(ways: dict[str, Any], *_: Any, untimed: int = 0) -> dict[str, list[float]]:
+    def in_turns(ways: dict[str, Any], *_: Any) -> dict[str, list[float]]:
         for way in ways.values():
             way(1)
         return {name: 8 * [seconds[name]] for name in ways}
@@ -117,64 +117,30 @@ def test_the_smallest_of_the_fastest_micro_batches_is_recommended(
     times = {"1": 0.8, "2": 0.4, "4": 0.2, "8": 0.1}
     timed_as(project, monkeypatch, times)
     sizes = {"train__global_batch_size": 32, "train__micro_batch_size": 4}
-    stage, _ = tried(project, tmp_path, "try_micro_batches", **sizes)
+    stage = tried(project, tmp_path, **sizes)
     figures, (check,) = stage.figures, stage.checks
     assert figures["recommended"]["train.micro_batch_size"]["value"] == 8
     assert figures["recommended"]["train.micro_batch_size"]["factor"] == [2.0, 2.0, 2.0]
     assert set(largest) == {1, 2, 4, 8, 16}
     assert sorted(figures["micro_batch"]["median_step_seconds"]) == [1, 2, 4, 8]
     assert set(figures["micro_batch"]["peak_memory_bytes"]) == {1, 2, 4, 8}
-    assert "16: out of memory" in check["measured"]
-    assert "--train.micro-batch-size 16: out of memory" in figures["rejected"]
+    assert check["measured"].startswith("1: 40 ")
+    assert check["measured"].endswith("; 16: CUDA out of memory")
+    assert "--train.micro-batch-size 16: CUDA out of memory" in figures["rejected"]
     slower = "--train.micro-batch-size 2: slower, 0.5 (0.5 to 0.5) times as fast"
     assert slower in figures["rejected"]
     times["4"] = 0.102  # as good as the best within 3 %, and smaller
-    stage, _ = tried(project, tmp_path, "try_micro_batches", **sizes)
+    stage = tried(project, tmp_path, **sizes)
     assert stage.figures["micro_batch"]["best"] == 4 and "recommended" not in stage.figures
 
 
 def test_sizes_go_up_to_the_global_batch_as_time_allows(project: Project) -> None:
     tuning = project.module("workflow.tuning")
-    assert tuning.sizes_to_try(4, 48, 0.01) == [1, 2, 4, 8, 16, 32, 48]
+    assert tuning.sizes_to_try(4, 48, 0.01) == [4, 1, 2, 8, 16, 32, 48]
     assert tuning.sizes_to_try(1, 1, 0.01) == [1]
-    assert tuning.sizes_to_try(16, 16, 0.01) == [4, 8, 16]
+    assert tuning.sizes_to_try(16, 16, 0.01) == [16, 4, 8]
     assert tuning.sizes_to_try(4, 48, 4.0) == [4, 8]
     assert tuning.sizes_to_try(4, 48, 100.0) == []
-
-
-def test_loader_workers_that_remove_the_wait_let_the_gate_pass(
-    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import numpy as np
-
-    baseline, sampling = project.module("workflow.baseline"), project.module("sampling")
-    tuning, timing = project.module("workflow.tuning"), project.module("workflow.timing")
-    read, config = sampling.fetch, project.config(run_dir=tmp_path, train__steps=20)
-
-    def slow(*arguments: Any) -> Any:
-        time.sleep(0.02)
-        return read(*arguments)
-
-    def waiting(share: float) -> Any:
-        return lambda *_: timing.Steps(np.zeros(9), np.ones(9), np.full(9, share))
-
-    monkeypatch.setattr(baseline, "MEASURED", 12)
-    monkeypatch.setattr(sampling, "fetch", slow)
-    monkeypatch.setattr(tuning, "usable_cores", lambda: 4)
-    sizes = {str(size): 1.0 for size in range(1, 65)}
-    for seconds, share, status, value in (
-        ({"0": 2.0, "1": 1.5, "2": 1.0, "4": 1.0}, 0.01, "pass", 2),
-        ({"0": 2.0, "1": 1.5, "2": 1.0, "4": 0.9}, 0.5, "fail", 4),
-        ({"0": 1.0, "1": 1.0, "2": 1.0, "4": 1.0}, 0.01, "fail", None),
-    ):
-        timed_as(project, monkeypatch, sizes | seconds)
-        monkeypatch.setattr(tuning, "record_steps", waiting(share))
-        tuning.measure(config)
-        content = project.module("workflow.stage").read_stage(tmp_path, "baseline")
-        (check,) = (check for check in content["checks"] if check["name"] == "data_wait")
-        found = content["figures"].get("recommended", {}).get("train.loader_workers", {})
-        assert (check["status"], found.get("value")) == (status, value), check
-        assert value is None or f"; {share:.1%} with the loader workers" in check["measured"]
 
 
 def test_the_sum_is_measured_and_written_for_train(
@@ -185,24 +151,29 @@ def test_the_sum_is_measured_and_written_for_train(
     finished(project, given, "baseline", train__micro_batch_size=4)
     windows = {"given": [0.3] * 8, "recommended": [0.2] * 8}
     monkeypatch.setattr(chain, "run_task", lambda *_, **__: windows)
-    assert chain.conclude(given, set()) == "pass"
+    assert chain.measure_together(given, set(), given) == "pass"
     said = capsys.readouterr().out
-    assert "1.5 (1.5 to 1.5) times where you began: faster" in said
+    assert "1.5 (1.5 to 1.5) times as fast as your settings: faster" in said
     file = tmp_path / "workflow/recommended.toml"
     assert f"train --config {file}" in said
-    used = config.load(file)
-    assert used == config.override(
-        config.Config(**{k: v for k, v in vars(given).items() if k != "workflow"}),
-        {"train.micro_batch_size": 4},
-    )
+    used = vars(config.override(config.load(file), {"run_dir": tmp_path}))
+    wanted = config.override(given, {"train.micro_batch_size": 4})
+    assert used == {name: value for name, value in vars(wanted).items() if name != "workflow"}
     project("report", "--run-dir", str(tmp_path))
     page = (tmp_path / "report.html").read_text("utf-8")
-    assert "1.5 (1.5 to 1.5) times where you began" in page
+    assert "1.5 (1.5 to 1.5) times as fast as your settings" in page
     assert "--train.micro-batch-size 4 (baseline: 1.2 (1.1 to 1.3) times as fast)" in page
-    windows = {"given": [0.2] * 8, "recommended": [0.3] * 8}
-    assert chain.conclude(given, set()) == "fail"
+    windows = {}
+    assert chain.measure_together(given, set(), given) == "pass", "it was measured again"
+    forced = project.config(run_dir=tmp_path, train__seed=7, workflow__force=True)
     windows = {"error": "both together do not fit into the memory"}
-    assert chain.conclude(given, set()) == "not_measured"
+    assert chain.measure_together(forced, set(), forced) == "not_measured" and file.exists()
+    windows = {"given": [1.0, 3.0] * 4, "recommended": [3.0, 1.0] * 4}
+    assert chain.measure_together(forced, set(), forced) == "not_measured"
+    windows = {"given": [0.2] * 8, "recommended": [0.3] * 8}
+    assert chain.measure_together(forced, set(), forced) == "fail" and not file.exists()
+    project("report", "--run-dir", str(tmp_path))
+    assert "as your settings" not in (tmp_path / "report.html").read_text("utf-8")
 
 
 def test_both_settings_are_timed_in_one_process(
@@ -216,7 +187,14 @@ def test_both_settings_are_timed_in_one_process(
     for name, size in (("given", 8), ("recommended", 1)):
         config = project.config(run_dir=tmp_path, train__micro_batch_size=size)
         write_json(tmp_path / f"{name}.json", to_json(config))
+    training, sizes = project.module("train"), []
+    compute = training.compute_loss
+
+    def counting(model: Any, batch: Any) -> Any:
+        sizes.append(len(batch["tokens"]))
+        return compute(model, batch)
+
+    monkeypatch.setattr(training, "compute_loss", counting)
     seconds = chain.measure(tmp_path)
-    speedup, verdict = turns.times_as_fast(seconds["given"], seconds["recommended"])
     assert len(seconds["given"]) == len(seconds["recommended"]) >= 6
-    assert verdict and speedup.low <= speedup.value <= speedup.high
+    assert set(sizes) == {1, 8} and sizes.count(1) == 8 * sizes.count(8)  # as many steps of each

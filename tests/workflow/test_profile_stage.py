@@ -444,14 +444,3 @@ def test_ranks_that_wait_are_told_why(tmp_path: Path) -> None:
     assert [max(it, key=it.get) for it in late["ranks"]] == ["communication", "data"]
     assert late["waiting_for_ranks"] > 0.1
     assert "mostly for rank 1" in output
-
-
-def test_steps_are_held_against_the_matmul_peak(project: Project, tmp_path: Path) -> None:
-    """Which `baseline` has measured; without it nothing is said."""
-    profile, config = project.module("workflow.profile"), project.config(run_dir=tmp_path)
-    assert profile.matmul_share(config, 0.5, ranks=1) is None
-    stage = project.module("workflow.stage").Stage("baseline", config)
-    stage.figures |= {"flops_per_sample": 3e6, "matmul_flops": 1e9}
-    stage.close()
-    flops = 3e6 * config.train.global_batch_size
-    assert profile.matmul_share(config, 0.5, ranks=2) == pytest.approx(flops / 2 / 0.5 / 1e9)

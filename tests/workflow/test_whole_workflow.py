@@ -135,7 +135,7 @@ def test_what_the_stages_recommend_is_measured_together(whole: Whole) -> None:
     content, checks = whole.stage("recommended")
     file = "runs/default/workflow/recommended.toml"
     assert set(checks) == {"together"} and f"train --config {file}\n" in whole.output
-    assert all(f"     {link}" in whole.output for link in content["figures"]["links"])
+    assert all(f"     {link}" in whole.output for link in content["figures"]["settings"])
     # The micro-batch that the baseline recommends reaches all others; what is typed stays.
     size = content["settings"]["train"]["micro_batch_size"]
     for name in ("compile", "profile", "scale", "checkpoint"):

@@ -53,17 +53,19 @@ class Agent(LocalElasticAgent):
         one_machine = os.environ.get("NNODES", "1") == "1"
         if first and one_machine and only_user_errors(result.failures):
             self._remaining_restarts = 0
-        elif ended := ", ".join(f"rank {rank} {how(f)}" for rank, f in result.failures.items()):
+        elif ended := ", ".join(ending(*item) for item in result.failures.items()):
             most, left = worker_group.spec.max_restarts, self._remaining_restarts
             again = f": all ranks start again ({most - left + 1} of {most})" if left else ""
             print(f"{ended}{again}", file=sys.stderr, flush=True)
         return result
 
 
-def how(failure: ProcessFailure) -> str:
-    """How a process ended."""
-    code = failure.exitcode
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+def ending(rank: int, failure: ProcessFailure) -> str:
+    """How the process of a rank ended."""
+    names = {-number: number.name for number in signal.Signals}
+    if failure.exitcode in names:
+        return f"rank {rank} was killed by {names[failure.exitcode]}"
+    return f"rank {rank} ended with exit code {failure.exitcode}"
 
 
 def tells_more(record: logging.LogRecord) -> bool:

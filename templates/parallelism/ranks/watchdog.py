@@ -274,7 +274,7 @@ class Stragglers:
 
     def _compare(self, step_seconds: float, memory: int) -> dict[str, float]:
         """Send this window's mean and memory; judge those of the window before."""
-        record, size, rank = {}, self.group.size, self.group.rank
+        size, rank, record = self.group.size, self.group.rank, dict[str, float]()
         if self.maxima:
             found = self.maxima()
             seconds, held = found[:size], found[size:]

@@ -73,23 +73,25 @@ def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -
         return 0
     from .chain import go_on, typed_settings
 
-    config = on_disk(parse(StageConfig))
+    given = parse(StageConfig)
+    config = on_disk(given)
     if name == "workflow":
-        return run_stages(config, arguments)
-    config, links = go_on(config, name, typed_settings(arguments))
-    if links and os.environ.get("RANK", "0") == "0":
-        print(f"     going on from {', '.join(map(str, links))}", flush=True)
+        return run_stages(config, arguments, given)
+    if os.environ.get("WORLD_SIZE", "1") == "1":  # ranks could read different files
+        config, taken = go_on(config, name, typed_settings(arguments))
+        if taken:
+            print(f"     going on from {', '.join(map(str, taken))}", flush=True)
     return importlib.import_module(f"{__name__}.{MODULES[name]}").measure(config)
 
 
-def run_stages(config: Any, arguments: list[str]) -> int:
+def run_stages(config: Any, arguments: list[str], given: Any) -> int:
     """Run each stage with these arguments in a process of its own; 0 if no gate failed, else 1.
 
     A stage measured before with the same settings and code is not run again, so the same command
     continues an interrupted workflow. The first failed gate ends it, unless
     `--workflow.keep-going`. At the end it writes the report.
     """
-    from .chain import CHAIN, conclude, go_on, typed_settings
+    from .chain import RECOMMENDED, forget, go_on, measure_together, typed_settings
     from .processes import leave
     from .report import publish_report
 
@@ -103,12 +105,13 @@ def run_stages(config: Any, arguments: list[str]) -> int:
         status = earlier_status(going_on, name) or run_stage(config, name, arguments)
         results[name] = status, time.perf_counter() - started
         if status in FAILED and not config.workflow.keep_going:
+            forget(config.directory)
             break
     else:
-        print("\n[the chain] recommended: Measure what the stages recommend, together.", flush=True)
+        print(f"\n{RECOMMENDED}: Measure all that the stages recommend, together.", flush=True)
         started = time.perf_counter()
-        status = earlier_status(go_on(config, "", typed)[0], CHAIN) or conclude(config, typed)
-        results[CHAIN] = status, time.perf_counter() - started
+        status = measure_together(config, typed, given)
+        results[RECOMMENDED] = status, time.perf_counter() - started
     print()
     for name, (status, seconds) in results.items():
         print(f"{name:<12}{status.replace('_', ' '):<14}{seconds:6.1f} s", flush=True)

@@ -1,40 +1,42 @@
-"""The chain: what a stage recommends is handed to the stages after it, and measured in the end.
+"""What a stage recommends is handed to the stages after it, and measured together in the end.
 
 A recommendation counts as long as its stage's gate has not failed and nothing that it was measured
 with has changed. `python -m` this module FOLDER TASK reads the settings FOLDER/given.json and
 FOLDER/recommended.json and writes FOLDER/TASK.json: seconds per step of both, in turns.
 """
 
+import contextlib
 import itertools
 import json
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
+from torch._dynamo import config as dynamo
 
 from ..config import from_json, override, preset
 from ..distributed import join
 from ..errors import RankError, UserError
-from ..files import flatten, open_to_write, replacing, to_json, write_json
+from ..files import flatten, naming, open_to_write, replacing, to_json, write_json
 from ..train import setup
-from . import STAGES, with_effect
+from . import STAGES, earlier_status, with_effect
 from .processes import run_task
 from .stage import PACKAGE, Stage, StageConfig, origin, read_stage, stage_file
 from .timing import Interval
-from .turns import in_turns, take_steps, times_as_fast
+from .turns import TOO_NOISY, in_turns, times_as_fast, without_reading
 
-CHAIN = "recommended"  # of what the chain writes: workflow/recommended.json and .toml
+RECOMMENDED = "recommended"  # workflow/recommended.json and .toml
 # What a stage may recommend: no damaged file can set anything else.
-SETTINGS = ("train.loader_workers", "train.micro_batch_size", "compile.mode", "checkpoint.every")
-NOT_TRAINED = {"workflow", "fresh"}  # settings that recommended.toml leaves out
+SETTINGS = ("train.micro_batch_size", "compile.mode", "checkpoint.every")
+NOT_TRAINED = {"workflow", "fresh", "name", "run_dir"}  # settings that recommended.toml leaves out
 TIMEOUT = 1800.0  # seconds
 
 
-class Link(NamedTuple):
-    """One recommendation: how many times as fast it made the steps, where that was measured."""
+class Recommendation(NamedTuple):
+    """A setting, and how many times as fast it made the steps, where that was measured."""
 
     stage: str
     setting: str
@@ -67,9 +69,11 @@ def reject(
     stage.figures.setdefault("rejected", []).append(text)
 
 
-def go_on(config: StageConfig, name: str, typed: set[str]) -> tuple[StageConfig, list[Link]]:
+def go_on(
+    config: StageConfig, name: str, typed: set[str]
+) -> tuple[StageConfig, list[Recommendation]]:
     """The settings with what the stages before `name` recommend, except for options typed."""
-    links: list[Link] = []
+    taken: list[Recommendation] = []
     for earlier in itertools.takewhile(lambda stage: stage != name, STAGES):
         try:
             content = read_stage(config.directory, earlier)
@@ -79,15 +83,15 @@ def go_on(config: StageConfig, name: str, typed: set[str]) -> tuple[StageConfig,
             if not found or with_effect(content) != with_effect(origin(config)):
                 continue
             new = [
-                Link(earlier, setting, of["value"], of["factor"] and Interval(*of["factor"]))
-                for setting, of in found.items()
-                if setting in SETTINGS and setting not in typed
+                Recommendation(earlier, key, of["value"], of["factor"] and Interval(*of["factor"]))
+                for key, of in found.items()
+                if key in SETTINGS and key not in typed
             ]
-            config = override(config, {link.setting: link.value for link in new})
+            config = override(config, {each.setting: each.value for each in new})
         except (UserError, TypeError, KeyError, AttributeError):  # damaged: as if not measured
             continue
-        links += new
-    return config, links
+        taken += new
+    return config, taken
 
 
 def typed_settings(arguments: list[str]) -> set[str]:
@@ -96,70 +100,90 @@ def typed_settings(arguments: list[str]) -> set[str]:
     return {word.replace("-", "_") for word in words}
 
 
-def conclude(config: StageConfig, typed: set[str]) -> str:
-    """Measure what the chain recommends against the given settings; its status.
+def forget(run_dir: Path) -> Path:
+    """Remove what was recommended before; where the settings will be."""
+    path = stage_file(run_dir, RECOMMENDED)
+    for each in (path, toml := path.with_suffix(".toml")):
+        with naming(each):
+            each.unlink(missing_ok=True)
+    return toml
 
-    Writes workflow/recommended.toml, and recommended.json beside it.
+
+def measure_together(config: StageConfig, typed: set[str], with_store: StageConfig) -> str:
+    """Measure what the stages recommend against the given settings; its status.
+
+    Writes workflow/recommended.toml, unless it is slower, and recommended.json beside it; `config`
+    is what the stages go by, without the object store that `with_store` may have.
     """
-    final, links = go_on(config, "", typed)
-    stage = Stage(CHAIN, final)
-    file = stage_file(config.directory, CHAIN).with_suffix(".toml")
-    stage.figures |= {"links": [str(link) for link in links], "file": str(file)}
-    write_toml(file, final, links)
-    timed = [link for link in links if link.setting != "checkpoint.every"]
-    measured, passed = "no setting was found that is faster than the given ones", True
-    if timed:
+    final, taken = go_on(config, "", typed)
+    given = with_effect(origin(config))[0]
+    with contextlib.suppress(UserError):  # damaged: measured again
+        before = read_stage(config.directory, RECOMMENDED)
+        same = before and before["figures"].get("given") == given
+        if same and (status := earlier_status(final, RECOMMENDED)):
+            return status
+    file, stage = forget(config.directory), Stage(RECOMMENDED, final)
+    stage.figures |= {"given": given, "file": str(file), "settings": [str(each) for each in taken]}
+    measured, passed = "no setting was found that is faster than yours", True
+    if any(each.setting != "checkpoint.every" for each in taken):
         try:
             speedup, verdict = compare(config, final)
             stage.figures["factor"] = list(speedup)
-            measured, passed = f"{speedup} times where you began: {verdict}", verdict != "slower"
+            measured = f"{speedup} times as fast as your settings: {verdict}"
+            passed = None if verdict == TOO_NOISY else verdict != "slower"
         except RankError as error:
             measured, passed = f"not measured: {error}", None
-    wanted = "not slower than the given settings"
+    wanted = "not slower than your settings"
     advice = "measure again with --workflow.force when nothing else runs on this machine"
     stage.check("together", passed, measured=measured, wanted=wanted, advice=advice)
-    for link in links:
-        print(f"     {link}")
-    print(f"     to use it: python -m {PACKAGE} train --config {file}")
+    for each in taken:
+        print(f"     {each}")
+    if taken and passed is not False:
+        settings = {each.setting: each.value for each in taken}
+        write_toml(file, override(with_store, settings), taken)
+        print(f"     to train with them: python -m {PACKAGE} train --config {file}")
     stage.close()
     return stage.status
 
 
 def compare(given: StageConfig, recommended: StageConfig) -> tuple[Interval, str]:
     """How many times as fast steps with the recommended settings are, and a word for it."""
-    print("     the given and the recommended settings, in turns ...", flush=True)
-    with tempfile.TemporaryDirectory(prefix="chain-") as scratch:
+    print("     your settings and the recommended ones, in turns ...", flush=True)
+    with tempfile.TemporaryDirectory(prefix="together-") as scratch:
         folder = Path(scratch)
         write_json(folder / "given.json", to_json(given))
-        write_json(folder / f"{CHAIN}.json", to_json(recommended))
+        write_json(folder / f"{RECOMMENDED}.json", to_json(recommended))
         seconds = run_task("chain", folder, "seconds", seconds=TIMEOUT)
     if "error" in seconds:
         raise RankError(seconds["error"])
-    return times_as_fast(seconds["given"], seconds[CHAIN])
+    return times_as_fast(seconds["given"], seconds[RECOMMENDED])
 
 
-def write_toml(path: Path, config: StageConfig, links: list[Link]) -> None:
+def write_toml(path: Path, config: StageConfig, taken: list[Recommendation]) -> None:
     """What differs from the default preset, for `train --config`, and where it comes from."""
     usual = dict(flatten(to_json(preset("default", StageConfig))))
-    sources = {link.setting: f"  # {link.stage}" for link in links}
+    sources = {each.setting: f"  # {each.stage}" for each in taken}
     lines = ["# What the workflow recommends, on top of --preset default."]
     for name, value in flatten(to_json(config)):
         if value != usual.get(name) and value is not None and name.split(".")[0] not in NOT_TRAINED:
-            lines.append(f"{name} = {json.dumps(value)}{sources.get(name, '')}")
-    with replacing(path) as temporary, open_to_write(temporary) as file:
+            text = json.dumps(value, ensure_ascii=False)
+            lines.append(f"{name} = {text}{sources.get(name, '')}")
+    with replacing(path) as temporary, naming(path), open_to_write(temporary) as file:
         file.write("\n".join(lines) + "\n")
 
 
 def measure(folder: Path) -> dict[str, Any]:
     """Seconds per step with both settings, in windows taken in turns."""
-    configs = {name: from_json(StageConfig(), folder / f"{name}.json") for name in ("given", CHAIN)}
+    files = {name: folder / f"{name}.json" for name in ("given", RECOMMENDED)}
+    configs = {name: from_json(StageConfig(), file) for name, file in files.items()}
     world = join(configs["given"].parallel, configs["given"].device)
     try:
-        ways = {}
-        for name, config in configs.items():
-            ways[name] = partial(take_steps, setup(config, world))
-            ways[name](2)  # compiled, and read ahead
-        return in_turns(ways, world.device, untimed=1)
+        # Else the second compiles for any size of batch, since the first has shown another.
+        with patch.object(dynamo, "automatic_dynamic_shapes", False):
+            ways = {name: without_reading(setup(it, world)) for name, it in configs.items()}
+            for way in ways.values():
+                way(2)  # compiles
+            return in_turns(ways, world.device)
     except torch.OutOfMemoryError:
         return {"error": "both together do not fit into the memory"}
 

@@ -12,7 +12,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,7 +35,7 @@ from .chain import recommend, reject
 from .processes import run_task
 from .stage import Stage, StageConfig
 from .timing import Interval, describe, has_drawn, record_steps, spread
-from .turns import TOO_NOISY, in_turns, take_steps, times_as_fast
+from .turns import TOO_NOISY, in_turns, times_as_fast, without_reading
 
 MODES = ("blocks", "full")
 TIMEOUT = 1800.0  # seconds for one process
@@ -221,13 +220,16 @@ def judge_speedup(stage: Stage, compiled: dict[str, Figures], speedups: Speedups
 def hand_on(stage: Stage, speedups: Speedups, right: list[str]) -> None:
     """Hand the best mode on to the stages after this one; say why the others are not."""
     best = stage.figures["best"]
+    given = stage.config.compile.mode
+    if best == "none" and given in speedups and speedups[given][1] == "slower":
+        recommend(stage, "compile.mode", "none")
     for mode, (speedup, verdict) in speedups.items():
-        if mode == best and mode in right:
-            recommend(stage, "compile.mode", mode, speedup)
-        elif mode in right:
-            reject(stage, "compile.mode", mode, verdict, speedup)
-        else:
-            reject(stage, "compile.mode", mode, "its numbers differ from eager's")
+        if mode != best or mode not in right:
+            why = "faster, but not the best" if verdict == "faster" else verdict
+            why = why if mode in right else "its numbers differ from eager's"
+            reject(stage, "compile.mode", mode, why, speedup)
+        elif mode != given:
+            recommend(stage, "compile.mode", mode, speedup if given == "none" else None)
 
 
 def first_line(text: str) -> str:
@@ -312,16 +314,16 @@ def difference(eager: FirstSteps, compiled: FirstSteps) -> dict[str, float]:
 
 def time_windows(state: State) -> Figures:
     """Time windows of eager and compiled steps in turns."""
-    device = state.world.device
+    device, compiled = state.world.device, without_reading(state)
 
     def eager(steps: int) -> None:
         with eagerly(state.model):
-            take_steps(state, steps)
+            compiled(steps)
 
-    windows = in_turns({"eager": eager, "compiled": partial(take_steps, state)}, device)
+    windows = in_turns({"eager": eager, "compiled": compiled}, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    take_steps(state, 1)
+    compiled(1)
     state.loader.close()
     return {
         "windows": windows,

@@ -153,8 +153,6 @@ def judge_steps(
     shares = without_tracing(rank.shares, traced / untraced) if rank.device else rank.shares
     words = {"data": "waiting for data", "host": "host gaps"}
     text = ", ".join(f"{words.get(part, part)} {shares[part]:.1%}" for part in PARTS)
-    if reached := matmul_share(stage.config, untraced, len(ranks)):
-        text += f"; {reached:.1%} of this machine's own matmul peak"
     stage.check("shares", True, measured=text, wanted="measured")
     diagnosis, *others = diagnose(shares, compilations)
     stage.figures |= {"shares": shares, "diagnosis": diagnosis}
@@ -163,15 +161,6 @@ def judge_steps(
     stage.advise(f"{diagnosis}: {advice(diagnosis, shares, rank, stage.config)}")
     for other in others:
         stage.advise(f"besides, {advice(other, shares, rank, stage.config)}")
-
-
-def matmul_share(config: Config, seconds: float, ranks: int) -> float | None:
-    """What steps of so many seconds reach of the matmul peak that `baseline` has measured."""
-    figures = (read_stage(config.directory, "baseline") or {"figures": {}})["figures"]
-    flops, best = figures.get("flops_per_sample"), figures.get("matmul_flops")
-    if not flops or not best:
-        return None
-    return flops * config.train.global_batch_size / ranks / seconds / best
 
 
 def compare_ranks(stage: Stage, ranks: list[Breakdown], slowest: int) -> None:

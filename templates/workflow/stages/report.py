@@ -20,7 +20,7 @@ from ..run.hardware import in_units
 from ..run.journal import finite, parsed
 from ..run.tracker import log_report
 from . import STAGES, plots, with_effect
-from .chain import CHAIN
+from .chain import RECOMMENDED
 from .stage import PACKAGE, read_stage
 from .timing import Interval, spread
 
@@ -104,7 +104,7 @@ def page_of(run_dir: Path) -> str:
         package=PACKAGE,
         run=run,
         notes=notes,
-        chain=chain_of(run_dir),
+        recommended=recommended(run_dir),
         sections=sections,
         tiles=tiles,
         plots=overview(sections, records),
@@ -128,12 +128,13 @@ def section(run_dir: Path, name: str) -> Section:
     return Section(name, result.about, result.command, "damaged", problem)
 
 
-def chain_of(run_dir: Path) -> Figures:
-    """What the chain recommends, and how many times as fast it is; {} if it is not known."""
+def recommended(run_dir: Path) -> Figures:
+    """What the stages recommend, and how many times as fast it is; {} if that is not known."""
     with contextlib.suppress(UserError, KeyError, TypeError):
-        content = read_stage(run_dir, CHAIN) or {"figures": {}}
-        figures, factor = content["figures"], content["figures"].get("factor")
-        if figures.get("links"):
+        content = read_stage(run_dir, RECOMMENDED)
+        figures = content["figures"] if content and content["status"] != "fail" else {}
+        if figures.get("settings"):
+            factor = figures.get("factor")
             return figures | {"factor": factor and str(Interval(*factor))}
     return {}
 

@@ -1,110 +1,92 @@
-"""What the baseline tries beside the given settings: micro-batch sizes, and loader workers.
-
-All ways of one trial share the model and the optimizer, and take their steps in turns.
-"""
+"""What the baseline tries beside the given settings: other sizes of micro-batches."""
 
 import contextlib
 import dataclasses
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..config import Config
-from ..run.hardware import free_host_memory, in_units, peak_memory, usable_cores
-from ..sampling import Loader, shares
+from ..errors import UserError
+from ..run.hardware import free_host_memory, in_units, peak_memory
+from ..sampling import shares
 from ..train import State
 from . import baseline
 from .chain import recommend, reject
 from .stage import Stage
-from .timing import Steps, record_steps
-from .turns import TURNS, Way, in_turns, take_steps, times_as_fast
+from .turns import TURNS, Way, in_turns, times_as_fast, without_reading
 
-BUDGET = 60.0  # seconds for the micro-batch sizes
+BUDGET = 60.0  # seconds for all sizes
 NEAR_BEST = 0.97  # of the best throughput: as good, if it takes less memory
-WORKERS = (2, 4, 1)  # in the order in which they are tried, as time allows
-READ_AHEAD = 2  # micro-batches of each loader worker
-MEASURED = 20  # steps
 
 
 def measure(config: Config) -> int:
     """The baseline, with what it tries; 0 when the gate is passed, 1 when it is not."""
-    return baseline.measure(config, tune)
+    return baseline.measure(config, try_micro_batches)
 
 
-def tune(stage: Stage, state: State, step_seconds: float, waits: bool) -> Steps | None:
-    """Try micro-batch sizes, and loader workers if it `waits`; steps with those recommended."""
-    try_micro_batches(stage, state, step_seconds)
-    return try_loader_workers(stage, state, step_seconds) if waits else None
-
-
-def with_train(state: State, **changes: int) -> State:
-    """The same model and optimizer, going through the data by other settings of `train`."""
-    train = dataclasses.replace(state.config.train, **changes)
-    config = dataclasses.replace(state.config, train=train)
-    world, loader = state.world, state.loader
-    plan = shares(train.global_batch_size, train.micro_batch_size, world.rank, world.size)
-    data = loader.source
-    other = Loader(data.dataset, data.order, plan, train.loader_workers, loader.pin)
-    return dataclasses.replace(state, config=config, plan=plan, loader=other)
-
-
-def try_micro_batches(stage: Stage, state: State, step_seconds: float) -> None:
+def try_micro_batches(stage: Stage, state: State) -> None:
     """Find the throughput and the peak memory of micro-batch sizes, and recommend one."""
-    train, memory = state.config.train, dict[int, int]()
-    given = min(train.micro_batch_size, train.global_batch_size)
-    ways: dict[str, Way] = {}
-    too_large = ""
-    for size in sizes_to_try(given, train.global_batch_size, step_seconds):
-        way = partial(take_steps, with_train(state, micro_batch_size=size))
+    train, peaks, ways = state.config.train, dict[int, int](), dict[str, Way]()
+    given, too_large = min(train.micro_batch_size, train.global_batch_size), ""
+    a_step = stage.figures["step_seconds"]["median"]
+    for size in sizes_to_try(given, train.global_batch_size, a_step):
+        plan = shares(train.global_batch_size, size, state.world.rank, state.world.size)
         try:
-            memory[size] = peak_of(way, state)
-        except torch.OutOfMemoryError:
-            too_large = f"; {size}: out of memory"
+            way = without_reading(dataclasses.replace(state, plan=plan))
+            peaks[size] = peak_of(way, state)
+        except UserError:
+            raise
+        except Exception as error:  # out of memory, or a limit of a kernel
+            if size == given:
+                raise
+            reject(stage, "train.micro_batch_size", size, first_line(error))
+            too_large = f"; {size}: {first_line(error)}"
             state.optimizer.zero_grad(set_to_none=True)
+            del error
             torch.cuda.empty_cache()
-            reject(stage, "train.micro_batch_size", size, "out of memory")
             break
         ways[str(size)] = way
         free = free_host_memory()
-        if state.world.device.type == "cpu" and free is not None and memory[size] > free:
+        if size >= given and state.world.device.type == "cpu" and free and peaks[size] > free:
             too_large = f"; more: {in_units(free)} are free"  # twice the size is twice the memory
             break
     if len(ways) < 2:
         return
     seconds = in_turns(ways, state.world.device)
     median = {int(size): float(np.median(each)) for size, each in seconds.items()}
-    parts = [
-        f"{size}: {train.global_batch_size / median[size]:,.0f} samples/s, {in_units(memory[size])}"
-        for size in median
-    ]
-    stage.check(
-        "micro_batch",
-        True,
-        measured="; ".join(parts) + too_large,
-        wanted="measured, with the peak memory",
-    )
-    best = min(size for size in median if min(median.values()) >= NEAR_BEST * median[size])
-    rest = {"median_step_seconds": median, "peak_memory_bytes": memory}
-    stage.figures["micro_batch"] = {"best": best, **rest}
+    rates = {size: train.global_batch_size / median[size] for size in sorted(median)}
+    parts = [f"{size}: {rates[size]:,.0f} samples/s, {in_units(peaks[size])}" for size in rates]
+    measured, wanted = "; ".join(parts) + too_large, "measured, with the peak memory"
+    stage.check("micro_batch", True, measured=measured, wanted=wanted)
+    best = min(size for size in rates if rates[size] >= NEAR_BEST * max(rates.values()))
+    figures = {"best": best, "median_step_seconds": median, "peak_memory_bytes": peaks}
+    stage.figures["micro_batch"] = figures
+    alike = not any(isinstance(module, _BatchNorm) for module in state.model.modules())
     for size in sorted(set(median) - {given}):
         speedup, verdict = times_as_fast(seconds[str(given)], seconds[str(size)])
-        if size == best and verdict == "faster":
+        if size == best and verdict == "faster" and alike:
             recommend(stage, "train.micro_batch_size", size, speedup)
-        elif size == best < given and memory[size] < NEAR_BEST * memory[given]:
-            saved = f"{in_units(memory[size])} in place of {in_units(memory[given])}"
+        elif size == best < given and peaks[size] < NEAR_BEST * peaks[given]:
+            saved = f"{in_units(peaks[size])} in place of {in_units(peaks[given])}"
             stage.advise(f"--train.micro-batch-size {size} is about as fast, with {saved}")
         else:
-            reject(stage, "train.micro_batch_size", size, verdict, speedup)
+            why = "batch statistics change with it" if size == best and not alike else verdict
+            why = "faster, but not the best" if why == "faster" else why
+            reject(stage, "train.micro_batch_size", size, why, speedup)
 
 
 def sizes_to_try(given: int, most: int, step_seconds: float) -> list[int]:
-    """Half and a quarter of the given size, then doubled up to the global batch, as time allows."""
+    """The given size first, then half and a quarter, then doubled up to the global batch.
+
+    Only as many as time allows, the larger ones before the smaller.
+    """
     larger = [given << i for i in range(1, most.bit_length()) if given << i < most]
     wanted = [given, *larger, *[most] * (given < most), given // 2, given // 4]
-    affordable = int(BUDGET / (TURNS[0] * step_seconds))
-    return sorted({size for size in wanted[:affordable] if size})
+    affordable = {n for n in wanted[: int(BUDGET / (TURNS[0] * step_seconds))] if n}
+    return sorted(affordable, key=lambda size: (size != given, size > given, size))
 
 
 def peak_of(way: Way, state: State) -> int:
@@ -118,29 +100,6 @@ def peak_of(way: Way, state: State) -> int:
     return peak_memory(state.world.device)
 
 
-def try_loader_workers(stage: Stage, state: State, step_seconds: float) -> Steps | None:
-    """Recommend the loader workers that are fastest; steps with them, None if none are faster."""
-    given, ahead = state.config.train.loader_workers, READ_AHEAD * max(WORKERS)
-    affordable = int(BUDGET / (TURNS[0] * ahead * step_seconds))
-    counts = [n for n in WORKERS if n != given and n <= usable_cores()][: max(1, affordable)]
-    print(f"     trying loader workers: {', '.join(map(str, counts))} ...", flush=True)
-    with contextlib.ExitStack() as stack:
-        ways: dict[str, Way] = {}
-        for count in (given, *counts):
-            way = with_train(state, loader_workers=count)
-            stack.callback(way.loader.close)
-            ways[str(count)] = partial(take_steps, way)
-        seconds = in_turns(ways, state.world.device, untimed=1 + ahead // len(state.plan))
-        median = {count: float(np.median(seconds[str(count)])) for count in counts}
-        best = min(n for n in counts if min(median.values()) >= NEAR_BEST * median[n])
-        for count in counts:
-            speedup, verdict = times_as_fast(seconds[str(given)], seconds[str(count)])
-            if count == best and verdict == "faster":
-                recommend(stage, "train.loader_workers", count, speedup)
-            else:
-                reject(stage, "train.loader_workers", count, verdict, speedup)
-    if "train.loader_workers" not in stage.figures.get("recommended", {}):
-        return None
-    with contextlib.closing((way := with_train(state, loader_workers=best)).loader):
-        take_steps(way, ahead)
-        return record_steps(way, MEASURED)
+def first_line(error: Exception) -> str:
+    """What an error says first."""
+    return str(error).strip().partition("\n")[0][:100] or type(error).__name__

@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,20 +16,15 @@ WINDOW, SECONDS = 0.2, 6.0  # of a window of steps, and of all windows together
 TURNS = (6, 15)  # windows of each way: at least (for a 95 % interval), and at most
 NOISE = 1.2  # an interval whose ends are this far apart cannot tell what is faster
 TOO_NOISY = "too noisy to tell"
+BATCHES = 4  # read before anything is timed
 
 Way = Callable[[int], None]  # takes so many steps
 
 
-def in_turns(
-    ways: dict[str, Way], device: torch.device, untimed: int = 0
-) -> dict[str, list[float]]:
-    """Seconds per step of each way, by windows in turns, so that other load meets all alike.
-
-    Before each window a way takes `untimed` steps, to use up what was read ahead meanwhile.
-    """
+def in_turns(ways: dict[str, Way], device: torch.device) -> dict[str, list[float]]:
+    """Seconds per step of each way, by windows in turns, so that other load meets all alike."""
 
     def window(way: Way, steps: int) -> float:
-        way(untimed)
         synchronize(device)
         started = time.perf_counter()
         way(steps)
@@ -52,7 +49,12 @@ def times_as_fast(before: Sequence[float], after: Sequence[float]) -> tuple[Inte
     return speedup, "within noise" if speedup.high < NOISE * speedup.low else TOO_NOISY
 
 
-def take_steps(state: State, steps: int) -> None:
-    """Steps of the project's loop."""
+def without_reading(state: State) -> Way:
+    """Steps on a few batches that were read before: neither reading nor loader workers count."""
+    batches = [state.loader.of(step, state.plan) for step in range(BATCHES)]
+    return partial(_take_steps, state, batches)
+
+
+def _take_steps(state: State, batches: list[list[Any]], steps: int) -> None:
     for _ in range(steps):
-        train_step(state, state.loader.next())
+        train_step(state, batches[state.step % len(batches)])

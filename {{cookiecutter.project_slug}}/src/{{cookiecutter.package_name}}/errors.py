@@ -62,7 +62,7 @@ def exit_code(command: Callable[[], int]) -> int:
         code, text = (2, f"error: {line}") if line else (1, _traceback(error))
         if isinstance(error, OSError) and error.filename:
             line = text = f"error: {error}"  # it says enough; a run's log has the traceback
-        if "RANK" in os.environ and isinstance(error, RuntimeError) and "by peer" in str(error):
+        if "RANK" in os.environ and "gloo" in str(error) and "by peer" in str(error):
             text = "error: this rank cannot go on, since another one is gone"
         if not line and "RANK" not in os.environ:
             sys.excepthook = lambda *_: print(text, file=sys.stderr)  # a debugger sees it all

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -58,20 +59,27 @@ class MemoryUse:
 
 
 def host_memory() -> int:
-    """Resident bytes of this process and of those it started; 0 where nobody tells (no Linux)."""
-    return sum(map(resident, [os.getpid(), *descendants(os.getpid())]))
+    """Resident bytes of this process and of those it started; 0 where this is unknown (no Linux).
 
-
-def resident(pid: int) -> int:
-    """Resident bytes of a process, without the files that it shares with others; 0 if unknown."""
+    Of a forked process only what it does not share with this one: that would count twice.
+    """
     with contextlib.suppress(OSError):
-        pages = Path(f"/proc/{pid}/statm").read_text().split()
-        return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
+        pages = Path("/proc/self/statm").read_text().split()
+        own = (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")  # without its files
+        return own + sum(map(private_memory, descendants(os.getpid())))
+    return 0
+
+
+def private_memory(pid: int) -> int:
+    """Resident bytes of a process that no other one shares; 0 if it is gone."""
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        return sum(int(kib) << 10 for kib in re.findall(r"^Private_\w+: +(\d+)", text, re.M))
     return 0
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes below `pid`; none where nobody tells (no Linux)."""
+    """The processes below `pid`; none where this is unknown (no Linux)."""
     pids = []
     with contextlib.suppress(OSError):
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
