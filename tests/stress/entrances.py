@@ -107,7 +107,7 @@ ENTRANCES = (
     Entrance(
         "workflow/*.json",
         TEXT,
-        tuple(f"run/workflow/{stage}.json" for stage in STAGES),
+        tuple(f"run/workflow/{stage}.json" for stage in (*STAGES, "recommended")),
         ("report --run-dir run", f"workflow --preset tiny {SMALL} {ON[TEXT]} --run-dir run"),
     ),
     Entrance("manifest.json", TEXT, (f"{STEP}/manifest.json",), CHECKPOINT[TEXT]),
@@ -351,9 +351,13 @@ def make_stages(package: str) -> None:
     )
     words = f"--preset tiny {SMALL} {ON[package]} --run-dir run".split()
     config = main.parse("workflow", stages.StageConfig, words)
-    for name in STAGES:
+    factor = [1.2, 1.1, 1.3]
+    found = {"compile.mode": {"value": "full", "factor": factor}}
+    rest = {"given": {}, "factor": factor, "settings": ["--that"], "file": "recommended.toml"}
+    more = {"checkpoint": {"recommended": found, "rejected": ["--this"]}, "recommended": rest}
+    for name in (*STAGES, "recommended"):
         stage = stages.Stage(name, config)
-        stage.figures |= FIGURES[name]
+        stage.figures |= FIGURES.get(name, {}) | more.get(name, {})
         stage.check("c", None, measured="1 < 2", wanted="<b>", advice="try --that")
         stage.advise("more")
         stage.close()
@@ -362,6 +366,9 @@ def make_stages(package: str) -> None:
 def stub_stages(package: str) -> None:
     """A stage that is to be measured again passes without."""
     importlib.import_module(f"{package}.workflow").run_stage = lambda *arguments: "pass"
+    interval = importlib.import_module(f"{package}.workflow.timing").Interval
+    chain = importlib.import_module(f"{package}.workflow.chain")
+    chain.compare = lambda *settings: (interval(1.2, 1.1, 1.3), "faster")
 
 
 def tried(case: Case) -> tuple[Case, list[tuple[str, str]]]:

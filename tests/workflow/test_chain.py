@@ -64,6 +64,7 @@ def test_only_a_gate_that_held_hands_on(project: Project, tmp_path: Path) -> Non
         {"train.micro_batch_size": 2},
         {"train.micro_batch_size": {"value": "2", "factor": None}},
         {"train.micro_batch_size": {"value": 2, "factor": [1, 2]}},
+        {"train.micro_batch_size": {"value": 2, "factor": ["one", "two", "three"]}},
         {"train.micro_batch_size": {"value": -2, "factor": None}},
         {"run_dir": one},
         {"checkpoint.url": {"value": "s3://theirs", "factor": None}},

@@ -83,15 +83,20 @@ def go_on(
             if not found or with_effect(content) != with_effect(origin(config)):
                 continue
             new = [
-                Recommendation(earlier, key, of["value"], of["factor"] and Interval(*of["factor"]))
+                Recommendation(earlier, key, of["value"], interval(of["factor"]))
                 for key, of in found.items()
                 if key in SETTINGS and key not in typed
             ]
             config = override(config, {each.setting: each.value for each in new})
-        except (UserError, TypeError, KeyError, AttributeError):  # damaged: as if not measured
+        except (ValueError, TypeError, KeyError, AttributeError):  # damaged: as if not measured
             continue
         taken += new
     return config, taken
+
+
+def interval(factor: Any) -> Interval | None:
+    """An interval out of JSON; ValueError or TypeError for anything else."""
+    return None if factor is None else Interval(*map(float, factor))
 
 
 def typed_settings(arguments: list[str]) -> set[str]:

@@ -20,9 +20,9 @@ from ..run.hardware import in_units
 from ..run.journal import finite, parsed
 from ..run.tracker import log_report
 from . import STAGES, plots, with_effect
-from .chain import RECOMMENDED
+from .chain import RECOMMENDED, interval
 from .stage import PACKAGE, read_stage
-from .timing import Interval, spread
+from .timing import spread
 
 log = logging.getLogger(__name__)
 Figures = dict[str, Any]
@@ -40,6 +40,7 @@ class Section:
     status: str = "not_run"  # or damaged, or the stage's own
     problem: str = ""
     content: Figures = field(default_factory=dict)  # of workflow/<stage>.json
+    rejected: list[str] = field(default_factory=list)  # settings that were tried
     tiles: list[tuple[str, str]] = field(default_factory=list)  # (what, value)
     rates: list[plots.Row] = field(default_factory=list)  # samples/s
     plots: list[tuple[str, str | None]] = field(default_factory=list)  # (title, picture)
@@ -119,6 +120,7 @@ def section(run_dir: Path, name: str) -> Section:
     try:
         if content := read_stage(run_dir, name):
             result.content, result.status = content, content["status"]
+            result.rejected = [str(each) for each in content["figures"].get("rejected", [])]
             SHOW[name](result, content["figures"])
         return result
     except UserError as error:
@@ -130,12 +132,12 @@ def section(run_dir: Path, name: str) -> Section:
 
 def recommended(run_dir: Path) -> Figures:
     """What the stages recommend, and how many times as fast it is; {} if that is not known."""
-    with contextlib.suppress(UserError, KeyError, TypeError):
+    with contextlib.suppress(ValueError, KeyError, TypeError):
         content = read_stage(run_dir, RECOMMENDED)
         figures = content["figures"] if content and content["status"] != "fail" else {}
-        if figures.get("settings"):
-            factor = figures.get("factor")
-            return figures | {"factor": factor and str(Interval(*factor))}
+        if settings := [str(each) for each in figures.get("settings", [])]:
+            factor = interval(figures.get("factor"))
+            return {"settings": settings, "factor": factor, "file": str(figures.get("file"))}
     return {}
 
 
