@@ -782,9 +782,9 @@ def test_a_stage_leaves_the_store_alone(
     project: Project, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = []
-    baseline = project.module("workflow.baseline")
-    monkeypatch.setattr(baseline, "measure", lambda config: given.append(config) or 0)
-    project("baseline", *project.settings, "--checkpoint.url", store.url("stage"))
+    profile = project.module("workflow.profile")
+    monkeypatch.setattr(profile, "measure", lambda config: given.append(config) or 0)
+    project("profile", *project.settings, "--checkpoint.url", store.url("stage"))
     assert given[0].checkpoint.url is None and not store.objects("stage")
 
 

@@ -92,7 +92,7 @@ def every(folder: str, names: str, suffix: str = ".py") -> list[str]:
     return [f"{folder}/{name}{suffix}" for name in names.split()]
 
 
-STAGE_FILES = "compile profile trace recovery drill processes report plots"
+STAGE_FILES = "chain turns tuning compile profile trace recovery drill processes report plots"
 # Every file that only some renders have, and when.
 CONDITIONAL: dict[str, Condition] = {
     "LICENSE": lambda a: a["license"] != "none",
@@ -142,7 +142,7 @@ ALWAYS = {
     ),
     *every(
         f"{PACKAGE}/run",
-        "__init__ bad_steps callback_runner directory hardware journal logs tracker",
+        "__init__ bad_steps callback_runner directory hardware journal logs memory tracker",
     ),
     *every(f"{PACKAGE}/workflow", "__init__ baseline stage timing"),
 }

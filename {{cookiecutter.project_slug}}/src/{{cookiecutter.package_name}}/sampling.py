@@ -165,8 +165,7 @@ def shares(batch_size: int, micro_batch_size: int, rank: int, world_size: int) -
 def check_dataset(dataset: Any, name: str) -> None:
     """UserError unless its samples are counted and can be read by their numbers."""
     by_number = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
-    stream = isinstance(dataset, IterableDataset) or not by_number
-    if stream or not hasattr(dataset, "__len__"):
+    if isinstance(dataset, IterableDataset) or not (by_number and hasattr(dataset, "__len__")):
         problem = f"the {name} data (build_datasets in data.py) is a {type(dataset).__name__}"
         raise UserError(
             f"{problem}: wanted __len__, and __getitem__ or __getitems__ by numbers. "
