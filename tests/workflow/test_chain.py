@@ -126,8 +126,9 @@ def test_the_smallest_of_the_fastest_micro_batches_is_recommended(
     assert sorted(figures["micro_batch"]["median_step_seconds"]) == [1, 2, 4, 8]
     assert set(figures["micro_batch"]["peak_memory_bytes"]) == {1, 2, 4, 8}
     assert check["measured"].startswith("1: 40 ")
-    assert check["measured"].endswith("; 16: CUDA out of memory")
-    assert "--train.micro-batch-size 16: CUDA out of memory" in figures["rejected"]
+    assert check["measured"].endswith("; 16: OutOfMemoryError: CUDA out of memory")
+    why = "--train.micro-batch-size 16: OutOfMemoryError: CUDA out of memory"
+    assert why in figures["rejected"]
     slower = "--train.micro-batch-size 2: slower, 0.5 (0.5 to 0.5) times as fast"
     assert slower in figures["rejected"]
     times["4"] = 0.102  # as good as the best within 3 %, and smaller

@@ -100,9 +100,9 @@ def judge(stage: Stage, modes: dict[str, Figures]) -> None:
     stage.figures |= {"modes": compiled, "best": "none"}
     if compiled:
         judge_findings(stage, compiled)
-        right = judge_numerics(stage, compiled)
+        judge_numerics(stage, compiled)
         judge_speedup(stage, compiled, speedups)
-        hand_on(stage, speedups, right)
+        hand_on(stage, speedups)
     else:
         for name in ("graph_breaks", "recompiles", "recompile_limit", "numerics", "speedup"):
             stage.check(name, None, measured="nothing was compiled", wanted="measured")
@@ -162,27 +162,22 @@ def in_words(compiled: dict[str, Figures], name: str) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def judge_numerics(stage: Stage, compiled: dict[str, Figures]) -> list[str]:
-    """Compare compiled steps with eager ones: same weights, batches and random numbers.
-
-    Returns the modes whose steps are the same.
-    """
+def judge_numerics(stage: Stage, compiled: dict[str, Figures]) -> None:
+    """Compare compiled steps with eager ones: same weights, batches and random numbers."""
     apart = {mode: figures["difference"] for mode, figures in compiled.items()}
     any_mode = next(iter(compiled.values()))  # all have one precision, and draw the same
     limit = PRECISE if any_mode["precise"] else ROUNDED
     parts = [f"{m}: loss {d['loss']:.1e}, gradients {d['gradients']:.1e}" for m, d in apart.items()]
     if any_mode["random"]:
         parts[-1] += " (with eager's random numbers: inductor's fallback_random)"
-    right = [m for m, d in apart.items() if all(d[name] <= limit[name] for name in limit)]  # no NaN
     stage.check(
         "numerics",
-        len(right) == len(apart),
+        all(d[name] <= limit[name] for d in apart.values() for name in limit),  # false for NaN
         measured=f"after {STEPS} steps, relative to eager: {'; '.join(parts)}",
         wanted=f"at most {limit['loss']:.0e} and {limit['gradients']:.0e}",
         advice="do not train with a mode that differs; --compile.backend aot_eager tells whether "
         "inductor's kernels are at fault",
     )
-    return right
 
 
 def judge_speedup(stage: Stage, compiled: dict[str, Figures], speedups: Speedups) -> None:
@@ -217,16 +212,14 @@ def judge_speedup(stage: Stage, compiled: dict[str, Figures], speedups: Speedups
         stage.advise(f"fewer graph breaks make it faster; begin with {breaks[0]}")
 
 
-def hand_on(stage: Stage, speedups: Speedups, right: list[str]) -> None:
-    """Hand the best mode on to the stages after this one; say why the others are not."""
-    best = stage.figures["best"]
-    given = stage.config.compile.mode
+def hand_on(stage: Stage, speedups: Speedups) -> None:
+    """Recommend the best mode to the stages after this one, if the gate holds; say what is not."""
+    best, given = stage.figures["best"], stage.config.compile.mode
     if best == "none" and given in speedups and speedups[given][1] == "slower":
         recommend(stage, "compile.mode", "none")
     for mode, (speedup, verdict) in speedups.items():
-        if mode != best or mode not in right:
+        if mode != best:
             why = "faster, but not the best" if verdict == "faster" else verdict
-            why = why if mode in right else "its numbers differ from eager's"
             reject(stage, "compile.mode", mode, why, speedup)
         elif mode != given:
             recommend(stage, "compile.mode", mode, speedup if given == "none" else None)

@@ -9,7 +9,6 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..config import Config
-from ..errors import UserError
 from ..run.hardware import free_host_memory, in_units, peak_memory
 from ..sampling import shares
 from ..train import State
@@ -33,19 +32,18 @@ def try_micro_batches(stage: Stage, state: State) -> None:
     given, too_large = min(train.micro_batch_size, train.global_batch_size), ""
     a_step = stage.figures["step_seconds"]["median"]
     for size in sizes_to_try(given, train.global_batch_size, a_step):
-        plan = shares(train.global_batch_size, size, state.world.rank, state.world.size)
+        plan, why = shares(train.global_batch_size, size, state.world.rank, state.world.size), ""
         try:
             way = without_reading(dataclasses.replace(state, plan=plan))
             peaks[size] = peak_of(way, state)
-        except UserError:
-            raise
         except Exception as error:  # out of memory, or a limit of a kernel
             if size == given:
                 raise
-            reject(stage, "train.micro_batch_size", size, first_line(error))
-            too_large = f"; {size}: {first_line(error)}"
+            why = f"{type(error).__name__}: {error}".partition("\n")[0][:100]
+        if why:  # here nothing holds the tensors of the step that failed any more
+            reject(stage, "train.micro_batch_size", size, why)
+            too_large = f"; {size}: {why}"
             state.optimizer.zero_grad(set_to_none=True)
-            del error
             torch.cuda.empty_cache()
             break
         ways[str(size)] = way
@@ -98,8 +96,3 @@ def peak_of(way: Way, state: State) -> int:
             Path("/proc/self/clear_refs").write_text("5")
     way(2)
     return peak_memory(state.world.device)
-
-
-def first_line(error: Exception) -> str:
-    """What an error says first."""
-    return str(error).strip().partition("\n")[0][:100] or type(error).__name__
