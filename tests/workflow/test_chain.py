@@ -50,6 +50,26 @@ def test_what_is_typed_stays(project: Project, tmp_path: Path) -> None:
         assert [link.setting for link in links] == ["checkpoint.every"]
 
 
+def test_a_stage_that_is_typed_goes_on_but_not_under_torchrun(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """There each rank would decide for itself, by files that may be different ones."""
+    words = ("--run-dir", str(tmp_path), "--data.path", str(project.folder / "text.txt"))
+    measured: list[Any] = []
+    profile = project.module("workflow.profile")
+    monkeypatch.setattr(profile, "measure", lambda config: measured.append(config) or 0)
+    given = project.config(run_dir=tmp_path)
+    finished(project, given, "baseline", train__micro_batch_size=2)
+    for ranks, size in (("1", 2), ("2", given.train.micro_batch_size)):
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+        capsys.readouterr()
+        project("profile", "--preset", "tiny", "--device", "cpu", *words)
+        assert measured[-1].train.micro_batch_size == size
+        assert ("going on from --train.micro-batch-size 2" in capsys.readouterr().out) == (
+            size == 2
+        )
+
+
 def test_only_a_gate_that_held_hands_on(project: Project, tmp_path: Path) -> None:
     chain, given = project.module("workflow.chain"), project.config(run_dir=tmp_path)
     path = finished(project, given, "baseline", passed=False, train__micro_batch_size=4)

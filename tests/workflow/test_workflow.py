@@ -225,6 +225,12 @@ def test_stages_run_in_order_and_resume_where_they_stopped(
     assert workflow() == (0, [])
     assert workflow("--train.seed", "5")[1] == list(STAGES)
     assert workflow("--workflow.force") == (0, list(STAGES))
+    recommended = tmp_path / "workflow/recommended.json"
+    assert recommended.exists()
+    recommended.with_suffix(".toml").write_text("# of before")
+    workflow.outcomes = {"baseline": False}
+    assert workflow("--workflow.force") == (1, ["baseline"])
+    assert not [*recommended.parent.glob("recommended.*")], "it is of settings that fail now"
     workflow.outcomes = {"baseline": False, "checkpoint": False}
     assert workflow("--workflow.force", "--workflow.keep-going") == (1, list(STAGES))
     assert workflow("--workflow.keep-going")[1] == ["baseline", "checkpoint"]

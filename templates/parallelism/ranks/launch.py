@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher import api as launcher
 
+from .stop import TO_BE_RESTARTED
 from .world import LOOPBACK, ON_LOOPBACK, prefer
 
 # All ranks leave together, so the torchruns of all machines see it at the same time, except one
@@ -53,7 +54,11 @@ class Agent(LocalElasticAgent):
         one_machine = os.environ.get("NNODES", "1") == "1"
         if first and one_machine and only_user_errors(result.failures):
             self._remaining_restarts = 0
-        elif ended := ", ".join(ending(*item) for item in result.failures.items()):
+        elif ended := ", ".join(
+            ending(rank, failure)
+            for rank, failure in result.failures.items()
+            if failure.exitcode != TO_BE_RESTARTED
+        ):
             most, left = worker_group.spec.max_restarts, self._remaining_restarts
             again = f": all ranks start again ({most - left + 1} of {most})" if left else ""
             print(f"{ended}{again}", file=sys.stderr, flush=True)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from torch._dynamo import config as dynamo
 
 from ..config import from_json, override, preset
 from ..distributed import join
@@ -179,6 +178,8 @@ def write_toml(path: Path, config: StageConfig, taken: list[Recommendation]) -> 
 
 def measure(folder: Path) -> dict[str, Any]:
     """Seconds per step with both settings, in windows taken in turns."""
+    from torch._dynamo import config as dynamo  # slow to import
+
     files = {name: folder / f"{name}.json" for name in ("given", RECOMMENDED)}
     configs = {name: from_json(StageConfig(), file) for name, file in files.items()}
     world = join(configs["given"].parallel, configs["given"].device)
