@@ -69,8 +69,8 @@ def memory_curve(axes: Axes, records: list[dict[str, Any]]) -> None:
     ):
         if found := [(r["step"], r[key] / 1e9) for r in records if r.get(key)]:
             axes.plot(*zip(*found, strict=True), color=color, label=label)
-            axes.legend()
-    axes.set(xlabel="step", ylabel="GB", ylim=(0, None))
+            axes.legend(loc="lower left")
+    axes.set(xlabel="step", ylabel="GB", ylim=(0, 1.1 * axes.dataLim.ymax))
 
 
 def bars(axes: Axes, rows: list[Row], xlabel: str, label: Callable[[float], str]) -> None:
