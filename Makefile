@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Most of what is installed is never imported: Python compiles what is, when it is.
+# Where this is set, as in some containers, every process would compile torch anew: 3 s each.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 DEMO := cookiecutter torch numpy safetensors tyro tqdm matplotlib tensorboard
 TEST := $(DEMO) pillow scikit-learn pytest pytest-xdist pytest-timeout hypothesis ruff pre-commit pre-commit-hooks basedpyright \

@@ -1,16 +1,16 @@
 """Break the core of a render at many places, one at a time; see which no test notices.
 
-python -m scripts.mutants [--count 200] [--seed 0] [--jobs 2] [--out build/mutants.json]
+python -m scripts.mutants [--count 200] [--seed 0] [--jobs 2] [--out FILE]
 
-What was found is kept beside `out` line by line: a run that was cut off goes on where it was.
+What was found is added to `out` line by line: a run that was cut off goes on where it was, and only
+places whose file has changed, or that new tests reach, are tried again.
 
-The default render's own tests run once with a trace of the lines that each reaches. Of all places
-that can be broken, `count` are drawn by the seed. For each the tests run that reach it, quickest
-first, then those that start processes, whose lines the trace does not see. What is left is tried by
-those of the template's tests that hold this part of a render to its promises (ELSEWHERE), on
-renders that are broken likewise. All run in forks of this process, which has imported torch and
-computed nothing. A mutant survives if no test fails and none reaches its time limit. Whether it
-changes anything at all has to be judged by eye.
+First each test runs once on a render that notes the lines that it reaches, in whatever process it
+reaches them. Of all places that can be broken, `count` are drawn by the seed. For each, the tests
+that reach it run: the render's own, then those of the template's that hold a render to its promises
+(TEMPLATES), on renders that are broken likewise; the quickest first. All run in forks of this
+process, which has imported torch and computed nothing. A mutant survives if no test fails and none
+reaches its time limit. Whether it changes anything at all has to be judged by eye.
 
 Neither mutmut 3.8 nor cosmic-ray 8.7 fits: mutmut changes no decorated function and nothing outside
 functions, hence neither `validate` nor a module's constants; cosmic-ray runs one command anew for
@@ -24,14 +24,13 @@ import hashlib
 import importlib
 import json
 import os
-import random
 import re
 import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,13 +38,26 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "my_training_run"
 CORE = r"(train|loss|optim|model|data|sampling|distributed/parallel|(checkpoint|run)/\w+)\.py"
-ELSEWHERE = {
-    r"(train|loss|optim|model|data|sampling|\w+/parallel)\.py": "models data optimizer reference",
-    r"run/bad_steps\.py": "optimizer",
-    r"(train|checkpoint/\w+)\.py": "fixtures travel endings",
-    r"(train|run/\w+)\.py": "metrics endings mistakes console logs",
-}
-OWN, TEMPLATES = "its own tests", "the template's tests"
+# Not test_life, which runs the render's own tests once more.
+TEMPLATES = "tests/project/test_*.py tests/stress/test_crash_points.py"
+# Added to a package for the first run of the tests: whichever process imports it notes its lines.
+TRACER = """
+def _trace(package, out):
+    import os, sys, threading
+    seen = set()
+    def line(frame, event, argument):
+        place = os.environ.get("PYTEST_CURRENT_TEST", ""), frame.f_code.co_filename, frame.f_lineno
+        if place not in seen:
+            seen.add(place)
+            with open(out, "a") as file:
+                file.write(f"{place[0]}\\t{place[1][len(package):]}\\t{place[2]}\\n")
+        return line
+    def call(frame, event, argument):
+        return line if frame.f_code.co_filename.startswith(package) else None
+    threading.settrace(call)
+    sys.settrace(call)
+_trace(%r, %r)
+"""
 OTHER_OPERATOR: dict[type, type] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt},
     **{ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In},
@@ -114,7 +126,32 @@ def mutate(text: str, number: int) -> tuple[str, dict[str, Any]]:
     make()
     ast.fix_missing_locations(tree)
     facts = {"line": node.lineno, "last_line": node.end_lineno, "kind": kind, "before": before}
-    return ast.unparse(tree) + "\n", facts
+    return plain(tree), facts
+
+
+def plain(tree: ast.AST) -> str:
+    """A module as all mutants are written: without comments, a statement on a line."""
+    return ast.unparse(tree) + "\n"
+
+
+def digest(*texts: str) -> str:
+    """What tells one version of these texts from another."""
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
+
+
+def drawn(texts: dict[str, str], count: int, seed: int) -> list[tuple[str, int]]:
+    """Files and numbers of edits.
+
+    Each is drawn by what it is, so that a change of one file draws nothing new in the others.
+    """
+    places, alike = [], Counter()
+    for file, text in texts.items():
+        lines = text.splitlines()
+        for number, (node, kind, _) in enumerate(edits(ast.parse(text))):
+            what = (file, kind, lines[node.lineno - 1].strip(), node.col_offset)
+            alike[what] += 1
+            places.append((digest(str(seed), *map(str, what), str(alike[what])), file, number))
+    return [(file, number) for _, file, number in sorted(places)[:count]]
 
 
 def forked(work: Callable[[], int], log: Path) -> int:
@@ -132,85 +169,6 @@ def forked(work: Callable[[], int], log: Path) -> int:
         os._exit(code)
 
 
-def pytest_in(folder: Path, words: list[str], plugins: tuple = ()) -> int:
-    """Run tests in this process; their exit code."""
-    import pytest
-
-    os.chdir(folder)
-    source = str(folder / "src")
-    sys.path[:0] = [source, str(folder / "tests")] if folder != ROOT else [str(ROOT)]
-    os.environ["PYTHONPATH"] = source
-    with tempfile.TemporaryDirectory() as scratch:
-        options = ["-q", "-x", "-p", "no:cacheprovider", "-n", "0", "--basetemp", f"{scratch}/t"]
-        return pytest.main([*options, *words], plugins=list(plugins))
-
-
-class Reached:
-    """A plugin: the lines of the package that each test runs, and its seconds."""
-
-    def __init__(self, package: Path, out: Path) -> None:
-        self.package, self.out, self.found = str(package), out, {}
-
-    def pytest_runtest_setup(self, item: Any) -> None:
-        """Begin to trace."""
-        self.lines, self.started = set(), time.perf_counter()
-
-        def trace(frame: Any, event: str, _: Any) -> Any:
-            if not frame.f_code.co_filename.startswith(self.package):
-                return None
-            self.lines.add((frame.f_code.co_filename[len(self.package) + 1 :], frame.f_lineno))
-            return trace
-
-        threading.settrace(trace)
-        sys.settrace(trace)
-
-    def pytest_runtest_teardown(self, item: Any) -> None:
-        """Keep what was found."""
-        sys.settrace(None)
-        threading.settrace(None)
-        seconds = time.perf_counter() - self.started
-        self.found[item.nodeid] = {"seconds": seconds, "lines": sorted(self.lines)}
-        self.out.write_text(json.dumps(self.found))
-
-
-def tests_of(reached: dict[str, Any], file: str, text: str, facts: dict[str, Any]) -> list[str]:
-    """The tests that reach a place, quickest first; outside functions, all of its file."""
-    inside = any(
-        isinstance(node, ast.FunctionDef)
-        and node.body[0].lineno <= facts["line"] <= node.end_lineno
-        for node in ast.walk(ast.parse(text))
-    )
-    last = facts["last_line"] if inside else 10**9
-    first = facts["line"] if inside else 0
-    chosen = [
-        (found["seconds"], name)
-        for name, found in reached.items()
-        if any(path == file and first <= line <= last for path, line in found["lines"])
-    ]
-    return [name for _, name in sorted(chosen)]
-
-
-def broken_elsewhere(file: str, whole: str, broken: str) -> int:
-    """The template's own tests, on renders of which this file is broken where they have it."""
-    os.chdir(ROOT)
-    sys.path.insert(0, str(ROOT))
-    shared = importlib.import_module("tests.conftest")
-    bake = shared.bake
-
-    def bake_broken(*arguments: Any, **answers: Any) -> Path:
-        project = bake(*arguments, **answers)
-        (package,) = (project / "src").iterdir()
-        if (package / file).exists() and (package / file).read_text() == whole:
-            (package / file).write_text(broken)
-        return project
-
-    shared.bake = bake_broken
-    names = " ".join(names for part, names in ELSEWHERE.items() if re.fullmatch(part, file))
-    tests = [f"tests/project/test_{name}.py" for name in dict.fromkeys(names.split())]
-    # The tests of breakages look for the text that they replace, which is written otherwise here.
-    return pytest_in(ROOT, ["-o", "addopts=", "-k", "not breakage and not whole", *tests])
-
-
 def finished(process: int, limit: float) -> int | None:
     """The exit code of a fork, None at the time limit; nothing that it started is left."""
     end = time.monotonic() + limit
@@ -226,54 +184,211 @@ def finished(process: int, limit: float) -> int | None:
     return status
 
 
-def attempt(
-    project: Path, reached: dict[str, Any], file: str, number: int, by: str
-) -> dict[str, Any]:
-    """Break one place; how that was noticed by the render's own tests (OWN) or the template's."""
-    started, whole = time.monotonic(), (project / "src" / PACKAGE / file).read_text()
+def side_by_side(jobs: int, work: list[Callable[[], None]]) -> None:
+    """Do the work in so many processes."""
+    workers = []
+    for job in range(jobs):
+        if (process := os.fork()) == 0:
+            code = 1
+            try:
+                for part in work[job::jobs]:
+                    part()
+                code = 0
+            finally:
+                os._exit(code)
+        workers.append(process)
+    if any([os.waitpid(process, 0)[1] for process in workers]):
+        raise SystemExit("a worker failed: its traceback is above")
+
+
+class Tests:
+    """The tests of a render (`own`) or of the template, and the lines that each reaches."""
+
+    def __init__(self, project: Path, own: bool, cache: Path) -> None:
+        self.project, self.own, self.cache = project, own, cache
+        self.folder = project if own else ROOT
+        patterns = ("tests/test_*.py",) if own else TEMPLATES.split()
+        files = sorted(path for pattern in patterns for path in self.folder.glob(pattern))
+        files = [path for path in files if own or path.stem != "test_life"]
+        self.files = [str(path.relative_to(self.folder)) for path in files]
+        self.key = digest(*core(project).values())
+        self.found: dict[str, Any] = {}
+
+    def version(self, file: str) -> str:
+        """What tells one version of a file of tests from another."""
+        return digest((self.folder / file).read_text())
+
+    def run(self, words: list[str], change: Callable[[Path], None], *plugins: object) -> int:
+        """Run tests in this process, on renders whose package was changed; their exit code."""
+        import pytest
+
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = ROOT
+            if self.own:
+                folder = Path(scratch, "project")
+                shutil.copytree(self.project, folder, ignore=shutil.ignore_patterns("__pycache__"))
+                change(folder / "src" / PACKAGE)
+                sys.path[:0] = [str(folder / "src"), str(folder / "tests")]
+                os.environ["PYTHONPATH"] = str(folder / "src")
+            else:
+                sys.path.insert(0, str(ROOT))
+                shared = importlib.import_module("tests.conftest")
+                bake = shared.bake
+
+                def bake_changed(*arguments: Any, **answers: Any) -> Path:
+                    project = bake(*arguments, **answers)
+                    change(next((project / "src").iterdir()))
+                    return project
+
+                shared.bake = bake_changed
+            os.chdir(folder)
+            options = ["-q", "-rfE", "-o", "addopts=", "-p", "no:cacheprovider"]
+            options += ["-n", "0", "--basetemp", f"{scratch}/t"]
+            return pytest.main([*options, *words], plugins=list(plugins))
+
+    def trace(self, file: str) -> None:
+        """Write down which lines of the core each test of a file reaches, and its seconds."""
+        kept = self.cache / digest(self.key, file, self.version(file))
+        if kept.exists():
+            return
+        seconds: Counter[str] = Counter()
+        failed: set[str] = set()
+
+        class Timing:
+            def pytest_runtest_logreport(self, report: Any) -> None:
+                seconds[report.nodeid] += report.duration
+                failed.update({report.nodeid} if report.failed else ())
+
+        with tempfile.TemporaryDirectory() as scratch:
+            lines, log = Path(scratch, "lines"), Path(scratch, "log")
+
+            def change(package: Path) -> None:
+                for name, text in core(package.parents[1], package.name).items():
+                    (package / name).write_text(plain(ast.parse(text)))
+                with (package / "__init__.py").open("a") as init:
+                    init.write(TRACER % (f"{package}/", str(lines)))
+
+            def work() -> int:
+                code = self.run([file], change, Timing())
+                reached: dict[str, list[Any]] = {
+                    name: [round(total, 2), []]
+                    for name, total in seconds.items()
+                    if name not in failed
+                }
+                for line in set(lines.read_text().splitlines()) if lines.exists() else ():
+                    test, place, number = line.split("\t")
+                    name, _, phase = test.rpartition(" ")
+                    # What a fixture reaches is for all tests of the file.
+                    for one in reached if phase == "(setup)" else {name} & set(reached):
+                        reached[one][1].append([place, int(number)])
+                kept.with_suffix(".part").write_text(json.dumps(reached))
+                kept.with_suffix(".part").rename(kept)
+                return code
+
+            code = finished(forked(work, log), 1800)
+            print(f"{file}: {len(seconds) or ''} exit code {code}", flush=True)
+            if code != 0:
+                # Some look at the text of a module, which is written otherwise here: left out.
+                print(log.read_text(errors="replace")[-2000:], flush=True)
+
+    def read(self) -> None:
+        """Take what `trace` has found."""
+        for file in self.files:
+            kept = self.cache / digest(self.key, file, self.version(file))
+            if kept.exists():
+                self.found[file] = json.loads(kept.read_text())
+
+    def reaching(self, file: str, lines: tuple[int, int]) -> dict[str, tuple[float, list[str]]]:
+        """The tests that reach these lines, by file of tests, the quickest first."""
+        found = {}
+        for name, tests in self.found.items():
+            chosen = [
+                (seconds, test)
+                for test, (seconds, reached) in tests.items()
+                if any(path == file and lines[0] <= line <= lines[1] for path, line in reached)
+            ]
+            if chosen:
+                found[name] = (sum(one for one, _ in chosen), [test for _, test in sorted(chosen)])
+        return dict(sorted(found.items(), key=lambda item: item[1][0]))
+
+
+def core(project: Path, package: str = PACKAGE) -> dict[str, str]:
+    """The texts of the files of a render that are broken here."""
+    source = project / "src" / package
+    paths = {str(path.relative_to(source)): path for path in sorted(source.rglob("*.py"))}
+    return {name: path.read_text() for name, path in paths.items() if re.fullmatch(CORE, name)}
+
+
+def lines_of(text: str, number: int) -> tuple[int, int]:
+    """The lines of an edit in the plain form of a module; outside of functions, all."""
+    tree = ast.parse(plain(ast.parse(text)))
+    node = list(edits(tree))[number][0]
+    inside = any(
+        isinstance(function, ast.FunctionDef)
+        and function.body[0].lineno <= node.lineno <= function.end_lineno
+        for function in ast.walk(tree)
+    )
+    return (node.lineno, node.end_lineno) if inside else (0, 10**9)
+
+
+def attempt(every: list[Tests], file: str, number: int, known: dict[str, Any]) -> dict[str, Any]:
+    """Break one place and run the tests that reach it and have not yet been tried."""
+    started, whole = time.monotonic(), core(every[0].project)[file]
     broken, facts = mutate(whole, number)
-    own = tests_of(reached, file, whole, facts)
     result = {"file": file, "number": number, "text": digest(whole), **facts}
-    result |= {"reached_by": len(own), "tried": by, "noticed_by": None}
-    with tempfile.TemporaryDirectory() as folder:
-        copy, log = Path(folder) / "project", Path(folder) / "log"
-        shutil.copytree(project, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        (copy / "src" / PACKAGE / file).write_text(broken)
-        usual = sum(reached[name]["seconds"] for name in own)
-        ways: dict[str, tuple[float, Callable[[], int]]] = {
-            TEMPLATES: (900, lambda: broken_elsewhere(file, whole, broken))
+    result |= {"noticed_by": None, "tried": dict(known.get("tried", {}))}
+
+    def change(package: Path) -> None:
+        path = package / file
+        if path.exists() and path.read_text() == whole:
+            path.write_text(broken)
+
+    for tests in every:
+        chosen = tests.reaching(file, lines_of(whole, number))
+        chosen = {
+            name: found
+            for name, found in chosen.items()
+            if result["tried"].get(name) != tests.version(name)
         }
-        if by == OWN:
-            ways = {"on ranks": (300, lambda: pytest_in(copy, ["tests/test_ranks.py"]))}
-            if own:
-                ways = {OWN: (120 + 5 * usual, lambda: pytest_in(copy, own))} | ways
-        for way, (limit, work) in ways.items():
-            if (code := finished(forked(work, log), limit)) != 0:
+        if not chosen or result["noticed_by"]:
+            continue
+        words = [test for _, names in chosen.values() for test in names]
+        usual = sum(seconds for seconds, _ in chosen.values())
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder, "log")
+            work = forked(lambda t=tests, w=words: t.run(["-x", *w], change), log)
+            if (code := finished(work, 120 + 5 * usual)) != 0:
                 failed = re.findall(
                     r"^(?:FAILED|ERROR) (\S+)", log.read_text(errors="replace"), re.M
                 )
                 last = "time limit" if code is None else f"exit code {code}"
-                result["noticed_by"] = f"{way}: {failed[0] if failed else last}"
-                break
+                result["noticed_by"] = failed[0] if failed else last
+            else:
+                result["tried"] |= {name: tests.version(name) for name in chosen}
     return result | {"seconds": round(time.monotonic() - started, 1)}
 
 
-def needs(by: str, known: dict[str, Any] | None) -> bool:
-    """Whether a place is to be tried by these tests."""
-    return known is None or (known["noticed_by"] is None and by not in (OWN, known["tried"]))
+def untried(every: list[Tests], texts: dict[str, str], place: tuple[str, int], known: Any) -> bool:
+    """Whether no test has noticed a place yet and some that reach it were not tried."""
+    if known is None or known["noticed_by"]:
+        return known is None
+    lines = lines_of(texts[place[0]], place[1])
+    return any(
+        known["tried"].get(name) != tests.version(name)
+        for tests in every
+        for name in tests.reaching(place[0], lines)
+    )
 
 
-def digest(text: str) -> str:
-    """What tells one version of a file from another."""
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def results_in(part: Path, files: dict[str, Path]) -> dict[tuple[str, int], dict[str, Any]]:
+def results_in(part: Path, texts: dict[str, str]) -> dict[tuple[str, int], dict[str, Any]]:
     """What an earlier run found on files that are as they were, by place."""
     lines = part.read_text().splitlines() if part.exists() else []
-    texts = {name: digest(path.read_text()) for name, path in files.items()}
     found = [json.loads(line) for line in lines]
-    return {(one["file"], one["number"]): one for one in found if texts[one["file"]] == one["text"]}
+    return {
+        (one["file"], one["number"]): one
+        for one in found
+        if digest(texts.get(one["file"], "")) == one["text"]
+    }
 
 
 def main() -> int:
@@ -282,10 +397,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--out", type=Path, default=ROOT / "build/mutants.json")
+    parser.add_argument("--out", type=Path, default=ROOT / "tests/stress/results/mutants.jsonl")
     options = parser.parse_args()
     options.out = options.out.resolve()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     os.environ |= {"OMP_NUM_THREADS": "1", "COOKIECUTTER_CONFIG": os.devnull}
     sys.dont_write_bytecode = True
     from tests.conftest import bake
@@ -298,52 +412,37 @@ def main() -> int:
         "pytest",
     ):
         importlib.import_module(name)
+    cache = ROOT / "build/mutants"
+    cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        project, log = (
-            bake(Path(folder), package_name=PACKAGE, tracker="none"),
-            Path(folder) / "log",
+        project = bake(Path(folder), package_name=PACKAGE, tracker="none")
+        texts = core(project)
+        every = [Tests(project, own, cache) for own in (True, False)]
+        side_by_side(
+            options.jobs,
+            [lambda t=t, f=f: t.trace(f) for t in every for f in t.files],
         )
-        package, found = project / "src" / PACKAGE, Path(folder) / "reached.json"
-        plugin = Reached(package, found)
-        code = finished(forked(lambda: pytest_in(project, ["tests"], (plugin,)), log), 3600)
-        if code != 0:
-            print(f"the tests of an unbroken render fail:\n{log.read_text()}")
-            return 1
-        reached = json.loads(found.read_text())
-        files = {str(path.relative_to(package)): path for path in sorted(package.rglob("*.py"))}
-        places = [
-            (name, number)
-            for name, path in files.items()
-            if re.fullmatch(CORE, name)
-            for number in range(len(list(edits(ast.parse(path.read_text())))))
-        ]
-        drawn = random.Random(options.seed).sample(places, min(options.count, len(places)))
-        part = options.out.with_suffix(".jsonl")
-        failed = False
-        for by in (OWN, TEMPLATES):
-            known = results_in(part, files)
-            left = [place for place in drawn if needs(by, known.get(place))]
-            print(f"{len(left)} of {len(drawn)} left for {by}", flush=True)
-            workers = []
-            for job in range(options.jobs):
-                if (process := os.fork()) == 0:
-                    for place in left[job :: options.jobs]:
-                        line = json.dumps(attempt(project, reached, *place, by)) + "\n"
-                        with open(part, "a") as file:
-                            file.write(line)
-                    os._exit(0)
-                workers.append(process)
-            failed |= any([os.waitpid(process, 0)[1] for process in workers])
-        known = results_in(part, files)
-        results = [known[place] for place in drawn if place in known]
+        for tests in every:
+            tests.read()
+        places = drawn(texts, options.count, options.seed)
+        known = results_in(options.out, texts)
+        left = [place for place in places if untried(every, texts, place, known.get(place))]
+        print(f"{len(left)} of {len(places)} places to try", flush=True)
+
+        def work(place: tuple[str, int]) -> None:
+            line = json.dumps(attempt(every, *place, known.get(place, {}))) + "\n"
+            with open(options.out, "a") as file:
+                file.write(line)
+
+        side_by_side(options.jobs, [lambda p=place: work(p) for place in left])
+        known = results_in(options.out, texts)
+        results = [known[place] for place in places]
+    options.out.write_text("".join(json.dumps(result) + "\n" for result in results))
     survivors = [result for result in results if result["noticed_by"] is None]
-    facts = {"seed": options.seed, "places": len(places), "broken": len(results)}
-    facts |= {"noticed": len(results) - len(survivors), "survivors": survivors, "all": results}
-    options.out.write_text(json.dumps(facts, indent=1) + "\n")
-    print(f"{facts['noticed']} of {len(results)} mutants noticed ({len(places)} places)")
+    print(f"{len(results) - len(survivors)} of {len(results)} mutants noticed")
     for one in survivors:
         print(f"  {one['file']}:{one['line']} {one['kind']}: {one['before']}")
-    return int(failed or len(survivors) > len(results) / 20)
+    return int(len(survivors) > len(results) / 20)
 
 
 if __name__ == "__main__":
