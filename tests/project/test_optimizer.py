@@ -3,8 +3,10 @@
 import ast
 import os
 import re
+import shutil
 import signal
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,6 +125,35 @@ def test_memory_that_cannot_be_had_is_told_before_training(
                 run(settings)
         assert "expected memory per process: parameters" in caplog.text
         assert ("WARNING" in caplog.text) == (verdict == "warned")
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_disk_that_cannot_hold_the_checkpoints_is_told_before_training(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog, every: int
+) -> None:
+    hardware, refused = project.module("run.hardware"), project.module("errors").UserError
+    changes = {"train__steps": 9, "checkpoint__every": every, "checkpoint__keep": 2}
+    settings = project.config(run_dir=tmp_path / "run", **changes)
+    state = project.module("train").setup(settings)
+    one = hardware.expected_memory(state.model, state.optimizer, 0).checkpoint
+    most = (4 if every else 1) * one  # two, the best, and one that is being written
+    for free, verdict in ((1.4 * one, "refused"), (most - 1, "warned"), (most, "told")):
+        caplog.clear()
+        usage = SimpleNamespace(free=int(free))
+        monkeypatch.setattr(hardware.shutil, "disk_usage", lambda path, usage=usage: usage)
+        with caplog.at_level("INFO", hardware.log.name):
+            if verdict == "refused" or 1.5 * one > free:
+                with pytest.raises(refused, match="To train here, free some, keep fewer"):
+                    project.module("train").run(settings)
+                assert not (tmp_path / "run").exists()
+                continue
+            project.module("train").run(settings)
+        assert ("WARNING" in caplog.text) == (verdict == "warned")
+        assert f"a checkpoint takes {hardware.in_units(one)}" in caplog.text
+        written = max((tmp_path / "run/checkpoints").glob("step_*"))
+        taken = sum(file.stat().st_size for file in written.iterdir())
+        assert 0.9 * one < taken < one + 150_000  # with DCP's index, some kB for each tensor
+        shutil.rmtree(tmp_path / "run")
 
 
 def test_a_skipped_step_leaves_batch_statistics_as_they_were(project: Project) -> None:

@@ -26,7 +26,7 @@ PROMISES = {"executed": EXECUTED, "clear": CLEAR}
 def attempt(findings: Findings) -> None:
     """Render, save, and let a process read; start another one where it ended early."""
     paths = saved(findings.folder)
-    probe(findings, paths, 12 if findings.bounded else 600)
+    probe(findings, paths, 4 if findings.bounded else 600)
 
 
 def saved(folder: Path) -> list[Path]:

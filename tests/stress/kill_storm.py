@@ -98,6 +98,10 @@ def side_by_side(findings: Findings, parts: list[Part]) -> Counter[str]:
     return hits
 
 
+# Each parallelism and each way to save once.
+IN_PART = ("single_torch_save", "ddp_dcp_async", "fsdp_dcp")
+
+
 def _do(part: Part, own: Findings) -> None:
     try:
         hits: Counter[str] = Counter()
@@ -151,7 +155,7 @@ def attempt(findings: Findings) -> None:
     def broken(found: Findings, hits: Counter[str]) -> None:
         kill_storm_mutants.attempt(found, sources)
 
-    names = list(sources)
+    names = [name for name in sources if name in IN_PART or not findings.bounded]
     parts = [forked(names[::2]), forked(names[1::2]), started, broken, pruning]
     hits = side_by_side(findings, parts)
     figures, kills = findings.figures, hits["kills"]

@@ -9,7 +9,7 @@ from tests.stress.common import Findings
 def test_hostile_files_do_nothing_and_would_be_noticed(tmp_path: Path) -> None:
     paths = hostile_files.saved(tmp_path)
     findings = Findings(True, tmp_path)
-    hostile_files.probe(findings, paths, mutants=12)
+    hostile_files.probe(findings, paths, mutants=4)
     for tally in findings.tallies:
         assert tally.tried and not tally.violations, tally.promise
 

@@ -1,4 +1,4 @@
-"""A bounded kill storm: each variant killed once, and breakages of each promise found out."""
+"""A bounded kill storm: each parallelism, each way to save; breakages of promises found out."""
 
 import json
 from pathlib import Path
@@ -17,5 +17,5 @@ def test_killed_runs_end_as_if_nothing_had_been(tmp_path: Path) -> None:
     assert not [problem for tally in found["tallies"] for problem in tally["violations"]]
     assert tried.keys() == {ENDS, LOST, NEWEST, ORPHANS, WHOLE, FORKED, KEPT, NOTICED}
     assert all(tried.values())
-    assert tried[ORPHANS] == found["figures"]["kills"] >= 9
+    assert tried[ORPHANS] == found["figures"]["kills"] >= 3
     assert tried[NOTICED] == len(BREAKS) - len(IN_FULL)

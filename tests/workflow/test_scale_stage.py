@@ -159,6 +159,7 @@ def record(step: float, ranks: int = 1, **memory: Any) -> dict[str, Any]:
             "unpredictable": "",
             "whole": 40,
             "traffic": 100,
+            "units": [30, 40, 30],
             "micro_batches": 1,
             "samples": 4 // ranks,
             **memory,
@@ -275,6 +276,15 @@ def test_ddp_or_fsdp(project: Project, sharded: Project, monkeypatch: pytest.Mon
     assert "neither fits" in advised(200) and "FSDP on 14 ranks" in advised(200)
     assert "neither fits" in advised(100) and "FSDP on" not in advised(100)
     assert "sends 150 B and 525 B a step" in advised(1000, micro_batches=3)
+    assert "FSDP gathers 2 blocks of 30 B to 40 B, and 30 B outside of them" in roomy
+
+
+def test_a_model_without_blocks_is_told_which_parts_to_shard(sharded: Project) -> None:
+    one_unit = sharded.module("distributed.parallel").one_unit
+    parts = nn.ModuleDict({"small": nn.Sequential(nn.Linear(2, 2), nn.ReLU())})
+    parts["large"] = nn.ModuleList([nn.Linear(9, 9), nn.Linear(9, 9)])
+    assert one_unit(parts).endswith("as in [*model.large]")
+    assert one_unit(nn.Linear(2, 2)).endswith("gathers the whole model at once")
 
 
 class Statistics(nn.Module):

@@ -279,7 +279,7 @@ def test_the_commands_can_be_listed_without_torch(project: Project) -> None:
         timeout=300,
     )
     *names, torch_is_imported = outcome.stdout.split()
-    assert names[-2:] == ["workflow", "report"] and torch_is_imported == "False"
+    assert names[-3:] == ["workflow", "compare", "report"] and torch_is_imported == "False"
 
 
 def test_who_is_stopped_twice_leaves_once(project: Project) -> None:

@@ -6,6 +6,7 @@ runs without one, as one rank, unsharded.
 """
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from ..errors import UserError
 from .agreement import agree_on_buffers as agree_on_buffers
 from .agreement import all_reduce as all_reduce
 from .world import World
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,10 @@ def place(
         # Stated, since its default differs between releases: gradients are summed in float32.
         reduce_dtype=torch.float32 if reduced else None,
     )
-    for block in blocks:
+    units = list(blocks)
+    if not units and world.rank == 0:
+        log.warning("%s", one_unit(model))
+    for block in units:
         fully_shard(
             block,
             mesh=mesh,
@@ -73,6 +79,18 @@ def place(
         )
     fully_shard(model, mesh=mesh, mp_policy=policy)  # in place
     return model
+
+
+def one_unit(model: nn.Module) -> str:
+    """What it means that `blocks` names none, and which part of the model would do."""
+    lists = [
+        (sum(parameter.numel() for parameter in part.parameters()), name)
+        for name, part in model.named_modules()
+        if isinstance(part, nn.ModuleList | nn.Sequential) and len(part) > 1
+    ]
+    text = "blocks(model) in model.py is empty: each rank gathers the whole model at once"
+    name = max(lists, default=(0, ""))[1]
+    return f"{text}. Return its largest parts, as in [*model.{name}]" if name else text
 
 
 def build_mesh(replicate: int, world: World) -> DeviceMesh:

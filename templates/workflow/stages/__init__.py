@@ -32,12 +32,13 @@ STAGES = {name: ABOUT[name] for name, file in MODULES.items() if (HERE / f"{file
 """The stages of this project, in the order in which they build on each other."""
 COMMANDS = STAGES | {
     "workflow": "Run all stages in order, up to the first failed gate; then write the report.",
+    "compare": "Tell what is better or worse in one run, or result of a stage, than in another.",
     "report": "Write report.html: loss, throughput, scaling, memory, checkpoints, checks, advice.",
 }
 FAILED = ("fail", "crashed")
 # Settings that change no measurement.
 WITHOUT_EFFECT = {"name", "run_dir", "fresh", "init_from", "init_strict", "track", "tracker"}
-WITHOUT_EFFECT |= {"workflow.keep_going", "workflow.force"}
+WITHOUT_EFFECT |= {"workflow.keep_going", "workflow.force", "workflow.expect"}
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class WorkflowConfig:
     """Continue after a gate that failed."""
     force: bool = False
     """Measure again what was already measured with these settings and this code."""
+    expect: Path | None = None
+    """TOML with losses and throughput that the baseline has to reach; README has the form."""
 
     def __post_init__(self) -> None:
         """Check the values (UserError)."""
@@ -71,7 +74,12 @@ def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -
 
         print(publish_report(parse(RunLocation).directory))
         return 0
+    if name == "compare":
+        from .compare import CompareConfig, compare
+
+        return compare(parse(CompareConfig))
     from .chain import go_on, typed_settings
+    from .compare import keep_result
 
     given = parse(StageConfig)
     config = on_disk(given)
@@ -81,6 +89,7 @@ def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -
         config, taken = go_on(config, name, typed_settings(arguments))
         if taken:
             print(f"     going on from {', '.join(map(str, taken))}", flush=True)
+        keep_result(config.directory, name)
     return importlib.import_module(f"{__name__}.{MODULES[name]}").measure(config)
 
 
@@ -135,7 +144,8 @@ def earlier_status(config: Any, name: str) -> str | None:
     except UserError:
         print(f"measuring again: {stage_file(config.directory, name)} is damaged")
         return None
-    if not content or config.workflow.force or content["status"] == "fail":
+    held = name == "baseline" and config.workflow.expect
+    if not content or config.workflow.force or content["status"] == "fail" or held:
         return None
     if with_effect(content) != with_effect(origin(config)):
         print("measuring again: the settings, the code, torch or the machine have changed")

@@ -131,7 +131,7 @@ def measure_together(config: StageConfig, typed: set[str], with_store: StageConf
     measured, passed = "no setting was found that is faster than yours", True
     if any(each.setting != "checkpoint.every" for each in taken):
         try:
-            speedup, verdict = compare(config, final)
+            speedup, verdict = time_both(config, final)
             stage.figures["factor"] = list(speedup)
             measured = f"{speedup} times as fast as your settings: {verdict}"
             passed = None if verdict == TOO_NOISY else verdict != "slower"
@@ -150,7 +150,7 @@ def measure_together(config: StageConfig, typed: set[str], with_store: StageConf
     return stage.status
 
 
-def compare(given: StageConfig, recommended: StageConfig) -> tuple[Interval, str]:
+def time_both(given: StageConfig, recommended: StageConfig) -> tuple[Interval, str]:
     """How many times as fast steps with the recommended settings are, and a word for it."""
     print("     your settings and the recommended ones, in turns ...", flush=True)
     with tempfile.TemporaryDirectory(prefix="together-") as scratch:

@@ -36,6 +36,7 @@ from .timing import describe, differences
 
 ON_DISK = 4  # checkpoints that the drill keeps at once, at most
 LAUNCHES = 3  # to meet a save
+GROWTH = (2, 4, 10)  # times the parameters, for which saves and restores are predicted
 NEAR = 1e-3  # relative; between losses of kernels that are not deterministic
 CHECKS = {  # name: (wanted, advice)
     "roundtrip": (
@@ -306,6 +307,11 @@ def conclude(stage: Stage) -> None:
         "restore {restore:.1f}, first step {first_step:.1f}".format(**restart)
     )
     cost, upload = blocked["median"], published["median"]
+    grown = (f"{n} times: {n * upload:.3g} s and {n * restart['restore']:.3g} s" for n in GROWTH)
+    say(
+        "with more parameters, at the bandwidths measured here, a save is published after, and a "
+        f"restore takes: {'; '.join(grown)}"
+    )
     step, hours = figures["step_seconds"]["median"], config.workflow.hours_between_failures
     best = best_interval(cost, 3600 * hours, upload)
     figures |= {"interval_seconds": best, "hours_between_failures": hours}

@@ -21,7 +21,8 @@ from ..run.journal import finite, parsed
 from ..run.tracker import log_report
 from . import STAGES, plots, with_effect
 from .chain import RECOMMENDED, interval
-from .stage import PACKAGE, read_stage
+from .compare import earlier_results
+from .stage import PACKAGE, read_stage, result_in
 from .timing import spread
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ class Section:
     problem: str = ""
     content: Figures = field(default_factory=dict)  # of workflow/<stage>.json
     rejected: list[str] = field(default_factory=list)  # settings that were tried
+    earlier: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
+    """The results before this one: when, status, and tiles."""
     tiles: list[tuple[str, str]] = field(default_factory=list)  # (what, value)
     rates: list[plots.Row] = field(default_factory=list)  # samples/s
     plots: list[tuple[str, str | None]] = field(default_factory=list)  # (title, picture)
@@ -122,12 +125,24 @@ def section(run_dir: Path, name: str) -> Section:
             result.content, result.status = content, content["status"]
             result.rejected = [str(each) for each in content["figures"].get("rejected", [])]
             SHOW[name](result, content["figures"])
+            result.earlier = [*earlier(run_dir, name, content["measured_at"])]
         return result
     except UserError as error:
         problem = str(error).partition(": measure again")[0]
     except Exception as error:  # what cannot be shown, whatever is in it
         problem = f"its figures are damaged or of an older version of this project ({error!r})"
     return Section(name, result.about, result.command, "damaged", problem)
+
+
+def earlier(run_dir: Path, name: str, last: str) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """The results of a stage before the last one, the newest first."""
+    for path in reversed(earlier_results(run_dir, name)):
+        it = Section(name, "", "")
+        with contextlib.suppress(Exception):  # what cannot be shown is not, whatever is in it
+            it.content = content = result_in(path, name)
+            SHOW[name](it, content["figures"])
+            if (when := content["measured_at"]) != last:
+                yield when, content["status"], dict(it.tiles)
 
 
 def recommended(run_dir: Path) -> Figures:

@@ -20,11 +20,11 @@ from ..device import pick_device
 from ..distributed import World, join, leave
 from ..errors import RankError, exit_code
 from ..files import to_json, write_json
-from ..run.hardware import in_units
+from ..run.hardware import in_units, usable_cores
 from ..train import State, setup, train_step
 from . import memory_forecast as forecast
 from .processes import most_ranks, named, refusal, run_task
-from .stage import Stage, StageConfig, machine
+from .stage import Stage, StageConfig
 from .timing import difference, has_drawn, median_interval, record_steps
 
 TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}  # relative
@@ -45,7 +45,7 @@ def measure(config: StageConfig) -> int:
     """Measure and judge; 0 when the gate is passed, 1 when it is not."""
     stage, device = Stage("scale", config), pick_device(config.device)
     sizes, reason = world_sizes(config, device)
-    most, cores = sizes[-1], machine(config.device)["cores"]
+    most, cores = sizes[-1], usable_cores()
     threads = 1 if device.type == "cpu" else max(1, cores // most)
     records: Records = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -31,7 +31,14 @@ from .profiler import Profiler
 from .run.bad_steps import RunningBuffers, SkippedSteps, StopAtBadStep, step_unless, try_step
 from .run.callback_runner import GarbageCollection, enter, methods
 from .run.directory import RunDirectory
-from .run.hardware import BusyCores, check_memory, expected_memory, forward_flops, peak_flops
+from .run.hardware import (
+    BusyCores,
+    check_disk,
+    check_memory,
+    expected_memory,
+    forward_flops,
+    peak_flops,
+)
 from .run.journal import Journal, validated_at
 from .run.memory import MemoryUse
 from .run.tracker import tracking
@@ -213,7 +220,7 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
             checkpointer.close()
             run_dir.record_again(to_json(config), "finished", state.step)
             return Result("already finished", state.step, validated_at(run_dir.path, state.step))
-        run_dir.begin(to_json(config), state.step)
+        run_dir.begin(to_json(config), state.step, world.device)
         introduce(state, run_dir.path)
         stack.callback(state.loader.close)
         journal = Journal(run_dir.path, state, group)
@@ -319,6 +326,9 @@ def start(state: State, run_dir: Path, group: Group) -> Checkpointer:
     needed = expected_memory(state.model, state.optimizer, checkpointer.staged_by)
     group.agree(lambda: check_memory(needed, state.world.device))
     state.step = checkpointer.restore()
+    if state.step == 0 and not config.checkpoint.far:
+        kept = config.checkpoint.most_at_once(config.train.steps)
+        group.from_first(lambda: check_disk(needed, kept, run_dir))
     if state.step == 0 and (origin := config.init_from):
         log.info("weights: %s", load_weights(origin, state.model, None, group, config.init_strict))
     state.loader.seek(state.step)

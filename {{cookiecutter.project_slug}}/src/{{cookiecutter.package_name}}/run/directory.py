@@ -11,9 +11,12 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 from ..distributed import Group, launcher
 from ..errors import UserError
 from ..files import make_folder, naming, open_to_write, read_json, write_json
+from .hardware import where_measured
 from .logs import ONLY_IN_FILES, LogFile, logging_to
 
 log = logging.getLogger(__name__)
@@ -34,6 +37,7 @@ class RunDirectory:
     def __init__(self, path: Path, group: Group, fresh: bool = False, apart: bool = False) -> None:
         self.path, self.group, self.fresh, self.apart = path, group, fresh, apart
         self.logs = contextlib.ExitStack()
+        self.origin: dict[str, Any] = {}  # the machine and the versions
 
     def __enter__(self) -> "RunDirectory":
         """Take the directory; UserError when another run has it, or not all processes see it."""
@@ -64,8 +68,12 @@ class RunDirectory:
                     self.path.rmdir()
             self.lock.close()
 
-    def begin(self, config: dict[str, Any], step: int) -> None:
-        """Write the settings, and that the run is under way from `step`; RankError if it cannot."""
+    def begin(self, config: dict[str, Any], step: int, device: torch.device) -> None:
+        """Write the settings, and that the run is under way from `step`; RankError if it cannot.
+
+        From now on status.json names the machine and the versions, too.
+        """
+        self.origin = where_measured(device)
         self.group.from_first(lambda: write_json(self.path / "config.json", config))
         self.group.from_first(lambda: self._write_status("running", step=step))
         self.begun = True
@@ -98,7 +106,8 @@ class RunDirectory:
 
     def _write_status(self, status: str, **details: Any) -> None:
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        write_json(self.path / "status.json", {"status": status, "at": at, **details})
+        content = {"status": status, "at": at, **details, **self.origin}
+        write_json(self.path / "status.json", content)
 
     def _open_log(self) -> LogFile:
         rank, folder = self.group.rank, self.path / LOGS

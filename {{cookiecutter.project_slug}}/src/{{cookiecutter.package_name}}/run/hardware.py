@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -39,6 +40,7 @@ class Memory(NamedTuple):
     gradients: int
     optimizer: int
     staging: int  # on the host
+    checkpoint: int  # on disk: the state of all processes
     guessed: bool  # the optimizer's part
 
     def __str__(self) -> str:
@@ -57,16 +59,17 @@ def expected_memory(model: nn.Module, optimizer: torch.optim.Optimizer, staged_b
     measured = state_per_parameter(optimizer)
     factor = 2.0 if measured is None else measured
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    parameters = gradients = state = staging = 0
+    parameters = gradients = state = staging = checkpoint = 0
     for tensor in [*model.parameters(), *model.buffers()]:
         size = parallel.local_part(tensor).nbytes
         moments = int(factor * size) if id(tensor) in trained else 0
         parameters += size
         gradients += size if tensor.requires_grad else 0
         state += moments
+        checkpoint += tensor.nbytes + int(factor * tensor.nbytes) * (id(tensor) in trained)
         if staged_by:
             staging += (size + moments) // parallel.copies(tensor, 0, staged_by)[0]
-    return Memory(parameters, gradients, state, staging, measured is None)
+    return Memory(parameters, gradients, state, staging, checkpoint, measured is None)
 
 
 def state_per_parameter(optimizer: torch.optim.Optimizer) -> float | None:
@@ -92,6 +95,12 @@ def check_memory(needed: Memory, device: torch.device) -> None:
     on_host = processes * (needed.staging + (on_device if device.type == "cpu" else 0))
     checks = [("this machine", on_host, free_host_memory())]
     if device.type == "cuda":
+        if needed.staging and usable_cores() < 2 * processes:
+            log.warning(
+                "%d cores for %d processes: a save in the background slows training down, as its "
+                "threads have no core of their own",
+                *(usable_cores(), processes),
+            )
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + unused
         checks.append((torch.cuda.get_device_name(device), on_device, free))
@@ -102,6 +111,21 @@ def check_memory(needed: Memory, device: torch.device) -> None:
         if more > free and not needed.guessed:
             raise UserError(f"{text} before the first activation. {needed}. To fit, {advice}")
         log.warning("%s: if it fails, %s", text, advice)
+
+
+def check_disk(needed: Memory, kept: int, run_dir: Path) -> None:
+    """Log what a new run's checkpoints will take; UserError when not even one and a half fit."""
+    place = run_dir / "checkpoints"  # may be a link to another disk
+    free, size = shutil.disk_usage(place if place.exists() else run_dir).free, needed.checkpoint
+    text = f"a checkpoint takes {in_units(size)}, the {kept} there can be at once "
+    text += f"{in_units(kept * size)}: {in_units(free)} are free in {place}"
+    advice = "free some, keep fewer (--checkpoint.keep), or make checkpoints a link to another disk"
+    if 1.5 * size > free and not needed.guessed:
+        raise UserError(f"{text}. To train here, {advice}")
+    if kept * size > free:
+        log.warning("%s: %s", text, advice)
+    else:
+        log.info("%s", text)
 
 
 def free_host_memory() -> int | None:
@@ -161,6 +185,21 @@ def peak_flops(device: torch.device) -> float | None:
     # Whole words: an RTX A1000 is no A100.
     named = (peak for key, peak in PEAK_BF16_TFLOPS.items() if re.search(rf"\b{key}\b", name))
     return next((1e12 * peak for peak in named), None)
+
+
+def where_measured(device: torch.device) -> dict[str, Any]:
+    """The machine and the versions that figures depend on."""
+    machine = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "gpus": torch.cuda.device_count(),
+        "cpu": cpu_name(),
+        "cores": usable_cores(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "platform": platform.platform(),
+        "load": round(os.getloadavg()[0], 1),
+    }
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    return {"machine": machine, "versions": versions}
 
 
 def cpu_name() -> str:

@@ -6,26 +6,23 @@ versions, seconds, measured_at}. A status is pass, fail or not_measured.
 
 import hashlib
 import json
-import os
-import platform
 import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..config import Config
 from ..device import pick_device
 from ..errors import UserError, command_for
 from ..files import make_folder, read_json, to_json, write_json
-from ..run.hardware import cpu_name, usable_cores
+from ..run.hardware import where_measured
 from . import WorkflowConfig
 
 STATUSES = ("fail", "not_measured", "pass")  # the worst first
 SHAPE = dict.fromkeys(("figures", "settings", "machine", "versions"), dict)
-SHAPE |= {"checks": list, "advice": list, "code": str, "seconds": float, "measured_at": str}
+SHAPE |= {"checks": list, "advice": list, "seconds": float}
+SHAPE |= dict.fromkeys(("stage", "code", "measured_at"), str)
 PACKAGE = __name__.partition(".")[0]
 
 
@@ -105,17 +102,19 @@ def stage_file(run_dir: Path, name: str) -> Path:
 def read_stage(run_dir: Path, name: str) -> dict[str, Any] | None:
     """What a stage measured, None if it has not run; UserError for a damaged file."""
     path = stage_file(run_dir, name)
-    if not path.exists():
-        return None
     try:
-        content = read_json(path)
-        odd = [key for key, kind in SHAPE.items() if not isinstance(content[key], kind)]
-        if content["stage"] != name or content["status"] not in STATUSES or odd:
-            raise ValueError(f"it is not a result of {name}")
-    except (ValueError, KeyError) as error:
-        raise UserError(
-            f"{path} is damaged ({error}): measure again with `{command_for(name, run_dir)}`"
-        ) from None
+        return result_in(path, name) if path.exists() else None
+    except UserError as error:
+        again = command_for(name, run_dir)
+        raise UserError(f"{path} is damaged ({error}): measure again with `{again}`") from None
+
+
+def result_in(path: Path, name: str = "") -> dict[str, Any]:
+    """What a stage, or the one of this name, measured; UserError for any other file."""
+    content = read_json(path)
+    odd = [key for key, kind in SHAPE.items() if not isinstance(content.get(key), kind)]
+    if odd or content.get("status") not in STATUSES or name not in ("", content["stage"]):
+        raise UserError(f"{path} is not a result of {name or 'a stage'}")
     return content
 
 
@@ -124,8 +123,7 @@ def origin(config: Config) -> dict[str, Any]:
     return {
         "settings": to_json(config),
         "code": code_digest(),
-        "machine": machine(config.device),
-        "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+        **where_measured(pick_device(config.device)),
     }
 
 
@@ -134,17 +132,3 @@ def code_digest() -> str:
     root = Path(__file__).parents[1]
     files = {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*.py"))}
     return hashlib.sha256(repr(files).encode()).hexdigest()
-
-
-def machine(device: str) -> dict[str, Any]:
-    """The machine that a stage measures on."""
-    kind = pick_device(device)
-    return {
-        "device": torch.cuda.get_device_name(kind) if kind.type == "cuda" else kind.type,
-        "gpus": torch.cuda.device_count(),
-        "cpu": cpu_name(),
-        "cores": usable_cores(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "platform": platform.platform(),
-        "load": round(os.getloadavg()[0], 1),
-    }

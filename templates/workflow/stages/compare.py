@@ -1,0 +1,206 @@
+"""What is better or worse in one run, or in one result of a stage, than in another.
+
+A difference counts when what most values of a figure lie in (p10 to p90) is apart: medians of the
+same code differ by much more from one hour to the next than within a measurement. Of figures that
+were measured in turns the 95 % intervals count, of one that was measured once a change by `ONCE`.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from ..errors import UserError, printable
+from ..files import flatten, make_folder, read_json, write_json
+from ..run.hardware import in_units
+from ..run.journal import finite, read_records
+from . import STAGES, WITHOUT_EFFECT
+from .stage import read_stage, result_in, stage_file
+from .timing import Interval, difference, median_interval, spread
+
+KEPT = 10  # results of a stage
+NOISE, ONCE = 0.03, 0.3  # relative
+MORE_IS_BETTER = ("per_second", "speedup", "efficiency", "mfu", "matmul_share")
+LESS_IS_BETTER = ("seconds", "bytes")
+OF_RUN = ("samples_per_second", "data_seconds", "checkpoint_blocked_seconds")
+OF_RUN += ("device_peak_bytes", "host_bytes")
+OF_MACHINE = ("device", "gpus", "cpu", "cores")
+BUSY = 1.5  # load for each core
+Content = dict[str, Any]  # of workflow/<stage>.json, or of what `content_of_run` makes of a run
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """The two, each a run directory or a result of a stage, as runs/NAME/workflow/baseline.json."""
+
+    a: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="A")]
+    """The earlier one."""
+    b: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="B")]
+    """The later one, which is judged."""
+    fail_on_regression: bool = False
+    """Exit code 1 when a figure of B is worse."""
+
+
+def compare(options: CompareConfig) -> int:
+    """Print a verdict for each figure that both have; 1 if one is worse and that counts."""
+    a, b = contents(options.a), contents(options.b)
+    common = [name for name in b if name in a]
+    if not common:
+        text = f"{options.a} ({', '.join(a)}) and {options.b} ({', '.join(b)})"
+        raise UserError(f"nothing was measured in both: {text}")
+    worse = 0
+    for name in common:
+        print(f"{name}: {options.a} -> {options.b}")
+        try:
+            lines = list(verdicts(a[name], b[name]))
+        except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+            raise UserError(f"{name}: damaged figures, or of an older version ({error})") from None
+        for line, verdict in lines:
+            mark = "FAIL" if verdict == "worse" else "    "
+            print(f"{mark} {printable(line)}{verdict and f': {verdict}'}")
+            worse += verdict == "worse"
+    print(f"{worse or 'no'} figure{'s' * (worse != 1)} worse")
+    return int(worse > 0 and options.fail_on_regression)
+
+
+def contents(path: Path) -> dict[str, Content]:
+    """What was measured in a run directory, by stage ("run" is the training run), or in a file."""
+    if not path.is_dir():
+        content = result_in(path)
+        return {content["stage"]: content}
+    found = {name: content for name in STAGES if (content := read_stage(path, name))}
+    return {"run": content_of_run(path), **found} if (path / "config.json").exists() else found
+
+
+def content_of_run(path: Path) -> Content:
+    """The figures of a training run, as a stage would have written them."""
+    series: dict[str, list[float]] = {name: [] for name in OF_RUN}
+    losses: dict[str, dict[int, float]] = {"losses": {}, "validation_losses": {}}
+    for number, record in enumerate(read_records(path)):
+        for name in OF_RUN if number else ():  # the first line holds warm-up and compilation
+            series[name].extend(finite(record.get(name)))
+        for name, key in (("losses", "loss"), ("validation_losses", "validation_loss")):
+            losses[name].update((record["step"], value) for value in finite(record.get(key)))
+    series["checkpoint_blocked_seconds"] = [x for x in series["checkpoint_blocked_seconds"] if x]
+    figures: Content = {
+        name: max(values) if name.endswith("bytes") else spread(values)
+        for name, values in series.items()
+        if values
+    }
+    status = read_json(path / "status.json")
+    origin = {"machine": status.get("machine"), "versions": status.get("versions")}
+    return {"settings": read_json(path / "config.json"), "figures": figures | losses, **origin}
+
+
+def keep_result(run_dir: Path, name: str) -> None:
+    """Copy what a stage has measured to workflow/earlier, which holds the last ten results."""
+    path = stage_file(run_dir, name)
+    with contextlib.suppress(UserError):  # none is there, or it is damaged
+        when = Path(result_in(path, name)["measured_at"].replace(":", "")).name
+        make_folder(path.parent / "earlier")
+        write_json(path.parent / "earlier" / f"{name}-{when}.json", read_json(path))
+        for old in earlier_results(run_dir, name)[:-KEPT]:
+            old.unlink()
+
+
+def earlier_results(run_dir: Path, name: str) -> list[Path]:
+    """The files of the last results of a stage, the oldest first."""
+    return sorted((run_dir / "workflow/earlier").glob(f"{name}-*.json"))
+
+
+def settings_that_differ(a: Content, b: Content) -> Iterator[tuple[str, Any, Any]]:
+    """Name and both values, of the settings that can change a figure."""
+    first, second = dict(flatten(a)), dict(flatten(b))
+    for name in sorted(first.keys() | second.keys()):
+        counts = not WITHOUT_EFFECT & {name, name.partition(".")[0]}
+        if counts and first.get(name) != second.get(name):
+            yield name, first.get(name), second.get(name)
+
+
+def another_machine(a: Content, b: Content) -> str:
+    """Why two measurements cannot be compared; "" if they can."""
+    try:
+        for key in OF_MACHINE:
+            if a["machine"][key] != b["machine"][key]:
+                return f"{key} {a['machine'][key]} and {b['machine'][key]}"
+        versions = (a["versions"]["torch"], b["versions"]["torch"])
+        return "" if versions[0] == versions[1] else f"torch {versions[0]} and {versions[1]}"
+    except (KeyError, TypeError):
+        return "the machine is not known"
+
+
+def too_busy(a: Content, b: Content) -> str:
+    """Whether other work held the cores, so that seconds say nothing; "" if not."""
+    for content in (a, b):
+        machine = content.get("machine") or {}
+        if finite(machine.get("load")) and machine["load"] > BUSY * machine.get("cores", 1):
+            return f"a load of {machine['load']} on {machine.get('cores')} cores"
+    return ""
+
+
+def verdicts(a: Content, b: Content) -> Iterator[tuple[str, str]]:
+    """Lines, of figures each with a word: better, worse, within noise or not comparable."""
+    for setting, *values in settings_that_differ(a["settings"], b["settings"]):
+        yield f"{setting}: {values[0]} -> {values[1]}", ""
+    apart, busy = another_machine(a, b), too_busy(a, b)
+    first, second = dict(measured(a["figures"])), dict(measured(b["figures"]))
+    for name in (name for name in first if name in second):
+        one, two = first[name], second[name]
+        if isinstance(one, dict):
+            yield verdict_of_losses(name, one, two)
+        elif one.low > 0 and two.low > 0:
+            times = Interval(two.value / one.value, two.low / one.high, two.high / one.low)
+            once = one.low == one.high and not name.endswith("bytes")
+            word = word_for(times, ONCE if once else NOISE, name.endswith(MORE_IS_BETTER))
+            line = f"{name} {shown(name, one)} -> {shown(name, two)}, {times} times"
+            reason = apart or (not name.endswith("bytes") and busy)
+            yield line, f"not comparable: {reason}" if reason else word
+
+
+def measured(figures: Content, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """What can be better or worse, by dotted names: intervals, and losses by step."""
+    for key, value in figures.items():
+        name = f"{prefix}{key}"
+        if key.endswith("losses"):
+            steps = value if isinstance(value, dict) else dict(enumerate(value, 1))
+            yield name, {step: loss for step, loss in steps.items() if finite(loss)}
+        elif not isinstance(value, dict):
+            if name.endswith(LESS_IS_BETTER + MORE_IS_BETTER):
+                yield from ((name, Interval(it, it, it)) for it in finite(value))
+        elif "median" in value or "low" in value:
+            ends = ("median", "p10", "p90") if "median" in value else ("value", "low", "high")
+            yield name, Interval(*(float(value[end]) for end in ends))
+        else:
+            yield from measured(value, f"{name}.")
+
+
+def verdict_of_losses(name: str, a: dict[int, float], b: dict[int, float]) -> tuple[str, str]:
+    """Losses at the same steps, of which the later half counts."""
+    steps = sorted(a.keys() & b.keys())
+    if not steps:
+        return name, "not comparable: no step in common"
+    later = steps[len(steps) // 2 :]
+    line = f"{name} at step {steps[-1]} {a[steps[-1]]:.4f} -> {b[steps[-1]]:.4f}"
+    if all(a[step] == b[step] for step in steps):
+        return line, "the same to the bit"
+    times = median_interval([b[step] / a[step] for step in later if a[step]] or [1.0])
+    if len(later) < 6:
+        return f"{line}, {times.value:.3g} times", "too few steps to tell"
+    return f"{line}, {times} times", word_for(times, 0.0, False)
+
+
+def word_for(times: Interval, noise: float, more_is_better: bool) -> str:
+    """A word for how many times as large a figure became."""
+    if times.low <= 1 <= times.high or difference(times.value, 1.0) <= noise:
+        return "within noise"
+    return "better" if (times.value > 1) == more_is_better else "worse"
+
+
+def shown(name: str, figure: Interval) -> str:
+    """A figure with its unit."""
+    if name.endswith("bytes"):
+        return in_units(int(figure.value))
+    return f"{figure.value:,.4g}{' s' * name.endswith('seconds')}"

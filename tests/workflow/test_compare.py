@@ -1,0 +1,212 @@
+"""`compare` tells a change from noise; `--workflow.expect` holds the code to a team's figures."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import Project, project_fixture
+
+project = project_fixture("compared")
+
+
+def result(project: Project, folder: Path, seconds: float = 0.1, **changes: Any) -> Path:
+    """A baseline's result of this median of the seconds per step."""
+    stage = project.module("workflow.stage").Stage("baseline", project.config(run_dir=folder))
+    steps = {"median": seconds, "p10": 0.98 * seconds, "p90": 1.02 * seconds, "n": 80}
+    stage.figures |= {"step_seconds": steps, "peak_memory_bytes": 10**9, "losses": [3.0, 2.0, 1.0]}
+    stage.check("c", True, measured="so", wanted="such")
+    stage.close()
+    content = json.loads(stage.file.read_text())
+    content["machine"]["load"] = 0.1
+    for name, value in changes.items():
+        content[name] = content[name] | value if isinstance(value, dict) else value
+    stage.file.write_text(json.dumps(content))
+    return stage.file
+
+
+def verdicts(project: Project, a: Path, b: Path) -> dict[str, str]:
+    """The last word on each figure."""
+    compare = project.module("workflow.compare")
+    both = [next(iter(compare.contents(path).values())) for path in (a, b)]
+    return {line.split()[0]: verdict for line, verdict in compare.verdicts(*both)}
+
+
+def test_a_change_is_told_from_noise(project: Project, tmp_path: Path, capsys) -> None:
+    before = result(project, tmp_path / "a")
+    for seconds, word in ((0.2, "worse"), (0.05, "better"), (0.102, "within noise")):
+        after = result(project, tmp_path / "b", seconds)
+        found = verdicts(project, before, after)
+        assert found["step_seconds"] == word
+        assert found["losses"] == "the same to the bit"
+        assert found["peak_memory_bytes"] == "within noise"
+    after = result(project, tmp_path / "b", 0.2, figures={"peak_memory_bytes": 2 * 10**9})
+    capsys.readouterr()
+    project("compare", str(before.parents[1]), str(after))
+    shown = capsys.readouterr().out
+    assert "FAIL step_seconds 0.1 s -> 0.2 s, 2 (1.92 to 2.08) times: worse" in shown
+    assert "FAIL peak_memory_bytes 1 GB -> 2 GB" in shown and "2 figures worse" in shown
+    words = ["compare", str(before), str(after), "--fail-on-regression"]
+    assert project.module("__main__").dispatch(words) == 1
+    assert project.module("__main__").dispatch(["compare", str(after), *words[1:2]]) == 0
+
+
+@given(st.floats(0.01, 10), st.floats(0.01, 10), st.floats(1, 1.5), st.floats(1, 1.5))
+def test_the_other_way_round_says_the_opposite(
+    project: Project, a: float, b: float, wide: float, wider: float
+) -> None:
+    compare = project.module("workflow.compare")
+    one, two = ({"value": x, "low": x / w, "high": x * w} for x, w in ((a, wide), (b, wider)))
+    contents = [
+        {"settings": {}, "figures": {"step_seconds": it}, "machine": {}, "versions": {}}
+        for it in (one, two)
+    ]
+    for content in contents:
+        content["machine"] = dict.fromkeys(compare.OF_MACHINE, 1) | {"load": 0}
+        content["versions"] = {"torch": "2"}
+    ((_, there),) = compare.verdicts(*contents)
+    ((_, back),) = compare.verdicts(*reversed(contents))
+    opposite = {"better": "worse", "worse": "better", "within noise": "within noise"}
+    # Near the limits, the change by 3 % up and the one back down differ in their last digits.
+    if abs(abs(a - b) / max(a, b) - compare.NOISE) > 1e-9:
+        assert back == opposite[there]
+    apart = a / wide > b * wider or b / wider > a * wide
+    assert there == "within noise" or apart
+
+
+def test_what_cannot_be_compared_is_no_regression(project: Project, tmp_path: Path) -> None:
+    before = result(project, tmp_path / "a")
+    for changes, reason in (
+        ({"machine": {"cpu": "another"}}, "not comparable: cpu "),
+        ({"machine": {"cores": 99}}, "not comparable: cores "),
+        ({"machine": {"load": 1000.0}}, "not comparable: a load of 1000.0 on "),
+        ({"versions": {"torch": "1.0"}}, "not comparable: torch "),
+        ({"machine": {"device": "NVIDIA"}}, "not comparable: device "),
+    ):
+        after = result(project, tmp_path / "b", 0.2, **changes)
+        assert verdicts(project, before, after)["step_seconds"].startswith(reason), changes
+        assert (
+            project.module("__main__").dispatch(
+                ["compare", str(before), str(after), "--fail-on-regression"]
+            )
+            == 0
+        )
+    # Bytes do not depend on what else the machine does.
+    busy = result(project, tmp_path / "b", machine={"load": 1000.0})
+    assert verdicts(project, before, busy)["peak_memory_bytes"] == "within noise"
+
+
+def test_runs_are_compared_by_what_they_wrote(project: Project, tmp_path: Path, capsys) -> None:
+    options = ("--train.steps", "24", "--train.log-every", "1", "--train.validate-every", "0")
+    runs = {"a": (), "b": (), "c": ("--optim.learning-rate", "1e-6")}
+    for name, more in runs.items():
+        project("train", *project.settings, *options, "--run-dir", str(tmp_path / name), *more)
+    capsys.readouterr()
+    project("compare", str(tmp_path / "a"), str(tmp_path / "b"))
+    shown = capsys.readouterr().out
+    assert "losses at step 24" in shown and "the same to the bit" in shown
+    assert "samples_per_second" in shown and "host_bytes" in shown
+    assert (
+        project.module("__main__").dispatch(
+            ["compare", str(tmp_path / "a"), str(tmp_path / "c"), "--fail-on-regression"]
+        )
+        == 1
+    )
+    shown = capsys.readouterr().out
+    assert "optim.learning_rate: " in shown and "-> 1e-06" in shown
+    (line,) = [line for line in shown.splitlines() if "FAIL losses" in line]
+    assert line.endswith("worse")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: p.with_name("none"), "none cannot be read as JSON"),
+        (lambda p: p.write_text("{}") and p, "is not a result of a stage"),
+        (lambda p: p.parents[2], "nothing was measured in both"),
+        (
+            lambda p: p.write_text(p.read_text().replace('"p10": ', '"p10": [], "x": ')) and p,
+            "baseline: damaged figures",
+        ),
+    ],
+)
+def test_what_is_no_result_is_refused(
+    project: Project, tmp_path: Path, make: Any, message: str
+) -> None:
+    whole, other = result(project, tmp_path / "a"), result(project, tmp_path / "b" / "c")
+    assert message in project.refuses("compare", str(whole), str(make(other)))
+
+
+def test_the_last_ten_results_are_kept_and_shown(project: Project, tmp_path: Path) -> None:
+    compare = project.module("workflow.compare")
+    for second in range(14):
+        when = f"2026-01-01T00:00:{second:02}Z"
+        figures = {"samples_per_second": 1000.0 + second}
+        path = result(project, tmp_path, measured_at=when, figures=figures)
+        compare.keep_result(tmp_path, "baseline")
+    kept = compare.earlier_results(tmp_path, "baseline")
+    assert [path.name[-7:-6] for path in kept] == list("4567890123")
+    page = project.module("workflow.report").page_of(tmp_path)
+    assert "Earlier results: 9" in page and "1,004" in page and "1,003" not in page
+    path.write_text("{")  # of a damaged result nothing is kept, and nothing is lost
+    compare.keep_result(tmp_path, "baseline")
+    assert compare.earlier_results(tmp_path, "baseline") == kept
+
+
+def test_the_baseline_is_held_to_what_a_team_expects(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.chdir(project.folder)
+    monkeypatch.setattr(project.module("workflow.turns"), "SECONDS", 0.01)
+    monkeypatch.setattr(project.module("workflow.turns"), "WINDOW", 0.001)
+    file = tmp_path / "expected.toml"
+    words = ["baseline", *project.settings, "--run-dir", str(tmp_path), "--workflow.expect"]
+    dispatch = project.module("__main__").dispatch
+    assert dispatch([*words, str(file)]) == 1
+    assert f"there is no {file}" in capsys.readouterr().out
+    shutil.copy(tmp_path / "workflow/expected.toml", file)
+    file.write_text(file.read_text().replace("samples_per_second]", "samples_per_second] # low"))
+    (rate,) = [line for line in file.read_text().splitlines() if "cores" in line]
+    file.write_text(file.read_text().replace(rate, f"{rate.partition(' = ')[0]} = 0.001"))
+    assert dispatch([*words, str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "ok   expected_losses" in shown and "ok   expected_throughput" in shown
+
+
+def test_what_falls_short_of_the_expected_fails(project: Project, tmp_path: Path) -> None:
+    expected, config = project.module("workflow.expected"), project.config(run_dir=tmp_path)
+    file = tmp_path / "expected.toml"
+    hardware, device = project.module("run.hardware"), project.module("device").pick_device("cpu")
+    here = expected.name_of(hardware.where_measured(device)["machine"])
+
+    def statuses(text: str) -> dict[str, str]:
+        file.write_text(text)
+        stage = project.module("workflow.stage").Stage("baseline", config)
+        stage.figures |= {"losses": [3.0, 2.0], "samples_per_second": 100.0}
+        expected.hold_to(stage, file, expected.read_expected(file))
+        return {check["name"].removeprefix("expected_"): check["status"] for check in stage.checks}
+
+    rates = f"[samples_per_second]\n{json.dumps(here)} ="
+    assert statuses(f"[losses]\n2 = 2.01\n{rates} 99") == {"losses": "pass", "throughput": "pass"}
+    assert statuses(f"[losses]\n2 = 2.1\n{rates} 101") == {"losses": "fail", "throughput": "fail"}
+    assert statuses("tolerance = 0.2\n[losses]\n2 = 2.1")["losses"] == "pass"
+    assert statuses("[losses]\n9 = 2.1") == {
+        "at_later_steps": "not_measured",
+        "throughput": "not_measured",
+    }
+    assert statuses('[samples_per_second]\n"another" = 1') == {"throughput": "not_measured"}
+    for text in ("", "losses = 3", "[losses]\nx = 3", "loss = 3", "[losses]\n1 = 'a'", "\0", "["):
+        file.write_text(text)
+        refused = project.refuses(
+            "baseline",
+            *project.settings,
+            "--run-dir",
+            str(tmp_path),
+            "--workflow.expect",
+            str(file),
+        )
+        assert str(file) in refused and "\n" not in refused
