@@ -1,6 +1,6 @@
 # `make demo` shows what the template gives, `make test` tests it, `make torture` tries to break it,
 # `make matrix` trains every combination of answers, `make mutants` breaks a render place by place,
-# `make compat` tries other releases of torch and Python, `make benchmark` measures it.
+# `make compat` tries other releases of torch and Python, `make benchmark` and `make gpu` measure it.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -18,7 +18,7 @@ PEERS := build/benchmark
 TOPICS := loop save restore sampler shards startup workflow
 TORTURE := crash_points kill_storm elastic damage hostile_files entrances resources stops store
 
-.PHONY: demo test torture matrix mutants compat lint docs benchmark clean
+.PHONY: demo test torture matrix mutants compat lint docs benchmark gpu clean
 
 demo: $(VENV)/.demo
 	@scripts/demo.sh $(abspath $(BIN))
@@ -41,6 +41,11 @@ mutants: $(VENV)/.test
 # Half an hour and some GB: other releases of torch and Python, each in an environment of its own.
 compat: $(VENV)/.test
 	@$(BIN)/python -m scripts.compat
+
+# Under half an hour on one CUDA device, with the torch that PYTHON has; NANOGPT is a clone to measure beside.
+gpu:
+	@$(PYTHON) -m benchmarks.gpu $(if $(NANOGPT),--nanogpt $(NANOGPT))
+	@$(PYTHON) -m benchmarks.page
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check --config pyproject.toml .

@@ -152,7 +152,8 @@ TOPICS = (loop, save, restore, sampler, startup, workflow)
 def page(results: Path) -> str:
     """The whole page: the text beside this program, with verdicts and tables filled in."""
     text = Template(TEXT.read_text("utf-8"))
-    return text.substitute({judge.__name__: section(results, judge) for judge in TOPICS})
+    sections = {judge.__name__: section(results, judge) for judge in TOPICS}
+    return text.substitute(sections, gpu=gpu(results))
 
 
 def section(results: Path, judge: Callable[[Series], list[str]]) -> str:
@@ -179,6 +180,25 @@ def section(results: Path, judge: Callable[[Series], list[str]]) -> str:
             f"{machine['file_system']}, load {machine['load_before']}. {packages}.",
         ]
     )
+
+
+def gpu(results: Path) -> str:
+    """What was measured on a GPU, if it was: one table of all pieces."""
+    path = results / "gpu.json"
+    result = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    if not result or result["origin"]["smoke"]:
+        return "Not measured yet."
+    origin, lines = (
+        result["origin"],
+        ["| what | median | p10 … p90 | n | |", "|---|---|---|---|---|"],
+    )
+    for name, piece in result["pieces"].items():
+        for what, s in piece["series"].items():
+            middle, low, high = (_number(s[key]) for key in ("median", "p10", "p90"))
+            lines.append(f"| {name}: {what} | {middle} | {low} … {high} | {s['n']} | {s['unit']} |")
+    packages = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
+    on = f"{origin['device']}, driver {origin['driver']}, CUDA {origin['cuda']}"
+    return "\n".join([*lines, "", f"`{result['command']}`. {on}. {packages}."])
 
 
 def scaling(results: Path) -> str:

@@ -28,25 +28,16 @@ class Bench:
     training step are the first one's and serve all.
     """
 
-    def __init__(self, folder: Path, smoke: bool) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any], preset: str = "") -> None:
         torch.set_num_threads(1)
         warnings.filterwarnings("ignore")
         sys.path[:0] = [str(path) for path in folder.glob("renders/*/*/src")]
         self.folder = folder
-        layers, width = PARAMETERS[smoke]
         self.train = self.part("dcp_async", "train")
         override = self.part("dcp_async", "config").override
-        config = override(
-            self.part("dcp_async", "config").Config(),
-            {
-                "device": "cpu",
-                "model.layers": layers,
-                "model.width": width,
-                "train.global_batch_size": 8,
-                "train.micro_batch_size": 8,
-            },
-        )
-        self.state = self.train.setup(config)
+        config = self.part("dcp_async", "config")
+        start = config.preset(preset) if preset else config.Config()
+        self.state = self.train.setup(override(start, settings))
         self.step()
         self.rank, self.size = self.state.world.rank, self.state.world.size
         optimizer_tensors = self.part("dcp_async", "checkpoint.tensors").optimizer_tensors
@@ -142,7 +133,10 @@ def _launch(topic: str, ranks: int, folder: Path, smoke: bool) -> dict[str, Any]
 
 
 def _work(folder: Path, work: Callable[[Bench, bool], dict[str, Any]], smoke: bool) -> None:
-    bench = Bench(folder, smoke)
+    layers, width = PARAMETERS[smoke]
+    settings = {"device": "cpu", "model.layers": layers, "model.width": width}
+    sizes = {"train.global_batch_size": 8, "train.micro_batch_size": 8}
+    bench = Bench(folder, settings | sizes)
     result = work(bench, smoke)
     label = "1 rank" if bench.size == 1 else f"{bench.size} ranks"
     result["series"] = {f"{label}: {name}": found for name, found in result["series"].items()}

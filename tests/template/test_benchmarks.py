@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import gpu, page
 from benchmarks.goodput import Costs, expected, lives_of, simulate, young_daly
 from benchmarks.planning import chunk, extrapolated, growth, plans
 from tests.conftest import ROOT, run_module
@@ -31,6 +32,25 @@ def test_a_benchmark_measures_everything(topic: str, tmp_path: Path) -> None:
         assert len(series["values"]) == series["n"] > 0
         values = [series[key] for key in ("median", "p10", "p90", "low", "high")]
         assert all(map(math.isfinite, values + series["values"])), name
+
+
+def test_a_gpus_figures_are_measured_piece_by_piece(tmp_path: Path) -> None:
+    """On a CPU, whose figures mean nothing; what is there is not measured again."""
+    words = ("--smoke", "--out", str(tmp_path), "--work", str(tmp_path))
+    run_module("benchmarks.gpu", *words, "--only", "restart")
+    first = json.loads((tmp_path / "gpu.json").read_text("utf-8"))
+    assert [*first["pieces"]] == ["restart"]
+    run_module("benchmarks.gpu", *words)
+    found = json.loads((tmp_path / "gpu.json").read_text("utf-8"))
+    assert found["pieces"].keys() == gpu.PIECES.keys()
+    assert found["pieces"]["restart"] == first["pieces"]["restart"]
+    for piece in found["pieces"].values():
+        for name, series in piece["series"].items():
+            assert series["n"] and all(map(math.isfinite, series["values"])), name
+    assert page.gpu(tmp_path) == page.gpu(tmp_path / "none") == "Not measured yet."
+    found["origin"]["smoke"] = False
+    (tmp_path / "gpu.json").write_text(json.dumps(found), "utf-8")
+    assert "| restart: from the start to the first step, resumed |" in page.gpu(tmp_path)
 
 
 def test_the_page_is_what_the_results_say(tmp_path: Path) -> None:

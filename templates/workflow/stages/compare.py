@@ -153,7 +153,8 @@ def verdicts(a: Content, b: Content) -> Iterator[tuple[str, str]]:
             yield verdict_of_losses(name, one, two)
         elif one.low > 0 and two.low > 0:
             times = Interval(two.value / one.value, two.low / one.high, two.high / one.low)
-            once = one.low == one.high and not name.endswith("bytes")
+            once = one.low == one.high or two.low == two.high
+            once = once and not name.endswith("bytes")
             word = word_for(times, ONCE if once else NOISE, name.endswith(MORE_IS_BETTER))
             line = f"{name} {shown(name, one)} -> {shown(name, two)}, {times} times"
             reason = apart or (not name.endswith("bytes") and busy)

@@ -115,8 +115,9 @@ def check_memory(needed: Memory, device: torch.device) -> None:
 
 def check_disk(needed: Memory, kept: int, run_dir: Path) -> None:
     """Log what a new run's checkpoints will take; UserError when not even one and a half fit."""
-    place = run_dir / "checkpoints"  # may be a link to another disk
-    free, size = shutil.disk_usage(place if place.exists() else run_dir).free, needed.checkpoint
+    place, size = run_dir / "checkpoints", needed.checkpoint  # it may be a link to another disk
+    disk = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(disk).free
     text = f"a checkpoint takes {in_units(size)}, the {kept} there can be at once "
     text += f"{in_units(kept * size)}: {in_units(free)} are free in {place}"
     advice = "free some, keep fewer (--checkpoint.keep), or make checkpoints a link to another disk"

@@ -1,0 +1,139 @@
+"""What has to hold on a CUDA device: by `make gpu`, or with TEST_DEVICE=cpu on what is there."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import Project, project_fixture
+
+DEVICE = os.environ.get("TEST_DEVICE", "cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        "TEST_DEVICE" not in os.environ and not torch.cuda.is_available(),
+        reason="no CUDA device (TEST_DEVICE=cpu tries it on the CPU)",
+    ),
+]
+project = project_fixture("on_gpu", checkpoint="dcp_async", tracker="none")
+
+
+def train(project: Project, run_dir: Path, *words: str) -> str:
+    """Train in a process of its own, as deterministic kernels ask for; what it prints."""
+    command = [sys.executable, "-u", "-m", project.name, "train", "--preset", "tiny"]
+    command += ["--device", DEVICE, "--data.path", "text.txt", "--run-dir", str(run_dir)]
+    outcome = subprocess.run(
+        [*command, *words],
+        cwd=project.folder,
+        env={**os.environ, "PYTHONPATH": "src"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    return outcome.stdout + outcome.stderr
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """A synchronisation of the host with the device is an error."""
+    if DEVICE == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if DEVICE == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_resume_is_exact(project: Project, tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(project, whole, "--train.deterministic")
+    shutil.copytree(whole, resumed)
+    for step in (15, 20):
+        shutil.rmtree(resumed / f"checkpoints/step_{step:08}")
+    train(project, resumed, "--train.deterministic")
+    one, other = (project.tensors(where, 20) for where in (whole, resumed))
+    assert one and same(one, other)
+
+
+def test_a_bad_step_is_skipped_without_waiting_for_the_device(project: Project) -> None:
+    loop, loss = project.module("train"), project.module("loss")
+    config = project.config(device=DEVICE, compile__mode="none")
+    state = loop.setup(project.module("config").override(config, {"device": DEVICE}))
+    compute = project.module("model").compute_loss
+
+    def nan(model: torch.nn.Module, batch: Any) -> Any:
+        found = compute(model, batch)
+        return loss.LossSum(found.total * float("nan"), found.count, found.metrics)
+
+    loop.train_step(state, state.loader.next())  # makes what the first step makes
+    before = {name: value.clone() for name, value in state.model.state_dict().items()}
+    batches = [state.loader.next() for _ in range(3)]
+    with pytest.MonkeyPatch.context() as patch, no_waiting():
+        patch.setattr(loop, "compute_loss", nan)
+        loop.train_step(state, batches[0])
+        loop.train_step(state, batches[1])
+    assert same(state.model.state_dict(), before)
+    assert int(state.bad_steps) == 2
+    with no_waiting():
+        loop.train_step(state, batches[2])
+    assert not same(state.model.state_dict(), before)
+    state.loader.close()
+
+
+def test_what_is_staged_is_the_step_that_was_saved(project: Project, tmp_path: Path) -> None:
+    """However many steps follow at once while the copies are made and written."""
+    loop, config = project.module("train"), project.config(device=DEVICE, run_dir=tmp_path)
+    state = loop.setup(project.module("config").override(config, {"device": DEVICE}))
+    (tmp_path / "checkpoints").mkdir()
+    group = project.module("distributed").Group(state.world)
+    with loop.start(state, tmp_path, group) as checkpointer:
+        for _ in range(5):
+            loop.train_step(state, state.loader.next())
+            wanted = {name: value.clone() for name, value in state.model.state_dict().items()}
+            checkpointer.save(state.step)
+            for _ in range(3):
+                loop.train_step(state, state.loader.next())
+            checkpointer.settle()
+            found = project.tensors(tmp_path, checkpointer.last_good)
+            for name, value in wanted.items():
+                (saved,) = [v for key, v in found.items() if key.endswith(name) and "model" in key]
+                assert torch.equal(saved.cpu(), value.cpu()), name
+        checkpointer.close()
+    state.loader.close()
+
+
+def test_a_restart_compiles_warm(project: Project, tmp_path: Path) -> None:
+    """From what the first start has left in the compile cache, in a process of its own."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "cache")
+    try:
+        seconds = []
+        for name in ("cold", "warm"):
+            output = train(project, tmp_path / name, "--compile.mode", "full", "--train.steps", "3")
+            (found,) = re.findall(r"compiled \d+ graphs in ([\d.]+) s", output)
+            seconds.append(float(found))
+    finally:
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    assert seconds[1] < 0.7 * seconds[0], seconds
+
+
+def test_the_memory_forecast_holds(project: Project, tmp_path: Path) -> None:
+    words = ("--preset", "tiny", "--device", DEVICE, "--data.path", "text.txt")
+    project("scale", *words, "--run-dir", str(tmp_path), "--workflow.ranks", "1")
+    content = json.loads((tmp_path / "workflow/scale.json").read_text())
+    statuses = {check["name"]: check["status"] for check in content["checks"]}
+    assert statuses["memory"] == "pass", content["checks"]
