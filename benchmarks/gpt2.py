@@ -90,12 +90,12 @@ def nanogpt(where: tuple[Path, Path, Path], steps: int, batch: int, mode: str) -
         link.unlink()
 
 
-def random_tokens(folder: Path) -> Path:
+def random_tokens(folder: Path, vocabulary: int) -> Path:
     """A folder of tokens as both programs read them."""
     folder.mkdir()
     generator = np.random.default_rng(0)
     for part, size in (("train", 20_000_000), ("val", 200_000)):
-        generator.integers(0, 50257, size, dtype=np.uint16).tofile(folder / f"{part}.bin")
+        generator.integers(0, vocabulary - 47, size, dtype=np.uint16).tofile(folder / f"{part}.bin")
     return folder
 
 

@@ -24,6 +24,8 @@ pytestmark = [
         reason="no CUDA device (TEST_DEVICE=cpu tries it on the CPU)",
     ),
 ]
+# On a CPU the whole workflow is tested, which has these two in it.
+on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="test_whole_workflow.py has it on a CPU")
 project = project_fixture("on_gpu", checkpoint="dcp_async", tracker="none")
 
 
@@ -117,6 +119,7 @@ def test_what_is_staged_is_the_step_that_was_saved(project: Project, tmp_path: P
     state.loader.close()
 
 
+@on_a_gpu
 def test_a_restart_compiles_warm(project: Project, tmp_path: Path) -> None:
     """From what the first start has left in the compile cache, in a process of its own."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "cache")
@@ -131,6 +134,7 @@ def test_a_restart_compiles_warm(project: Project, tmp_path: Path) -> None:
     assert seconds[1] < 0.7 * seconds[0], seconds
 
 
+@on_a_gpu
 def test_the_memory_forecast_holds(project: Project, tmp_path: Path) -> None:
     words = ("--preset", "tiny", "--device", DEVICE, "--data.path", "text.txt")
     project("scale", *words, "--run-dir", str(tmp_path), "--workflow.ranks", "1")
