@@ -59,6 +59,11 @@ class Writer:
         """Whether the save in flight has failed, as far as this rank knows by now."""
         return bool(self.upload and self.upload.done() and self.upload.exception())
 
+    @property
+    def staged_bytes(self) -> int:
+        """What the host buffers take."""
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
     def save(self, tensors: Tensors, publish: Callable[[Write], object]) -> None:
         """Start to save the tensors; `publish` publishes what the function given to it writes."""
         copies, copy = self._stage(share_of(tensors, self.group.rank, self.group.size))

@@ -27,6 +27,7 @@ class Writer:
     """Saves in the loop; every rank goes on when the checkpoint is published."""
 
     stages = False
+    staged_bytes = 0
     failed = False
 
     def __init__(

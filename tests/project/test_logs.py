@@ -18,6 +18,17 @@ from tests.conftest import Project, bake, drill, project_fixture
 project = project_fixture("of_logs", parallelism="ddp", checkpoint="dcp_async")
 
 
+def test_each_line_tells_the_copies_for_saves(project: Project, tmp_path: Path) -> None:
+    settings = project.config(run_dir=tmp_path, train__log_every=1, checkpoint__every=4)
+    project.module("train").run(settings)
+    weights = project.module("train").setup(settings).model.parameters()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    staged = [json.loads(line).get("staging_bytes", 0) for line in lines]
+    size = 3 * sum(parameter.nbytes for parameter in weights)  # with two moments
+    assert staged[:4] == [0] * 4
+    assert all(size <= it < 1.01 * size for it in staged[4:])  # with the optimizer's counters
+
+
 def test_the_slow_rank_is_named_and_each_has_its_log(project: Project, tmp_path: Path) -> None:
     """Three ranks: as fast as each other, one slow in its step (DDP), one at its data (FSDP)."""
     other = bake(tmp_path, parallelism="fsdp", checkpoint="dcp", package_name="of_logs_fsdp")

@@ -248,10 +248,11 @@ def test_a_host_memory_that_grows_is_named_once(
 ) -> None:
     memory = project.module("run.memory")
     world = SimpleNamespace(rank=0, device=SimpleNamespace(type="cpu"))
+    saving = SimpleNamespace(writer=SimpleNamespace(staged_bytes=0))
     watch = memory.MemoryUse()
     for step in range(20, 6000, 20):
         monkeypatch.setattr(memory, "host_memory", lambda step=step: int(held(step)))
-        watch.after_step(SimpleNamespace(step=step, world=world), {})
+        watch.after_step(SimpleNamespace(step=step, world=world, checkpointer=saving), {})
     said = [record.message for record in caplog.records if "grows" in record.message]
     assert len(said) == named
     assert all(re.search(r"rank 0 grows: .* at step \d+, .* at step \d+", text) for text in said)

@@ -20,8 +20,8 @@ GROWTH = 1.05  # from one third of them to the next: more than the allocator's u
 class MemoryUse:
     """A callback: adds the memory to each log line, and names once a host memory that grows.
 
-    `host_bytes` is what this process and its loader workers hold, where Linux tells. Nothing here
-    waits for the device.
+    `host_bytes` is what this process and its loader workers hold, where Linux tells; in it are the
+    `staging_bytes` of a save in the background. Nothing here waits for the device.
     """
 
     def __init__(self) -> None:
@@ -36,6 +36,8 @@ class MemoryUse:
         if device.type == "cuda":
             record["device_peak_bytes"] = torch.cuda.max_memory_allocated(device)
             record["device_reserved_bytes"] = torch.cuda.max_memory_reserved(device)
+        if staged := state.checkpointer.writer.staged_bytes:
+            record["staging_bytes"] = staged
         if held := host_memory():
             record["host_bytes"] = held
             self.lines.append((state.step, held))
