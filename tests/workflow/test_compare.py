@@ -100,6 +100,17 @@ def test_what_cannot_be_compared_is_no_regression(project: Project, tmp_path: Pa
     assert verdicts(project, before, busy)["peak_memory_bytes"] == "within noise"
 
 
+def test_what_a_file_says_does_not_command_the_terminal(
+    project: Project, tmp_path: Path, capsys
+) -> None:
+    before = result(project, tmp_path / "a", stage="\x1b[2Jbaseline")
+    after = result(project, tmp_path / "b", machine={"cpu": "\x1b[2J"}, stage="\x1b[2Jbaseline")
+    capsys.readouterr()
+    project("compare", str(before), str(after))
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and shown.count(r"\x1b[2J") >= 3
+
+
 def test_runs_are_compared_by_what_they_wrote(project: Project, tmp_path: Path, capsys) -> None:
     options = ("--train.steps", "24", "--train.log-every", "1", "--train.validate-every", "0")
     runs = {"a": (), "b": (), "c": ("--optim.learning-rate", "1e-6")}
@@ -152,6 +163,10 @@ def test_the_last_ten_results_are_kept_and_shown(project: Project, tmp_path: Pat
     assert [path.name[-7:-6] for path in kept] == list("4567890123")
     page = project.module("workflow.report").page_of(tmp_path)
     assert "Earlier results: 9" in page and "1,004" in page and "1,003" not in page
+    content = json.loads(path.read_text()) | {"measured_at": "../../\0\n2026-01-01T000013Z"}
+    path.write_text(json.dumps(content))  # whoever made it
+    compare.keep_result(tmp_path, "baseline")
+    assert compare.earlier_results(tmp_path, "baseline") == kept
     path.write_text("{")  # of a damaged result nothing is kept, and nothing is lost
     compare.keep_result(tmp_path, "baseline")
     assert compare.earlier_results(tmp_path, "baseline") == kept
@@ -199,7 +214,16 @@ def test_what_falls_short_of_the_expected_fails(project: Project, tmp_path: Path
         "throughput": "not_measured",
     }
     assert statuses('[samples_per_second]\n"another" = 1') == {"throughput": "not_measured"}
-    for text in ("", "losses = 3", "[losses]\nx = 3", "loss = 3", "[losses]\n1 = 'a'", "\0", "["):
+    for text in (
+        "",
+        "losses = 3",
+        "[losses]\nx = 3",
+        "[losses]\n0 = 3",
+        "loss = 3",
+        "[losses]\n1 = 'a'",
+        "\0",
+        "[",
+    ):
         file.write_text(text)
         refused = project.refuses(
             "baseline",

@@ -6,6 +6,7 @@ were measured in turns the 95 % intervals count, of one that was measured once a
 """
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,14 +54,14 @@ def compare(options: CompareConfig) -> int:
         raise UserError(f"nothing was measured in both: {text}")
     worse = 0
     for name in common:
-        print(f"{name}: {options.a} -> {options.b}")
+        print(printable(f"{name}: {options.a} -> {options.b}"))
         try:
             lines = list(verdicts(a[name], b[name]))
         except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
             raise UserError(f"{name}: damaged figures, or of an older version ({error})") from None
         for line, verdict in lines:
             mark = "FAIL" if verdict == "worse" else "    "
-            print(f"{mark} {printable(line)}{verdict and f': {verdict}'}")
+            print(printable(f"{mark} {line}{verdict and f': {verdict}'}"))
             worse += verdict == "worse"
     print(f"{worse or 'no'} figure{'s' * (worse != 1)} worse")
     return int(worse > 0 and options.fail_on_regression)
@@ -99,7 +100,7 @@ def keep_result(run_dir: Path, name: str) -> None:
     """Copy what a stage has measured to workflow/earlier, which holds the last ten results."""
     path = stage_file(run_dir, name)
     with contextlib.suppress(UserError):  # none is there, or it is damaged
-        when = Path(result_in(path, name)["measured_at"].replace(":", "")).name
+        when = re.sub(r"[^\dTZ-]", "", result_in(path, name)["measured_at"])[:20]
         make_folder(path.parent / "earlier")
         write_json(path.parent / "earlier" / f"{name}-{when}.json", read_json(path))
         for old in earlier_results(run_dir, name)[:-KEPT]:

@@ -35,6 +35,8 @@ def read_expected(path: Path | None) -> dict[str, Any] | None:
         losses = {int(step): float(loss) for step, loss in found.pop("losses", {}).items()}
         rates = {str(on): float(rate) for on, rate in found.pop("samples_per_second", {}).items()}
         tolerance = float(found.pop("tolerance", TOLERANCE))
+        if min(losses, default=1) < 1:
+            raise ValueError("steps are counted from 1")
         if found or not (losses or rates):
             odd = ", ".join(found) or "nothing"
             raise ValueError(f"it has {odd}: wanted are tolerance, losses and samples_per_second")
