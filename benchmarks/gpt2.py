@@ -71,6 +71,7 @@ def nanogpt(where: tuple[Path, Path, Path], steps: int, batch: int, mode: str) -
     clone, data, work = where
     link = clone / "data" / "random_tokens"
     if not link.exists():
+        link.unlink(missing_ok=True)  # of a run that was killed
         link.symlink_to(data, target_is_directory=True)
     settings = {
         "dataset": link.name,

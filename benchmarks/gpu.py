@@ -181,6 +181,7 @@ PIECES: dict[str, Callable[[Bench], Series]] = {
 def origin(device: str, smoke: bool) -> dict[str, Any]:
     """On what, and of what code, figures are."""
     template = [ROOT / "{{cookiecutter.project_slug}}", ROOT / "templates", ROOT / "benchmarks"]
+    template.append(ROOT / "tests/gpu")
     files = sorted(file for part in template for file in part.rglob("*.py"))
     code = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:12]
     driver = None
@@ -215,9 +216,11 @@ def main() -> int:
     device = "cpu" if given.smoke else "cuda"
     here, path = origin(device, given.smoke), given.out / "gpu.json"
     result: dict[str, Any] = {"pieces": {}}
-    if path.exists() and not given.again:
+    if path.exists():
         before = json.loads(path.read_text("utf-8"))
         result = before if before["origin"] == here else result
+    for name in (given.only or PIECES) if given.again else ():
+        result["pieces"].pop(name, None)
     result |= {"topic": "gpu", "command": "make gpu", "origin": here, "machine": machine()}
     failed = []
     for name, piece in PIECES.items():
@@ -233,14 +236,16 @@ def main() -> int:
             bench = Bench(work, source, data, device, given.smoke, given.nanogpt)
             try:
                 found = piece(bench)
-            except RuntimeError as error:
+            except (RuntimeError, OSError, KeyError, ValueError) as error:
                 print(f"{name}: not measured: {error}", file=sys.stderr, flush=True)
                 failed.append(name)
                 continue
         seconds = round(time.perf_counter() - started)
         result["pieces"][name] = {"seconds": seconds, "series": found}
         given.out.mkdir(parents=True, exist_ok=True)
-        path.write_text(numbers_on_one_line(json.dumps(result, indent=1)) + "\n", "utf-8")
+        whole = path.with_suffix(".part")
+        whole.write_text(numbers_on_one_line(json.dumps(result, indent=1)) + "\n", "utf-8")
+        whole.replace(path)
         for what, of in found.items():
             text = f"{what:<48} {of['median']:>12.5g} {of['unit']:<10} n={of['n']}"
             print(text, file=sys.stderr, flush=True)

@@ -448,9 +448,9 @@ def test_template_python_is_python() -> None:
 # Lines of Python: of the package, and of the modules that a plain run of training imports. They
 # bound what is there; who adds lines finds others that can go.
 BUDGETS = {
-    "smallest": (SMALLEST, 5_895, 5_001),
-    "default": ({}, 10_411, 6_035),
-    "fullest": (FULLEST, 11_500, 7_124),
+    "smallest": (SMALLEST, 5_874, 5_001),
+    "default": ({}, 10_431, 6_035),
+    "fullest": (FULLEST, 11_520, 7_124),
 }
 LARGEST_FILE = 400
 TRAIN_TWO_STEPS = """

@@ -103,12 +103,52 @@ def test_what_cannot_be_compared_is_no_regression(project: Project, tmp_path: Pa
 def test_what_a_file_says_does_not_command_the_terminal(
     project: Project, tmp_path: Path, capsys
 ) -> None:
-    before = result(project, tmp_path / "a", stage="\x1b[2Jbaseline")
-    after = result(project, tmp_path / "b", machine={"cpu": "\x1b[2J"}, stage="\x1b[2Jbaseline")
+    before = result(project, tmp_path / "a", settings={"data": {"\x1b[2J": 1}})
+    lie = "\x1b[2J\nFAIL losses: worse"
+    after = result(project, tmp_path / "b", machine={"cpu": lie}, settings={"data": {"x": lie}})
     capsys.readouterr()
     project("compare", str(before), str(after))
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and shown.count(r"\x1b[2J") >= 3
+    assert "\nFAIL" not in shown
+    before = result(project, tmp_path / "a", stage="other")
+    assert "is of no stage of this project" in project.refuses("compare", str(before), str(after))
+
+
+@pytest.mark.parametrize(
+    ("after", "verdict"),
+    [
+        (lambda loss: loss, "the same to the bit"),
+        (lambda loss: loss * (1 + 1e-6), "within noise"),  # as sums in another order give
+        (lambda loss: loss + 0.1, "worse"),
+        (lambda loss: loss - 0.1, "better"),
+        (lambda loss: loss if abs(loss) > 2 else None, "worse"),
+    ],
+)
+@pytest.mark.parametrize("count", [4, 45])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_losses_are_compared_step_by_step(
+    project: Project, tmp_path: Path, after: Any, verdict: str, count: int, sign: int
+) -> None:
+    first = [sign * (3 - 2 * step / count) for step in range(count)]
+    one = result(project, tmp_path / "a", figures={"losses": first})
+    two = result(project, tmp_path / "b", figures={"losses": [after(loss) for loss in first]})
+    assert verdicts(project, one, two)["losses"] == verdict
+
+
+def test_what_each_stage_measured_is_compared(project: Project) -> None:
+    compare = project.module("workflow.compare")
+    figures = {
+        "strong_efficiency": {"2": 0.9},
+        "restart_seconds": {"total": 4.0},
+        "interval_seconds": 100.0,
+        "modes": {"full": {"speedup": {"value": 1.2, "low": 1.1, "high": 1.3}, "hits": 3}},
+    }
+    assert set(dict(compare.measured(figures))) == {
+        "strong_efficiency.2",
+        "restart_seconds.total",
+        "modes.full.speedup",
+    }
 
 
 def test_runs_are_compared_by_what_they_wrote(project: Project, tmp_path: Path, capsys) -> None:
@@ -120,7 +160,7 @@ def test_runs_are_compared_by_what_they_wrote(project: Project, tmp_path: Path, 
     project("compare", str(tmp_path / "a"), str(tmp_path / "b"))
     shown = capsys.readouterr().out
     assert "losses at step 24" in shown and "the same to the bit" in shown
-    assert "samples_per_second" in shown and "host_bytes" in shown
+    assert "samples_per_second" in shown and "waiting_for_saves" in shown
     assert (
         project.module("__main__").dispatch(
             ["compare", str(tmp_path / "a"), str(tmp_path / "c"), "--fail-on-regression"]
@@ -208,17 +248,16 @@ def test_what_falls_short_of_the_expected_fails(project: Project, tmp_path: Path
     rates = f"[samples_per_second]\n{json.dumps(here)} ="
     assert statuses(f"[losses]\n2 = 2.01\n{rates} 99") == {"losses": "pass", "throughput": "pass"}
     assert statuses(f"[losses]\n2 = 2.1\n{rates} 101") == {"losses": "fail", "throughput": "fail"}
-    assert statuses("tolerance = 0.2\n[losses]\n2 = 2.1")["losses"] == "pass"
-    assert statuses("[losses]\n9 = 2.1") == {
-        "at_later_steps": "not_measured",
-        "throughput": "not_measured",
-    }
+    assert statuses("tolerance = 0.2\n[losses]\n2 = 2.1") == {"losses": "pass"}
+    assert statuses("[losses]\n9 = 2.1") == {"at_later_steps": "not_measured"}
     assert statuses('[samples_per_second]\n"another" = 1') == {"throughput": "not_measured"}
     for text in (
         "",
         "losses = 3",
         "[losses]\nx = 3",
         "[losses]\n0 = 3",
+        "[losses]\n1 = nan",
+        "[samples_per_second]\nx = -1",
         "loss = 3",
         "[losses]\n1 = 'a'",
         "\0",

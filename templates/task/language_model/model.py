@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from .errors import UserError
 from .loss import LossSum
@@ -20,8 +19,6 @@ from .loss import LossSum
 if TYPE_CHECKING:
     from .config import Config
     from .data import Spec
-
-POSITIONS = 4096  # whose logits are widened to float32 at once
 
 
 @dataclass(frozen=True)
@@ -174,27 +171,9 @@ def compute_loss(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
     """Next-token loss of a batch of {"tokens": [batch, context + 1]}; uint8 are bytes of text."""
     tokens = batch["tokens"].long()
     logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
-    total = summed_loss(logits.flatten(0, 1), targets.flatten())
+    total = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
     unit = "byte" if batch["tokens"].dtype == torch.uint8 else "token"
     return LossSum(total, targets.numel(), {f"bits_per_{unit}": total.detach() / math.log(2)})
-
-
-def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in float32 of logits [n, vocabulary] and targets [n].
-
-    Logits of reduced precision are widened a part at a time, in backward once more: all of them in
-    float32, with their gradient, can take more memory than the model.
-    """
-    if logits.dtype == torch.float32:
-        return F.cross_entropy(logits, targets, reduction="sum")
-
-    def of_part(part: Tensor, wanted: Tensor) -> Tensor:
-        return F.cross_entropy(part.float(), wanted, reduction="sum")
-
-    parts = zip(logits.split(POSITIONS), targets.split(POSITIONS), strict=True)
-    return torch.stack(
-        [checkpoint(of_part, *it, use_reentrant=False, preserve_rng_state=False) for it in parts]
-    ).sum()
 
 
 def blocks(model: Any) -> Iterable[nn.Module]:

@@ -6,6 +6,7 @@ were measured in turns the 95 % intervals count, of one that was measured once a
 """
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,11 +24,13 @@ from .stage import read_stage, result_in, stage_file
 from .timing import Interval, difference, median_interval, spread
 
 KEPT = 10  # results of a stage
-NOISE, ONCE = 0.03, 0.3  # relative
+NOISE, ONCE, LOSSES = 0.03, 0.3, 0.01  # relative
+OF_TIME = 0.01  # of shares of the time
 MORE_IS_BETTER = ("per_second", "speedup", "efficiency", "mfu", "matmul_share")
 LESS_IS_BETTER = ("seconds", "bytes")
-OF_RUN = ("samples_per_second", "data_seconds", "checkpoint_blocked_seconds")
-OF_RUN += ("device_peak_bytes", "host_bytes")
+ADVICE = ("interval_seconds",)  # what follows from other figures
+WAITS = {"data_seconds": "waiting_for_data", "checkpoint_blocked_seconds": "waiting_for_saves"}
+OF_RUN = ("samples_per_second", "device_peak_bytes", "host_bytes")
 OF_MACHINE = ("device", "gpus", "cpu", "cores")
 BUSY = 1.5  # load for each core
 Content = dict[str, Any]  # of workflow/<stage>.json, or of what `content_of_run` makes of a run
@@ -54,23 +57,30 @@ def compare(options: CompareConfig) -> int:
         raise UserError(f"nothing was measured in both: {text}")
     worse = 0
     for name in common:
-        print(printable(f"{name}: {options.a} -> {options.b}"))
+        print(one_line(f"{name}: {options.a} -> {options.b}"))
         try:
             lines = list(verdicts(a[name], b[name]))
         except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
             raise UserError(f"{name}: damaged figures, or of an older version ({error})") from None
         for line, verdict in lines:
             mark = "FAIL" if verdict == "worse" else "    "
-            print(printable(f"{mark} {line}{verdict and f': {verdict}'}"))
+            print(one_line(f"{mark} {line}{verdict and f': {verdict}'}"))
             worse += verdict == "worse"
     print(f"{worse or 'no'} figure{'s' * (worse != 1)} worse")
     return int(worse > 0 and options.fail_on_regression)
+
+
+def one_line(text: str) -> str:
+    """A text with what a file says in it, which must not look like lines of ours."""
+    return printable(text).replace("\n", "\\n")
 
 
 def contents(path: Path) -> dict[str, Content]:
     """What was measured in a run directory, by stage ("run" is the training run), or in a file."""
     if not path.is_dir():
         content = result_in(path)
+        if content["stage"] not in STAGES:
+            raise UserError(f"{path} is of no stage of this project")
         return {content["stage"]: content}
     found = {name: content for name in STAGES if (content := read_stage(path, name))}
     return {"run": content_of_run(path), **found} if (path / "config.json").exists() else found
@@ -80,17 +90,27 @@ def content_of_run(path: Path) -> Content:
     """The figures of a training run, as a stage would have written them."""
     series: dict[str, list[float]] = {name: [] for name in OF_RUN}
     losses: dict[str, dict[int, float]] = {"losses": {}, "validation_losses": {}}
+    seconds, waits, before = 0.0, dict.fromkeys(WAITS.values(), 0.0), 0
     for number, record in enumerate(read_records(path)):
-        for name in OF_RUN if number else ():  # the first line holds warm-up and compilation
-            series[name].extend(finite(record.get(name)))
         for name, key in (("losses", "loss"), ("validation_losses", "validation_loss")):
-            losses[name].update((record["step"], value) for value in finite(record.get(key)))
-    series["checkpoint_blocked_seconds"] = [x for x in series["checkpoint_blocked_seconds"] if x]
+            if key in record:
+                losses[name][record["step"]] = next(iter(finite(record[key])), math.nan)
+        steps, before = record["step"] - before, record["step"]
+        if number == 0:  # it holds warm-up and compilation
+            continue
+        for name in OF_RUN:
+            series[name].extend(finite(record.get(name)))
+        for of_step in finite(record.get("step_seconds")):
+            seconds += of_step * steps
+        for key, name in WAITS.items():
+            times = steps if key == "data_seconds" else 1  # of a step, and of all since
+            waits[name] += sum(finite(record.get(key))) * times
     figures: Content = {
         name: max(values) if name.endswith("bytes") else spread(values)
         for name, values in series.items()
         if values
     }
+    figures |= {name: waited / seconds for name, waited in waits.items() if seconds > 0}
     status = read_json(path / "status.json")
     origin = {"machine": status.get("machine"), "versions": status.get("versions")}
     return {"settings": read_json(path / "config.json"), "figures": figures | losses, **origin}
@@ -99,7 +119,8 @@ def content_of_run(path: Path) -> Content:
 def keep_result(run_dir: Path, name: str) -> None:
     """Copy what a stage has measured to workflow/earlier, which holds the last ten results."""
     path = stage_file(run_dir, name)
-    with contextlib.suppress(UserError):  # none is there, or it is damaged
+    with contextlib.suppress(UserError, OSError):  # none is there, or it is damaged
+        make_folder(path.parent)
         when = re.sub(r"[^\dTZ-]", "", result_in(path, name)["measured_at"])[:20]
         make_folder(path.parent / "earlier")
         write_json(path.parent / "earlier" / f"{name}-{when}.json", read_json(path))
@@ -152,14 +173,24 @@ def verdicts(a: Content, b: Content) -> Iterator[tuple[str, str]]:
         one, two = first[name], second[name]
         if isinstance(one, dict):
             yield verdict_of_losses(name, one, two)
+        elif name in WAITS.values():
+            line = f"{name} {one.value:.1%} -> {two.value:.1%} of the time"
+            more = two.value - one.value
+            word = "within noise" if abs(more) <= OF_TIME else ("worse" if more > 0 else "better")
+            yield line, f"not comparable: {apart or busy}" if apart or busy else word
         elif one.low > 0 and two.low > 0:
             times = Interval(two.value / one.value, two.low / one.high, two.high / one.low)
             once = one.low == one.high or two.low == two.high
             once = once and not name.endswith("bytes")
-            word = word_for(times, ONCE if once else NOISE, name.endswith(MORE_IS_BETTER))
+            word = word_for(times, ONCE if once else NOISE, ends_with(name, MORE_IS_BETTER))
             line = f"{name} {shown(name, one)} -> {shown(name, two)}, {times} times"
             reason = apart or (not name.endswith("bytes") and busy)
             yield line, f"not comparable: {reason}" if reason else word
+
+
+def ends_with(name: str, endings: tuple[str, ...]) -> bool:
+    """Whether a part of a dotted name has one of these endings."""
+    return any(part.endswith(endings) for part in name.split("."))
 
 
 def measured(figures: Content, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -168,9 +199,10 @@ def measured(figures: Content, prefix: str = "") -> Iterator[tuple[str, Any]]:
         name = f"{prefix}{key}"
         if key.endswith("losses"):
             steps = value if isinstance(value, dict) else dict(enumerate(value, 1))
-            yield name, {step: loss for step, loss in steps.items() if finite(loss)}
+            yield name, {step: next(iter(finite(it)), math.nan) for step, it in steps.items()}
         elif not isinstance(value, dict):
-            if name.endswith(LESS_IS_BETTER + MORE_IS_BETTER):
+            of_kind = ends_with(name, LESS_IS_BETTER + MORE_IS_BETTER) or name in WAITS.values()
+            if of_kind and not name.endswith(ADVICE):
                 yield from ((name, Interval(it, it, it)) for it in finite(value))
         elif "median" in value or "low" in value:
             ends = ("median", "p10", "p90") if "median" in value else ("value", "low", "high")
@@ -180,18 +212,20 @@ def measured(figures: Content, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def verdict_of_losses(name: str, a: dict[int, float], b: dict[int, float]) -> tuple[str, str]:
-    """Losses at the same steps, of which the later half counts."""
+    """Losses at the same steps, of which the later half counts; one that is lost is worse."""
     steps = sorted(a.keys() & b.keys())
     if not steps:
         return name, "not comparable: no step in common"
-    later = steps[len(steps) // 2 :]
     line = f"{name} at step {steps[-1]} {a[steps[-1]]:.4f} -> {b[steps[-1]]:.4f}"
-    if all(a[step] == b[step] for step in steps):
+    if all(a[it] == b[it] or (math.isnan(a[it]) and math.isnan(b[it])) for it in steps):
         return line, "the same to the bit"
-    times = median_interval([b[step] / a[step] for step in later if a[step]] or [1.0])
-    if len(later) < 6:
-        return f"{line}, {times.value:.3g} times", "too few steps to tell"
-    return f"{line}, {times} times", word_for(times, 0.0, False)
+    later = steps[len(steps) // 2 :]
+    lost = [sum(math.isnan(losses[it]) for it in later) for losses in (a, b)]
+    if lost[0] != lost[1]:
+        return line, "worse" if lost[1] > lost[0] else "better"
+    changes = [1 + (b[it] - a[it]) / abs(a[it]) for it in later if a[it]]
+    times = median_interval([it for it in changes if math.isfinite(it)] or [1.0])
+    return f"{line}, {times} times", word_for(times, LOSSES, False)
 
 
 def word_for(times: Interval, noise: float, more_is_better: bool) -> str:

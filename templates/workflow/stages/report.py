@@ -55,7 +55,8 @@ class Section:
 
     def plot(self, title: str, paint: Callable[..., None], *figures: Any) -> None:
         """Add a plot, unless there is nothing to draw."""
-        self.plots.append((title, plots.picture(paint, *figures)))
+        if self.command:  # an earlier result has no plots
+            self.plots.append((title, plots.picture(paint, *figures)))
 
 
 def publish_report(run_dir: Path) -> Path:
