@@ -285,6 +285,9 @@ def test_a_model_without_blocks_is_told_which_parts_to_shard(sharded: Project) -
     parts["large"] = nn.ModuleList([nn.Linear(9, 9), nn.Linear(9, 9)])
     assert one_unit(parts).endswith("as in [*model.large]")
     assert one_unit(nn.Linear(2, 2)).endswith("gathers the whole model at once")
+    assert one_unit(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).endswith("as in [*model]")
+    nested = nn.ModuleDict({"nets": nn.ModuleList([parts["large"]])})
+    assert one_unit(nested).endswith('as in [*model.get_submodule("nets.0")]')
 
 
 class Statistics(nn.Module):

@@ -89,8 +89,12 @@ def one_unit(model: nn.Module) -> str:
         if isinstance(part, nn.ModuleList | nn.Sequential) and len(part) > 1
     ]
     text = "blocks(model) in model.py is empty: each rank gathers the whole model at once"
-    name = max(lists, default=(0, ""))[1]
-    return f"{text}. Return its largest parts, as in [*model.{name}]" if name else text
+    if not lists:
+        return text
+    name = max(lists)[1]
+    part = f"model.{name}" if name else "model"
+    part = f'model.get_submodule("{name}")' if "." in name else part
+    return f"{text}. Return its largest parts, as in [*{part}]"
 
 
 def build_mesh(replicate: int, world: World) -> DeviceMesh:
