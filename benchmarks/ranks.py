@@ -51,8 +51,10 @@ class Bench:
         return importlib.import_module(f"saving_by_{answer}.{name}")
 
     def step(self) -> None:
-        """One step of training."""
+        """One step of training, on a GPU to its end: what is timed next begins with an idle device."""
         self.train.train_step(self.state, self.state.loader.next())
+        if self.state.world.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def checkpointer(self, answer: str, suffix: str = "") -> Any:
         """The checkpointer of a render, over the one state, that keeps the newest checkpoint."""

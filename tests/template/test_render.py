@@ -448,9 +448,9 @@ def test_template_python_is_python() -> None:
 # Lines of Python: of the package, and of the modules that a plain run of training imports. They
 # bound what is there; who adds lines finds others that can go.
 BUDGETS = {
-    "smallest": (SMALLEST, 5_874, 5_001),
-    "default": ({}, 10_431, 6_035),
-    "fullest": (FULLEST, 11_524, 7_128),
+    "smallest": (SMALLEST, 5_874, 4_980),
+    "default": ({}, 10_431, 6_014),
+    "fullest": (FULLEST, 11_524, 7_107),
 }
 LARGEST_FILE = 400
 TRAIN_TWO_STEPS = """
