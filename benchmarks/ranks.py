@@ -51,7 +51,7 @@ class Bench:
         return importlib.import_module(f"saving_by_{answer}.{name}")
 
     def step(self) -> None:
-        """One step of training, on a GPU to its end: what is timed next begins with an idle device."""
+        """One step of training, on a GPU to its end: what is timed next finds it idle."""
         self.train.train_step(self.state, self.state.loader.next())
         if self.state.world.device.type == "cuda":
             torch.cuda.synchronize()
