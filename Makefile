@@ -34,7 +34,7 @@ matrix: $(VENV)/.test
 	@$(BIN)/python -m scripts.matrix
 	@$(BIN)/python -m tests.stress.page
 
-# An hour or two: the core of a render broken at 200 places, and what no test noticed.
+# Hours: the core of a render broken at 200 places, and what no test noticed.
 mutants: $(VENV)/.test
 	@$(BIN)/python -m scripts.mutants
 
@@ -42,7 +42,7 @@ mutants: $(VENV)/.test
 compat: $(VENV)/.test
 	@$(BIN)/python -m scripts.compat
 
-# Under half an hour on one CUDA device, with the torch that PYTHON has; NANOGPT is a clone to measure beside.
+# The tests and figures of one CUDA device, with the torch that PYTHON has; NANOGPT is a clone to measure beside.
 gpu:
 	@$(PYTHON) -m benchmarks.gpu $(if $(NANOGPT),--nanogpt $(NANOGPT))
 	@$(PYTHON) -m benchmarks.page

@@ -3,10 +3,10 @@
 python -m benchmarks.gpu [--nanogpt FOLDER] [--only PIECE] [--again]
 python -m benchmarks.gpu --smoke         tries all of it on a CPU: figures mean nothing
 
-It uses the Python that runs it, with whatever torch that has. Each piece takes less than ten
-minutes and is written down as it ends, so the same command goes on where it was cut off; a piece is
-measured anew when the code, torch or the device is another one, or with `--again`. The tests need
-pytest, nanoGPT's figures a clone of github.com/karpathy/nanoGPT.
+It uses the Python that runs it, with whatever torch that has. Each piece is written down as it
+ends, so the same command goes on where it was cut off; a piece is measured anew when the code,
+torch or the device is another one, or with `--again`. The tests need pytest, nanoGPT's figures a
+clone of github.com/karpathy/nanoGPT.
 """
 
 import argparse
@@ -93,13 +93,9 @@ def saves(bench: Bench) -> Series:
         where = bench.work / "renders" / answer
         where.mkdir(parents=True)
         render(where, package_name=f"saving_by_{answer}", checkpoint=answer)
-    command = [sys.executable, "-m", "benchmarks.gpu", "--saves-in", str(bench.work)]
-    outcome = subprocess.run(
-        [*command, bench.device, str(bench.data), str(int(bench.smoke))],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "benchmarks.gpu", *(["--smoke"] if bench.smoke else [])]
+    command += ["--saves-in", str(bench.work), str(bench.data)]
+    outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if outcome.returncode:
         raise RuntimeError(f"{outcome.stdout[-1000:]}{outcome.stderr[-3000:]}")
     return json.loads((bench.work / "saves.json").read_text("utf-8"))
@@ -169,7 +165,7 @@ def restart(bench: Bench) -> Series:
 
 PIECES: dict[str, Callable[[Bench], Series]] = {
     "tests": tests,
-    # A round each: more would not fit into ten minutes.
+    # A round each, so that a piece stays short.
     "gpt2, round 1": lambda bench: gpt2.measure(bench),
     "gpt2, round 2": lambda bench: gpt2.measure(bench),
     "saves": saves,
@@ -200,9 +196,6 @@ def origin(device: str, smoke: bool) -> dict[str, Any]:
 
 def main() -> int:
     """Measure what is not yet measured; write results/gpu.json piece by piece."""
-    if "--saves-in" in sys.argv:
-        folder, device, data, smoke = sys.argv[sys.argv.index("--saves-in") + 1 :]
-        time_saves(Path(folder), device, Path(data), smoke == "1")
     parser = argparse.ArgumentParser("python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--nanogpt", type=Path, help="a clone of nanoGPT to measure beside us")
     parser.add_argument("--only", choices=PIECES, action="append", help="this piece, or several")
@@ -210,10 +203,13 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="on a CPU: figures mean nothing")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result")
     parser.add_argument("--work", type=Path, help="folder on the disk to measure (default: TMPDIR)")
+    parser.add_argument("--saves-in", nargs=2, type=Path, help=argparse.SUPPRESS)  # see `saves`
     given = parser.parse_args()
     if not given.smoke and not torch.cuda.is_available():
         sys.exit("there is no GPU here: --smoke tries all of it on the CPU")
     device = "cpu" if given.smoke else "cuda"
+    if given.saves_in:
+        time_saves(given.saves_in[0], device, given.saves_in[1], given.smoke)
     here, path = origin(device, given.smoke), given.out / "gpu.json"
     result: dict[str, Any] = {"pieces": {}}
     if path.exists():

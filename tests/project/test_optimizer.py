@@ -3,7 +3,6 @@
 import ast
 import os
 import re
-import shutil
 import signal
 import textwrap
 from pathlib import Path
@@ -127,33 +126,60 @@ def test_memory_that_cannot_be_had_is_told_before_training(
         assert ("WARNING" in caplog.text) == (verdict == "warned")
 
 
-@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize(("cores", "staging", "told"), [(3, 1, True), (3, 0, False), (4, 1, False)])
+def test_a_background_save_without_a_core_is_told(
+    project: Project,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    cores: int,
+    staging: int,
+    told: bool,
+) -> None:
+    hardware = project.module("run.hardware")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(hardware, "usable_cores", lambda: cores)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    needed = hardware.Memory(1, 1, 1, staging, 1, guessed=False)
+    hardware.check_memory(needed, torch.device("cuda"))
+    assert ("3 cores for 2 processes" in caplog.text) == told
+    assert bool(caplog.text) == told
+
+
+@pytest.mark.parametrize(
+    ("every", "free", "verdict"),  # free: in checkpoints; two, the best and one being written fit 4
+    [(1, 1.4, "refused"), (1, 3.9, "warned"), (1, 4, "told"), (0, 1.6, "told")],
+)
 def test_a_disk_that_cannot_hold_the_checkpoints_is_told_before_training(
-    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog, every: int
+    project: Project,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog,
+    every: int,
+    free: float,
+    verdict: str,
 ) -> None:
     hardware, refused = project.module("run.hardware"), project.module("errors").UserError
     changes = {"train__steps": 9, "checkpoint__every": every, "checkpoint__keep": 2}
     settings = project.config(run_dir=tmp_path / "run", **changes)
     state = project.module("train").setup(settings)
     one = hardware.expected_memory(state.model, state.optimizer, 0).checkpoint
-    most = (4 if every else 1) * one  # two, the best, and one that is being written
-    for free, verdict in ((1.4 * one, "refused"), (most - 1, "warned"), (most, "told")):
-        caplog.clear()
-        usage = SimpleNamespace(free=int(free))
-        monkeypatch.setattr(hardware.shutil, "disk_usage", lambda path, usage=usage: usage)
-        with caplog.at_level("INFO", hardware.log.name):
-            if verdict == "refused" or 1.5 * one > free:
-                with pytest.raises(refused, match="To train here, free some, keep fewer"):
-                    project.module("train").run(settings)
-                assert not (tmp_path / "run").exists()
-                continue
+    usage = SimpleNamespace(free=int(free * one))
+    monkeypatch.setattr(hardware.shutil, "disk_usage", lambda path: usage)
+    if verdict == "refused":
+        with pytest.raises(refused, match="To train here, free some, keep fewer"):
             project.module("train").run(settings)
-        assert ("WARNING" in caplog.text) == (verdict == "warned")
-        assert f"a checkpoint takes {hardware.in_units(one)}" in caplog.text
-        written = max((tmp_path / "run/checkpoints").glob("step_*"))
-        taken = sum(file.stat().st_size for file in written.iterdir())
-        assert 0.9 * one < taken < one + 150_000  # with DCP's index, some kB for each tensor
-        shutil.rmtree(tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+        return
+    with caplog.at_level("INFO", hardware.log.name):
+        project.module("train").run(settings)
+    assert ("WARNING" in caplog.text) == (verdict == "warned")
+    assert f"a checkpoint takes {hardware.in_units(one)}" in caplog.text
+    written = max((tmp_path / "run/checkpoints").glob("step_*"))
+    taken = sum(file.stat().st_size for file in written.iterdir())
+    assert 0.9 * one < taken < one + 150_000  # with DCP's index, some kB for each tensor
 
 
 def test_a_skipped_step_leaves_batch_statistics_as_they_were(project: Project) -> None:

@@ -283,7 +283,13 @@ def interval(single: Project) -> Any:
     ],
 )
 def test_the_interval_is_advised(
-    on_one: Stand, interval: Any, every: int, steps: int, upload: float, advice: str | None
+    on_one: Stand,
+    interval: Any,
+    every: int,
+    steps: int,
+    upload: float,
+    advice: str | None,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     changes = {"checkpoint.every": every, "train.steps": steps}
     config = on_one.project.module("config").override(on_one.config, changes)
@@ -295,6 +301,7 @@ def test_the_interval_is_advised(
     interval.conclude(stage)
     assert stage.figures["interval_seconds"] == pytest.approx(max(58.8, upload), rel=1e-3)
     assert [advice in text for text in stage.advice] == ([True] if advice else [])
+    assert f"10 times: {10 * upload:.3g} s and 30 s" in capsys.readouterr().out
 
 
 def test_what_kernels_that_are_not_deterministic_can_tell(on_one: Stand) -> None:

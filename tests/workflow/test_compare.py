@@ -161,6 +161,7 @@ def test_runs_are_compared_by_what_they_wrote(project: Project, tmp_path: Path, 
     shown = capsys.readouterr().out
     assert "losses at step 24" in shown and "the same to the bit" in shown
     assert "samples_per_second" in shown and "waiting_for_saves" in shown
+    assert "is not known" not in shown  # each run says on what it ran
     assert (
         project.module("__main__").dispatch(
             ["compare", str(tmp_path / "a"), str(tmp_path / "c"), "--fail-on-regression"]
@@ -210,6 +211,16 @@ def test_the_last_ten_results_are_kept_and_shown(project: Project, tmp_path: Pat
     path.write_text("{")  # of a damaged result nothing is kept, and nothing is lost
     compare.keep_result(tmp_path, "baseline")
     assert compare.earlier_results(tmp_path, "baseline") == kept
+
+
+def test_measuring_again_keeps_the_result_before(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = json.loads(result(project, tmp_path).read_text())
+    monkeypatch.setattr(project.module("workflow.baseline"), "measure", lambda *given: 0)
+    project("baseline", *project.settings, "--run-dir", str(tmp_path))
+    (earlier,) = project.module("workflow.compare").earlier_results(tmp_path, "baseline")
+    assert json.loads(earlier.read_text()) == kept
 
 
 def test_the_baseline_is_held_to_what_a_team_expects(

@@ -279,8 +279,21 @@ def test_ddp_or_fsdp(project: Project, sharded: Project, monkeypatch: pytest.Mon
     assert "FSDP gathers 2 blocks of 30 B to 40 B, and 30 B outside of them" in roomy
 
 
-def test_a_model_without_blocks_is_told_which_parts_to_shard(sharded: Project) -> None:
-    one_unit = sharded.module("distributed.parallel").one_unit
+def test_a_model_without_blocks_is_told_which_parts_to_shard(
+    sharded: Project, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    parallel = sharded.module("distributed.parallel")
+    one_unit = parallel.one_unit
+    for name in ("check_ranks", "build_mesh", "fully_shard"):
+        monkeypatch.setattr(parallel, name, lambda *args, **options: None)
+    for rank, named in ((0, True), (1, False)):
+        caplog.clear()
+        world = SimpleNamespace(distributed=True, rank=rank, size=2)
+        model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        parallel.place(model, [], sharded.config().parallel, world, torch.float32)
+        assert (one_unit(model) in caplog.text) == named
+        parallel.place(model, [model[0]], sharded.config().parallel, world, torch.float32)
+        assert caplog.text.count("blocks(model)") == named
     parts = nn.ModuleDict({"small": nn.Sequential(nn.Linear(2, 2), nn.ReLU())})
     parts["large"] = nn.ModuleList([nn.Linear(9, 9), nn.Linear(9, 9)])
     assert one_unit(parts).endswith("as in [*model.large]")

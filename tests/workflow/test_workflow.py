@@ -140,6 +140,7 @@ def test_another_setting_makes_a_measurement_stale(project: Project, tmp_path: P
 
     assert is_current(content)
     assert not is_current(content, workflow__force=True)
+    assert not is_current(content, workflow__expect=tmp_path / "expected.toml")
     for change in ({"train__seed": 1}, {"model__width": 64}, {"workflow__ranks": 3}):
         assert not is_current(content, **change)
     assert not is_current({**content, "code": "another"})

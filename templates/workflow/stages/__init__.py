@@ -157,10 +157,15 @@ def earlier_status(config: Any, name: str) -> str | None:
 
 def with_effect(origin: dict[str, Any]) -> tuple[Any, ...]:
     """What can change a measurement: settings, code, torch and the kind of machine."""
-    named = flatten(origin["settings"])
-    settings = {n: v for n, v in named if not WITHOUT_EFFECT & {n, n.partition(".")[0]}}
     machine = [origin["machine"].get(key) for key in ("device", "gpus", "cpu")]
+    settings = settings_with_effect(origin["settings"])
     return settings, origin["code"], origin["versions"].get("torch"), machine
+
+
+def settings_with_effect(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings that can change a measurement, by their dotted names."""
+    named = flatten(settings)
+    return {n: v for n, v in named if not WITHOUT_EFFECT & {n, n.partition(".")[0]}}
 
 
 def run_stage(config: Any, name: str, arguments: list[str]) -> str:

@@ -1,7 +1,7 @@
 """What is better or worse in one run, or in one result of a stage, than in another.
 
 A difference counts when what most values of a figure lie in (p10 to p90) is apart: medians of the
-same code differ by much more from one hour to the next than within a measurement. Of figures that
+same code differ by more from one measurement to the next than their intervals tell. Of figures that
 were measured in turns the 95 % intervals count, of one that was measured once a change by `ONCE`.
 """
 
@@ -16,10 +16,10 @@ from typing import Annotated, Any
 import tyro
 
 from ..errors import UserError, printable
-from ..files import flatten, make_folder, read_json, write_json
+from ..files import make_folder, read_json, write_json
 from ..run.hardware import in_units
 from ..run.journal import finite, read_records
-from . import STAGES, WITHOUT_EFFECT
+from . import STAGES, settings_with_effect
 from .stage import read_stage, result_in, stage_file
 from .timing import Interval, difference, median_interval, spread
 
@@ -28,7 +28,6 @@ NOISE, ONCE, LOSSES = 0.03, 0.3, 0.01  # relative
 OF_TIME = 0.01  # of shares of the time
 MORE_IS_BETTER = ("per_second", "speedup", "efficiency", "mfu", "matmul_share")
 LESS_IS_BETTER = ("seconds", "bytes")
-ADVICE = ("interval_seconds",)  # what follows from other figures
 WAITS = {"data_seconds": "waiting_for_data", "checkpoint_blocked_seconds": "waiting_for_saves"}
 OF_RUN = ("samples_per_second", "device_peak_bytes", "host_bytes")
 OF_MACHINE = ("device", "gpus", "cpu", "cores")
@@ -133,15 +132,6 @@ def earlier_results(run_dir: Path, name: str) -> list[Path]:
     return sorted((run_dir / "workflow/earlier").glob(f"{name}-*.json"))
 
 
-def settings_that_differ(a: Content, b: Content) -> Iterator[tuple[str, Any, Any]]:
-    """Name and both values, of the settings that can change a figure."""
-    first, second = dict(flatten(a)), dict(flatten(b))
-    for name in sorted(first.keys() | second.keys()):
-        counts = not WITHOUT_EFFECT & {name, name.partition(".")[0]}
-        if counts and first.get(name) != second.get(name):
-            yield name, first.get(name), second.get(name)
-
-
 def another_machine(a: Content, b: Content) -> str:
     """Why two measurements cannot be compared; "" if they can."""
     try:
@@ -165,8 +155,10 @@ def too_busy(a: Content, b: Content) -> str:
 
 def verdicts(a: Content, b: Content) -> Iterator[tuple[str, str]]:
     """Lines, of figures each with a word: better, worse, within noise or not comparable."""
-    for setting, *values in settings_that_differ(a["settings"], b["settings"]):
-        yield f"{setting}: {values[0]} -> {values[1]}", ""
+    before, after = (settings_with_effect(content["settings"]) for content in (a, b))
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
+            yield f"{name}: {before.get(name)} -> {after.get(name)}", ""
     apart, busy = another_machine(a, b), too_busy(a, b)
     first, second = dict(measured(a["figures"])), dict(measured(b["figures"]))
     for name in (name for name in first if name in second):
@@ -202,7 +194,7 @@ def measured(figures: Content, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield name, {step: next(iter(finite(it)), math.nan) for step, it in steps.items()}
         elif not isinstance(value, dict):
             of_kind = ends_with(name, LESS_IS_BETTER + MORE_IS_BETTER) or name in WAITS.values()
-            if of_kind and not name.endswith(ADVICE):
+            if of_kind and name != "interval_seconds":  # which is advice
                 yield from ((name, Interval(it, it, it)) for it in finite(value))
         elif "median" in value or "low" in value:
             ends = ("median", "p10", "p90") if "median" in value else ("value", "low", "high")

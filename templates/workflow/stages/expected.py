@@ -63,7 +63,7 @@ def hold_to(stage: Stage, path: Path, expected: dict[str, Any] | None) -> None:
     apart = [
         (difference(losses[step - 1], loss), step, loss)
         for step, loss in expected["losses"].items()
-        if 0 < step <= len(losses)
+        if step <= len(losses)
     ]
     if apart:
         worst, step, loss = max(apart)
