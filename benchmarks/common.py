@@ -111,7 +111,7 @@ def installed(package: str) -> bool:
     return package in versions(package)
 
 
-def render(folder: Path, own_model: bool = False, **answers: str) -> Path:
+def render(folder: Path, own_model: bool = False, template: Path = ROOT, **answers: str) -> Path:
     """Render a project in `folder`, with our perceptron if asked; returns its `src`."""
     from cookiecutter.main import cookiecutter
 
@@ -119,7 +119,7 @@ def render(folder: Path, own_model: bool = False, **answers: str) -> Path:
     kept = {name: str(folder / ".cookiecutter") for name in ("cookiecutters_dir", "replay_dir")}
     settings.write_text(json.dumps(kept), "utf-8")
     project = cookiecutter(
-        str(ROOT),
+        str(template),
         no_input=True,
         extra_context=answers,
         output_dir=str(folder),

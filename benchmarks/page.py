@@ -121,6 +121,12 @@ def startup(found: Series) -> list[str]:
     ]
 
 
+def restart(found: Series) -> list[str]:
+    """Back at work."""
+    killed, imported = (found[name]["median"] for name in ("a rank is killed", "import of torch"))
+    return [verdict("From a killed rank to the next step", killed, imported, "s")]
+
+
 def workflow(found: Series) -> list[str]:
     """The stages of the workflow."""
     lines = []
@@ -146,7 +152,7 @@ def workflow(found: Series) -> list[str]:
     return lines
 
 
-TOPICS = (loop, save, restore, sampler, startup, workflow)
+TOPICS = (loop, save, restore, sampler, startup, restart, workflow)
 
 
 def page(results: Path) -> str:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import bake
 from tests.project.test_life import TINY, environment, finish, launch, make_slow, manifest, records
+from tests.stress.jobs import rank_of
 
 STEPS = 100
 # A host that is silent is given up after 12 s, and nobody is waited for longer than needed. To pull
@@ -136,9 +137,7 @@ class Hosts:
         found = set()
         for name in self.names:
             for pid in ip("netns", "pids", self.space(name)).stdout.split():
-                with contextlib.suppress(OSError):
-                    if b"\0RANK=" in Path(f"/proc/{pid}/environ").read_bytes():
-                        found.add(int(pid))
+                found |= {int(pid)} if rank_of(pid) is not None else set()
         return found
 
     def close(self) -> None:

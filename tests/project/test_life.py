@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Project, bake, drill
+from tests.stress.jobs import rank_of
 
 PACKAGE = "my_training_run"
 VARIANTS = [
@@ -105,12 +106,7 @@ def descendants(pid: int) -> list[int]:
 
 def trainers(pid: int) -> list[int]:
     """The training processes below a launcher: those with a rank."""
-    found = []
-    for child in descendants(pid):
-        with contextlib.suppress(OSError):
-            if b"\0RANK=" in Path(f"/proc/{child}/environ").read_bytes():
-                found.append(child)
-    return found
+    return [child for child in descendants(pid) if rank_of(child) is not None]
 
 
 def launch(project: Path, run: str, *options: str, ranks: int = 2, **more: str) -> Any:

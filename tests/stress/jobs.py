@@ -77,12 +77,8 @@ class Job:
         """The processes that train, in the order of their ranks."""
         if not self.count:
             return [self.process.pid]
-        found = {}
-        for child in children(self.process.pid):
-            with contextlib.suppress(OSError):
-                words = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-                found |= {int(w[5:]): child for w in words if w.startswith(b"RANK=")}
-        return [found[rank] for rank in sorted(found)]
+        found = {rank_of(child): child for child in children(self.process.pid)}
+        return [found[rank] for rank in sorted(found.keys() - {None})]
 
     def everyone(self) -> list[int]:
         """The launcher, the ranks, their loaders."""
@@ -157,6 +153,17 @@ def started(
             for pid in job.alive():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+
+def rank_of(pid: int | str) -> int | None:
+    """The rank that a process is (not one that it has forked); None if it is none."""
+    with contextlib.suppress(OSError):
+        if os.getsid(int(pid)) == int(pid):
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            name = Path(f"/proc/{pid}/comm").read_text().split()  # of a forked one
+            ranks = [int(word[5:]) for word in variables if word.startswith(b"RANK=")]
+            return int(name[1]) if name[0] == "rank" else next(iter(ranks), None)
+    return None
 
 
 def children(pid: int) -> list[int]:

@@ -86,7 +86,13 @@ BREAKS: dict[Callable[[str], None], tuple[str, str, str]] = {
 }
 """What is broken; in which variant (of three ranks, or with many checkpoints if they are pruned),
 which promise that is of, and the phase to kill in."""
-IN_FULL = (_sums_otherwise_at_first, _prunes_in_place)
+IN_FULL = (
+    _sums_otherwise_at_first,
+    _trains_otherwise,
+    _saves_only_at_the_end,
+    _overlooks_the_newest,
+    _prunes_in_place,
+)
 
 
 def attempt(findings: Findings, sources: dict[str, Path]) -> None:

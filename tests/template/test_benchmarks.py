@@ -15,7 +15,7 @@ from benchmarks.goodput import Costs, expected, lives_of, simulate, young_daly
 from benchmarks.planning import chunk, extrapolated, growth, plans
 from tests.conftest import ROOT, run_module
 
-TOPICS = ("loop", "save", "restore", "sampler", "shards", "startup", "workflow")
+TOPICS = ("loop", "save", "restore", "sampler", "shards", "startup", "restart", "workflow")
 
 
 @pytest.mark.parametrize("topic", TOPICS)

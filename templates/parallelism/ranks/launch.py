@@ -6,6 +6,7 @@
   sends one to its child and one to the group. A second Ctrl-C still ends it. Ended by a signal, it
   exits with 128 + the signal's number; whether the ranks have saved is in status.json.
 - On several machines a torchrun whose peer was stopped does not wait long for it.
+- Ranks are forked from a process that has imported what they need (fork_server.py).
 - An error the user can fix (exit code 2) is not retried on one machine. On several it is, since a
   torchrun that gives up ends the job on all of them.
 """
@@ -24,8 +25,10 @@ from torch.distributed.elastic.agent.server import api as agents
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.launcher import api as launcher
 
+from .fork_server import ForkServer
 from .stop import TO_BE_RESTARTED
 from .world import LOOPBACK, ON_LOOPBACK, prefer
 
@@ -65,6 +68,17 @@ class Agent(LocalElasticAgent):
         return result
 
 
+class Rank(SubprocessHandler):
+    """A process that torchrun starts: forked where that can be."""
+
+    server: ForkServer | None = None
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        plain = self.server is None or self._stdout or self._stderr  # redirected
+        child = None if plain else self.server.start(args, env)
+        return child or super()._popen(args, env)
+
+
 def ending(rank: int, failure: ProcessFailure) -> str:
     """How the process of a rank ended."""
     names = {-number: number.name for number in signal.Signals}
@@ -101,6 +115,9 @@ def on_one_machine(folder: str) -> list[str]:
 
 
 if __name__ == "__main__":
+    if sys.platform == "linux":
+        Rank.server = ForkServer()  # first: each rank, too, begins here
+    api.get_subprocess_handler = Rank
     api._terminate_process_handler = stop_once
     for logger in (api.logger, agents.logger):
         logger.addFilter(tells_more)

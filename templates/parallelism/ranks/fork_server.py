@@ -1,0 +1,151 @@
+"""Ranks as copies of a process that has imported torch and this package: no start waits for that.
+
+The copies are children of the launcher, as if it had started them itself: it sees how they end, and
+they end with it (of Python's own fork server, multiprocessing's, they would be the children).
+What cannot be copied safely, since importing model.py and the like failed, started a thread or
+asked for a GPU, is a new Python after all. Linux only.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import torch
+
+from .world import die_with_the_launcher
+
+PACKAGE = __package__.rpartition(".")[0]
+PRELOADED = (f"{PACKAGE}.config", f"{PACKAGE}.train", "tyro")
+PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
+
+
+class ForkServer:
+    """Starts ranks; to be made before the launcher has threads, or handles signals."""
+
+    def __init__(self) -> None:
+        self.connection, theirs = socket.socketpair()
+        launcher = os.getpid()
+        if os.fork():
+            theirs.close()
+        else:
+            self.connection.close()
+            serve(theirs, launcher)
+
+    def start(self, command: tuple[str, ...], environment: dict[str, str]) -> "Child | None":
+        """Start `python -u -m` a module of this package; None if this cannot be done here."""
+        if command[:3] != (sys.executable, "-u", "-m") or not command[3].startswith(PACKAGE):
+            return None
+        request = json.dumps([command, environment]).encode()
+        prctl = ctypes.CDLL(None).prctl
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # the server's grandchild becomes a child of this process
+        try:
+            self.connection.sendall(len(request).to_bytes(8, "big") + request)
+            pid = int.from_bytes(self.connection.recv(8), "big")
+        except OSError:  # the server was killed
+            return None
+        finally:
+            prctl(PR_SET_CHILD_SUBREAPER, 0)
+        return Child(pid) if pid else None
+
+
+class Child:
+    """A child process, with what torchrun uses of `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, or minus the number of the signal that ended it; None while it runs."""
+        if self.returncode is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.returncode = os.waitstatus_to_exitcode(ended[1])
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """What `poll` returns in the end; TimeoutExpired after so many seconds."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(0.01)
+        return code
+
+
+def serve(connection: socket.socket, launcher: int) -> None:
+    """Fork a process for each request: it runs the module, and then ends."""
+    die_with_the_launcher()
+    # Ctrl-C is sent to the whole group. Blocked, not ignored: a signal that comes right after a
+    # fork waits until the rank can take it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    copies = False
+    with contextlib.suppress(Exception):  # the ranks meet the same error, and report it
+        for module in PRELOADED:
+            importlib.import_module(module)
+        copies = threading.active_count() == 1 and not torch.cuda.is_initialized()
+    gc.collect()
+    gc.freeze()  # the collector would write to what the ranks share
+    sys.stdout.flush()
+    while size := connection.recv(8):
+        request = connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
+        if (pid := fork_for(launcher)) is None:
+            connection.close()
+            gc.unfreeze()
+            become(*json.loads(request), mask, copies)
+        connection.sendall((pid or 0).to_bytes(8, "big"))
+    os._exit(0)
+
+
+def fork_for(launcher: int) -> int | None:
+    """Fork a child of the launcher, with a session of its own; returns None in it.
+
+    Its parent ends at once, and the launcher, which asks for it, inherits it.
+    """
+    ready, told = os.pipe()
+    if middle := os.fork():
+        os.close(told)
+        os.waitpid(middle, 0)
+        with open(ready, "rb") as file:
+            return int(file.read() or 0)
+    parent = os.getpid()
+    if os.fork():
+        os._exit(0)
+    os.close(ready)
+    os.setsid()
+    while os.getppid() == parent:
+        time.sleep(0.001)
+    die_with_the_launcher()
+    if os.getppid() != launcher:
+        os._exit(1)  # it is gone
+    with open(told, "w") as file:
+        file.write(str(os.getpid()))
+    return None
+
+
+def become(
+    command: list[str], environment: dict[str, str], mask: set[signal.Signals], copies: bool
+) -> None:
+    """Run a module as the new process `command` would."""
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    # What torch asks, too, before it uses a GPU: even is_available() may spoil a fork.
+    if not copies or torch.cuda._is_in_bad_fork():
+        os.execve(command[0], command, environment)
+    # Its command line stays the launcher's; this is what `top` and `ps -o comm` show.
+    ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank {environment.get('RANK')}".encode())
+    if threads := environment.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))  # its library has read the variable long before
+    sys.stdout.reconfigure(write_through=True)  # as -u has it
+    sys.argv[1:] = command[4:]
+    runpy.run_module(command[3], run_name="__main__", alter_sys=True)
+    sys.exit()
