@@ -100,7 +100,7 @@ def resumed(project: Path) -> float:
 
 def measure(folder: Path, smoke: bool) -> dict[str, Any]:
     """Job after job, the templates in turns."""
-    jobs, kills = (1, 1) if smoke else (5, 3)
+    jobs, kills = (1, 1) if smoke else (3, 3)
     templates = {"": ROOT}
     if beside := os.environ.get("BESIDE"):
         templates[f" ({Path(beside).name})"] = Path(beside)

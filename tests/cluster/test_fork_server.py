@@ -30,7 +30,7 @@ facts = {
     "threads": torch.get_num_threads(),
     "name": Path("/proc/self/comm").read_text().strip(),
     "main": __name__,
-    "imported": "torch.distributed.run" in sys.modules,
+    "imported": sorted(sys.modules.keys()),
     "random": [random_state, torch.initial_seed()],
     "cuda": torch.cuda.is_initialized(),
 }
@@ -46,6 +46,8 @@ JOB = """
 import json, os, signal, sys, time
 from pathlib import Path
 
+import torch
+
 from forked.distributed import fork_server
 
 folder, spoilt = Path(sys.argv[1]), sys.argv[2]
@@ -53,6 +55,8 @@ if spoilt:
     fork_server.PRELOADED = (spoilt,)
     Path(folder / "spoilt.py").write_text(os.environ.get("SPOILT", ""))
     sys.path.insert(0, str(folder))
+else:  # nothing that is imported before a fork may ask for a GPU
+    torch.cuda.is_available = torch.cuda.device_count = lambda: 1 / 0
 server = fork_server.ForkServer()
 (server_pid,) = map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 print("parent", os.getpid())
@@ -114,7 +118,8 @@ def test_a_rank_is_a_copy_with_nothing_of_its_server(source: Path, tmp_path: Pat
     assert first["blocked"] == [] and first["threads"] == 3 and first["main"] == "__main__"
     assert "SIG_DFL" in first["handlers"]["15"] and "default_int_handler" in first["handlers"]["2"]
     assert [rank["name"] for rank in found.values()] == ["rank 0", "rank 1"]
-    assert not first["cuda"]
+    assert not first["cuda"] and "torch._dynamo" in first["imported"]
+    assert not {f"{PACKAGE}.{name}" for name in ("model", "data", "train")} & {*first["imported"]}
     assert first["random"][0] != second["random"][0] and first["random"][1] == second["random"][1]
 
 

@@ -1,9 +1,10 @@
-"""Ranks as copies of a process that has imported torch and this package: no start waits for that.
+"""Ranks as copies of a process that has imported torch: no start waits for that.
 
 The copies are children of the launcher, as if it had started them itself: it sees how they end, and
 they end with it (of Python's own fork server, multiprocessing's, they would be the children).
-What cannot be copied safely, since importing model.py and the like failed, started a thread or
-asked for a GPU, is a new Python after all. Linux only.
+This package each rank imports by itself: its modules are yours, and may read RANK as they are
+imported. Should an import have failed, started a thread or asked for a GPU, a rank is a new Python
+after all. Linux only.
 """
 
 import contextlib
@@ -25,7 +26,8 @@ import torch
 from .world import die_with_the_launcher
 
 PACKAGE = __package__.rpartition(".")[0]
-PRELOADED = (f"{PACKAGE}.config", f"{PACKAGE}.train", "tyro")
+# What takes long: optimizers import dynamo.
+PRELOADED = ("safetensors.torch", "torch._dynamo", "torch.distributed.checkpoint", "tyro")
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 
 
@@ -88,7 +90,7 @@ def serve(connection: socket.socket, launcher: int) -> None:
     # fork waits until the rank can take it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     copies = False
-    with contextlib.suppress(Exception):  # the ranks meet the same error, and report it
+    with contextlib.suppress(Exception):  # a rank that meets the same error reports it
         for module in PRELOADED:
             importlib.import_module(module)
         copies = threading.active_count() == 1 and not torch.cuda.is_initialized()
