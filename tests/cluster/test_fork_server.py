@@ -51,6 +51,8 @@ import torch
 from forked.distributed import fork_server
 
 folder, spoilt = Path(sys.argv[1]), sys.argv[2]
+signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever started the tests may ignore them
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if spoilt:
     fork_server.PRELOADED = (spoilt,)
     Path(folder / "spoilt.py").write_text(os.environ.get("SPOILT", ""))

@@ -377,7 +377,10 @@ def test_an_error_in_ones_own_files_shows_ones_own_frames(edited: tuple[Path, st
         lines = [line.replace("'DistributedDataParallel'", "'GPT'") for line in lines]
         start = lines.index(wanted[0])
         assert lines[start : start + len(wanted)] == wanted, "\n".join(lines)
-        rest = "\n".join(lines[start + len(wanted) :])
+        end = start + len(wanted)
+        if lines[end : end + len(wanted)] == [f"[rank 1] {wanted[0]}", *wanted[1:]]:
+            end += len(wanted)  # on a busy machine it may come to say so, too
+        rest = "\n".join(lines[end:])
         assert ("exitcode  : 1" in rest) == (command == launch)  # torchrun's own report
         assert "File" not in rest and (rest == "" or command == launch)
     log = (folder / "runs/default/logs/train.log").read_text()

@@ -128,8 +128,8 @@ def fork_for(launcher: int) -> int | None:
     die_with_the_launcher()
     if os.getppid() != launcher:
         os._exit(1)  # it is gone
-    with open(told, "w") as file:
-        file.write(str(os.getpid()))
+    os.write(told, str(os.getpid()).encode())
+    os.close(told)
     return None
 
 
