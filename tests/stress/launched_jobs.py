@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .forked_jobs import Plan
+from .jobs import rank_of
 
 PATIENCE = 600.0  # seconds, for torchrun to start training
 ORPHANS_LIVE = 20.0  # seconds at most, after what started them was killed: an import at the longest
@@ -66,17 +67,22 @@ class Launch:
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
-    def processes(self, *having: str) -> list[int]:
-        """Those that are alive, with these names in their environment too."""
+    def processes(self) -> list[int]:
+        """Those that are alive."""
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError):
                 pid = int(entry.name)
                 environment = b"\0" + (entry / "environ").read_bytes()
-                wanted = [f"\0STRESS_MARK={self.mark}\0", *(f"\0{name}=" for name in having)]
-                if all(text.encode() in environment for text in wanted):
+                if f"\0STRESS_MARK={self.mark}\0".encode() in environment:
                     found.append(pid)
         return found
+
+    def ranks(self) -> list[int]:
+        """Those that train."""
+        if not self.plan.ranks:
+            return [self.process.pid]
+        return [pid for pid in self.processes() if rank_of(pid) is not None]
 
     def wait_for(self, condition: Callable[[], bool]) -> bool:
         """Whether it came about before the run's end."""
@@ -104,8 +110,7 @@ class Launch:
         `whom`: "one rank", "all ranks", "launcher" or "launcher at the start".
         """
         if whom == "launcher at the start":
-            ranks = self.plan.ranks
-            if not self.wait_for(lambda: len(self.processes("RANK")) >= ranks):
+            if not self.wait_for(lambda: len(self.ranks()) >= self.plan.ranks):
                 return False
             time.sleep(rng.uniform(0, 1))
         else:
@@ -114,7 +119,7 @@ class Launch:
             first, further = self.progress()[1], rng.randrange(1, 30)
             if not self.wait_for(lambda: self.progress()[1] >= first + further):
                 return False
-        ranks = self.processes("RANK") if self.plan.ranks else [self.process.pid]
+        ranks = self.ranks()
         victims = {"one rank": [rng.choice(ranks)], "all ranks": ranks}
         for pid in victims.get(whom, [self.process.pid]):
             with contextlib.suppress(ProcessLookupError):
