@@ -155,3 +155,37 @@ def test_the_order_of_samples_is_that_of_earlier_releases(text: Project) -> None
     keys = [1096304176537845087, 682370450899765808, 2744041717036896072]
     assert sampling.sample_keys(3, np.arange(3)).tolist() == keys
     assert sampling.fixed_subset(10**6, 4).tolist() == [140063, 919950, 502981, 645244]
+
+
+def test_bfloat16_logits_are_in_float32_only_in_part(
+    text: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss and the gradient are those of all at once, to the rounding of a sum."""
+    module, (count, vocabulary) = text.module("model"), (50, 97)
+    torch.manual_seed(0)
+    logits = torch.randn(count, vocabulary).bfloat16().requires_grad_()
+    targets = torch.randint(vocabulary, (count,))
+
+    def taken() -> tuple[torch.Tensor, torch.Tensor, int]:
+        largest = [0]
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dtype == torch.float32:
+                largest.append(tensor.numel())
+            return tensor
+
+        logits.grad = None
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = module.cross_entropies(logits, targets)
+        loss.backward()
+        return loss.detach(), logits.grad, max(largest)
+
+    whole, gradient, largest = taken()
+    assert largest == count * vocabulary
+    monkeypatch.setattr(module, "PART", 7 * vocabulary + 3)
+    loss, of_parts, largest = taken()
+    assert largest <= 7 * vocabulary
+    assert torch.allclose(loss, whole, rtol=1e-6) and torch.equal(of_parts, gradient)
+    exact = F.cross_entropy(logits.detach().double(), targets, reduction="sum")
+    assert torch.allclose(loss.double(), exact, rtol=1e-6)
+    assert torch.equal(module.cross_entropies(logits.detach(), targets), loss)

@@ -1,6 +1,7 @@
 """The chain: what a stage recommends reaches the stages after it, and the sum is measured."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,14 @@ def test_a_stage_goes_on_from_those_before_it(project: Project, tmp_path: Path) 
 def test_what_is_typed_stays(project: Project, tmp_path: Path) -> None:
     chain, given = project.module("workflow.chain"), project.config(run_dir=tmp_path)
     finished(project, given, "baseline", train__micro_batch_size=4, checkpoint__every=7)
-    for words in (["--train.micro-batch-size", "8"], ["--train.micro_batch_size=8"]):
+    file = tmp_path / "own.toml"
+    file.write_text("[train]\nmicro-batch-size = 8\n")
+    for words in (
+        ["--train.micro-batch-size", "8"],
+        ["--train.micro_batch_size=8"],
+        ["--config", str(file)],
+        [f"--config={file}", "--fresh"],
+    ):
         config, links = chain.go_on(given, "compile", chain.typed_settings(["compile", *words]))
         assert config.train.micro_batch_size == given.train.micro_batch_size
         assert [link.setting for link in links] == ["checkpoint.every"]
@@ -111,7 +119,7 @@ def tried(project: Project, run_dir: Path, **changes: Any) -> Any:
 def timed_as(project: Project, patch: pytest.MonkeyPatch, seconds: dict[str, float]) -> None:
     """Take a step by each way, and say that it takes so long."""
 
-    def in_turns(ways: dict[str, Any], *_: Any) -> dict[str, list[float]]:
+    def in_turns(ways: dict[str, Any], **_: Any) -> dict[str, list[float]]:
         for way in ways.values():
             way(1)
         return {name: 8 * [seconds[name]] for name in ways}
@@ -163,6 +171,93 @@ def test_sizes_go_up_to_the_global_batch_as_time_allows(project: Project) -> Non
     assert tuning.sizes_to_try(16, 16, 0.01) == [16, 4, 8]
     assert tuning.sizes_to_try(4, 48, 4.0) == [4, 8]
     assert tuning.sizes_to_try(4, 48, 100.0) == []
+
+
+def test_loader_workers_that_end_the_wait_let_the_gate_pass(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every batch takes 50 ms to read; how long steps take with workers is made up."""
+    import numpy as np
+
+    sampling, tuning = project.module("sampling"), project.module("workflow.tuning")
+    timing, read, waited = project.module("workflow.timing"), sampling.fetch, 0.0
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.05)
+        return read(*arguments)
+
+    def in_turns(ways: dict[str, Any], multiple: int = 1) -> dict[str, list[float]]:
+        return {name: 8 * [seconds[name] if multiple > 1 else 1.0] for name in ways}
+
+    def waiting(state: Any, steps: int) -> Any:
+        return timing.Steps(np.zeros(steps), np.ones(steps), np.full(steps, waited))
+
+    monkeypatch.setattr(project.module("workflow.baseline"), "MEASURED", 4)
+    monkeypatch.setattr(sampling, "fetch", slow)
+    monkeypatch.setattr(tuning, "in_turns", in_turns)
+    monkeypatch.setattr(tuning, "record_steps", waiting)
+    monkeypatch.setattr(tuning, "usable_cores", lambda: 1)
+    config = project.config(run_dir=tmp_path, train__steps=20)
+    for seconds, waited, status, value in (  # noqa: B007
+        ({"0": 2.0, "2": 1.02, "4": 1.0}, 0.01, "pass", 2),
+        ({"0": 2.0, "2": 1.5, "4": 0.9}, 0.5, "fail", 4),
+        ({"0": 1.0, "2": 1.0, "4": 1.0}, 0.01, "fail", None),
+    ):
+        tuning.measure(config)
+        content = project.module("workflow.stage").read_stage(tmp_path, "baseline")
+        (check,) = (check for check in content["checks"] if check["name"] == "data_wait")
+        found = content["figures"].get("recommended", {}).get("train.loader_workers", {})
+        assert (check["status"], found.get("value")) == (status, value), check
+        assert value is None or f"; {waited:.1%} with the loader workers" in check["measured"]
+        rejected = [line for line in content["figures"]["rejected"] if "loader-workers" in line]
+        assert len(rejected) == (2 if value is None else 1)
+
+
+def test_workers_to_try_follow_from_the_wait(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuning = project.module("workflow.tuning")
+    for given, waited, cores, counts in (
+        (0, 0.1, 2, {1, 2}),
+        (0, 0.7, 2, {2, 4}),
+        (0, 0.97, 2, {2, 4}),
+        (0, 0.97, 16, {16, 32}),
+        (2, 0.5, 8, {4}),
+        (64, 0.5, 8, None),
+    ):
+        tried = None
+
+        def in_turns(ways: dict[str, Any], multiple: int) -> dict[str, list[float]]:
+            nonlocal tried
+            tried = set(map(int, ways)) - {given}  # noqa: B023
+            assert not any(multiple % max(1, count) for count in map(int, ways))
+            return {name: 8 * [1.0] for name in ways}
+
+        monkeypatch.setattr(tuning, "in_turns", in_turns)
+        monkeypatch.setattr(tuning, "usable_cores", lambda: cores)  # noqa: B023
+        config = project.config(run_dir=tmp_path, train__loader_workers=given)
+        stage = project.module("workflow.stage").Stage("baseline", config)
+        state = project.module("train").setup(config)
+        assert tuning.try_loader_workers(stage, state, waited) is None
+        assert tried == counts, (given, waited, cores)
+
+
+def test_windows_with_reading_have_workers_of_their_own(project: Project, tmp_path: Path) -> None:
+    """Nothing is read ahead between them, and no sample is left out."""
+    turns = project.module("workflow.turns")
+    config = project.config(run_dir=tmp_path, train__loader_workers=2)
+    state = project.module("train").setup(config)
+    way, seen, read = turns.with_reading(state), [], state.loader.next
+
+    def next_() -> Any:
+        seen.append(state.loader.step)
+        return read()
+
+    state.loader.next = next_
+    for steps in (1, 4):
+        assert 0 < way(steps) < 60
+        assert state.loader.iterator is None
+    assert seen == list(range(7))
 
 
 def test_the_sum_is_measured_and_written_for_train(

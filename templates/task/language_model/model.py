@@ -7,11 +7,13 @@ and in `ModelConfig` and `PRESETS`. Any `nn.Module` will do; nothing here has to
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .errors import UserError
 from .loss import LossSum
@@ -19,6 +21,8 @@ from .loss import LossSum
 if TYPE_CHECKING:
     from .config import Config
     from .data import Spec
+
+PART = 2**26  # logits that are in float32 at the same time: 256 MB
 
 
 @dataclass(frozen=True)
@@ -171,9 +175,26 @@ def compute_loss(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
     """Next-token loss of a batch of {"tokens": [batch, context + 1]}; uint8 are bytes of text."""
     tokens = batch["tokens"].long()
     logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
-    total = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+    total = cross_entropies(logits.flatten(0, 1), targets.flatten())
     unit = "byte" if batch["tokens"].dtype == torch.uint8 else "token"
     return LossSum(total, targets.numel(), {f"bits_per_{unit}": total.detach() / math.log(2)})
+
+
+def cross_entropies(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum over all targets [n] in float32, of logits [n, vocabulary].
+
+    Of logits in bfloat16 a part at a time, and once more in backward: all of them in float32, with
+    their gradient, would be the largest tensors of a step.
+    """
+
+    def of(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), targets, reduction="sum")
+
+    if logits.dtype == torch.float32 or logits.numel() <= PART:
+        return of(logits, targets)
+    rows = max(1, PART // logits.shape[1])
+    again = partial(checkpoint, of, use_reentrant=False, preserve_rng_state=False)
+    return torch.stack(list(map(again, logits.split(rows), targets.split(rows)))).sum()
 
 
 def blocks(model: Any) -> Iterable[nn.Module]:

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 
-from ..config import from_json, override, preset
+from ..config import from_json, override, preset, read_toml
 from ..distributed import join
 from ..errors import RankError, UserError
 from ..files import flatten, naming, open_to_write, replacing, to_json, write_json
@@ -25,11 +25,11 @@ from . import STAGES, earlier_status, with_effect
 from .processes import run_task
 from .stage import PACKAGE, Stage, StageConfig, origin, read_stage, stage_file
 from .timing import Interval
-from .turns import TOO_NOISY, in_turns, times_as_fast, without_reading
+from .turns import TOO_NOISY, in_turns, times_as_fast, with_reading, without_reading
 
 RECOMMENDED = "recommended"  # workflow/recommended.json and .toml
 # What a stage may recommend: no damaged file can set anything else.
-SETTINGS = ("train.micro_batch_size", "compile.mode", "checkpoint.every")
+SETTINGS = ("train.micro_batch_size", "train.loader_workers", "compile.mode", "checkpoint.every")
 NOT_TRAINED = {"workflow", "fresh", "name", "run_dir"}  # settings that recommended.toml leaves out
 TIMEOUT = 1800.0  # seconds
 
@@ -99,9 +99,13 @@ def interval(factor: Any) -> Interval | None:
 
 
 def typed_settings(arguments: list[str]) -> set[str]:
-    """The settings that are named on a command line."""
-    words = (word[2:].partition("=")[0] for word in arguments if word.startswith("--"))
-    return {word.replace("-", "_") for word in words}
+    """The settings that are named on a command line, or in a TOML file given by --config."""
+    words = [part for word in arguments for part in word.split("=", 1)]
+    named = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
+    for option, file in itertools.pairwise(words):
+        if option == "--config" and file.endswith(".toml"):
+            named |= read_toml(Path(file)).keys()
+    return named
 
 
 def forget(run_dir: Path) -> Path:
@@ -186,10 +190,12 @@ def measure(folder: Path) -> dict[str, Any]:
     try:
         # Else the second compiles for any size of batch, since the first has shown another.
         with patch.object(dynamo, "automatic_dynamic_shapes", False):
-            ways = {name: without_reading(setup(it, world)) for name, it in configs.items()}
+            workers = {it.train.loader_workers for it in configs.values()}
+            kind = without_reading if len(workers) == 1 else with_reading
+            ways = {name: kind(setup(it, world)) for name, it in configs.items()}
             for way in ways.values():
                 way(2)  # compiles
-            return in_turns(ways, world.device)
+            return in_turns(ways, multiple=max(1, *workers))
     except torch.OutOfMemoryError:
         return {"error": "both together do not fit into the memory"}
 

@@ -309,11 +309,11 @@ def time_windows(state: State) -> Figures:
     """Time windows of eager and compiled steps in turns."""
     device, compiled = state.world.device, without_reading(state)
 
-    def eager(steps: int) -> None:
+    def eager(steps: int) -> float:
         with eagerly(state.model):
-            compiled(steps)
+            return compiled(steps)
 
-    windows = in_turns({"eager": eager, "compiled": compiled}, device)
+    windows = in_turns({"eager": eager, "compiled": compiled})
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     compiled(1)

@@ -1,24 +1,27 @@
-"""What the baseline tries beside the given settings: other sizes of micro-batches."""
+"""What the baseline tries beside the given settings: micro-batch sizes, and loader workers."""
 
 import contextlib
 import dataclasses
+import math
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..run.hardware import free_host_memory, in_units, peak_memory
-from ..sampling import shares
+from ..run.hardware import free_host_memory, in_units, peak_memory, usable_cores
+from ..sampling import Loader, shares
 from ..train import State
 from . import baseline
 from .chain import recommend, reject
 from .expected import hold_to, read_expected
 from .stage import Stage, StageConfig
-from .turns import TURNS, Way, in_turns, times_as_fast, without_reading
+from .timing import Steps, record_steps
+from .turns import TURNS, Way, in_turns, times_as_fast, with_reading, without_reading
 
 BUDGET = 60.0  # seconds for all sizes
 NEAR_BEST = 0.97  # of the best throughput: as good, if it takes less memory
+MEASURED = 40  # steps with the loader workers that are recommended
 
 
 def measure(config: StageConfig) -> int:
@@ -26,12 +29,13 @@ def measure(config: StageConfig) -> int:
     file = config.workflow.expect
     expected = read_expected(file)
 
-    def more(stage: Stage, state: State) -> None:
+    def tune(stage: Stage, state: State, waited: float) -> Steps | None:
         if file:
             hold_to(stage, file, expected)
         try_micro_batches(stage, state)
+        return try_loader_workers(stage, state, waited) if waited else None
 
-    return baseline.measure(config, more)
+    return baseline.measure(config, tune)
 
 
 def try_micro_batches(stage: Stage, state: State) -> None:
@@ -61,7 +65,7 @@ def try_micro_batches(stage: Stage, state: State) -> None:
             break
     if len(ways) < 2:
         return
-    seconds = in_turns(ways, state.world.device)
+    seconds = in_turns(ways)
     median = {int(size): float(np.median(each)) for size, each in seconds.items()}
     rates = {size: train.global_batch_size / median[size] for size in sorted(median)}
     parts = [f"{size}: {rates[size]:,.0f} samples/s, {in_units(peaks[size])}" for size in rates]
@@ -104,3 +108,39 @@ def peak_of(way: Way, state: State) -> int:
             Path("/proc/self/clear_refs").write_text("5")
     way(2)
     return peak_memory(state.world.device)
+
+
+def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | None:
+    """Recommend the fewest loader workers that are about the fastest; steps with them.
+
+    `waited` is the share of the time that steps wait for data as it is. None if nothing is faster.
+    """
+    given, source = state.config.train.loader_workers, state.loader.source
+
+    def reading(workers: int) -> State:
+        loader = Loader(source.dataset, source.order, state.plan, workers, state.loader.pin)
+        return dataclasses.replace(state, loader=loader)
+
+    enough = math.ceil(max(1, given) / max(0.01, 1 - waited))  # if each has a core
+    most = min(enough, max(4, 2 * usable_cores()))
+    counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if given < count < 2 * most][-2:]
+    if not counts:
+        return None
+    print(f"     trying loader workers: {', '.join(map(str, counts))} ...", flush=True)
+    ways = {str(count): with_reading(reading(count)) for count in (given, *counts)}
+    seconds = in_turns(ways, multiple=math.lcm(*counts, max(1, given)))
+    median = {count: float(np.median(seconds[str(count)])) for count in counts}
+    best = min(count for count in counts if NEAR_BEST * median[count] <= min(median.values()))
+    for count in counts:
+        speedup, verdict = times_as_fast(seconds[str(given)], seconds[str(count)])
+        if count == best and verdict == "faster":
+            recommend(stage, "train.loader_workers", count, speedup)
+        else:
+            why = "faster, but not the best" if verdict == "faster" else verdict
+            reject(stage, "train.loader_workers", count, why, speedup)
+    if "train.loader_workers" not in stage.figures.get("recommended", {}):
+        return None
+    with contextlib.closing(reading(best).loader) as loader:
+        state = dataclasses.replace(state, loader=loader)
+        record_steps(state, best)
+        return record_steps(state, MEASURED)

@@ -1,12 +1,13 @@
 """Ways to take the same steps, timed in turns, and what tells a difference from noise."""
 
+import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..device import synchronize
 from ..train import State, train_step
@@ -18,26 +19,21 @@ NOISE = 1.2  # an interval whose ends are this far apart cannot tell what is fas
 TOO_NOISY = "too noisy to tell"
 BATCHES = 4  # read before anything is timed
 
-Way = Callable[[int], None]  # takes so many steps
+Way = Callable[[int], float]  # takes so many steps; seconds per step
 
 
-def in_turns(ways: dict[str, Way], device: torch.device) -> dict[str, list[float]]:
-    """Seconds per step of each way, by windows in turns, so that other load meets all alike."""
+def in_turns(ways: dict[str, Way], multiple: int = 1) -> dict[str, list[float]]:
+    """Seconds per step of each way, by windows in turns, so that other load meets all alike.
 
-    def window(way: Way, steps: int) -> float:
-        synchronize(device)
-        started = time.perf_counter()
-        way(steps)
-        synchronize(device)
-        return (time.perf_counter() - started) / steps
-
-    slowest = max(min(window(way, 1) for _ in range(2)) for way in ways.values())
-    steps = int(np.clip(round(WINDOW / slowest), 1, 100))
+    The steps of a window are a `multiple` of so many.
+    """
+    slowest = max(min(way(1) for _ in range(2)) for way in ways.values())
+    steps = multiple * math.ceil(min(100, WINDOW / slowest) / multiple)
     turns = int(np.clip(round(SECONDS / (len(ways) * steps * slowest)), *TURNS))
     found: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(turns):
         for name in sorted(ways, reverse=turn % 2 == 0):
-            found[name].append(window(ways[name], steps))
+            found[name].append(ways[name](steps))
     return found
 
 
@@ -52,9 +48,28 @@ def times_as_fast(before: Sequence[float], after: Sequence[float]) -> tuple[Inte
 def without_reading(state: State) -> Way:
     """Steps on a few batches that were read before: neither reading nor loader workers count."""
     batches = [state.loader.of(step, state.plan) for step in range(BATCHES)]
-    return partial(_take_steps, state, batches)
+    return partial(_seconds, state, lambda: batches[state.step % len(batches)])
 
 
-def _take_steps(state: State, batches: list[list[Any]], steps: int) -> None:
+def with_reading(state: State) -> Way:
+    """Steps as in training. Each window has workers of its own, or they would read ahead between.
+
+    At its start they begin to read side by side, and so many batches arrive at once as there are
+    workers: only over a multiple of these steps is the pace that of training.
+    """
+
+    def take(steps: int) -> float:
+        with contextlib.closing(state.loader):
+            _seconds(state, state.loader.next, 1)  # starts the workers
+            return _seconds(state, state.loader.next, steps)
+
+    return take
+
+
+def _seconds(state: State, read: Callable[[], list[Any]], steps: int) -> float:
+    synchronize(state.world.device)
+    started = time.perf_counter()
     for _ in range(steps):
-        train_step(state, batches[state.step % len(batches)])
+        train_step(state, read())
+    synchronize(state.world.device)
+    return (time.perf_counter() - started) / steps

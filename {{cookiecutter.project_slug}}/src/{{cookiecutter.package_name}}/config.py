@@ -150,17 +150,22 @@ def load(path: Path, kind: type[C] = Config, start: str = "default") -> C:
     path = path / "config.json" if path.is_dir() else path
     if path.suffix != ".toml":
         return on_disk(from_json(config, path, leave_out=OF_ONE_RUN))
-    try:
-        named = dict(flatten(tomllib.loads(path.read_text("utf-8"))))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as TOML: {error}") from None
-    changes = {name.replace("-", "_"): value for name, value in named.items()}
+    changes = read_toml(path)
     if kind is Config:  # a run's own settings, from a file for the stages, too
         changes = {n: value for n, value in changes.items() if not n.startswith("workflow.")}
     try:
         return override(config, changes)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The settings in a TOML file by their dotted names; UserError if it is none."""
+    try:
+        named = dict(flatten(tomllib.loads(path.read_text("utf-8"))))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as TOML: {error}") from None
+    return {name.replace("-", "_"): value for name, value in named.items()}
 
 
 def from_json(config: C, path: Path, leave_out: Iterable[str] = ()) -> C:
