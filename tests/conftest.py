@@ -19,7 +19,10 @@ from hypothesis import settings
 from jinja2 import Environment
 from xdist.scheduler import LoadScopeScheduling
 
+from tests import forked
+
 ROOT = Path(__file__).parents[1]
+subprocess.Popen = forked.Popen
 PROJECT = "{{cookiecutter.project_slug}}"
 # One thread for each worker of pytest-xdist and each process it starts: more threads than cores
 # slow each other down. torch reads this when it is imported.

@@ -1,0 +1,204 @@
+"""Commands of renders as forks of a process that has imported torch: 0.1 s for a start, not 3 s.
+
+In the tests, and in the commands that they start so, `subprocess.Popen` is the class below. It
+starts `python -m` of a render's package from a fork server; whatever else is to be started, and
+what could tell the difference, starts as always. The real starts are tested by launch.sh and by
+the commands of the READMEs, which a shell starts.
+
+The server is a child of the process that asks: what it starts through an intermediate process that
+ends at once becomes that one's child, too, as if it had started it itself.
+"""
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+PRELOADED = (
+    *("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.run"),
+    *("safetensors.torch", "sklearn.datasets", "tyro", "tqdm"),
+)
+# The commands that start others: these have a server of their own.
+STARTING = {"workflow", "compile", "scale", "checkpoint"}
+# Variables that are read before a command's own code: where they differ, it is started anew.
+READ_EARLY = re.compile(
+    "(TORCH(?!ELASTIC|_DISABLE_SHARE|INDUCTOR_CACHE)|ATEN|MKL|KMP|LD_|ONEDNN|DNNL|MALLOC|CUDA"
+    "|LANG|LC_|PYTHON(?!PATH$|FAULTHANDLER$|UNBUFFERED$))"
+)
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
+HEADER = 8  # bytes: the length of a request, the process id of a reply
+EARLY = {name: value for name, value in os.environ.items() if READ_EARLY.match(name)}
+started_anew = subprocess.Popen
+lock = threading.Lock()
+server: socket.socket | None = None
+may_start_one = True  # but not a process that was forked
+
+
+class Popen(started_anew):
+    """`subprocess.Popen`, which forks what can be forked."""
+
+    def _execute_child(self, args: Any, *rest: Any) -> None:
+        (executable, preexec, _, pass_fds, cwd, env, _, _, shell, *pipes) = rest
+        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, _, *user, new_session, group = (
+            pipes
+        )
+        environment = dict(os.environ if env is None else env)
+        folder = os.path.abspath(cwd or ".")
+        pid = None
+        plain = not (executable or preexec or pass_fds or shell)
+        plain = plain and group == -1 and user == [None, None, None, -1]
+        if plain and forkable(args, environment, folder):
+            request = {
+                "words": [os.fspath(word) for word in args],
+                "environment": environment,
+                "folder": folder,
+                "group": None if new_session else os.getpgrp(),
+            }
+            streams = (p2cread, c2pwrite, errwrite)
+            fds = [own if given == -1 else given for own, given in enumerate(streams)]
+            pid = fork(request, fds)
+        if pid is None:
+            super()._execute_child(args, *rest)
+        else:
+            self.pid, self._child_created = pid, True
+            self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+def forkable(args: Any, environment: dict[str, str], folder: str) -> bool:
+    """Whether it is a command of a render, in an environment like this one."""
+    if isinstance(args, str | bytes | os.PathLike) or "OMP_NUM_THREADS" not in environment:
+        return False
+    words = [word for word in map(os.fspath, args) if word != "-u"]
+    if len(words) < 3 or words[:2] != [sys.executable, "-m"]:
+        return False
+    early = {name: value for name, value in environment.items() if READ_EARLY.match(name)}
+    entries = [folder, *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    package = words[2].partition(".")[0]
+    return (
+        early == EARLY
+        and (server or may_start_one)
+        and any(Path(entry, package, "train.py").exists() for entry in entries)
+        and not any(Path(entry, "sitecustomize.py").exists() for entry in entries)
+    )
+
+
+def fork(request: dict[str, Any], fds: list[int]) -> int | None:
+    """Process id of what the server has started; None if there is no server any more."""
+    global server
+    prctl = ctypes.CDLL(None).prctl
+    text = json.dumps(request).encode()
+    with lock:
+        if server is None:
+            server, theirs = socket.socketpair()
+            with theirs:
+                plain = {name: it for name, it in os.environ.items() if name != "PYTHONPATH"}
+                started_anew([sys.executable, __file__], stdin=theirs, env=plain)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            socket.send_fds(server, [len(text).to_bytes(HEADER, "big")], fds)
+            server.sendall(text)
+            return int.from_bytes(server.recv(HEADER), "big") or None
+        except OSError:
+            return None
+        finally:
+            prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+def serve(connection: socket.socket) -> None:
+    """Fork a process for each request; it returns from here and runs its command."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    while True:
+        header, fds, *_ = socket.recv_fds(connection, HEADER, 3)
+        if not header:
+            os._exit(0)
+        text = connection.recv(int.from_bytes(header, "big"), socket.MSG_WAITALL)
+        if (pid := fork_for(os.getppid())) is None:
+            connection.close()
+            for own, given in enumerate(fds):
+                os.dup2(given, own)
+            os.closerange(3, max(fds) + 1)
+            become(**json.loads(text))
+            return
+        for given in fds:
+            os.close(given)
+        connection.sendall(pid.to_bytes(HEADER, "big"))
+
+
+def fork_for(requester: int) -> int | None:
+    """Fork a child of the process that asked; returns None in it, else its process id."""
+    ready, told = os.pipe()
+    if middle := os.fork():
+        os.close(told)
+        os.waitpid(middle, 0)
+        with open(ready, "rb") as file:
+            return int(file.read() or 0)
+    if os.fork():
+        os._exit(0)
+    os.close(ready)
+    while os.getppid() != requester:
+        time.sleep(0.0005)
+    os.write(told, str(os.getpid()).encode())
+    os.close(told)
+    return None
+
+
+def become(words: list[str], environment: dict[str, str], folder: str, group: int | None) -> None:
+    """Be as new a process as `words` would be, up to its first line."""
+    global server, may_start_one
+    import torch
+
+    os.setsid() if group is None else os.setpgid(0, group)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    unbuffered = "-u" in words or "PYTHONUNBUFFERED" in environment
+    sys.stdout.reconfigure(line_buffering=os.isatty(1), write_through=unbuffered)
+    if "PYTHONFAULTHANDLER" in environment:
+        faulthandler.enable()
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    sys.orig_argv = words
+    words = [word for word in words if word != "-u"]
+    sys.argv[:] = [words[2], *words[3:]]
+    server, may_start_one = None, False
+    if STARTING & {*words[3:4]}:
+        server, theirs = socket.socketpair()
+        if os.fork() == 0:
+            server.close()
+            for number in range(3):
+                os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            serve(theirs)  # this returns in what it has forked
+        else:
+            theirs.close()
+
+
+def main() -> None:
+    """Import what takes long, and be the server."""
+    del sys.path[0]  # this folder
+    for name in PRELOADED:
+        importlib.import_module(name)
+    assert threading.active_count() == 1, "what has threads cannot be forked"
+    subprocess.Popen = Popen
+    gc.collect()
+    gc.freeze()  # the collector would write to what all share
+    serve(socket.socket(fileno=os.dup(0)))
+    gc.unfreeze()
+    ctypes.CDLL(None).prctl(PR_SET_NAME, b"python")
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    sys.modules["forked"] = sys.modules["__main__"]  # runpy takes the other name away
+    main()
