@@ -22,7 +22,6 @@ from xdist.scheduler import LoadScopeScheduling
 from tests import forked
 
 ROOT = Path(__file__).parents[1]
-subprocess.Popen = forked.Popen
 PROJECT = "{{cookiecutter.project_slug}}"
 # One thread for each worker of pytest-xdist and each process it starts: more threads than cores
 # slow each other down. torch reads this when it is imported.
@@ -91,6 +90,11 @@ class Scheduling(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         return nodeid if Path(file).stem in APART else file
+
+
+def pytest_configure() -> None:
+    """Not where these helpers are imported from: the stress tests in full start all for real."""
+    subprocess.Popen = forked.Popen
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
