@@ -1,9 +1,8 @@
 """Commands of renders as forks of a process that has imported torch: 0.1 s for a start, not 3 s.
 
-In the tests, and in the commands that they start so, `subprocess.Popen` is the class below. It
-starts `python -m` of a render's package from a fork server; whatever else is to be started, and
-what could tell the difference, starts as always. The real starts are tested by launch.sh and by
-the commands of the READMEs, which a shell starts.
+In the tests `subprocess.Popen` is the class below. It starts `python -m` of a render's package from
+a fork server; whatever else is to be started, and what could tell the difference, starts as always.
+The real starts are tested by launch.sh and by the commands of the READMEs, which a shell starts.
 
 The server is a child of the process that asks: what it starts through an intermediate process that
 ends at once becomes that one's child, too, as if it had started it itself.
@@ -30,8 +29,6 @@ PRELOADED = (
     *("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.run"),
     *("safetensors.torch", "sklearn.datasets", "tyro", "tqdm"),
 )
-# The commands that start others: these have a server of their own.
-STARTING = {"workflow", "compile", "scale", "checkpoint"}
 # Variables that are read before a command's own code: where they differ, it is started anew.
 READ_EARLY = re.compile(
     "(TORCH(?!ELASTIC|_DISABLE_SHARE|INDUCTOR_CACHE)|ATEN|MKL|KMP|LD_|ONEDNN|DNNL|MALLOC|CUDA"
@@ -43,7 +40,6 @@ EARLY = {name: value for name, value in os.environ.items() if READ_EARLY.match(n
 started_anew = subprocess.Popen
 lock = threading.Lock()
 server: socket.socket | None = None
-may_start_one = True  # but not a process that was forked
 
 
 class Popen(started_anew):
@@ -88,7 +84,6 @@ def forkable(args: Any, environment: dict[str, str], folder: str) -> bool:
     package = words[2].partition(".")[0]
     return (
         early == EARLY
-        and (server or may_start_one)
         and any(Path(entry, package, "train.py").exists() for entry in entries)
         and not any(Path(entry, "sitecustomize.py").exists() for entry in entries)
     )
@@ -156,7 +151,6 @@ def fork_for(requester: int) -> int | None:
 
 def become(words: list[str], environment: dict[str, str], folder: str, group: int | None) -> None:
     """Be as new a process as `words` would be, up to its first line."""
-    global server, may_start_one
     import torch
 
     os.setsid() if group is None else os.setpgid(0, group)
@@ -172,16 +166,6 @@ def become(words: list[str], environment: dict[str, str], folder: str, group: in
     sys.orig_argv = words
     words = [word for word in words if word != "-u"]
     sys.argv[:] = [words[2], *words[3:]]
-    server, may_start_one = None, False
-    if STARTING & {*words[3:4]}:
-        server, theirs = socket.socketpair()
-        if os.fork() == 0:
-            server.close()
-            for number in range(3):
-                os.dup2(os.open(os.devnull, os.O_RDWR), number)
-            serve(theirs)  # this returns in what it has forked
-        else:
-            theirs.close()
 
 
 def main() -> None:
@@ -190,7 +174,6 @@ def main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     assert threading.active_count() == 1, "what has threads cannot be forked"
-    subprocess.Popen = Popen
     gc.collect()
     gc.freeze()  # the collector would write to what all share
     serve(socket.socket(fileno=os.dup(0)))
@@ -200,5 +183,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["forked"] = sys.modules["__main__"]  # runpy takes the other name away
     main()

@@ -86,10 +86,66 @@ assert Path(f"/proc/self/task/{os.getpid()}/children").read_text() == ""
 """
 
 
+# What a stage does; what it starts is told apart by its command line.
+STAGE = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+
+from forked.workflow import copies
+
+copies.prepare()
+from forked.workflow import processes
+
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+here = Path("/proc/self/cmdline").read_bytes()
+
+
+def start(code, **options):
+    return processes.start("forked.task", code, piped=True, **options)
+
+
+def is_copy(process):
+    return Path(f"/proc/{process.pid}/cmdline").read_bytes() == here
+
+
+before = {*os.listdir("/proc/self/fd")}
+process = start("print('out', flush=True); print('err', file=sys.stderr); time.sleep(600)")
+assert is_copy(process) and os.getsid(process.pid) == process.pid
+while process.poll() is None:
+    try:
+        process.communicate(timeout=0.3)
+    except subprocess.TimeoutExpired:
+        if process.written.split() == [b"out", b"err"]:
+            process.terminate()
+assert process.communicate() == ("out\\nerr\\n", None) and process.returncode == -signal.SIGTERM
+assert start("print(os.environ['GIVEN']); sys.exit(3)", GIVEN="so").communicate()[0] == "so\\n"
+# What holds the output is waited for, though the process itself is gone.
+began, process = time.monotonic(), start("os.fork() or (time.sleep(1), print('late'))")
+assert process.communicate()[0] == "late\\n" and time.monotonic() > began + 1
+anew = start("time.sleep(600)", anew=True)
+assert not is_copy(anew)
+anew.kill()
+anew.communicate()
+assert {*os.listdir("/proc/self/fd")} == before
+with processes.started(1, "time.sleep(600)", module="forked.task") as process:
+    assert is_copy(process)
+assert process.returncode == -signal.SIGKILL
+children = Path(f"/proc/self/task/{os.getpid()}/children")
+(server,) = map(int, children.read_text().split())
+os.kill(server, signal.SIGKILL)
+os.waitpid(server, 0)
+process = start("print('anew')")
+assert not is_copy(process) and process.communicate()[0] == "anew\\n"
+print("all held")
+"""
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     project = bake(tmp_path_factory.mktemp(PACKAGE), package_name=PACKAGE)
     (project / "src" / PACKAGE / "probe.py").write_text(PROBE)
+    task = "import os, sys, time\nexec(sys.argv[1])\n"
+    (project / "src" / PACKAGE / "task.py").write_text(task)
     return project / "src"
 
 
@@ -142,3 +198,11 @@ def test_what_cannot_be_copied_safely_is_started_anew(
         assert options["command"][1:4] == ["-u", "-m", f"{PACKAGE}.probe"], rank
         assert options["command"][0] == sys.executable and os.sep in sys.executable
         assert options["blocked"] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
+def test_a_stage_hears_of_its_copies_as_of_any_process(source: Path, tmp_path: Path) -> None:
+    script = tmp_path / "stage.py"
+    script.write_text(STAGE)
+    output = run([sys.executable, str(script)], 300, PYTHONPATH=str(source))
+    assert output.endswith("all held\n")

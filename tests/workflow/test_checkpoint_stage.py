@@ -237,7 +237,7 @@ def kill(stand: Stand, fault: str) -> tuple[Any, dict[str, float]]:
     stage = stand.stage.Stage("checkpoint", stand.config)
     return stage, recovery.kill_and_restart(
         stage,
-        lambda: processes.started(0, str(folder), fault, module="saver"),
+        lambda **options: processes.started(0, str(folder), fault, module="saver", **options),
         folder,
         truth,
     )
@@ -296,8 +296,9 @@ def test_the_interval_is_advised(
     stage = on_one.stage.Stage("checkpoint", config)
     for what, seconds in (("blocked", 0.02), ("save", upload), ("step", 0.1)):
         stage.figures[f"{what}_seconds"] = {"median": seconds, "p10": seconds, "p90": seconds}
-    restart = dict.fromkeys(("launch", "restore", "first_step"), 3.0) | {"total": 9.0}
+    restart = dict.fromkeys(("launch", "restore", "first_step"), 4.0) | {"total": 12.0}
     stage.figures |= {"bytes": 1, "blocked_first": 0.1, "restart_seconds": restart}
+    stage.figures["restore_seconds"] = 3.0
     interval.conclude(stage)
     assert stage.figures["interval_seconds"] == pytest.approx(max(58.8, upload), rel=1e-3)
     assert [advice in text for text in stage.advice] == ([True] if advice else [])

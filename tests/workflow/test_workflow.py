@@ -177,13 +177,12 @@ class Conducted:
         self.ran: list[str] = []
         self.outcomes: dict[str, Any] = {}
         workflow = project.module("workflow")
-        patch.setattr(workflow, "subprocess", SimpleNamespace(Popen=self.popen))
+        patch.setattr(project.module("workflow.processes"), "start", self.start)
         patch.setattr(workflow.signal, "signal", lambda *_: None)
 
-    def popen(self, command: list[str]) -> Any:
-        """Stands in for subprocess.Popen."""
-        name = command[3]
-        assert command[1:4] == ["-m", "gated", name]
+    def start(self, package: str, name: str, *words: str, piped: bool) -> Any:
+        """Stands in for the start of a process."""
+        assert package == "gated" and not piped
         self.ran.append(name)
         outcome = self.outcomes.get(name, True)
         if outcome == "broken":
@@ -191,19 +190,7 @@ class Conducted:
         else:
             write_stage(self.project, self.run_dir, name, outcome)
             code = int(outcome is False)
-        return self.Process(code)
-
-    class Process:
-        """One that is over."""
-
-        def __init__(self, code: int) -> None:
-            self.wait = lambda: code
-
-        def __enter__(self) -> Any:
-            return self
-
-        def __exit__(self, *exception: object) -> None:
-            """Nothing to wait for."""
+        return SimpleNamespace(wait=lambda: code)
 
     def __call__(self, *words: str) -> tuple[int, list[str]]:
         """The exit code, and the stages that were run."""

@@ -1,10 +1,10 @@
-"""Ranks as copies of a process that has imported torch: no start waits for that.
+"""Processes as copies of one that has imported torch: no start waits for that.
 
-The copies are children of the launcher, as if it had started them itself: it sees how they end, and
-they end with it (of Python's own fork server, multiprocessing's, they would be the children).
-This package each rank imports by itself: its modules are yours, and may read RANK as they are
-imported. Should an import have failed, started a thread or asked for a GPU, a rank is a new Python
-after all. Linux only.
+They are children of the process that asks for them, as if it had started them itself: it sees how
+they end, and they end with it (of Python's own fork server, multiprocessing's, they would be the
+children). This package each copy imports by itself: its modules are yours, and may read RANK as
+they are imported. Should an import have failed, started a thread or asked for a GPU, a copy is a
+new Python after all. Linux only.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -32,7 +33,7 @@ PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 
 
 class ForkServer:
-    """Starts ranks; to be made before the launcher has threads, or handles signals."""
+    """Starts processes; to be made before this one has threads, or handles signals."""
 
     def __init__(self) -> None:
         self.connection, theirs = socket.socketpair()
@@ -43,15 +44,22 @@ class ForkServer:
             self.connection.close()
             serve(theirs, launcher)
 
-    def start(self, command: tuple[str, ...], environment: dict[str, str]) -> "Child | None":
-        """Start `python -u -m` a module of this package; None if this cannot be done here."""
-        if command[:3] != (sys.executable, "-u", "-m") or not command[3].startswith(PACKAGE):
+    def start(
+        self, command: Sequence[str], environment: dict[str, str], output: int | None = None
+    ) -> "Child | None":
+        """Start `python -u -m` a module of this package; None if this cannot be done here.
+
+        It writes to `output`, a descriptor (default: where this process writes).
+        """
+        if [*command[:3]] != [sys.executable, "-u", "-m"] or not command[3].startswith(PACKAGE):
             return None
         request = json.dumps([command, environment]).encode()
         prctl = ctypes.CDLL(None).prctl
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # the server's grandchild becomes a child of this process
         try:
-            self.connection.sendall(len(request).to_bytes(8, "big") + request)
+            given = [] if output is None else [output]
+            socket.send_fds(self.connection, [len(request).to_bytes(8, "big")], given)
+            self.connection.sendall(request)
             pid = int.from_bytes(self.connection.recv(8), "big")
         except OSError:  # the server was killed
             return None
@@ -87,24 +95,36 @@ def serve(connection: socket.socket, launcher: int) -> None:
     """Fork a process for each request: it runs the module, and then ends."""
     die_with_the_launcher()
     # Ctrl-C is sent to the whole group. Blocked, not ignored: a signal that comes right after a
-    # fork waits until the rank can take it.
+    # fork waits until the copy can take it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    copies = False
-    with contextlib.suppress(Exception):  # a rank that meets the same error reports it
-        for module in PRELOADED:
-            importlib.import_module(module)
-        copies = threading.active_count() == 1 and not torch.cuda.is_initialized()
+    copies = preload() and threading.active_count() == 1 and not torch.cuda.is_initialized()
     gc.collect()
-    gc.freeze()  # the collector would write to what the ranks share
+    gc.freeze()  # the collector would write to what the copies share
     sys.stdout.flush()
-    while size := connection.recv(8):
+    while True:
+        size, output, *_ = socket.recv_fds(connection, 8, 1)
+        if not size:
+            os._exit(0)
         request = connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
         if (pid := fork_for(launcher)) is None:
             connection.close()
+            for stream in (1, 2) if output else ():
+                os.dup2(output[0], stream)
+        for descriptor in output:
+            os.close(descriptor)
+        if pid is None:
             gc.unfreeze()
             become(*json.loads(request), mask, copies)
         connection.sendall((pid or 0).to_bytes(8, "big"))
-    os._exit(0)
+
+
+def preload() -> bool:
+    """Import what takes long; whether all is there. A process that meets an error reports it."""
+    with contextlib.suppress(Exception):
+        for module in PRELOADED:
+            importlib.import_module(module)
+        return True
+    return False
 
 
 def fork_for(launcher: int) -> int | None:
@@ -143,8 +163,9 @@ def become(
     # What torch asks, too, before it uses a GPU: even is_available() may spoil a fork.
     if not copies or torch.cuda._is_in_bad_fork():
         os.execve(command[0], command, environment)
-    # Its command line stays the launcher's; this is what `top` and `ps -o comm` show.
-    ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank {environment.get('RANK')}".encode())
+    # Its command line stays that of the process that asked; `top` and `ps -o comm` show this.
+    name = f"rank {environment['RANK']}" if "RANK" in environment else command[3]
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.rpartition(".")[2].encode())
     if threads := environment.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))  # its library has read the variable long before
     sys.stdout.reconfigure(write_through=True)  # as -u has it

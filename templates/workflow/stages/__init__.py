@@ -8,8 +8,6 @@ import importlib
 import os
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +28,7 @@ MODULES = {name: name for name in ABOUT} | {"baseline": "tuning", "checkpoint": 
 HERE = Path(__file__).parent
 STAGES = {name: ABOUT[name] for name, file in MODULES.items() if (HERE / f"{file}.py").exists()}
 """The stages of this project, in the order in which they build on each other."""
+STARTING = {"workflow", "compile", "scale", "checkpoint"}  # these commands start processes
 COMMANDS = STAGES | {
     "workflow": "Run all stages in order, up to the first failed gate; then write the report.",
     "compare": "Tell what is better or worse in one run, or result of a stage, than in another.",
@@ -61,6 +60,14 @@ class WorkflowConfig:
         """Check the values (UserError)."""
         if self.ranks < 0 or not self.hours_between_failures > 0:
             raise UserError("workflow: ranks must be >= 0 and hours-between-failures > 0")
+
+
+def prepare(arguments: list[str]) -> None:
+    """Prepare a command to start processes quickly, as its own begins."""
+    if STARTING & {*arguments[:1]}:
+        from .copies import prepare
+
+        prepare()
 
 
 def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:
@@ -170,17 +177,19 @@ def settings_with_effect(settings: dict[str, Any]) -> dict[str, Any]:
 
 def run_stage(config: Any, name: str, arguments: list[str]) -> str:
     """The status of a stage run in a process of its own; "crashed" if it wrote no result."""
+    from .processes import start
     from .stage import PACKAGE, read_stage, stage_file
 
     path = stage_file(config.directory, name)
     before = path.stat().st_mtime_ns if path.exists() else None
-    with subprocess.Popen([sys.executable, "-m", PACKAGE, name, *arguments]) as process:
-        try:
-            code = process.wait()
-        except BaseException:
-            process.terminate()
-            print(f"\nstopped in {name}, of which nothing is kept: the same command reruns it")
-            raise
+    process = start(PACKAGE, name, *arguments, piped=False)
+    try:
+        code = process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        print(f"\nstopped in {name}, of which nothing is kept: the same command reruns it")
+        raise
     written = code in (0, 1) and path.exists() and path.stat().st_mtime_ns != before
     if written and (content := read_stage(config.directory, name)):
         return content["status"]

@@ -159,10 +159,16 @@ def flip_bit(path: Path) -> None:
 
 
 def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
-    """What a step costs without a save; then what saves cost, each begun when the last is over."""
+    """What a step costs without a save; then what saves cost, each begun when the last is over.
+
+    At last what it takes to verify and load one: on the slowest rank.
+    """
     checkpointer = start(state, run_dir, group)
     quiet = record_steps(state, QUIET_STEPS).seconds[1:]
     saves = [time_save(state, run_dir, group) for _ in range(SAVES)]
+    began = time.perf_counter()
+    checkpointer.restore()
+    restored = max(group.agree(lambda: time.perf_counter() - began))
     checkpointer.close()
     group.from_first(lambda: shutil.rmtree(run_dir))
     blocked, seconds = zip(*saves, strict=True)
@@ -170,6 +176,7 @@ def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
         "blocked_first": blocked[0],
         "blocked_seconds": spread(blocked[1:]),
         "save_seconds": spread(seconds[1:]),
+        "restore_seconds": restored,
         "step_seconds": spread(quiet),
     }
 
@@ -219,7 +226,7 @@ def digests_of(state: State, group: Group) -> Digests:
     return {name: " ".join(sorted({other[name] for other in ranks})) for name in digests}
 
 
-def kill_in_save(process: subprocess.Popen[str], checkpoints: Path) -> int | None:
+def kill_in_save(process: processes.Process, checkpoints: Path) -> int | None:
     """Kill a run once a save has written a file; the step of the save.
 
     The run is stopped first to look again: on a fast disk a save is over as soon as it is seen.

@@ -18,6 +18,7 @@ from ..distributed import parallel
 from ..errors import RankError, UserError
 from ..run.hardware import usable_cores
 from ..run.memory import descendants
+from .copies import Process, copy
 from .stage import PACKAGE, StageConfig
 
 # Variables by which torchrun tells a process its rank: the stage may have them, its children not.
@@ -67,39 +68,53 @@ def leave(number: int, frame: types.FrameType | None) -> None:
     sys.exit(128 + number)
 
 
+def start(*words: str, piped: bool, anew: bool = False, **environment: str) -> Process:
+    """Start `python -m words`; `piped`: in a session of its own, its output is for `communicate`.
+
+    It is a copy of a process that has imported torch, where that can be, unless started `anew`.
+    """
+    command = [sys.executable, "-u", "-m", *words]
+    inherited = {name: value for name, value in os.environ.items() if not OF_TORCHRUN.match(name)}
+    variables = inherited | environment
+    if not anew and (process := copy(command, variables, piped)):
+        return process
+    if not piped:
+        return subprocess.Popen(command, env=variables, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=variables, start_new_session=True, **pipes)
+
+
 @contextlib.contextmanager
 def started(
     ranks: int,
     *arguments: str,
     module: str = PACKAGE,
     threads: int | None = None,
+    anew: bool = False,
     **environment: str,
-) -> Iterator[subprocess.Popen[str]]:
+) -> Iterator[Process]:
     """`python -m module arguments`, as one plain process, or as several `ranks` under torchrun.
 
     Each rank has `threads` threads (default: its share of the cores). The output goes to a pipe.
     When the block ends, by SIGTERM too, all that it started is killed.
     """
-    command = [sys.executable, "-m"]
+    words = [module, *arguments]
     if ranks > 1:
-        command += [f"{PACKAGE}.distributed.launch", f"--nproc-per-node={ranks}"]
-        command += ["--max-restarts=0", "-m"]
+        torchrun = [f"{PACKAGE}.distributed.launch", f"--nproc-per-node={ranks}"]
+        words = [*torchrun, "--max-restarts=0", "-m", *words]
         threads = threads or max(1, usable_cores() // ranks)
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch.sh sets it
-    inherited = {name: value for name, value in os.environ.items() if not OF_TORCHRUN.match(name)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    words, everything = [*command, module, *arguments], inherited | environment
     earlier_handler = signal.signal(signal.SIGTERM, leave)
     try:
-        with subprocess.Popen(words, env=everything, start_new_session=True, **pipes) as process:
-            try:
-                yield process
-            finally:
-                kill(process)
-                process.communicate()  # until nobody holds the pipe any more
+        process = start(*words, piped=True, anew=anew, **environment)
+        try:
+            yield process
+        finally:
+            kill(process)
+            process.communicate()  # until nobody holds the pipe any more
     finally:
         signal.signal(signal.SIGTERM, earlier_handler)
 
@@ -117,7 +132,7 @@ def run_task(
     return json.loads((folder / f"{task[0]}.json").read_text("utf-8"))
 
 
-def finish(process: subprocess.Popen[str], task: str, seconds: float) -> str:
+def finish(process: Process, task: str, seconds: float) -> str:
     """The output of a process that succeeds in time; else RankError with the end of its output."""
     try:
         output, _ = process.communicate(timeout=seconds)
@@ -130,7 +145,7 @@ def finish(process: subprocess.Popen[str], task: str, seconds: float) -> str:
     return output
 
 
-def kill(process: subprocess.Popen[str], number: int = signal.SIGKILL) -> None:
+def kill(process: Process, number: int = signal.SIGKILL) -> None:
     """Kill (or signal) a process and everything that it started, unless it has ended."""
     if process.poll() is None:
         for pid in [process.pid, *descendants(process.pid)]:

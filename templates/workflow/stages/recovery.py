@@ -11,7 +11,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +134,7 @@ class Drill:
             costs = found["costs"]
         say("killing the run in mid-save and restarting it")
         with self.part("killed_while_saving"):
-            launch = partial(self.start, self.ranks, "train", "killed")
-            restart = kill_and_restart(stage, launch, folder, expected)
+            restart = kill_and_restart(stage, self.start, folder, expected)
         if costs and restart:
             stage.figures |= {**costs, "restart_seconds": restart}
             conclude(stage)
@@ -165,9 +163,10 @@ class Drill:
         """The result of a task of drill.py."""
         return processes.run_task("drill", self.folder, *task, ranks=ranks, seconds=PATIENCE)
 
-    def start(self, ranks: int, *words: str) -> contextlib.AbstractContextManager:
-        """Processes for a task of drill.py."""
-        return processes.started(ranks, str(self.folder), *words, module=f"{__package__}.drill")
+    def start(self, anew: bool = False) -> contextlib.AbstractContextManager:
+        """Processes for the run that is killed."""
+        words, module = (str(self.folder), "train", "killed"), f"{__package__}.drill"
+        return processes.started(self.ranks, *words, module=module, anew=anew)
 
     @contextlib.contextmanager
     def part(self, *checks: str) -> Iterator[None]:
@@ -236,7 +235,7 @@ def judge_roundtrip(stage: Stage, found: dict[str, Any], expected: Undisturbed) 
 
 
 def kill_and_restart(
-    stage: Stage, launch: Callable[[], Any], folder: Path, expected: Undisturbed
+    stage: Stage, launch: Callable[..., Any], folder: Path, expected: Undisturbed
 ) -> dict[str, float]:
     """Kill the run FOLDER/killed in mid-save, restart and judge it.
 
@@ -254,7 +253,7 @@ def kill_and_restart(
         return {}
     killed_at, done = time.time(), max(losses_of(run_dir))
     newest = max(int(path.name[5:]) for path in whole(checkpoints))
-    with launch() as process:
+    with launch(anew=True) as process:  # as launch.sh starts it, so that its time can be told
         processes.finish(process, "the restart after the kill", PATIENCE)
     result = json.loads((folder / "train.json").read_text("utf-8"))
     losses, restart, resumed = losses_of(run_dir), result["restart"], result["restart"]["step"]
@@ -304,10 +303,10 @@ def conclude(stage: Stage) -> None:
     )
     say(
         "from the kill to the next step {total:.1f} s: launch and imports {launch:.1f}, "
-        "restore {restore:.1f}, first step {first_step:.1f}".format(**restart)
+        "set-up and restore {restore:.1f}, first step {first_step:.1f}".format(**restart)
     )
-    cost, upload = blocked["median"], published["median"]
-    grown = (f"{n} times: {n * upload:.3g} s and {n * restart['restore']:.3g} s" for n in GROWTH)
+    cost, upload, load = blocked["median"], published["median"], figures["restore_seconds"]
+    grown = (f"{n} times: {n * upload:.3g} s and {n * load:.3g} s" for n in GROWTH)
     say(
         "with more parameters, at the bandwidths measured here, a save is published after, and a "
         f"restore takes: {'; '.join(grown)}"
