@@ -113,13 +113,17 @@ def peak_of(way: Way, state: State) -> int:
 def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | None:
     """Recommend the fewest loader workers that are about the fastest; steps with them.
 
-    `waited` is the share of the time that steps wait for data as it is. None if nothing is faster.
+    `waited` is the share of the time that steps wait for data as it is. They are tried with the
+    micro-batch that is recommended. None if nothing is faster.
     """
-    given, source = state.config.train.loader_workers, state.loader.source
+    train, source, world = state.config.train, state.loader.source, state.world
+    given, recommended = train.loader_workers, stage.figures.get("recommended", {})
+    size = recommended.get("train.micro_batch_size", {"value": train.micro_batch_size})["value"]
+    plan = shares(train.global_batch_size, size, world.rank, world.size)
 
     def reading(workers: int) -> State:
-        loader = Loader(source.dataset, source.order, state.plan, workers, state.loader.pin)
-        return dataclasses.replace(state, loader=loader)
+        loader = Loader(source.dataset, source.order, plan, workers, state.loader.pin)
+        return dataclasses.replace(state, plan=plan, loader=loader)
 
     enough = math.ceil(max(1, given) / max(0.01, 1 - waited))  # if each has a core
     most = min(enough, max(4, 2 * usable_cores()))
@@ -140,7 +144,7 @@ def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | Non
             reject(stage, "train.loader_workers", count, why, speedup)
     if "train.loader_workers" not in stage.figures.get("recommended", {}):
         return None
-    with contextlib.closing(reading(best).loader) as loader:
-        state = dataclasses.replace(state, loader=loader)
+    state = reading(best)
+    with contextlib.closing(state.loader):
         record_steps(state, best)
         return record_steps(state, MEASURED)
