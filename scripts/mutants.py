@@ -1,14 +1,16 @@
 """Break the core of a render at many places, one at a time; see which no test notices.
 
-python -m scripts.mutants [--count 200] [--seed 0] [--jobs 2] [--out FILE]
+python -m scripts.mutants [--count 200] [--seed 0] [--jobs 2] [--seconds 240] [--out FILE]
 
 What was found is added to `out` line by line: a run that was cut off goes on where it was, and only
-places whose file has changed, or that new tests reach, are tried again.
+places whose file has changed, or that new tests reach, are tried again. docs/reliability.md has
+what no test noticed, with the reasons that tests/stress/survivors.toml gives.
 
 First each test runs once on a render that notes the lines that it reaches, in whatever process it
 reaches them. Of all places that can be broken, `count` are drawn by the seed. For each, the tests
 that reach it run: the render's own, then those of the template's that hold a render to its promises
-(TEMPLATES), on renders that are broken likewise; the quickest first. All run in forks of this
+(TEMPLATES), on renders that are broken likewise; the sharp and quick first, as many files as take
+`seconds` together. The next run tries more of them on what survived. All run in forks of this
 process, which has imported torch and computed nothing. A mutant survives if no test fails and none
 reaches its time limit. Whether it changes anything at all has to be judged by eye.
 
@@ -22,6 +24,7 @@ import ast
 import contextlib
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import re
@@ -39,12 +42,14 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "my_training_run"
 CORE = r"(train|loss|optim|model|data|sampling|distributed/parallel|(checkpoint|run)/\w+)\.py"
 # Not test_life, which runs the render's own tests once more.
-TEMPLATES = "tests/project/test_*.py tests/stress/test_crash_points.py"
+TEMPLATES = "tests/project/test_*.py tests/stress/test_crash_points.py tests/stress/test_damage.py"
+# These reach nearly everything and look at little of it: they run last.
+BLUNT = re.compile("test_(compile_cache|entrances|fixtures|links|mistakes|tracker).py")
 # Added to a package for the first run of the tests: whichever process imports it notes its lines.
 TRACER = """
 def _trace(package, out):
     import os, sys, threading
-    seen = set()
+    seen, earlier = set(), sys.gettrace()  # of another render in this process
     def line(frame, event, argument):
         place = os.environ.get("PYTEST_CURRENT_TEST", ""), frame.f_code.co_filename, frame.f_lineno
         if place not in seen:
@@ -53,7 +58,9 @@ def _trace(package, out):
                 file.write(f"{place[0]}\\t{place[1][len(package):]}\\t{place[2]}\\n")
         return line
     def call(frame, event, argument):
-        return line if frame.f_code.co_filename.startswith(package) else None
+        if frame.f_code.co_filename.startswith(package):
+            return line
+        return earlier and earlier(frame, event, argument)
     threading.settrace(call)
     sys.settrace(call)
 _trace(%r, %r)
@@ -211,7 +218,7 @@ class Tests:
         files = sorted(path for pattern in patterns for path in self.folder.glob(pattern))
         files = [path for path in files if own or path.stem != "test_life"]
         self.files = [str(path.relative_to(self.folder)) for path in files]
-        self.key = digest(*core(project).values())
+        self.key = digest(TRACER, *core(project).values())
         self.found: dict[str, Any] = {}
 
     def version(self, file: str) -> str:
@@ -286,7 +293,7 @@ class Tests:
                 return code
 
             code = finished(forked(work, log), 1800)
-            print(f"{file}: {len(seconds) or ''} exit code {code}", flush=True)
+            print(f"{file}: exit code {code}", flush=True)
             if code != 0:
                 # Some look at the text of a module, which is written otherwise here: left out.
                 print(log.read_text(errors="replace")[-2000:], flush=True)
@@ -309,7 +316,7 @@ class Tests:
             ]
             if chosen:
                 found[name] = (sum(one for one, _ in chosen), [test for _, test in sorted(chosen)])
-        return dict(sorted(found.items(), key=lambda item: item[1][0]))
+        return dict(sorted(found.items(), key=lambda it: (bool(BLUNT.search(it[0])), it[1][0])))
 
 
 def core(project: Path, package: str = PACKAGE) -> dict[str, str]:
@@ -331,7 +338,9 @@ def lines_of(text: str, number: int) -> tuple[int, int]:
     return (node.lineno, node.end_lineno) if inside else (0, 10**9)
 
 
-def attempt(every: list[Tests], file: str, number: int, known: dict[str, Any]) -> dict[str, Any]:
+def attempt(
+    every: list[Tests], file: str, number: int, known: dict[str, Any], seconds: float
+) -> dict[str, Any]:
     """Break one place and run the tests that reach it and have not yet been tried."""
     started, whole = time.monotonic(), core(every[0].project)[file]
     broken, facts = mutate(whole, number)
@@ -352,8 +361,10 @@ def attempt(every: list[Tests], file: str, number: int, known: dict[str, Any]) -
         }
         if not chosen or result["noticed_by"]:
             continue
+        sums = dict(zip(chosen, itertools.accumulate(it for it, _ in chosen.values()), strict=True))
+        chosen = {n: it for n, it in chosen.items() if sums[n] <= seconds or n == next(iter(sums))}
         words = [test for _, names in chosen.values() for test in names]
-        usual = sum(seconds for seconds, _ in chosen.values())
+        usual = sum(it for it, _ in chosen.values())
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder, "log")
             work = forked(lambda t=tests, w=words: t.run(["-x", *w], change), log)
@@ -365,7 +376,8 @@ def attempt(every: list[Tests], file: str, number: int, known: dict[str, Any]) -
                 result["noticed_by"] = failed[0] if failed else last
             else:
                 result["tried"] |= {name: tests.version(name) for name in chosen}
-    return result | {"seconds": round(time.monotonic() - started, 1)}
+    result["seconds"] = round(time.monotonic() - started, 1)
+    return result | {"date": time.strftime("%Y-%m-%d")}
 
 
 def untried(every: list[Tests], texts: dict[str, str], place: tuple[str, int], known: Any) -> bool:
@@ -397,6 +409,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--out", type=Path, default=ROOT / "tests/stress/results/mutants.jsonl")
     options = parser.parse_args()
     options.out = options.out.resolve()
@@ -430,7 +443,8 @@ def main() -> int:
         print(f"{len(left)} of {len(places)} places to try", flush=True)
 
         def work(place: tuple[str, int]) -> None:
-            line = json.dumps(attempt(every, *place, known.get(place, {}))) + "\n"
+            found = attempt(every, *place, known.get(place, {}), options.seconds)
+            line = json.dumps(found) + "\n"
             with open(options.out, "a") as file:
                 file.write(line)
 

@@ -72,6 +72,25 @@ def test_a_metric_may_have_a_count_of_its_own(
     assert lines(tmp_path)[-1]["validation_later"] > 110
 
 
+@pytest.mark.parametrize("peak, flops", [(1e9, 10), (1e9, None), (None, 10)])
+def test_the_share_of_the_peak_is_told_where_both_are_known(
+    project: Project,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    peak: float | None,
+    flops: int | None,
+) -> None:
+    training = project.module("train")
+    monkeypatch.setattr(training, "peak_flops", lambda device: peak)
+    monkeypatch.setattr(training, "forward_flops", lambda *_: flops)
+    train(project, tmp_path, train__steps=2, train__validate_every=0)
+    for line in lines(tmp_path):
+        if peak and flops:  # backward takes twice what forward does
+            assert line["mfu"] == pytest.approx(3 * line["samples_per_second"] * flops / peak)
+        else:
+            assert "mfu" not in line
+
+
 UNREADABLE = {
     "half": b'{"step": 5, "loss"',
     "not text": b'{"step": 5, "loss": "\xff\xfe"}',

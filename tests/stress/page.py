@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import tomllib
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from .common import RESULTS, ROOT
 
 TEXT = Path(__file__).parent / "page.md"
+SURVIVORS = Path(__file__).parent / "survivors.toml"
 PAGE = ROOT / "docs" / "reliability.md"
 TOPICS = ("crash_points", "kill_storm", "elastic", "damage", "hostile_files", "resources", "stops")
 TOPICS += ("entrances", "store")
@@ -22,6 +24,7 @@ def page(results: Path) -> str:
     tables["tried"] = f"{sum(tally['tried'] for tally in tallies):,}"
     tables["violations"] = f"{sum(len(tally['violations']) for tally in tallies):,}"
     tables["matrix"] = matrix(json.loads((results / "matrix.json").read_text("utf-8")))
+    tables["mutants"] = mutants(results / "mutants.jsonl")
     return Template(TEXT.read_text("utf-8")).substitute(tables)
 
 
@@ -52,6 +55,31 @@ def matrix(result: dict[str, Any]) -> str:
         f"{len(result['failures'])} failures. `make matrix`, {result['date']}, "
         f"{result['seconds']} s, torch {result['versions']['torch']}."
     )
+
+
+def mutants(file: Path) -> str:
+    """How many breakages were noticed, and the others, each with the reason that is given for it.
+
+    KeyError for one without a reason.
+    """
+    if not file.exists():
+        return "Not tried in full yet (`make mutants`)."
+    results = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    reasons = tomllib.loads(SURVIVORS.read_text("utf-8"))
+    survivors = [result for result in results if result["noticed_by"] is None]
+    noticed, dates = len(results) - len(survivors), sorted({result["date"] for result in results})
+    lines = [
+        f"{noticed} of {len(results)} breakages noticed ({noticed / len(results):.1%}). "
+        f"`make mutants`, {dates[-1]}.",
+        "",
+        "| not noticed | broken how | why |",
+        "|---|---|---|",
+    ]
+    for one in sorted(survivors, key=lambda one: (one["file"], one["line"])):
+        code = one["before"].replace("|", "\\|")
+        why = reasons[one["file"]][f"{one['kind']}: {one['before']}"]
+        lines.append(f"| {one['file']}: `{code}` | {one['kind']} | {why} |")
+    return "\n".join(lines)
 
 
 def main() -> None:

@@ -100,6 +100,11 @@ def test_a_manifest_cannot_point_outside(publisher: Publisher, tmp_path: Path) -
     assert verify(path)[1]
 
 
+def test_a_checkpoint_has_the_name_of_its_step(publisher: Publisher) -> None:
+    path = publisher.publish(1, write, {})
+    assert "step_00000001" in verify(path.rename(path.with_name("step_00000002")))[1][0]
+
+
 def test_leftovers_of_a_crash_go_with_the_next_save(publisher: Publisher) -> None:
     publisher.publish(1, write, {})
     (publisher.directory / ".saving-step_00000002-dead").mkdir()
