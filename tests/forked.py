@@ -16,7 +16,6 @@ import json
 import os
 import re
 import runpy
-import signal
 import socket
 import subprocess
 import sys
@@ -34,9 +33,10 @@ READ_EARLY = re.compile(
     "(TORCH(?!ELASTIC|_DISABLE_SHARE|INDUCTOR_CACHE)|ATEN|MKL|KMP|LD_|ONEDNN|DNNL|MALLOC|CUDA"
     "|LANG|LC_|PYTHON(?!PATH$|FAULTHANDLER$|UNBUFFERED$))"
 )
-PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
+PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 HEADER = 8  # bytes: the length of a request, the process id of a reply
 EARLY = {name: value for name, value in os.environ.items() if READ_EARLY.match(name)}
+OWNER = os.getpid()  # the server is of this process: no child of it may ask for one
 started_anew = subprocess.Popen
 lock = threading.Lock()
 server: socket.socket | None = None
@@ -84,6 +84,7 @@ def forkable(args: Any, environment: dict[str, str], folder: str) -> bool:
     package = words[2].partition(".")[0]
     return (
         early == EARLY
+        and os.getpid() == OWNER
         and any(Path(entry, package, "train.py").exists() for entry in entries)
         and not any(Path(entry, "sitecustomize.py").exists() for entry in entries)
     )
@@ -104,16 +105,18 @@ def fork(request: dict[str, Any], fds: list[int]) -> int | None:
         try:
             socket.send_fds(server, [len(text).to_bytes(HEADER, "big")], fds)
             server.sendall(text)
-            return int.from_bytes(server.recv(HEADER), "big") or None
+            if pid := int.from_bytes(server.recv(HEADER), "big"):
+                return pid
+            server = None  # it is gone: the next start makes another
         except OSError:
-            return None
+            server = None
         finally:
             prctl(PR_SET_CHILD_SUBREAPER, 0)
+    return None
 
 
 def serve(connection: socket.socket) -> None:
     """Fork a process for each request; it returns from here and runs its command."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     while True:
         header, fds, *_ = socket.recv_fds(connection, HEADER, 3)
         if not header:
@@ -139,11 +142,14 @@ def fork_for(requester: int) -> int | None:
         os.waitpid(middle, 0)
         with open(ready, "rb") as file:
             return int(file.read() or 0)
+    parent = os.getpid()
     if os.fork():
         os._exit(0)
     os.close(ready)
-    while os.getppid() != requester:
+    while os.getppid() == parent:
         time.sleep(0.0005)
+    if os.getppid() != requester:
+        os._exit(1)  # it is gone
     os.write(told, str(os.getpid()).encode())
     os.close(told)
     return None

@@ -91,9 +91,9 @@ STAGE = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 
-from forked.workflow import copies
+from forked.workflow import forks
 
-copies.prepare()
+forks.prepare()
 from forked.workflow import processes
 
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -104,13 +104,13 @@ def start(code, **options):
     return processes.start("forked.task", code, piped=True, **options)
 
 
-def is_copy(process):
+def is_forked(process):
     return Path(f"/proc/{process.pid}/cmdline").read_bytes() == here
 
 
 before = {*os.listdir("/proc/self/fd")}
 process = start("print('out', flush=True); print('err', file=sys.stderr); time.sleep(600)")
-assert is_copy(process) and os.getsid(process.pid) == process.pid
+assert is_forked(process) and os.getsid(process.pid) == process.pid
 while process.poll() is None:
     try:
         process.communicate(timeout=0.3)
@@ -118,24 +118,32 @@ while process.poll() is None:
         if process.written.split() == [b"out", b"err"]:
             process.terminate()
 assert process.communicate() == ("out\\nerr\\n", None) and process.returncode == -signal.SIGTERM
-assert start("print(os.environ['GIVEN']); sys.exit(3)", GIVEN="so").communicate()[0] == "so\\n"
+process = start("print(os.environ['GIVEN']); sys.exit(3)", GIVEN="so")
+assert process.communicate() == ("so\\n", None) and process.returncode == 3
+# A process that goes on writing meets its time limit all the same.
+process = start("while True: print('more')")
+try:
+    process.communicate(timeout=0.5)
+except subprocess.TimeoutExpired:
+    processes.kill(process)
+assert process.communicate()[0].startswith("more") and process.returncode == -signal.SIGKILL
 # What holds the output is waited for, though the process itself is gone.
 began, process = time.monotonic(), start("os.fork() or (time.sleep(1), print('late'))")
 assert process.communicate()[0] == "late\\n" and time.monotonic() > began + 1
 anew = start("time.sleep(600)", anew=True)
-assert not is_copy(anew)
+assert not is_forked(anew)
 anew.kill()
 anew.communicate()
 assert {*os.listdir("/proc/self/fd")} == before
 with processes.started(1, "time.sleep(600)", module="forked.task") as process:
-    assert is_copy(process)
+    assert is_forked(process)
 assert process.returncode == -signal.SIGKILL
 children = Path(f"/proc/self/task/{os.getpid()}/children")
 (server,) = map(int, children.read_text().split())
 os.kill(server, signal.SIGKILL)
 os.waitpid(server, 0)
 process = start("print('anew')")
-assert not is_copy(process) and process.communicate()[0] == "anew\\n"
+assert not is_forked(process) and process.communicate()[0] == "anew\\n"
 print("all held")
 """
 
@@ -201,7 +209,7 @@ def test_what_cannot_be_copied_safely_is_started_anew(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
-def test_a_stage_hears_of_its_copies_as_of_any_process(source: Path, tmp_path: Path) -> None:
+def test_a_stage_hears_of_what_it_forks_as_of_any_process(source: Path, tmp_path: Path) -> None:
     script = tmp_path / "stage.py"
     script.write_text(STAGE)
     output = run([sys.executable, str(script)], 300, PYTHONPATH=str(source))

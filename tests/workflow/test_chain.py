@@ -1,11 +1,13 @@
 """The chain: what a stage recommends reaches the stages after it, and the sum is measured."""
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.conftest import Project, project_fixture
 
@@ -237,9 +239,53 @@ def test_workers_to_try_follow_from_the_wait(
         monkeypatch.setattr(tuning, "usable_cores", lambda: cores)  # noqa: B023
         config = project.config(run_dir=tmp_path, train__loader_workers=given)
         stage = project.module("workflow.stage").Stage("baseline", config)
+        stage.figures["step_seconds"] = {"median": 0.001}
         state = project.module("train").setup(config)
         assert tuning.try_loader_workers(stage, state, waited) is None
         assert tried == counts, (given, waited, cores)
+    # Steps that take a second are not tried by sixteen at a time.
+    assert tuning.workers_to_try(0, 0.97, 1.0, torch.device("cpu")) == [1, 2]
+    assert tuning.workers_to_try(0, 0.97, 10.0, torch.device("cpu")) == []
+
+
+def test_data_that_loader_workers_cannot_read_is_no_crash(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuning, sampling = project.module("workflow.tuning"), project.module("sampling")
+    fetch, here = sampling.fetch, os.getpid()
+
+    def only_here(*arguments: Any) -> Any:
+        if os.getpid() != here:
+            raise OSError("this cannot be read\nfrom another process")
+        return fetch(*arguments)
+
+    monkeypatch.setattr(sampling, "fetch", only_here)
+    config = project.config(run_dir=tmp_path)
+    stage = project.module("workflow.stage").Stage("baseline", config)
+    stage.figures["step_seconds"] = {"median": 0.001}
+    assert tuning.try_loader_workers(stage, project.module("train").setup(config), 0.5) is None
+    first, second = stage.figures["rejected"]
+    assert first.startswith("--train.loader-workers 1: OSError") and "2: OSError" in second
+
+
+@pytest.mark.parametrize("workers, multiple", [((3, 4), 12), ((0, 2), 2), ((2, 2), 1), ((0, 0), 1)])
+def test_windows_with_other_workers_are_whole_bursts(
+    project: Project,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    workers: tuple[int, int],
+    multiple: int,
+) -> None:
+    chain, found = project.module("workflow.chain"), []
+    files = project.module("files")
+    for name, count in zip(("given", "recommended"), workers, strict=True):
+        settings = project.config(run_dir=tmp_path, train__loader_workers=count)
+        files.write_json(tmp_path / f"{name}.json", files.to_json(settings))
+    monkeypatch.setattr(
+        chain, "in_turns", lambda ways, multiple=1: found.append((sorted(ways), multiple))
+    )
+    chain.measure(tmp_path)
+    assert found == [(["given", "recommended"], multiple)]
 
 
 def test_windows_with_reading_have_workers_of_their_own(project: Project, tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ FIGURES: dict[str, dict[str, Any]] = {
         "blocked_seconds": spread(0.01),
         "save_seconds": spread(0.1),
         "restart_seconds": {"launch": 3.0, "restore": 0.2, "first_step": 0.1, "total": 3.3},
+        "restore_seconds": 0.05,
         "interval_seconds": 41.0,
         "hours_between_failures": 24.0,
     },

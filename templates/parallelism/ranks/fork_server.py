@@ -12,6 +12,7 @@ import ctypes
 import gc
 import importlib
 import json
+import math
 import os
 import runpy
 import signal
@@ -36,6 +37,7 @@ class ForkServer:
     """Starts processes; to be made before this one has threads, or handles signals."""
 
     def __init__(self) -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, no child has an end
         self.connection, theirs = socket.socketpair()
         launcher = os.getpid()
         if os.fork():
@@ -45,15 +47,20 @@ class ForkServer:
             serve(theirs, launcher)
 
     def start(
-        self, command: Sequence[str], environment: dict[str, str], output: int | None = None
+        self,
+        command: Sequence[str],
+        environment: dict[str, str],
+        output: int | None = None,
+        group: int | None = None,
     ) -> "Child | None":
         """Start `python -u -m` a module of this package; None if this cannot be done here.
 
-        It writes to `output`, a descriptor (default: where this process writes).
+        It writes to `output`, a descriptor (default: where this process writes), and is of this
+        process `group` (default: of a session of its own).
         """
         if [*command[:3]] != [sys.executable, "-u", "-m"] or not command[3].startswith(PACKAGE):
             return None
-        request = json.dumps([command, environment]).encode()
+        request = json.dumps([command, environment, group]).encode()
         prctl = ctypes.CDLL(None).prctl
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # the server's grandchild becomes a child of this process
         try:
@@ -81,7 +88,7 @@ class Child:
             self.returncode = os.waitstatus_to_exitcode(ended[1])
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float = math.inf) -> int:
         """What `poll` returns in the end; TimeoutExpired after so many seconds."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
@@ -105,8 +112,9 @@ def serve(connection: socket.socket, launcher: int) -> None:
         size, output, *_ = socket.recv_fds(connection, 8, 1)
         if not size:
             os._exit(0)
-        request = connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
-        if (pid := fork_for(launcher)) is None:
+        text = connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
+        command, environment, group = json.loads(text)
+        if (pid := fork_for(launcher, group)) is None:
             connection.close()
             for stream in (1, 2) if output else ():
                 os.dup2(output[0], stream)
@@ -114,7 +122,7 @@ def serve(connection: socket.socket, launcher: int) -> None:
             os.close(descriptor)
         if pid is None:
             gc.unfreeze()
-            become(*json.loads(request), mask, copies)
+            become(command, environment, mask, copies)
         connection.sendall((pid or 0).to_bytes(8, "big"))
 
 
@@ -127,8 +135,8 @@ def preload() -> bool:
     return False
 
 
-def fork_for(launcher: int) -> int | None:
-    """Fork a child of the launcher, with a session of its own; returns None in it.
+def fork_for(launcher: int, group: int | None) -> int | None:
+    """Fork a child of the launcher, in a session of its own or in a `group`; returns None in it.
 
     Its parent ends at once, and the launcher, which asks for it, inherits it.
     """
@@ -142,7 +150,7 @@ def fork_for(launcher: int) -> int | None:
     if os.fork():
         os._exit(0)
     os.close(ready)
-    os.setsid()
+    os.setsid() if group is None else os.setpgid(0, group)
     while os.getppid() == parent:
         time.sleep(0.001)
     die_with_the_launcher()
@@ -167,7 +175,8 @@ def become(
     name = f"rank {environment['RANK']}" if "RANK" in environment else command[3]
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.rpartition(".")[2].encode())
     if threads := environment.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(int(threads))  # its library has read the variable long before
+        # Its library has read the variable long before: "4", or "4,2" for nested regions.
+        torch.set_num_threads(int(threads.partition(",")[0]))
     sys.stdout.reconfigure(write_through=True)  # as -u has it
     sys.argv[1:] = command[4:]
     runpy.run_module(command[3], run_name="__main__", alter_sys=True)

@@ -63,11 +63,12 @@ class WorkflowConfig:
 
 
 def prepare(arguments: list[str]) -> None:
-    """Prepare a command to start processes quickly, as its own begins."""
-    if STARTING & {*arguments[:1]}:
-        from .copies import prepare
+    """Let a command start processes quickly; to be called before it imports what is yours."""
+    on_one_rank = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if STARTING & {*arguments[:1]} and not {"-h", "--help"} & {*arguments} and on_one_rank:
+        from . import forks
 
-        prepare()
+        forks.prepare()
 
 
 def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:
@@ -187,8 +188,9 @@ def run_stage(config: Any, name: str, arguments: list[str]) -> str:
         code = process.wait()
     except BaseException:
         process.terminate()
+        text = f"\nstopped in {name}, of which nothing is kept: the same command reruns it"
+        print(text, flush=True)
         process.wait()
-        print(f"\nstopped in {name}, of which nothing is kept: the same command reruns it")
         raise
     written = code in (0, 1) and path.exists() and path.stat().st_mtime_ns != before
     if written and (content := read_stage(config.directory, name)):

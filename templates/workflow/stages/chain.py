@@ -8,6 +8,7 @@ FOLDER/recommended.json and writes FOLDER/TASK.json: seconds per step of both, i
 import contextlib
 import itertools
 import json
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -100,7 +101,7 @@ def interval(factor: Any) -> Interval | None:
 
 def typed_settings(arguments: list[str]) -> set[str]:
     """The settings that are named on a command line, or in a TOML file given by --config."""
-    words = [part for word in arguments for part in word.split("=", 1)]
+    words = [part for it in arguments for part in (it.split("=", 1) if it[:2] == "--" else [it])]
     named = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
     for option, file in itertools.pairwise(words):
         if option == "--config" and file.endswith(".toml"):
@@ -191,11 +192,13 @@ def measure(folder: Path) -> dict[str, Any]:
         # Else the second compiles for any size of batch, since the first has shown another.
         with patch.object(dynamo, "automatic_dynamic_shapes", False):
             workers = {it.train.loader_workers for it in configs.values()}
-            kind = without_reading if len(workers) == 1 else with_reading
+            kind, multiple = without_reading, 1
+            if len(workers) > 1:
+                kind, multiple = with_reading, math.lcm(*(max(1, count) for count in workers))
             ways = {name: kind(setup(it, world)) for name, it in configs.items()}
             for way in ways.values():
                 way(2)  # compiles
-            return in_turns(ways, multiple=max(1, *workers))
+            return in_turns(ways, multiple=multiple)
     except torch.OutOfMemoryError:
         return {"error": "both together do not fit into the memory"}
 

@@ -159,9 +159,9 @@ def flip_bit(path: Path) -> None:
 
 
 def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
-    """What a step costs without a save; then what saves cost, each begun when the last is over.
+    """What a step costs without a save, what saves cost, each begun when the last is over.
 
-    At last what it takes to verify and load one: on the slowest rank.
+    And what the slowest rank takes to verify and load one.
     """
     checkpointer = start(state, run_dir, group)
     quiet = record_steps(state, QUIET_STEPS).seconds[1:]

@@ -18,7 +18,7 @@ from ..distributed import parallel
 from ..errors import RankError, UserError
 from ..run.hardware import usable_cores
 from ..run.memory import descendants
-from .copies import Process, copy
+from .forks import Process, fork
 from .stage import PACKAGE, StageConfig
 
 # Variables by which torchrun tells a process its rank: the stage may have them, its children not.
@@ -71,12 +71,13 @@ def leave(number: int, frame: types.FrameType | None) -> None:
 def start(*words: str, piped: bool, anew: bool = False, **environment: str) -> Process:
     """Start `python -m words`; `piped`: in a session of its own, its output is for `communicate`.
 
-    It is a copy of a process that has imported torch, where that can be, unless started `anew`.
+    It is forked from a process that has imported torch, where that can be, unless it is to be
+    `anew`: a new Python.
     """
     command = [sys.executable, "-u", "-m", *words]
     inherited = {name: value for name, value in os.environ.items() if not OF_TORCHRUN.match(name)}
     variables = inherited | environment
-    if not anew and (process := copy(command, variables, piped)):
+    if not anew and (process := fork(command, variables, piped)):
         return process
     if not piped:
         return subprocess.Popen(command, env=variables, text=True)

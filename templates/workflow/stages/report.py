@@ -218,8 +218,9 @@ def of_checkpoint(section: Section, figures: Figures) -> None:
         ("save every", plots.in_time(best)),
     ]
     rows = [("blocked by a save", blocked), ("save, until published", published)]
-    for part in ("launch", "restore", "first_step"):
-        rows.append((f"restart: {part.replace('_', ' ')}", restart[part]))
+    for part, name in (("launch", "launch"), ("restore", "set-up"), ("first_step", "first step")):
+        rows.append((f"restart: {name}", restart[part]))
+    rows.append(("verify and load", figures["restore_seconds"]))
     title = "What saving and restarting cost"
     section.plot(title, plots.bars, rows, "seconds", plots.in_time)
     costs = blocked, restart["total"], 3600 * hours, best, published

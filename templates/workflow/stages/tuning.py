@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from ..run.hardware import free_host_memory, in_units, peak_memory, usable_cores
 from ..sampling import Loader, shares
 from ..train import State
 from . import baseline
-from .chain import recommend, reject
+from .chain import recommend, reject, typed_settings
 from .expected import hold_to, read_expected
 from .stage import Stage, StageConfig
 from .timing import Steps, record_steps
@@ -33,7 +34,9 @@ def measure(config: StageConfig) -> int:
         if file:
             hold_to(stage, file, expected)
         try_micro_batches(stage, state)
-        return try_loader_workers(stage, state, waited) if waited else None
+        # What is typed stays, so the gate must not pass on another number.
+        stays = "train.loader_workers" in typed_settings(sys.argv[2:])
+        return try_loader_workers(stage, state, waited) if waited and not stays else None
 
     return baseline.measure(config, tune)
 
@@ -125,26 +128,53 @@ def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | Non
         loader = Loader(source.dataset, source.order, plan, workers, state.loader.pin)
         return dataclasses.replace(state, plan=plan, loader=loader)
 
-    enough = math.ceil(max(1, given) / max(0.01, 1 - waited))  # if each has a core
-    most = min(enough, max(4, 2 * usable_cores()))
-    counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if given < count < 2 * most][-2:]
+    counts = workers_to_try(given, waited, stage.figures["step_seconds"]["median"], world.device)
     if not counts:
         return None
     print(f"     trying loader workers: {', '.join(map(str, counts))} ...", flush=True)
-    ways = {str(count): with_reading(reading(count)) for count in (given, *counts)}
-    seconds = in_turns(ways, multiple=math.lcm(*counts, max(1, given)))
-    median = {count: float(np.median(seconds[str(count)])) for count in counts}
-    best = min(count for count in counts if NEAR_BEST * median[count] <= min(median.values()))
+    ways = {str(given): with_reading(reading(given))}
     for count in counts:
-        speedup, verdict = times_as_fast(seconds[str(given)], seconds[str(count)])
-        if count == best and verdict == "faster":
+        way = with_reading(reading(count))
+        try:
+            way(1)
+        except Exception as error:  # what cannot be read in another process
+            why = f"{type(error).__name__}: {error}".partition("\n")[0][:100]
+            reject(stage, "train.loader_workers", count, why)
+        else:
+            ways[str(count)] = way
+    counts = [count for count in counts if str(count) in ways]
+    if not counts:
+        return None
+    seconds = in_turns(ways, multiple=counts[-1])
+    median = {count: float(np.median(seconds[str(count)])) for count in counts}
+    compared = {n: times_as_fast(seconds[str(given)], seconds[str(n)]) for n in counts}
+    faster = [count for count in counts if compared[count][1] == "faster"]
+    good = [n for n in faster if NEAR_BEST * median[n] <= min(median[it] for it in faster)]
+    best = min(good, default=None)
+    for count, (speedup, verdict) in compared.items():
+        if count == best:
             recommend(stage, "train.loader_workers", count, speedup)
         else:
             why = "faster, but not the best" if verdict == "faster" else verdict
             reject(stage, "train.loader_workers", count, why, speedup)
-    if "train.loader_workers" not in stage.figures.get("recommended", {}):
+    if best is None:
         return None
     state = reading(best)
     with contextlib.closing(state.loader):
         record_steps(state, best)
-        return record_steps(state, MEASURED)
+        return record_steps(state, best * math.ceil(MEASURED / best))
+
+
+def workers_to_try(
+    given: int, waited: float, step_seconds: float, device: torch.device
+) -> list[int]:
+    """Two numbers of loader workers above the given one that may end a wait, as time allows.
+
+    Of the numbers, and the given one, the largest is a multiple: see `with_reading`.
+    """
+    sharing = torch.cuda.device_count() if device.type == "cuda" else 1  # ranks of this machine
+    enough = math.ceil(max(1, given) / max(0.01, 1 - waited))  # if each has a core
+    most = min(enough, max(4, 2 * usable_cores() // sharing))
+    longest = BUDGET / (3 * TURNS[0] * step_seconds)  # window, in steps
+    counts = [max(1, given) << power for power in range(7)]
+    return [n for n in counts if given < n < 2 * most and n <= longest][-2:]

@@ -25,9 +25,9 @@ Way = Callable[[int], float]  # takes so many steps; seconds per step
 def in_turns(ways: dict[str, Way], multiple: int = 1) -> dict[str, list[float]]:
     """Seconds per step of each way, by windows in turns, so that other load meets all alike.
 
-    The steps of a window are a `multiple` of so many.
+    Each window has a multiple of `multiple` steps.
     """
-    slowest = max(min(way(1) for _ in range(2)) for way in ways.values())
+    slowest = max(min(way(multiple) for _ in range(2)) for way in ways.values())
     steps = multiple * math.ceil(min(100, WINDOW / slowest) / multiple)
     turns = int(np.clip(round(SECONDS / (len(ways) * steps * slowest)), *TURNS))
     found: dict[str, list[float]] = {name: [] for name in ways}
@@ -52,10 +52,10 @@ def without_reading(state: State) -> Way:
 
 
 def with_reading(state: State) -> Way:
-    """Steps as in training. Each window has workers of its own, or they would read ahead between.
+    """Steps as in training, with loader workers that end with the window.
 
-    At its start they begin to read side by side, and so many batches arrive at once as there are
-    workers: only over a multiple of these steps is the pace that of training.
+    Else they would read ahead while another way has its turn. All of them deliver their first batch
+    at the same time, so only a multiple of their number shows the pace of training.
     """
 
     def take(steps: int) -> float:

@@ -189,11 +189,15 @@ def dispatch(arguments: list[str]) -> int:
 
 def main() -> int:
     """Run a command; its exit code: 0, 1 when something is wrong, 2 for bad input."""
-    workflow.prepare(sys.argv[1:])
     log_to_console()
     stdout: Any = sys.stdout
     stdout.reconfigure(errors="backslashreplace")  # a name in a file may be no text
-    return exit_code(lambda: dispatch(sys.argv[1:]))
+
+    def command() -> int:
+        workflow.prepare(sys.argv[1:])
+        return dispatch(sys.argv[1:])
+
+    return exit_code(command)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ NOT_A_SUM = {
 # Relative differences of the first loss and of the others, where kernels may add in any order.
 FIRST, OTHERS = 1e-5, 1e-2
 
-# Tries other settings, given the share of time waited if that is too much; steps that wait less.
+# Tries other settings, given the share of time lost if that is too much, else 0. Returns steps with
+# what it recommends, or None.
 Tune = Callable[[Stage, State, float], Steps | None]
 
 
@@ -122,12 +123,14 @@ def judge_waits(stage: Stage, state: State, steps: Steps, tune: Tune) -> None:
         measured += f"; {less:.1%} with the loader workers recommended"
         passed = less < DATA_WAIT_LIMIT or better.waits.mean() < WORTH_A_WORD
     more = 2 * state.config.train.loader_workers or 2
+    tried = better or any("loader-workers" in it for it in stage.figures.get("rejected", ()))
+    ahead = "" if tried else f", or read ahead with --train.loader-workers {more}"
     stage.check(
         "data_wait",
         passed,
         measured=measured,
         wanted=f"less than {DATA_WAIT_LIMIT:.0%}, or than {WORTH_A_WORD * 1e3:g} ms",
-        advice=f"make __getitems__ cheaper, or read ahead with --train.loader-workers {more}",
+        advice=f"make __getitems__ cheaper{ahead}",
     )
 
 

@@ -9,5 +9,5 @@ def prepare() -> None:
     """Nothing has to be prepared."""
 
 
-def copy(command: list[str], environment: dict[str, str], piped: bool) -> None:
-    """None: one process at a time is started, and there is no copy of any."""
+def fork(command: list[str], environment: dict[str, str], piped: bool) -> None:
+    """No process is forked here."""
