@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import io
 import json
 import math
 import os
@@ -21,13 +22,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 
 from .world import die_with_the_launcher
 
-PACKAGE = __package__.rpartition(".")[0]
+PACKAGE = __name__.partition(".")[0]
 # What takes long: optimizers import dynamo.
 PRELOADED = ("safetensors.torch", "torch._dynamo", "torch.distributed.checkpoint", "tyro")
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
@@ -162,7 +164,7 @@ def fork_for(launcher: int, group: int | None) -> int | None:
 
 
 def become(
-    command: list[str], environment: dict[str, str], mask: set[signal.Signals], copies: bool
+    command: list[str], environment: dict[str, str], mask: Iterable[int], copies: bool
 ) -> None:
     """Run a module as the new process `command` would."""
     os.environ.clear()
@@ -177,7 +179,7 @@ def become(
     if threads := environment.get("OMP_NUM_THREADS"):
         # Its library has read the variable long before: "4", or "4,2" for nested regions.
         torch.set_num_threads(int(threads.partition(",")[0]))
-    sys.stdout.reconfigure(write_through=True)  # as -u has it
+    cast(io.TextIOWrapper, sys.stdout).reconfigure(write_through=True)  # as -u has it
     sys.argv[1:] = command[4:]
     runpy.run_module(command[3], run_name="__main__", alter_sys=True)
     sys.exit()

@@ -74,8 +74,8 @@ class Rank(SubprocessHandler):
     server: ForkServer | None = None
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        plain = self.server is None or self._stdout or self._stderr  # redirected
-        child = None if plain else self.server.start(args, env)
+        redirected = self._stdout or self._stderr
+        child = self.server and not redirected and self.server.start(args, env)
         return child or super()._popen(args, env)
 
 
