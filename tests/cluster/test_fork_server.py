@@ -93,10 +93,10 @@ from pathlib import Path
 
 from forked.workflow import forks
 
+signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever started the tests may ignore it
 forks.prepare()
 from forked.workflow import processes
 
-signal.signal(signal.SIGTERM, signal.SIG_DFL)
 here = Path("/proc/self/cmdline").read_bytes()
 
 
