@@ -8,10 +8,13 @@ The server is a child of the process that asks: what it starts through an interm
 ends at once becomes that one's child, too, as if it had started it itself.
 """
 
+import atexit
+import contextlib
 import ctypes
 import faulthandler
 import gc
 import importlib
+import io
 import json
 import os
 import re
@@ -21,6 +24,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +169,11 @@ def become(words: list[str], environment: dict[str, str], folder: str, group: in
     os.environ.update(environment)
     sys.path[:0] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     unbuffered = "-u" in words or "PYTHONUNBUFFERED" in environment
-    sys.stdout.reconfigure(line_buffering=os.isatty(1), write_through=unbuffered)
+    for name, own in (("stdout", 1), ("stderr", 2)):  # the server's may be files, not pipes
+        raw: Any = open(own, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+        lines = own == 2 or os.isatty(1)
+        stream = io.TextIOWrapper(raw, line_buffering=lines, write_through=unbuffered)
+        setattr(sys, name, stream)
     if "PYTHONFAULTHANDLER" in environment:
         faulthandler.enable()
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
@@ -183,9 +191,24 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # the collector would write to what all share
     serve(socket.socket(fileno=os.dup(0)))
-    gc.unfreeze()
     ctypes.CDLL(None).prctl(PR_SET_NAME, b"python")
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    code: Any = 0
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        code = 1
+        traceback.print_exc()
+    # As Python ends, except that it would go through all objects and free them: for half a second.
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import cast
 
 import torch
 
@@ -123,7 +122,6 @@ def serve(connection: socket.socket, launcher: int) -> None:
         for descriptor in output:
             os.close(descriptor)
         if pid is None:
-            gc.unfreeze()
             become(command, environment, mask, copies)
         connection.sendall((pid or 0).to_bytes(8, "big"))
 
@@ -179,7 +177,8 @@ def become(
     if threads := environment.get("OMP_NUM_THREADS"):
         # Its library has read the variable long before: "4", or "4,2" for nested regions.
         torch.set_num_threads(int(threads.partition(",")[0]))
-    cast(io.TextIOWrapper, sys.stdout).reconfigure(write_through=True)  # as -u has it
+    # As -u has it; and what the server writes to may be a file, with a place, where this is a pipe.
+    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
     sys.argv[1:] = command[4:]
     runpy.run_module(command[3], run_name="__main__", alter_sys=True)
     sys.exit()

@@ -1,5 +1,7 @@
 """Errors that are shown in one line, without a traceback, and the exit codes of commands."""
 
+import atexit
+import gc
 import os
 import shlex
 import signal
@@ -74,6 +76,7 @@ def exit_code(command: Callable[[], int]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    atexit.register(gc.freeze)  # or Python, as it ends, looks for garbage in all of torch: 1 s
     for number in (signal.SIGTERM, signal.SIGUSR1):
         # Stop signals often come twice, and Python removes its own handlers on its way out.
         signal.signal(number, signal.SIG_IGN)
