@@ -15,7 +15,7 @@ TEST := $(DEMO) pillow scikit-learn pytest pytest-xdist pytest-timeout hypothesi
 
 # The peers have an environment of their own, so that tests and demo go without them.
 PEERS := build/benchmark
-TOPICS := loop save restore sampler shards startup restart workflow
+TOPICS := loop save restore sampler shards optimizer startup restart workflow
 TORTURE := crash_points kill_storm elastic damage hostile_files entrances resources stops store
 
 .PHONY: demo test torture matrix mutants compat lint docs benchmark gpu clean

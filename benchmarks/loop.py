@@ -98,8 +98,9 @@ class Task:
     """The parts that the contenders put together, each in its framework's usual way."""
 
     def __init__(self, config: Any) -> None:
-        data, model, self.optim = (
-            importlib.import_module(f"{PACKAGE}.{name}") for name in ("data", "model", "optim")
+        data, model, self.optim, self.rates = (
+            importlib.import_module(f"{PACKAGE}.{name}")
+            for name in ("data", "model", "optim", "schedule")
         )
         self.config = config
         self.vectors = data.Vectors(config.data.samples, config.data.features, config.data.classes)
@@ -117,7 +118,7 @@ class Task:
 
     def rate(self, step: int) -> float:
         """The learning rate of a step."""
-        return self.optim.learning_rate(self.config.optim, step, STEPS, BATCH)
+        return self.rates.learning_rate(self.config.optim, step, STEPS, BATCH)
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
         """The same rates by PyTorch's scheduler, for frameworks that want one."""

@@ -113,6 +113,18 @@ def sampler(found: Series) -> list[str]:
     return lines
 
 
+def optimizer(found: Series) -> list[str]:
+    """Muon beside AdamW."""
+    name, lines = "Muon, 0.75 of the steps", []
+    for what, kind, goal, unit in (
+        ("Its bits per byte over AdamW's", "bits per byte over AdamW's", 0, "bits"),
+        ("Its training, of AdamW's seconds", "training, of AdamW's", 1, "x"),
+    ):
+        worst = max(found[f"{name}: {kind}"]["values"])
+        lines.append(verdict(f"{name}, the worst seed. {what}", worst, goal, unit))
+    return lines
+
+
 def startup(found: Series) -> list[str]:
     """Beginning."""
     return [
@@ -152,7 +164,7 @@ def workflow(found: Series) -> list[str]:
     return lines
 
 
-TOPICS = (loop, save, restore, sampler, startup, restart, workflow)
+TOPICS = (loop, save, restore, sampler, optimizer, startup, restart, workflow)
 
 
 def page(results: Path) -> str:

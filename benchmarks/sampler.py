@@ -1,4 +1,4 @@
-"""What it costs to go to any sample of 10^3 to 10^12, beside DistributedSampler.
+"""What it costs to go to any sample of 10^3 to 10^12, mixed or not, beside DistributedSampler.
 
 A seek, for ours, is: make the order anew, go to the middle of the hundredth epoch, take a batch.
 For DistributedSampler: set that epoch, pass over half of it. Then ids are taken batch by batch.
@@ -36,14 +36,26 @@ class Numbered:
 def ours(size: int, position: int, batches: int) -> tuple[float, float]:
     """Seconds of a seek to a position in the stream; seconds an id of the batches that follow."""
     sampling = importlib.import_module(f"{PACKAGE}.sampling")
+    return sought(lambda: sampling.GlobalBatches(size, BATCH, seed=0), position, batches)
+
+
+def mixed(size: int, position: int, batches: int) -> tuple[float, float]:
+    """The same of a mixture, seven tenths from one source and three from another."""
+    mixture, tenth = importlib.import_module(f"{PACKAGE}.mixture"), size // 10
+    sizes, weights = [7 * tenth, 3 * tenth], {"a": 7, "b": 3}
+    return sought(lambda: mixture.MixedBatches(sizes, weights, BATCH, seed=0), position, batches)
+
+
+def sought(make: Callable[[], Any], position: int, batches: int) -> tuple[float, float]:
+    """Seconds to make an order and go to a position; seconds an id of the batches that follow."""
     step = position // BATCH
     started = time.perf_counter()
-    order = sampling.GlobalBatches(size, BATCH, seed=0)
+    order = make()
     order.ids(step)
-    sought = time.perf_counter()
+    there = time.perf_counter()
     for following in range(step, step + batches):
         order.ids(following).tolist()
-    return sought - started, (time.perf_counter() - sought) / (batches * BATCH)
+    return there - started, (time.perf_counter() - there) / (batches * BATCH)
 
 
 def distributed_sampler(size: int, position: int, batches: int) -> tuple[float, float]:
@@ -55,9 +67,9 @@ def distributed_sampler(size: int, position: int, batches: int) -> tuple[float, 
     ids = iter(sampler)
     for _ in itertools.islice(ids, within):
         pass
-    sought = time.perf_counter()
+    there = time.perf_counter()
     taken = sum(len(list(itertools.islice(ids, BATCH))) for _ in range(batches))
-    return sought - started, (time.perf_counter() - sought) / taken
+    return there - started, (time.perf_counter() - there) / taken
 
 
 def contenders(smoke: bool) -> dict[str, tuple[Target, int, int]]:
@@ -70,6 +82,7 @@ def contenders(smoke: bool) -> dict[str, tuple[Target, int, int]]:
     }
     for name, target, powers in (
         ("ours", ours, (3, 6, 9, 12)),
+        ("ours, a mixture", mixed, (3, 6, 9, 12)),
         ("DistributedSampler", distributed_sampler, (3,) if smoke else (3, 6, 7)),
     ):
         for power in powers:
@@ -108,7 +121,8 @@ def measure(folder: Path, smoke: bool) -> dict[str, Any]:
     source = render(folder)
     sys.path.insert(0, str(source))
     batches = 2 if smoke else 256
-    rounds = {ours: 2 if smoke else 51, distributed_sampler: 2 if smoke else 9}
+    many, few = (2, 2) if smoke else (51, 9)
+    rounds = {ours: many, mixed: many, distributed_sampler: few}
     chosen = contenders(smoke)
     found: dict[str, list[float]] = {}
     for contender, times in rounds.items():

@@ -101,6 +101,15 @@ def shifted(images: Tensor, keys: Iterable[int]) -> Tensor:
     return torch.stack(result)
 
 
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Five steps of Muon's polynomial on the singular values (Jordan et al., 2024)."""
+    x = matrix / matrix.norm()
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x - 4.7750 * square @ x + 2.0315 * square @ square @ x
+    return x
+
+
 @dataclass
 class Trace:
     """What a run computed."""
@@ -139,11 +148,20 @@ def train(
         with torch.no_grad():
             for name, weight in weights.items():
                 gradient = gradients[name] * min(1.0, get["clip"] / norm)
+                weight *= 1 - rate * (get["weight_decay"] if weight.ndim > 1 else 0)
+                if get.get("name") == "muon" and name.startswith("blocks.") and weight.ndim > 1:
+                    momentum = get["momentum"]
+                    means[name] = momentum * means[name] + (1 - momentum) * gradient
+                    ahead = momentum * means[name] + (1 - momentum) * gradient
+                    for part in range(parts := 3 if "qkv" in name else 1):
+                        rows = slice(part * len(weight) // parts, (part + 1) * len(weight) // parts)
+                        size = rate * 0.2 * math.sqrt(max(weight[rows].shape))
+                        weight[rows] -= size * orthogonal(ahead[rows])
+                    continue
                 means[name] = beta1 * means[name] + (1 - beta1) * gradient
                 squares[name] = beta2 * squares[name] + (1 - beta2) * gradient.square()
                 mean = means[name] / (1 - beta1 ** (step + 1))
                 deviation = (squares[name] / (1 - beta2 ** (step + 1))).sqrt() + 1e-8
-                weight *= 1 - rate * (get["weight_decay"] if weight.ndim > 1 else 0)
                 weight -= rate * mean / deviation
             if (step + 1) % get["validate_every"] == 0:
                 loss, all_of, right = forward(weights, validation)

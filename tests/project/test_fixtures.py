@@ -47,6 +47,7 @@ def test_an_old_checkpoint_is_read_and_gone_on_from(
     assert len(left_out) == 1 and "checkpoint.url" in left_out[0]
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == [7, 8]
+    assert project.module("config").load(run).optim.name == "adamw"  # a preset's is another now
     project("verify", "--run-dir", str(run))
 
 

@@ -19,7 +19,8 @@ project = project_fixture("of_logs", parallelism="ddp", checkpoint="dcp_async")
 
 
 def test_each_line_tells_the_copies_for_saves(project: Project, tmp_path: Path) -> None:
-    settings = project.config(run_dir=tmp_path, train__log_every=1, checkpoint__every=4)
+    changes = {"optim__name": "adamw", "train__log_every": 1, "checkpoint__every": 4}
+    settings = project.config(run_dir=tmp_path, **changes)
     project.module("train").run(settings)
     weights = project.module("train").setup(settings).model.parameters()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()

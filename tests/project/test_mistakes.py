@@ -399,14 +399,18 @@ def test_an_error_in_our_own_files_shows_all(
     assert f"{HERE}/sampling.py" in text and text.endswith(" for //: 'str' and 'int'")
 
 
-def test_every_file_of_the_template_is_known_as_ours(project: Project, stored: Project) -> None:
+def test_every_file_of_the_template_is_known_as_ours(
+    project: Project, stored: Project, tmp_path: Path
+) -> None:
     """Else a traceback would show it as the user's."""
-    yours = {"model", "data", "infer", "optim", "callbacks"}
-    for it in (project, stored):
-        paths = (it.folder / "src" / it.name).iterdir()
-        files = {path.stem for path in paths if path.suffix == ".py" or path.is_dir()}
-        files.discard("__pycache__")
-        assert files == it.module("errors").OURS | yours
+    known = project.module("errors").OURS | {"model", "data", "infer", "optim", "callbacks"}
+    text = bake(tmp_path, task="language_model", package_name=project.name)
+    found = set()
+    for folder, name in ((project.folder, project.name), (stored.folder, stored.name)):
+        for package in (folder / "src" / name, text / "src" / project.name):
+            paths = package.iterdir()
+            found |= {path.stem for path in paths if path.suffix == ".py" or path.is_dir()}
+    assert found - {"__pycache__"} == known
 
 
 OWN_DATA = """

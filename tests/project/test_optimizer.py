@@ -94,13 +94,13 @@ def test_another_optimizer_trains_and_resumes_exactly(
 
 
 def test_the_rate_follows_the_global_batch_as_stated(project: Project) -> None:
-    optim = project.module("optim")
+    optim, schedule = project.module("optim"), project.module("schedule")
     for scaling, factor in (("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)):
         config = optim.OptimConfig(learning_rate=0.1, scaling=scaling, base_batch_size=64)
         for step in (0, 7, 50, 99):
-            here, there = (optim.learning_rate(config, step, 100, batch) for batch in (64, 256))
+            here, there = (schedule.learning_rate(config, step, 100, batch) for batch in (64, 256))
             assert there == pytest.approx(factor * here)
-        assert max(optim.learning_rate(config, step, 100, 64) for step in range(100)) == 0.1
+        assert max(schedule.learning_rate(config, step, 100, 64) for step in range(100)) == 0.1
 
 
 def test_memory_that_cannot_be_had_is_told_before_training(
@@ -108,7 +108,8 @@ def test_memory_that_cannot_be_had_is_told_before_training(
 ) -> None:
     memory = project.module("run.hardware")
     run = project.module("train").run
-    settings = project.config(run_dir=tmp_path / "run", train__steps=2)
+    changes = {"train__steps": 2, "optim__name": "adamw"}
+    settings = project.config(run_dir=tmp_path / "run", **changes)
     needed = 3 * sum(
         parameter.nbytes for parameter in project.module("train").setup(settings).model.parameters()
     )  # gradients and two moments

@@ -37,16 +37,21 @@ SETTINGS: dict[str, Any] = {
 # Enough to notice a mistake: on two ranks the first pads its share of three samples, too.
 FEW = {"train.steps": 10, "train.global_batch_size": 3, "train.micro_batch_size": 1}
 FEW |= {"train.validate_every": 5, "optim.warmup_steps": 3, "train.validate_samples": 0}
+OWN: dict[str, dict[str, Any]] = {
+    "language_model": {"optim.name": "muon", "optim.momentum": 0.9},
+    "image_classifier": {},
+}
+FEW |= {"optim.name": "adamw"}
 METRIC = {"language_model": "bits_per_byte", "image_classifier": "accuracy"}
 FILE = {"language_model": "text.txt", "image_classifier": "digits.npz"}
 TASKS = list(METRIC)
 
 # Each of these went unnoticed once: the file, what stands there, what is put in its place.
 BREAKAGES = {
-    "no_warm_up": ("optim.py", "highest * (step + 1) / config.warmup_steps", "highest"),
+    "no_warm_up": ("schedule.py", "highest * (step + 1) / config.warmup_steps", "highest"),
     "clipped_at_twice_the_norm": ("loss.py", "clip / (size", "2 * clip / (size"),
     "not_clipped": ("loss.py", "    if clip:", "    if False:"),
-    "no_decay_of_the_rate": ("optim.py", "+ (1 - config.final_fraction) * cosine", "* 0 + 1"),
+    "no_decay_of_the_rate": ("schedule.py", "+ (1 - config.final_fraction) * cosine", "* 0 + 1"),
     "weight_decay_on_norms": ("optim.py", '"weight_decay": 0.0', '"weight_decay": 0.1'),
     "validation_without_weights": (
         "train.py",
@@ -105,7 +110,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, plans = tmp_path_factory.mktemp("reference"), {}
     make_data(folder)
     for task in TASKS:
-        settings = SETTINGS | {"data.path": str(folder / FILE[task])}
+        settings = SETTINGS | OWN[task] | {"data.path": str(folder / FILE[task])}
         ddp, fsdp = f"ddp_{task}", f"fsdp_{task}"
         plans |= {ddp: (task, settings), fsdp: (task, settings)}
         bake(folder / fsdp, task=task, parallelism="fsdp", package_name=fsdp, tracker="none")

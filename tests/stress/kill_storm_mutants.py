@@ -37,10 +37,8 @@ def _restores_no_moments(package: str) -> None:
 
 def _trains_otherwise(package: str) -> None:
     training = importlib.import_module(f"{package}.train")
-    set_rate = training.set_learning_rate
-    training.set_learning_rate = lambda optimizer, config, step: set_rate(
-        optimizer, config, step + 1
-    )
+    set_rate = training.set_schedule
+    training.set_schedule = lambda optimizer, config, step: set_rate(optimizer, config, step + 1)
 
 
 def _saves_only_at_the_end(package: str) -> None:

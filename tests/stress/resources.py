@@ -105,7 +105,7 @@ def rest(variants: list[Variant], found: Findings, hits: Counter[str]) -> None:
     slow(plain, 3.0, hits)
     if not found.bounded:
         slow(ranks, 3.0, hits)
-    memory(plain, 24 if found.bounded else 104, 128 if found.bounded else 512, hits)
+    memory(plain, 24 if found.bounded else 104, 192 if found.bounded else 512, hits)
     for variant in (plain,) if found.bounded else (plain, ranks):
         long(variant, 400 if found.bounded else 20_000, hits)
 

@@ -52,7 +52,7 @@ def test_machines_come_and_go_and_a_wrong_order_would_be_seen(
 
     # The order of samples depends on how many ranks there are said to be.
     sampling = trial.source / trial.name / "sampling.py"
-    sound, text = "stream_key(self.seed, 0, epoch)", sampling.read_text()
+    sound, text = "stream_key(self.seed, *self.purpose, epoch)", sampling.read_text()
     assert sound in text
     worse = sound.replace("seed,", 'seed + int(os.environ.get("WORLD_SIZE", 1)) - 1,')
     sampling.write_text(text.replace(sound, worse).replace("import", "import os\nimport", 1))

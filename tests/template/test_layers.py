@@ -23,9 +23,9 @@ LAYERS = (
     {"train", "infer"},  # what is done with a model, by its settings
     {"config"},
     {"model", "data", "optim", "callbacks"},
-    {"compile", "profiler", "checkpoint", "run", "sampling"},
+    {"compile", "profiler", "checkpoint", "run", "mixture", "sampling", "ema"},
     {"distributed"},
-    {"loss", "errors", "files", "device", "fingerprint"},
+    {"loss", "schedule", "errors", "files", "device", "fingerprint"},
 )
 """The top first; a module belongs to the layer of its room."""
 

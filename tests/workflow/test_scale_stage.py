@@ -408,7 +408,7 @@ def test_memory_that_is_kept_and_allocated_is_counted(
     state = forecast.setup(recomputed, world)
     assert "activation-checkpointing" in forecast.memory_of(state, 1, None)["unpredictable"]
     state = forecast.setup(config, world)
-    monkeypatch.setattr(project.module("run.hardware"), "state_per_parameter", lambda _: None)
+    monkeypatch.setattr(project.module("run.hardware"), "state_per_parameter", lambda *_: None)
     assert "guessed" in forecast.memory_of(state, 1, None)["unpredictable"]
 
 

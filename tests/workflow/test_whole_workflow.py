@@ -102,7 +102,7 @@ def test_two_ranks_do_what_one_does(whole: Whole) -> None:
         assert set(figures[f"{kind}_efficiency"]) == {"2"}
     one, two = (record["memory"] for record in records)
     assert one["parameters"] == two["parameters"]
-    assert one["optimizer"] == pytest.approx(2 * one["gradients"])
+    assert 1 < one["optimizer"] / one["gradients"] < 2  # Muon's of the blocks' matrices, AdamW's
     assert one["gathered"] == two["gathered"] == 0
     parts = ("parameters", "gradients", "optimizer", "activations", "gathered")
     assert one["predicted"] == sum(one[part] for part in parts)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -63,7 +64,7 @@ def warm_up(module: nn.Module, step: Callable[[], object]) -> None:
     """
     if not isinstance(module, DistributedDataParallel) or module.find_unused_parameters:
         return  # with that setting the buckets stay as they are
-    if torch.distributed.get_world_size() > 2:
+    if dist.get_world_size() > 2:
         step()
 
 
@@ -115,3 +116,29 @@ def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
     """2-norm of all gradients together, a scalar on the device, the same on every rank."""
     # As torch.nn.utils.get_total_norm, which first sorts by device and dtype for twice the cost.
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+
+
+def divide_work(
+    matrices: list[torch.Tensor],
+    like: list[torch.Tensor],
+    work: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+) -> list[torch.Tensor]:
+    """`work` on the matrices, which all ranks have; each is worked on by one rank."""
+    if not dist.is_initialized():
+        return work(matrices)
+    ranks, results = dist.get_world_size(), [*matrices]
+    by_size = sorted(range(len(matrices)), key=lambda place: -matrices[place].numel())
+    parts = [by_size[rank::ranks] for rank in range(ranks)]
+    done = work([matrices[place] for place in parts[dist.get_rank()]])
+    sent = []
+    for rank, places in enumerate(parts[: len(matrices)]):
+        mine = rank == dist.get_rank()
+        each = done if mine else [matrices[place] for place in places]
+        flat = torch.cat([matrix.flatten() for matrix in each])
+        sent.append((places, flat, dist.broadcast(flat, rank, async_op=True)))
+    for places, flat, transfer in sent:
+        transfer.wait()
+        sizes = [matrices[place].numel() for place in places]
+        for place, result in zip(places, flat.split(sizes), strict=True):
+            results[place] = result.view_as(matrices[place])
+    return results

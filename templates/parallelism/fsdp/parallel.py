@@ -182,3 +182,39 @@ def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
     # Left to itself it would go through DTensors one by one.
     norm = torch.nn.utils.get_total_norm(gradients, foreach=world.distributed or None)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def divide_work(
+    matrices: list[torch.Tensor],
+    like: list[torch.Tensor],
+    work: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+) -> list[torch.Tensor]:
+    """`work` on matrices of which this rank holds the rows that it holds of those in `like`.
+
+    Each is gathered by one rank, which works on it and sends the others their rows: a rank has one
+    whole matrix at a time.
+    """
+    if not isinstance(like[0], DTensor):
+        return work(matrices)
+    mesh = like[0].device_mesh
+    group, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    results = [*matrices]
+    by_size = sorted(range(len(matrices)), key=lambda place: -like[place].numel())
+    for first in range(0, len(matrices), ranks):
+        places = by_size[first : first + ranks]  # rank i works on the i-th
+        sent = torch.cat([matrices[place].flatten() for place in places])
+        sizes = [matrices[place].numel() for place in places] + [0] * (ranks - len(places))
+        rows: list[int] = [0] * ranks
+        mine = dist.get_rank(group)
+        if mine < len(places):
+            shape = like[places[mine]].shape
+            parts = torch.empty(shape, device="meta").chunk(ranks)
+            rows[: len(parts)] = [part.numel() for part in parts]
+        received = sent.new_empty(sum(rows))
+        dist.all_to_all_single(received, sent, rows, sizes, group)
+        if mine < len(places):
+            received = work([received.view(shape)])[0].flatten()
+        dist.all_to_all_single(sent, received, sizes, rows, group)
+        for place, result in zip(places, sent.split(sizes), strict=False):
+            results[place] = result.view_as(matrices[place])
+    return results

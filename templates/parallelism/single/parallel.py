@@ -91,6 +91,15 @@ def total_norm(gradients: list[torch.Tensor], world: "World") -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
 
+def divide_work(
+    matrices: list[torch.Tensor],
+    like: list[torch.Tensor],
+    work: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+) -> list[torch.Tensor]:
+    """`work` on the matrices, divided among the processes."""
+    return work(matrices)
+
+
 def all_reduce(tensor: torch.Tensor, world: "World") -> torch.Tensor:
     """Sum over the processes: the tensor itself."""
     return tensor

@@ -10,7 +10,7 @@ import resource
 import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from .errors import UserError
 from .files import check_regular
 from .fingerprint import of_bytes, of_files
+from .mixture import Joined, parse
 
 if TYPE_CHECKING:
     from .config import Config
@@ -32,6 +33,8 @@ class DataConfig:
 
     path: Path | None = None
     """A text file, a .bin file of tokens, or a folder (default: the Python standard library)."""
+    mix: str = ""
+    """Train on several of them below `path`, by weight: "code=0.7,books=0.3" (default: no)."""
     context: int = 128
     """Tokens that the model sees at once."""
     vocabulary: int = 0
@@ -56,23 +59,39 @@ class Spec:
     fingerprint: str
 
 
-def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
-    """Training and validation data and their spec; UserError for unusable data.
+def build_datasets(config: "Config") -> tuple[Any, Any, Spec]:
+    """Training and validation data and their spec; UserError for unusable data."""
+    data = config.data
+    if not data.mix:
+        return read_source(data.path or Path(sysconfig.get_paths()["stdlib"]), data)
+    if not data.path:
+        raise UserError("--data.mix names what is below --data.path: give that, too")
+    weights = parse(data.mix)
+    training, validation, specs = zip(
+        *(read_source(data.path / name, data) for name in weights), strict=True
+    )
+    if len({spec.vocabulary for spec in specs}) > 1:
+        raise UserError(f"--data.mix {data.mix}: some of these are text, and some are tokens")
+    identity = of_bytes(*(spec.fingerprint for spec in specs), data.mix)
+    spec = replace(specs[0], fingerprint=identity)
+    return Joined(training, weights), Joined(validation, weights), spec
+
+
+def read_source(folder: Path, data: DataConfig) -> tuple["Chunks", "Chunks", Spec]:
+    """Training and validation data at a place, and their spec.
 
     Text is split by file, a twentieth of the files by a hash of their names, so that the split is
     the same on every machine and when files are added. Of token files, those whose name begins
     with "val" are for validation. What is not divided like this gives its last twentieth.
     """
-    data, path = config.data, config.data.path
-    if path and not path.exists():
-        raise UserError(f"--data.path {path}: there is nothing there")
-    folder = path or Path(sysconfig.get_paths()["stdlib"])
+    if not folder.exists():
+        raise UserError(f"--data.path {folder}: there is nothing there")
     if files := token_files(folder):
         check_token_files(files, data.vocabulary, data.token_type)
         parts = [[f for f in files if f.name.startswith("val") is val] for val in (False, True)]
         identity = of_files(folder, files, data.context, data.token_type)
     else:
-        parts = read_text(folder, "" if path else ".py")
+        parts = read_text(folder, "" if data.path else ".py")
         identity = of_bytes(*parts[0], *parts[1], data.context)
     training, validation = (
         Chunks(part, data.context, data.vocabulary, data.token_type) for part in parts

@@ -53,7 +53,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "train.global_batch_size": 16,
         "train.micro_batch_size": 16,
         "train.validate_samples": 256,
-        "optim.learning_rate": 6e-3,
+        "optim.name": "muon",
+        "optim.learning_rate": 2e-2,
+        "optim.momentum": 0.9,
     },
     # GPT-2's size and batch; for token files: --data.path FOLDER (train.bin, val.bin).
     "gpt2_124m": {
@@ -67,6 +69,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "train.micro_batch_size": 16,
         "train.validate_every": 500,
         "train.validate_samples": 480,
+        "optim.name": "adamw",
         "optim.learning_rate": 6e-4,
         "optim.warmup_steps": 700,
         "checkpoint.every": 500,

@@ -100,7 +100,7 @@ def infer(arguments: list[str]) -> int:
     import torch
 
     from . import infer as task
-    from .checkpoint.transfer import load_weights
+    from .checkpoint.transfer import Weights, load_weights
     from .config import RunLocation, load
     from .data import build_datasets
     from .device import pick_device
@@ -113,6 +113,8 @@ def infer(arguments: list[str]) -> int:
 
         step: int | None = None
         """Use the checkpoint of this step (default: the newest good one)."""
+        weights: Weights = "last"
+        """ema: their average (--optim.ema) in place of the last ones."""
         device: str = "auto"
 
     options = parse("infer", Inference, arguments)
@@ -121,7 +123,8 @@ def infer(arguments: list[str]) -> int:
     config = load(options.directory / "config.json")
     _, _, spec = build_datasets(config)
     model = build_model(config, spec)
-    loaded = load_weights(options.directory, model, options.step, Group(), strict=True)
+    where, step = options.directory, options.step
+    loaded = load_weights(where, model, step, Group(), strict=True, weights=options.weights)
     log.info("weights: %s", loaded)
     model.to(pick_device(options.device)).eval()
     with torch.no_grad():

@@ -144,12 +144,13 @@ def preset(name: str = "default", kind: type[C] = Config) -> C:
 def load(path: Path, kind: type[C] = Config, start: str = "default") -> C:
     """A preset, overridden by TOML with any of the settings, or by a run's config.json.
 
-    The latter without what names that run (its name, its store).
+    The latter without what names that run (its name, its store). A setting that it lacks is newer
+    than it, and has its own default: a preset's may have become another one since.
     """
-    config = preset(start, kind)
     path = path / "config.json" if path.is_dir() else path
     if path.suffix != ".toml":
-        return on_disk(from_json(config, path, leave_out=OF_ONE_RUN))
+        return on_disk(from_json(kind(), path, leave_out=OF_ONE_RUN))
+    config = preset(start, kind)
     changes = read_toml(path)
     if kind is Config:  # a run's own settings, from a file for the stages, too
         changes = {n: value for n, value in changes.items() if not n.startswith("workflow.")}

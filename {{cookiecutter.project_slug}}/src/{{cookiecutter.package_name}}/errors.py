@@ -14,8 +14,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 # The rest of this package is the user's own: a traceback shows it, and leaves these out.
 OURS = {"__init__", "__main__", "checkpoint", "compile", "config", "device", "distributed"}
-OURS |= {"errors", "files", "fingerprint", "loss", "profiler", "run", "sampling", "train"}
-OURS |= {"workflow"}
+OURS |= {"ema", "errors", "files", "fingerprint", "loss", "mixture", "profiler", "run"}
+OURS |= {"sampling", "schedule", "train", "workflow"}
 
 
 class UserError(ValueError):

@@ -101,10 +101,14 @@ class Permutation:
 
 
 class GlobalBatches:
-    """The sample ids of every global batch, the same whatever the number of ranks."""
+    """The sample ids of every global batch, the same whatever the number of ranks.
 
-    def __init__(self, size: int, batch_size: int, seed: int) -> None:
+    Those of another `purpose` have nothing to do with them.
+    """
+
+    def __init__(self, size: int, batch_size: int, seed: int, *purpose: int) -> None:
         self.size, self.batch_size, self.seed = size, batch_size, seed
+        self.purpose = purpose or (0,)
         self.per_block = max(1, BLOCK // batch_size)
         self.blocks: dict[int, np.ndarray] = {}
 
@@ -118,17 +122,21 @@ class GlobalBatches:
         if block not in self.blocks:
             while len(self.blocks) > 1:
                 self.blocks.pop(next(iter(self.blocks)))
-            self.blocks[block] = self._compute_block(block)
+            length = self.per_block * self.batch_size
+            self.blocks[block] = self.ids_at(block * length, (block + 1) * length)
         return self.blocks[block][row * self.batch_size : (row + 1) * self.batch_size]
 
-    def _compute_block(self, block: int) -> np.ndarray:
-        length = self.per_block * self.batch_size
-        start, stop = block * length, (block + 1) * length
-        parts = []
+    def drawn(self, step: int) -> dict[str, int]:
+        """Samples of each source in the batches before `step`; {} without several sources."""
+        return {}
+
+    def ids_at(self, start: int, stop: int) -> np.ndarray:
+        """The ids at positions start ... stop - 1, int64: one permutation an epoch."""
+        parts = [np.empty(0, np.int64)]
         while start < stop:
             epoch, offset = divmod(start, self.size)
             count = min(stop - start, self.size - offset)
-            permutation = Permutation(self.size, stream_key(self.seed, 0, epoch))
+            permutation = Permutation(self.size, stream_key(self.seed, *self.purpose, epoch))
             parts.append(permutation(np.arange(offset, offset + count, dtype=np.int64)))
             start += count
         return np.concatenate(parts)

@@ -5,6 +5,7 @@ import logging
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,11 +23,12 @@ from .data import build_datasets
 from .device import move, set_up_torch
 from .distributed import Group, World, join, leave, parallel, watchdog
 from .distributed.stop import Stop
+from .ema import averaged_weights, keep_average
 from .errors import RankError, UserError
 from .files import to_json
 from .loss import checked, judge_step, loss_vector, means
 from .model import blocks, build_model, compute_loss
-from .optim import build_optimizer, set_learning_rate
+from .optim import build_optimizer
 from .profiler import Profiler
 from .run.bad_steps import RunningBuffers, SkippedSteps, StopAtBadStep, step_unless, try_step
 from .run.callback_runner import GarbageCollection, enter, methods
@@ -39,10 +41,11 @@ from .run.hardware import (
     forward_flops,
     peak_flops,
 )
-from .run.journal import Journal, validated_at
+from .run.journal import Journal, introduce, validated_at
 from .run.memory import MemoryUse
 from .run.tracker import tracking
 from .sampling import NOTHING, GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
+from .schedule import set_schedule
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +99,8 @@ def setup(config: Config, world: World | None = None) -> State:
         )
     sampling.check_dataset(train, "training")
     sampling.check_dataset(validation, "validation")
-    order = GlobalBatches(len(train), batch_size, settings.seed)
+    own_order = getattr(train, "order", None)  # of a mixture
+    order = (own_order or partial(GlobalBatches, len(train)))(batch_size, settings.seed)
     plan = shares(batch_size, settings.micro_batch_size, world.rank, world.size)
     loader = Loader(train, order, plan, settings.loader_workers, pin=world.device.type == "cuda")
 
@@ -114,6 +118,8 @@ def setup(config: Config, world: World | None = None) -> State:
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
         raise UserError(f"build_optimizer (optim.py) returned a {kind}: wanted one Optimizer")
+    if config.optim.ema:
+        keep_average(optimizer)
     parts = config, world, spec, model, module, optimizer, plan, loader, validation, dtype
     return State(*parts, peak, flops, RunningBuffers(model))
 
@@ -149,7 +155,7 @@ def train_step(state: State, batches: list[Any]) -> None:
     # One factor turns sums into means and clips: gradients are multiplied once.
     scale, norm, bad = judge_step(sums, norm, world.size, config.optim.clip)
     torch._foreach_mul_(parallel.local(gradients), scale)
-    set_learning_rate(state.optimizer, config, state.step)
+    set_schedule(state.optimizer, config, state.step)
     if state.checkpointer:
         # A save may still be copying these weights: the optimizer must not change them under it.
         state.checkpointer.before_optimizer_step()
@@ -190,6 +196,17 @@ def validate(state: State, stopped: Callable[[], object] = bool) -> dict[str, fl
     state.module.train()
     figures = means(parallel.all_reduce(sums, world), loss.metrics)
     return {f"validation_{name}": value for name, value in figures.items()}
+
+
+def validate_averaged(state: State, stopped: Callable[[], object]) -> dict[str, float]:
+    """`validate`, and the same with the averages of the weights where there are some."""
+    figures = validate(state, stopped)
+    if not figures or not state.config.optim.ema:
+        return figures
+    with averaged_weights(state.model, state.optimizer):
+        averaged = validate(state, stopped)
+    renamed = {n.replace("_", "_ema_", 1): value for n, value in averaged.items()}
+    return figures | renamed if averaged else {}
 
 
 def run(config: Config, callbacks: Iterable[Any] = ()) -> Result:
@@ -235,7 +252,7 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         def validated(record: dict[str, Any]) -> dict[str, float]:
             """Validate, and add the figures to the record; {} if a stop cuts it short."""
             with group.patience("validation"), journal.paused():
-                figures = validate(state, lambda: stop.poll(checkpointer.failed)[0])
+                figures = validate_averaged(state, lambda: stop.poll(checkpointer.failed)[0])
                 for call in after_validation if figures else ():
                     call(state, figures)
             record.update(figures)
@@ -333,25 +350,6 @@ def start(state: State, run_dir: Path, group: Group) -> Checkpointer:
         log.info("weights: %s", load_weights(origin, state.model, None, group, config.init_strict))
     state.loader.seek(state.step)
     return checkpointer
-
-
-def introduce(state: State, run_dir: Path) -> None:
-    """Log what is about to be trained, on what, and where it is kept."""
-    config, world = state.config.train, state.world
-    cuda, dtype = world.device.type == "cuda", str(state.compute_dtype).removeprefix("torch.")
-    device = torch.cuda.get_device_name(world.device) if cuda else world.device
-    size = sum(parameter.numel() for parameter in state.model.parameters())
-    samples, batch = len(state.loader.source.dataset), config.global_batch_size
-    epochs = config.steps * batch / samples
-    tokens = getattr(state.spec, "tokens_per_sample", None)
-    for line in (
-        f"model  {size:,} parameters, {dtype} on {device}, ranks: {world.size}",
-        f"data   {samples:,} samples{f' of {tokens:,} tokens' if tokens else ''}, "
-        f"{len(state.validation):,} for validation",
-        f"batch  {batch:,} samples; {config.steps} steps are {epochs:,.2f} epochs",
-        f"run    {run_dir}, {f'resumed at step {state.step}' if state.step else 'new'}",
-    ):
-        log.info("%s", line)
 
 
 def owes_validation(state: State, run_dir: Path, group: Group) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..distributed import Group, World, parallel
+from ..ema import EMA
 from ..errors import RankError, UserError, command_for
 from . import CheckpointError
 from .publish import Write
@@ -186,12 +187,18 @@ class Checkpointer:
 
     def _forget_state_not_in(self, saved: Set[str]) -> None:
         """Drop optimizer state that was not saved: a parameter may never have had a gradient."""
-        missing = []
+        missing, averages = [], []
         for name, parameter in self.model.named_parameters():
-            keys = {f"optimizer.{name}.{key}" for key in self.optimizer.state.get(parameter, {})}
-            if not keys <= saved:
+            state = self.optimizer.state.get(parameter, {})
+            lost = {key for key in state if f"optimizer.{name}.{key}" not in saved}
+            if lost == {EMA}:
+                averages.append(name)
+                del state[EMA]
+            elif lost:
                 missing.append(name)
                 del self.optimizer.state[parameter]
+        if averages:
+            log.info("no average of the weights was saved: it begins with the next step")
         if missing:
             text = "no optimizer state was saved for %d parameters, such as %s: it starts afresh"
             log.warning(text, len(missing), missing[0])

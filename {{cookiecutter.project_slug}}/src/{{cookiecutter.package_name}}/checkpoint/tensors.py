@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..distributed import parallel
+from ..ema import EMA
 from ..errors import UserError
 from . import CheckpointError
 
@@ -72,11 +73,16 @@ def optimizer_parts(
     That is its state of each parameter, and the counts that it writes into its groups (some
     optimizers count their steps there), but no settings: those are in the signature of its class.
     """
-    for name, parameter in model.named_parameters():
+    first: set[nn.Parameter] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter in optimizer.state:
             state = optimizer.state[parameter]
-            yield name, state, [key for key, value in state.items() if value is not None]
-    settings = {*inspect.signature(type(optimizer)).parameters, "lr", "initial_lr", "rate_factor"}
+            keys = [key for key, value in state.items() if value is not None]
+            # Of tied weights, the average by each name, as `model.state_dict()` has the weights.
+            yield name, state, [key for key in keys if parameter not in first or key == EMA]
+            first.add(parameter)
+    scheduled = {"lr", "initial_lr", "rate_factor", "ema_decay"}
+    settings = scheduled | inspect.signature(type(optimizer)).parameters.keys()
     for place, group in enumerate(optimizer.param_groups):
         values = {k: v for k, v in group.items() if isinstance(v, int | float | torch.Tensor)}
         if own := [k for k, v in values.items() if k not in settings and not isinstance(v, bool)]:

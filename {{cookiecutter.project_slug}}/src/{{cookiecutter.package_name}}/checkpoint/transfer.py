@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..distributed import Group
+from ..ema import EMA
 from ..errors import UserError
 from ..files import read_json, sync_directory, write_json
 from ..run.directory import RunDirectory
@@ -30,6 +31,7 @@ from .tensors import Tensors, flat, forms_of, nest
 from .writer import write_tensors
 
 MODEL, OPTIMIZER = "model", "optimizer"
+Weights = Literal["last", "ema"]
 FILES = (".pt", ".pth", SAFETENSORS)
 OF_ONE_CHECKPOINT = ("step", "files", "folder", "format_version", "digest")  # not for another
 
@@ -48,6 +50,8 @@ class ExportConfig:
     """The run (with --step) or checkpoint that the source comes from, if that does not say so."""
     optimizer: bool | None = None
     """With the optimizer's state (default: yes, except for safetensors)."""
+    weights: Weights = "last"
+    """ema: their average (--optim.ema) in place of the last ones."""
 
 
 def export(run_dir: Path, options: ExportConfig) -> str:
@@ -78,7 +82,8 @@ def export(run_dir: Path, options: ExportConfig) -> str:
             raise UserError(f"{path} is of step {step}, not {options.step}")
         if (with_optimizer := options.optimizer) is None:
             with_optimizer = target.suffix != SAFETENSORS
-        tensors = read_state(source, note["manifest"]["identity"]["parameters"], with_optimizer)
+        parameters = note["manifest"]["identity"]["parameters"]
+        tensors = read_state(source, parameters, with_optimizer, options.weights)
     what = f"{len(tensors[MODEL])} tensors of the model"
     if with_optimizer:
         if not tensors[OPTIMIZER]:
@@ -92,7 +97,12 @@ def export(run_dir: Path, options: ExportConfig) -> str:
 
 
 def load_weights(
-    where: Path, model: nn.Module, step: int | None, group: Group, strict: bool = False
+    where: Path,
+    model: nn.Module,
+    step: int | None,
+    group: Group,
+    strict: bool = False,
+    weights: Weights = "last",
 ) -> str:
     """Load weights alone into a model, from anything that holds some; a line about what was done.
 
@@ -112,7 +122,7 @@ def load_weights(
     group.agree(look)
     (source,) = opened
     ours = model.state_dict()
-    saved = weight_names(source.forms, ours)
+    saved = with_averages(weight_names(source.forms, ours), source, weights)
     common = [name for name in ours if name in saved]
     for name in common:
         if (shape := source.forms[saved[name]].shape) != ours[name].shape:
@@ -156,6 +166,17 @@ def weight_names(stored: Iterable[str], wanted: Iterable[str]) -> dict[str, str]
     return max(map(without, prefixes), key=lambda names: len(names.keys() & wanted))
 
 
+def with_averages(saved: dict[str, str], source: Source, weights: Weights) -> dict[str, str]:
+    """The stored names, of the averages where `weights` says so; UserError if there are none."""
+    if weights == "last":
+        return saved
+    names = {name: f"{OPTIMIZER}.{name}.{EMA}" for name in saved}
+    there = {name: full for name, full in names.items() if full in source.forms}
+    if not there:
+        raise UserError(f"{source.path} has no average of the weights: train with --optim.ema")
+    return saved | there
+
+
 def note_of(where: Place, path: Place, manifest: dict[str, Any]) -> dict[str, Any]:
     """The note for a file made from the checkpoint at `path`, found at `where`: {} if it has none.
 
@@ -179,10 +200,12 @@ def read_note(source: Source) -> dict[str, Any]:
     return {}
 
 
-def read_state(source: Source, parameters: dict[str, Any], optimizer: bool) -> Tensors:
+def read_state(
+    source: Source, parameters: dict[str, Any], optimizer: bool, weights: Weights
+) -> Tensors:
     """Model and, if wanted, optimizer of a source as {"model": …, "optimizer": …}, on the host."""
-    names: dict[tuple[str, ...], str]
-    names = {(MODEL, name): full for name, full in weight_names(source.forms, parameters).items()}
+    saved = with_averages(weight_names(source.forms, parameters), source, weights)
+    names: dict[tuple[str, ...], str] = {(MODEL, name): full for name, full in saved.items()}
     if lost := parameters.keys() - {name for _, name in names}:
         raise UserError(f"the source has no {', '.join(sorted(lost)[:3])}: not all of the model")
     if optimizer:

@@ -56,30 +56,34 @@ def expected_memory(model: nn.Module, optimizer: torch.optim.Optimizer, staged_b
 
     `staged_by` is the number of processes that divide the staging of checkpoints (0: no staging).
     """
-    measured = state_per_parameter(optimizer)
-    factor = 2.0 if measured is None else measured
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    factors, guessed = {}, False  # bytes of state per byte of a parameter
+    for group in optimizer.param_groups:
+        measured = state_per_parameter(optimizer, group)
+        guessed |= measured is None
+        factor = (2.0 if measured is None else measured) + ("ema_decay" in group)
+        factors |= {id(p): factor for p in group["params"]}
     parameters = gradients = state = staging = checkpoint = 0
     for tensor in [*model.parameters(), *model.buffers()]:
         size = parallel.local_part(tensor).nbytes
-        moments = int(factor * size) if id(tensor) in trained else 0
+        factor = factors.get(id(tensor), 0.0)
+        moments = int(factor * size)
         parameters += size
         gradients += size if tensor.requires_grad else 0
         state += moments
-        checkpoint += tensor.nbytes + int(factor * tensor.nbytes) * (id(tensor) in trained)
+        checkpoint += tensor.nbytes + int(factor * tensor.nbytes)
         if staged_by:
             staging += (size + moments) // parallel.copies(tensor, 0, staged_by)[0]
-    return Memory(parameters, gradients, state, staging, checkpoint, measured is None)
+    return Memory(parameters, gradients, state, staging, checkpoint, guessed)
 
 
-def state_per_parameter(optimizer: torch.optim.Optimizer) -> float | None:
-    """Bytes that the optimizer keeps per byte of a parameter; None if a twin cannot be tried."""
+def state_per_parameter(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float | None:
+    """Bytes that it keeps per byte of a parameter of a group; None if a twin cannot be tried."""
     parameter = torch.zeros(64, 64, requires_grad=True)
     parameter.grad = torch.zeros_like(parameter)
     known = inspect.signature(type(optimizer)).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in known}
     with contextlib.suppress(Exception):
-        twin = type(optimizer)([parameter], **options)
+        twin = type(optimizer)([{**group, "params": [parameter]}], **options)
         twin.step()
         tensors = [v for v in twin.state[parameter].values() if isinstance(v, torch.Tensor)]
         return sum(tensor.nbytes for tensor in tensors if tensor.ndim) / parameter.nbytes

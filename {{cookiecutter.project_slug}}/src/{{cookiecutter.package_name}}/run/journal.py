@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from ..distributed import Group
@@ -84,6 +85,8 @@ class Journal:
             "skipped_steps": bad,
             "time": time.time(),
         }
+        drawn = state.loader.source.order.drawn(state.step)
+        record |= {f"samples_of_{name}": count for name, count in drawn.items()}
         if self.tokens:
             record["tokens_per_second"] = rate * self.tokens
         if state.peak_flops and state.forward_flops:
@@ -223,3 +226,25 @@ def parsed(line: str | bytes, last_step: int = sys.maxsize) -> dict[str, Any] | 
         record = json.loads(line)
         return record if type(record["step"]) is int and record["step"] <= last_step else None
     return None
+
+
+def introduce(state: Any, run_dir: Path) -> None:
+    """Log what is about to be trained, on what, and where it is kept."""
+    config, world = state.config.train, state.world
+    cuda, dtype = world.device.type == "cuda", str(state.compute_dtype).removeprefix("torch.")
+    device = torch.cuda.get_device_name(world.device) if cuda else world.device
+    size = sum(parameter.numel() for parameter in state.model.parameters())
+    samples, batch = len(state.loader.source.dataset), config.global_batch_size
+    epochs = config.steps * batch / samples
+    tokens = getattr(state.spec, "tokens_per_sample", None)
+    drawn = state.loader.source.order.drawn(config.steps).items()
+    mix = ", ".join(f"{count / config.steps / batch:.1%} {name}" for name, count in drawn)
+    for line in (
+        f"model  {size:,} parameters, {dtype} on {device}, ranks: {world.size}",
+        f"data   {samples:,} samples{f' of {tokens:,} tokens' if tokens else ''}, "
+        f"{len(state.validation):,} for validation",
+        f"batch  {batch:,} samples{mix and f' ({mix})'}; {config.steps} steps are "
+        f"{epochs:,.2f} epochs",
+        f"run    {run_dir}, {f'resumed at step {state.step}' if state.step else 'new'}",
+    ):
+        log.info("%s", line)

@@ -1,0 +1,44 @@
+"""The optimizer: yours to change."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .errors import UserError
+from .schedule import ScheduleConfig
+
+
+@dataclass(frozen=True)
+class OptimConfig(ScheduleConfig):
+    """AdamW, and the schedule of its rate."""
+
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip: float = 1.0
+    """Gradients are scaled down to this norm (0: never)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise UserError("optim: betas must be in [0, 1)")
+        if min(self.weight_decay, self.clip) < 0:
+            raise UserError("optim: weight-decay and clip must be >= 0")
+
+
+def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW over the trainable parameters; matrices decay, biases and norms do not."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise UserError("the model has no trainable parameter")
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        fused=trainable[0].device.type in ("cpu", "cuda"),  # one kernel for all parameters
+    )

@@ -1,0 +1,170 @@
+"""The optimizer: yours to change. Muon for the matrices of the blocks, AdamW for all else."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .distributed import parallel
+from .errors import UserError
+from .model import blocks
+from .schedule import ScheduleConfig
+
+
+@dataclass(frozen=True)
+class OptimConfig(ScheduleConfig):
+    """The optimizer, and the schedule of its rate."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: for the matrices of the blocks; the other parameters have AdamW either way."""
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    momentum: float = 0.95
+    """Of Muon."""
+    clip: float = 1.0
+    """Gradients are scaled down to this norm (0: never)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not all(0 <= beta < 1 for beta in (self.beta1, self.beta2, self.momentum)):
+            raise UserError("optim: betas and momentum must be in [0, 1)")
+        if min(self.weight_decay, self.clip) < 0:
+            raise UserError("optim: weight-decay and clip must be >= 0")
+
+
+FUSED = {"qkv": 3}
+"""Layers whose matrix is several, one above the other; Muon takes each by itself."""
+TOGETHER = 1 << 22
+"""Values of the matrices that are orthogonalised at once."""
+
+
+def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer over the trainable parameters; matrices decay, biases and norms do not."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise UserError("the model has no trainable parameter")
+    hidden: dict[nn.Parameter, int] = {}  # the matrices of the blocks, and how many each is made of
+    if config.name == "muon":
+        named = [named for block in blocks(model) for named in block.named_parameters()]
+        hidden = {
+            p: FUSED.get(n.removesuffix(".weight").rpartition(".")[2], 1)
+            for n, p in named
+            if p.ndim == 2
+        }
+    rest = [p for p in trainable if p not in hidden]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in rest if p.ndim >= 2]},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    for parts in sorted({*hidden.values()}):
+        chosen = [p for p in trainable if hidden.get(p) == parts]
+        groups.append({"params": chosen, "matrices": parts})
+    groups = [group for group in groups if group["params"]]
+    rates = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2)}
+    rates |= {"weight_decay": config.weight_decay}
+    if hidden:
+        return Muon(groups, **rates, momentum=config.momentum)
+    fused = trainable[0].device.type in ("cpu", "cuda")  # one kernel for all parameters
+    return torch.optim.AdamW(groups, **rates, fused=fused)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the groups whose parameters are "matrices" (so many in each); AdamW for the others.
+
+    A matrix changes by its momentum with all singular values near one (Jordan et al., 2024:
+    kellerjordan.github.io/posts/muon), at the size of AdamW's updates (Liu et al., 2025: arXiv
+    2502.16982), so that rate and weight decay of AdamW fit both. One rank works each matrix out.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+    ) -> None:
+        own = {"momentum": momentum, "matrices": 0}
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **own}
+        super().__init__(params, defaults)
+        fused = self.param_groups[0]["params"][0].device.type in ("cpu", "cuda")
+        self.adamw = torch.optim.AdamW(self.param_groups, fused=fused)  # it shares the groups
+        self._step_supports_amp_scaling = fused  # a step with `found_inf` set changes nothing
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step; returns what `closure`, which may compute the gradients, returns."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        found = getattr(self, "found_inf", None)
+        setattr(self.adamw, "found_inf", found)  # noqa: B010 - which its type does not declare
+        self.adamw.state = self.state
+        self.adamw.param_groups = [g for g in self.param_groups if not g["matrices"]]
+        self.adamw.step()
+        for group in self.param_groups:
+            matrices = [p for p in group["params"] if group["matrices"] and p.grad is not None]
+            if matrices:
+                self._step_matrices(matrices, group, found)
+        return result
+
+    def _step_matrices(
+        self, matrices: list[Tensor], group: dict[str, Any], found: Tensor | None
+    ) -> None:
+        for p in matrices:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        weights, gradients, momenta = (
+            parallel.local(tensors)
+            for tensors in (
+                matrices,
+                [p.grad for p in matrices if p.grad is not None],
+                [self.state[p]["momentum_buffer"] for p in matrices],
+            )
+        )
+        rate: Any = group["lr"]
+        if found is not None:  # the rest stays as it is, but without waiting for the device
+            rate = rate * (1.0 - found)
+            for gradient, momentum in zip(gradients, momenta, strict=True):
+                torch.where(found.bool(), momentum, gradient, out=gradient)
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        updates = torch._foreach_lerp(gradients, momenta, group["momentum"])  # Nesterov's
+        if weights[0].is_cuda:
+            updates = [update.bfloat16() for update in updates]
+        work = partial(orthogonalized, parts=group["matrices"])
+        updates = parallel.divide_work(list(updates), matrices, work)
+        torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
+        torch._foreach_mul_(updates, rate)
+        torch._foreach_sub_(weights, updates)
+
+
+def orthogonalized(matrices: list[Tensor], parts: int = 1) -> list[Tensor]:
+    """The nearest matrices with equal singular values, roughly, at 0.2 a value (AdamW's size).
+
+    Five steps of a Newton-Schulz iteration, whose coefficients bring singular values of 0.001 to 1
+    into 0.7 ... 1.2 (Jordan et al., 2024). Of each matrix, `parts` of its rows by themselves.
+    """
+    results = [part for matrix in matrices for part in matrix.tensor_split(parts)]
+    alike: dict[tuple[int, int], list[int]] = {}  # small ones of a shape cost as little as one
+    for place, (rows, columns) in enumerate(part.shape for part in results):
+        alike.setdefault((min(rows, columns), max(rows, columns)), []).append(place)
+    for (short, long), places in alike.items():
+        count = max(1, TOGETHER // (short * long))
+        for some in (places[at : at + count] for at in range(0, len(places), count)):
+            given = [results[place] for place in some]
+            x = torch.stack([m if m.shape == (short, long) else m.T for m in given])
+            x /= x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-15)  # smaller squares would be zeros
+            for _ in range(5):
+                square = x @ x.mT
+                square = torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315)
+                x = torch.baddbmm(x, square, x, beta=3.4445)
+            x *= 0.2 * long**0.5
+            for place, m, result in zip(some, given, x, strict=True):
+                results[place] = result if m.shape == result.shape else result.T
+    return [torch.cat(results[at : at + parts]) for at in range(0, len(results), parts)]

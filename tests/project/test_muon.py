@@ -1,0 +1,95 @@
+"""Muon: what it does to a matrix, to which it does it, and what of it is left undone.
+
+That a whole run agrees with a loop by hand on any number of ranks is in test_reference.py.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import Project, project_fixture
+
+project = project_fixture("muon_project", parallelism="single", checkpoint="dcp")
+MUON = {"optim__name": "muon"}
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.floats(1e-12, 1e12), st.integers(0, 2**30))
+def test_singular_values_become_alike_and_directions_stay(
+    project: Project, rows: int, columns: int, size: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    u, _ = torch.linalg.qr(torch.randn(rows, rows, generator=generator, dtype=torch.float64))
+    v, _ = torch.linalg.qr(torch.randn(columns, columns, generator=generator, dtype=torch.float64))
+    rank = min(rows, columns)
+    values = torch.rand(rank, generator=generator, dtype=torch.float64) * 0.95 + 0.05
+    matrix = (u[:, :rank] * values * size) @ v[:, :rank].T
+    (result,) = project.module("optim").orthogonalized([matrix])
+    turned = u[:, :rank].T @ result @ v[:, :rank]
+    found = turned.diagonal() / (0.2 * max(rows, columns) ** 0.5)
+    assert found.min() > 0.6 and found.max() < 1.25
+    assert (turned - turned.diagonal().diag()).abs().max() < 1e-6 * turned.abs().max()
+    # Of the size of AdamW's changes: 0.2 a weight.
+    assert 0.6 < result.square().mean().sqrt() / 0.2 < 1.25
+
+
+def test_it_has_the_matrices_of_the_blocks_and_no_other(project: Project) -> None:
+    state = project.module("train").setup(project.config(**MUON))
+    names = {parameter: name for name, parameter in state.model.named_parameters()}
+    own = {
+        names[p]
+        for group in state.optimizer.param_groups
+        for p in group["params"]
+        if group["matrices"]
+    }
+    matrices = {n for p, n in names.items() if p.ndim == 2 and n.startswith("blocks.")}
+    assert own == matrices and "embedding.weight" in set(names.values()) - own
+    listed = [p for group in state.optimizer.param_groups for p in group["params"]]
+    assert len(listed) == len(set(listed)) == len(names)
+
+
+def test_a_bad_step_changes_neither_weights_nor_state(project: Project) -> None:
+    """Told on the device (`found_inf`), as for AdamW."""
+    state = project.module("train").setup(project.config(**MUON))
+    parameters = list(state.model.parameters())
+
+    def step(bad: bool, gradient: float) -> list[torch.Tensor]:
+        for p in parameters:
+            p.grad = torch.full_like(p, gradient)
+        state.optimizer.found_inf = torch.tensor(float(bad))
+        state.optimizer.step()
+        kept = [v for held in state.optimizer.state.values() for v in held.values()]
+        return [tensor.detach().clone() for tensor in (*parameters, *kept)]
+
+    before, bad, after = step(False, 1.0), step(True, float("nan")), step(False, 1.0)
+    assert all(map(torch.equal, before, bad))
+    assert not any(map(torch.equal, bad, after))
+
+
+def test_the_memory_that_it_takes_is_foretold(project: Project) -> None:
+    """One number a weight of the blocks' matrices, two of others, and one more for the average."""
+    settings = project.config(**MUON, optim__ema=0.9)
+    state, training = project.module("train").setup(settings), project.module("train")
+    memory = project.module("run.hardware").expected_memory(state.model, state.optimizer, 0)
+    training.train_step(state, state.loader.next())
+    kept = [v for held in state.optimizer.state.values() for v in held.values() if v.ndim]
+    assert memory.optimizer == sum(tensor.nbytes for tensor in kept) and not memory.guessed
+
+
+def test_a_run_may_change_to_it(
+    project: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = project.module("train").run
+    run(project.config(run_dir=tmp_path / "run", train__steps=3, optim__name="adamw"))
+    result = run(project.config(run_dir=tmp_path / "run", train__steps=6, **MUON))
+    assert (result.status, result.step) == ("finished", 6)
+    assert "no optimizer state was saved for 8 parameters" in caplog.text
+
+
+@pytest.mark.parametrize("setting", ["momentum", "beta1", "beta2"])
+def test_what_cannot_be_a_momentum_is_refused(project: Project, setting: str) -> None:
+    for value in (-0.1, 1.0):
+        with pytest.raises(project.module("errors").UserError, match="momentum"):
+            project.module("optim").OptimConfig(**{setting: value})

@@ -1,0 +1,63 @@
+"""The schedule: the learning rate of each step, and the decay of the average of the weights."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from .errors import UserError
+
+if TYPE_CHECKING:
+    from .config import Config
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """A linear warm-up, a cosine decay."""
+
+    learning_rate: float = 1e-3
+    """The highest rate of the schedule."""
+    scaling: Literal["none", "sqrt", "linear"] = "none"
+    """Scale the learning rate with train.global-batch-size / base-batch-size: by the square root
+    (usual for Adam) or linearly (usual for SGD). The number of processes has no effect."""
+    base_batch_size: int = 256
+    """The global batch that `learning_rate` was tuned for."""
+    warmup_steps: int = 20
+    final_fraction: float = 0.1
+    """The schedule ends at this fraction of the learning rate."""
+    ema: float = 0.0
+    """Keep an average of the weights that decays by this factor a step, 0.999 for example (0: no).
+    It is validated, too; `export` and `infer` take it with --weights ema."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.learning_rate < math.inf or self.warmup_steps < 0:
+            raise UserError("optim: learning-rate must be > 0, warmup-steps >= 0")
+        if self.base_batch_size < 1:
+            raise UserError("--optim.base-batch-size must be at least 1")
+        if not 0 <= self.ema < 1:
+            raise UserError("--optim.ema must be in [0, 1)")
+
+
+def set_schedule(optimizer: torch.optim.Optimizer, config: "Config", step: int) -> None:
+    """Set what changes with the optimizer step, counted from 0.
+
+    The learning rate of a group is the schedule's times its "rate_factor" (default: 1). An average
+    of the weights (ema.py) decays faster at first, or the first weights would stay in it.
+    """
+    rate = learning_rate(config.optim, step, config.train.steps, config.train.global_batch_size)
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("rate_factor", 1.0)
+        if "ema_decay" in group:
+            group["ema_decay"] = min(config.optim.ema, (1 + step) / (10 + step))
+
+
+def learning_rate(config: ScheduleConfig, step: int, steps: int, batch_size: int) -> float:
+    """The rate of optimizer step `step`, counted from 0, of a run of `steps`."""
+    power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[config.scaling]
+    highest = config.learning_rate * (batch_size / config.base_batch_size) ** power
+    if step < config.warmup_steps:
+        return highest * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return highest * (config.final_fraction + (1 - config.final_fraction) * cosine)
