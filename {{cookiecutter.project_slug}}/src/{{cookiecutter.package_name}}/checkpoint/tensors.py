@@ -137,7 +137,8 @@ def refuse_nan(tensors: Tensors, model: nn.Module) -> None:
         tensor = parallel.local_part(value).detach()
         if not tensor.is_floating_point() or not tensor.numel():
             continue
-        if tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16:
+        numpy_knows = tensor.dtype != torch.bfloat16 and tensor.itemsize > 1
+        if tensor.device.type == "cpu" and numpy_knows:
             array = tensor.numpy()  # on one thread: a torch operator would start a pool of threads
             extremes = [float(array.min()), float(array.max())]
         else:

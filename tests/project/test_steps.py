@@ -1,0 +1,317 @@
+"""What the loop must not leave undone around a step, a save and a stop, one thing at a time."""
+
+import contextlib
+import errno
+import json
+import logging
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import Project, project_fixture
+
+image = project_fixture(
+    "steps_of_images", task="image_classifier", parallelism="single", checkpoint="torch_save"
+)
+text = project_fixture("steps_of_text", parallelism="single", checkpoint="dcp_async")
+
+
+def with_statistics(project: Project) -> Any:
+    """A state whose model has batch statistics."""
+    training = project.module("train")
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "build_model", lambda config, spec: model)
+        patch.setattr(training, "blocks", lambda model: [])
+        return training.setup(project.config(data__path=None))
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_bad_step_leaves_batch_statistics_alone(image: Project, first: bool) -> None:
+    state, step = with_statistics(image), image.module("train").train_step
+    if not first:
+        step(state, state.loader.next())
+    kept = {name: buffer.clone() for name, buffer in state.model.named_buffers()}
+    bad = state.loader.next()
+    for batch in bad:
+        batch["images"][0] = torch.nan
+    step(state, bad)
+    now = dict(state.model.named_buffers())
+    assert all(torch.equal(now[name], kept[name]) for name in kept)
+    step(state, state.loader.next())
+    assert not torch.equal(now["1.running_mean"], kept["1.running_mean"])
+    assert state.bad_steps == 1
+
+
+def test_a_failed_save_ends_the_run_long_before_the_next(text: Project, tmp_path: Path) -> None:
+    """And what ends it is a failure, no stop that somebody asked for."""
+    training, steps = text.module("train"), []
+
+    def slowly(state: Any, record: Any) -> None:
+        steps.append(state.step)
+        time.sleep(0.05)
+
+    def refuse(*arguments: Any) -> None:
+        raise text.module("checkpoint").CheckpointError("the disk is gone")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text.module("checkpoint.publish").Publisher, "publish", refuse)
+        settings = {"run_dir": tmp_path, "train__steps": 60, "checkpoint__every": 20}
+        with pytest.raises(text.module("errors").RankError, match="the disk is gone"):
+            training.run(text.config(**settings), [SimpleNamespace(after_step=slowly)])
+    assert 20 <= steps[-1] < 40
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
+
+
+def test_what_a_save_costs_is_counted(image: Project, tmp_path: Path) -> None:
+    storage = image.module("checkpoint.publish").Publisher
+    publish = storage.publish
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.2)
+        return publish(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "publish", slowly)
+        settings = {"train__steps": 4, "checkpoint__every": 2, "data__path": None}
+        image.module("train").run(image.config(run_dir=tmp_path, **settings))
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert 0.4 <= status["checkpoint_blocked_seconds"] < 20
+
+
+def test_a_loader_that_seeks_forgets_what_it_read_ahead(image: Project) -> None:
+    state = image.module("train").setup(image.config(data__path=None, train__loader_workers=1))
+    loader, plain = state.loader, state.loader.of
+    try:
+        for step in (0, 5, 2):
+            loader.seek(step)
+            for at in (step, step + 1):
+                for found, wanted in zip(loader.next(), plain(at, state.plan), strict=True):
+                    assert torch.equal(found["images"], wanted["images"])
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("changes", [{"every": -1}, {"keep_every": -1}, {"keep": 0}])
+def test_each_bound_of_retention_is_kept(image: Project, changes: dict[str, int]) -> None:
+    config = image.module("checkpoint.publish").RetentionConfig
+    with pytest.raises(image.module("errors").UserError, match="keep must be >= 1"):
+        config(**changes)
+    config(every=0, keep_every=0, keep=1)
+
+
+def test_no_number_is_too_small_to_be_looked_at(image: Project) -> None:
+    """float8 has no order of its own, and bfloat16 none in numpy."""
+    tensors = image.module("checkpoint.tensors")
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float32):
+        values = torch.tensor([0.5, -0.25]).to(dtype)
+        tensors.refuse_nan({"model": {"w": values}}, nn.Module())
+        values[1] = torch.nan
+        with pytest.raises(image.module("checkpoint").CheckpointError, match="w is not finite"):
+            tensors.refuse_nan({"model": {"w": values}}, nn.Module())
+
+
+def test_what_checkpoints_take_is_said(
+    image: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        image.module("train").run(image.config(run_dir=tmp_path, data__path=None, train__steps=1))
+    (line,) = [text for text in caplog.messages if text.startswith("a checkpoint takes")]
+    assert "there can be at once" in line and "are free in" in line
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+def test_a_checkpoint_takes_what_was_foretold(
+    image: Project, text: Project, tmp_path: Path, ema: float
+) -> None:
+    """Within the manifest and the headers of its files; buffers and averages are counted."""
+    hardware = image.module("run.hardware")
+    state = with_statistics(image)
+    parameters = sum(p.numel() for p in state.model.parameters())
+    needed = hardware.expected_memory(state.model, state.optimizer, 0)
+    assert needed.parameters - 4 * parameters == sum(b.nbytes for b in state.model.buffers())
+    assert needed.gradients == 4 * parameters and needed.optimizer == 8 * parameters
+    assert needed.checkpoint == needed.parameters + needed.optimizer and not needed.guessed
+    assert "copies" not in str(needed)
+    staged = hardware.expected_memory(state.model, state.optimizer, 1)
+    assert staged.staging == needed.checkpoint and "copies for checkpoints" in str(staged)
+    headers = ((image, 40_000, {"data__path": None}), (text, 120_000, {}))
+    for project, most, changes in headers:
+        run_dir = tmp_path / project.name
+        settings = {"run_dir": run_dir, "train__steps": 2, "optim__ema": ema, **changes}
+        project.module("train").run(project.config(**settings))
+        log = (run_dir / "logs/train.log").read_text()
+        (said,) = re.findall(r"a checkpoint takes ([\d.]+) kB", log)
+        files = (run_dir / "checkpoints/step_00000002").iterdir()
+        size = sum(path.stat().st_size for path in files)
+        assert size - most < 1000 * float(said) < 1.02 * size
+
+
+def test_bytes_are_shown_as_people_read_them(image: Project) -> None:
+    in_units = image.module("run.hardware").in_units
+    sizes = (0, 7, 999, 1000, 1234, 999_999, 1_000_000, 2.5e9, 7e12, 7e15)
+    shown = ("0 B", "7 B", "999 B", "1 kB", "1.23 kB", "1e+03 kB", "1 MB", "2.5 GB", "7 TB")
+    assert [in_units(size) for size in sizes[:-1]] == [*shown]
+    assert in_units(sizes[-1]) == "7e+03 TB"
+
+
+def test_the_machine_is_as_the_system_tells(image: Project) -> None:
+    hardware = image.module("run.hardware")
+    total = re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text())
+    found = hardware.where_measured(torch.device("cpu"))["machine"]
+    assert found["memory_gib"] == pytest.approx(int(total[1]) / 2**20, rel=0.02)
+    peak = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert hardware.peak_memory(torch.device("cpu")) == pytest.approx(int(peak[1]) * 1024, rel=0.2)
+
+
+def test_settings_are_held_to_their_bounds(image: Project, text: Project) -> None:
+    for project, part, names in (
+        (text, "model.ModelConfig", {"dropout": (0.0, 0.99)}),
+        (image, "optim.OptimConfig", {"beta1": (0.0, 0.99), "beta2": (0.0, 0.99)}),
+        (text, "optim.OptimConfig", {"momentum": (0.0, 0.99), "beta1": (0.0, 0.99)}),
+    ):
+        module, kind = part.split(".")
+        config = getattr(project.module(module), kind)
+        for name, good in names.items():
+            for value in good:
+                config(**{name: value})
+            for value in (-0.01, 1.0):
+                with pytest.raises(project.module("errors").UserError, match=r"in \[0, 1\)"):
+                    config(**{name: value})
+
+
+def test_the_optimizer_is_one_kernel(image: Project) -> None:
+    state = image.module("train").setup(image.config(data__path=None))
+    assert all(group["fused"] for group in state.optimizer.param_groups)
+
+
+def test_flops_are_those_of_one_sample(image: Project) -> None:
+    training = image.module("train")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "peak_flops", lambda device: 1e12)
+        state = training.setup(image.config(data__path=None))
+    (batch,) = state.loader.of(0, state.plan[:1])
+    several = {name: tensor[:3] for name, tensor in batch.items()}
+    flops = image.module("run.hardware").forward_flops
+    assert 3 * state.forward_flops == flops(state.model, training.compute_loss, several) > 0
+
+
+def test_many_differences_are_a_few_and_a_count(image: Project) -> None:
+    differences = image.module("checkpoint.tensors").identity_differences
+    saved = {"parameters": {f"p{i}": [i] for i in range(5)}, "seed": 1}
+    for count, lines in ((3, 3), (4, 4), (5, 4)):
+        ours = {"parameters": {f"p{i}": [i + (i < count)] for i in range(5)}, "seed": 1}
+        found = differences(saved, ours)
+        assert len(found) == lines
+        assert (found[-1] == f"parameters: {count - 3} more") == (count > 3)
+
+
+def test_a_good_run_warns_of_nothing(
+    image: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        image.module("train").run(image.config(run_dir=tmp_path, data__path=None))
+    assert not [line for line in caplog.records if line.levelno >= logging.WARNING]
+    begins = [line.partition(" ")[0] for line in caplog.messages]
+    assert {"model", "data", "batch", "run"} <= {*begins}
+
+
+class Watched:
+    """A harmless callback that notes what is called, and fails where it is told to."""
+
+    harmless = True
+
+    def __init__(self, fails: str) -> None:
+        self.fails, self.calls = fails, []
+
+    def call(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self.fails:
+            raise ValueError(name)
+
+    def __enter__(self) -> None:
+        self.call("enter")
+
+    def __exit__(self, *exception: object) -> None:
+        self.call("exit")
+
+    def after_step(self, state: Any, record: Any) -> None:
+        self.call("step")
+
+
+@pytest.mark.parametrize(
+    ("fails", "calls"),
+    [
+        ("", ["enter", "step", "step", "exit"]),
+        ("enter", ["enter"]),
+        ("step", ["enter", "step", "exit"]),
+        ("exit", ["enter", "step", "step", "exit"]),
+    ],
+)
+def test_a_harmless_callback_is_left_out_when_it_fails(
+    image: Project, fails: str, calls: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, callback = image.module("run.callback_runner"), Watched(fails)
+    with contextlib.ExitStack() as stack:
+        _, steps, _ = runner.methods([*runner.enter([callback], stack)])
+        for _ in range(2):
+            for step in steps:
+                step(None, None)
+    assert callback.calls == calls
+    assert len([line for line in caplog.records if line.levelno == logging.WARNING]) == bool(fails)
+
+
+def test_a_log_that_cannot_be_written_is_told_once(
+    image: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And its lines are there as soon as there is room."""
+    full = [False]
+
+    class Disk:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+        def flush(self) -> None:
+            if full[0]:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self.file.flush()
+
+    def fill(state: Any, record: Any) -> None:
+        full[0] = 5 <= state.step < 15
+
+    journal = image.module("run.journal")
+    with pytest.MonkeyPatch.context() as patch:
+        write = journal.open_to_write
+        patch.setattr(
+            journal,
+            "open_to_write",
+            lambda path, mode="w", **more: (Disk if mode == "a" else lambda file: file)(
+                write(path, mode, **more)
+            ),
+        )
+        settings = {"run_dir": tmp_path, "data__path": None, "train__log_every": 1}
+        config = image.config(**settings, checkpoint__every=0, train__steps=20)
+        image.module("train").run(config, [SimpleNamespace(after_step=fill)])
+    warned = [text for text in caplog.messages if "metrics.jsonl cannot be written" in text]
+    assert len(warned) == 1
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [*range(1, 21)]
+
+
+def test_what_is_set_aside_has_the_first_free_name(image: Project, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    for count in range(3):
+        settings = {"run_dir": run_dir, "data__path": None, "train__steps": 1}
+        image.module("train").run(image.config(**settings, fresh=True))
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            *("run", "run.old-1", "run.old-2")[: count + 1]
+        ]
