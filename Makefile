@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 DEMO := cookiecutter torch numpy safetensors tyro tqdm matplotlib tensorboard
 TEST := $(DEMO) pillow scikit-learn pytest pytest-xdist pytest-timeout hypothesis ruff pre-commit pre-commit-hooks basedpyright \
-	pyyaml jsonschema setuptools cruft wandb mlflow-skinny sqlalchemy alembic \
+	pyyaml jsonschema setuptools tokenizers cruft wandb mlflow-skinny sqlalchemy alembic \
 	s3fs moto flask flask-cors optuna
 
 # The peers have an environment of their own, so that tests and demo go without them.

@@ -42,7 +42,7 @@ DEPENDENCIES = (  # what the pyproject.toml of some answers requires
     *("alembic", "basedpyright", "fsspec", "jinja2", "markupsafe", "matplotlib", "mlflow_skinny"),
     *("numpy", "pillow", "pre_commit", "pre_commit_hooks", "pytest", "ruff", "s3fs"),
     *("safetensors", "scikit_learn"),
-    *("setuptools", "sqlalchemy", "tensorboard", "torch", "tqdm", "tyro", "wandb"),
+    *("setuptools", "sqlalchemy", "tensorboard", "tokenizers", "torch", "tqdm", "tyro", "wandb"),
 )
 PROVIDED = (  # modules and commands of these that have other names than their distributions
     *("basedpyright_langserver", "check_added_large_files", "check_ast", "check_builtin_literals"),

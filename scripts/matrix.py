@@ -37,7 +37,9 @@ from benchmarks.common import PACKAGE, machine, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tests" / "stress" / "results"
-QUESTIONS = ("task", "parallelism", "checkpoint", "storage", "tracker", "workflow")
+QUESTIONS = (
+    *("task", "text", "samples", "parallelism", "checkpoint", "storage", "tracker", "workflow"),
+)
 LIMIT = 300  # seconds for one package
 # What any of the packages imports: imported once, before the forks.
 PRELOADED = (
@@ -141,9 +143,9 @@ def combinations(template: Path, bounded: bool, wanted: dict[str, str]) -> list[
     else:
         longest = max(map(len, choices))
         diagonal = [tuple(c[k % len(c)] for c in choices) for k in range(longest)]
-        smallest = ("language_model", "single", "torch_save", "disk", "none", "baseline")
-        fullest = ("image_classifier", "fsdp", "dcp_async", "object_store", "mlflow", "stages")
-        drawn = [*diagonal, smallest, fullest]
+        smallest = "language_model bytes numbered single torch_save disk none baseline"
+        fullest = "language_model tokenizer stream fsdp dcp_async object_store mlflow stages"
+        drawn = [*diagonal, smallest.split(), fullest.split()]
     sets = [dict(zip(QUESTIONS, answers, strict=True)) for answers in drawn]
     return [answers for answers in sets if wanted.items() <= answers.items()]
 

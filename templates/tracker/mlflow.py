@@ -77,6 +77,10 @@ class Tracker:
         metrics = [self.metric(name, value, at, step) for name, value in values.items()]
         self.client.log_batch(self.id, metrics=metrics)
 
+    def sample(self, path: Path, step: int) -> None:
+        """Keep a copy of the sample of a step, a text or a picture."""
+        self.client.log_artifact(self.id, str(path), "samples")
+
     def file(self, path: Path) -> None:
         """Keep a copy of a file among the run's artifacts."""
         self.client.log_artifact(self.id, str(path))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import flatten, make_folder, open_to_write
+from .samples import read_sample
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,21 @@ class Tracker:
             self.writer.add_scalar(name, value, step, walltime=time)
         self.tags |= values.keys()
         self._flush(step)
+
+    def sample(self, path: Path, step: int) -> None:
+        """Log the sample of a step: a text, or a picture."""
+        content = read_sample(path)
+        if path.suffix == ".txt":
+            text = content.decode(errors="replace").replace("\n", "\n    ")
+            self.writer.add_text("sample", f"    {text}", step)
+            return
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore
+
+        size = {"width": content[16:20], "height": content[20:24]}  # where a PNG has them
+        size = {name: int.from_bytes(number) for name, number in size.items()}
+        image = Summary.Image(encoded_image_string=content, **size)
+        summary = Summary(value=[Summary.Value(tag="sample", image=image)])
+        self.writer.file_writer.add_summary(summary, step)
 
     def file(self, path: Path) -> None:
         """Log the path of a file."""

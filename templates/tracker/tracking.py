@@ -18,6 +18,7 @@ from ..errors import UserError
 from ..files import read_json, to_json
 from .directory import RunDirectory
 from .journal import finite, read_records
+from .samples import samples_of
 from .tracker_adapter import Tracker, TrackerConfig
 
 __all__ = ["TrackerConfig", "log_report", "tracking"]
@@ -88,6 +89,8 @@ class Tracking:
                 if isinstance(item, Path):
                     tracker.file(item)
                 elif item["step"] > logged:
+                    for path in samples_of(self.run_dir, item["step"]):
+                        tracker.sample(path, item["step"])
                     tracker.scalars(item["step"], scalars(item), item["time"])
         except BaseException as error:  # a tracker may even call sys.exit
             self._give_up(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")

@@ -1,5 +1,6 @@
 """Weights & Biases: offline, without an account, below RUN_DIR/wandb, or straight to a server."""
 
+import html
 import json
 import shutil
 import uuid
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..files import open_to_write
+from .samples import read_sample
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,16 @@ class Tracker:
     def scalars(self, step: int, values: dict[str, float], time: float) -> None:
         """Log the line of a step, taken at `time` (seconds since 1970)."""
         self.run.log({**values, "_timestamp": time}, step=step, commit=True)
+
+    def sample(self, path: Path, step: int) -> None:
+        """Log the sample of a step: a text, or a picture."""
+        from wandb import Html, Image
+
+        if path.suffix == ".png":
+            sample: Any = Image(str(path))
+        else:
+            sample = Html(f"<pre>{html.escape(read_sample(path).decode(errors='replace'))}</pre>")
+        self.run.log({"sample": sample}, step=step, commit=False)
 
     def file(self, path: Path) -> None:
         """Put a copy of a file among the run's files."""

@@ -1,6 +1,7 @@
 """The models that a project starts with: what they see, what they begin with, what they are fed."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -189,3 +190,50 @@ def test_bfloat16_logits_are_in_float32_only_in_part(
     exact = F.cross_entropy(logits.detach().double(), targets, reduction="sum")
     assert torch.allclose(loss.double(), exact, rtol=1e-6)
     assert torch.equal(module.cross_entropies(logits.detach(), targets), loss)
+
+
+def separate(project: Project) -> torch.nn.Module:
+    """The model of text, whose documents end with a zero byte, in evaluation mode."""
+    return model_of(project, data__documents="separate").eval()
+
+
+def test_documents_do_not_see_each_other(text: Project) -> None:
+    """Each has the logits that it has alone, its positions starting anew."""
+    model = separate(text)
+    rows = torch.randint(1, VOCABULARY, (3, 32))
+    ends = [(4, 17), (0, 31), (9, 10)]
+    for row, places in zip(rows, ends, strict=True):
+        row[list(places)] = 0
+    with torch.no_grad():
+        together = model(rows)
+        for row, logits, places in zip(rows, together, ends, strict=True):
+            first = 0
+            for last in (*places, 31):
+                alone = model(row[None, first : last + 1])[0]
+                torch.testing.assert_close(logits[first : last + 1], alone, rtol=1e-4, atol=1e-5)
+                first = last + 1
+        other = rows.clone()
+        other[0, :4] = 1
+        assert torch.equal(model(other)[0, 5:], together[0, 5:])
+        assert not torch.equal(model(other)[0, :5], together[0, :5])
+        one = torch.randint(1, VOCABULARY, (1, 32))  # of one document all is as ever
+        torch.testing.assert_close(model(one), model_of(text).eval()(one), rtol=1e-4, atol=1e-5)
+
+
+def test_documents_are_separate_in_a_run_and_the_rest_is_said(
+    text: Project, tmp_path: Path
+) -> None:
+    for name, content in (("one", "what is this? " * 40), ("two", "it is that. " * 40)):
+        (tmp_path / name).write_text(content)
+    np.arange(2000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    words = ("train", "--preset", "tiny", "--device", "cpu", "--data.documents", "separate")
+    run = ("--run-dir", str(tmp_path / "run"))
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ("one", "two"):
+        (tmp_path / name).rename(folder / f"{name}.txt")
+    text(*words, *run, "--data.path", str(folder), "--compile.mode", "none")
+    resumed = [word for word in words if "documents" not in word and word != "separate"]
+    assert "data" in text.refuses(*resumed, *run, "--data.path", str(folder))
+    tokens = ("--data.path", str(tmp_path / "tokens.bin"), "--data.vocabulary", "2000")
+    assert "--data.end-of-text" in text.refuses(*words, *tokens, "--name", "of_tokens")

@@ -20,9 +20,10 @@ from tests.template.test_render import FULLEST, SMALLEST
 LAYERS = (
     {"__main__"},
     {"workflow"},
-    {"train", "infer"},  # what is done with a model, by its settings
+    {"train", "infer", "tokens"},  # what is done with a model, by its settings
+    {"loading"},
     {"config"},
-    {"model", "data", "optim", "callbacks"},
+    {"model", "data", "optim", "callbacks", "text"},
     {"compile", "profiler", "checkpoint", "run", "mixture", "sampling", "ema"},
     {"distributed"},
     {"loss", "schedule", "errors", "files", "device", "fingerprint"},

@@ -19,7 +19,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+
+from .run.samples import keep_sample
+from .sampling import fetch
 
 if TYPE_CHECKING:
     from .config import Config
@@ -28,27 +32,36 @@ log = logging.getLogger(__name__)
 
 
 def callbacks(config: "Config", run_dir: Path) -> Iterable[Any]:
-    """The callbacks of a run, in the order in which they are called; `[Sample()]`, for example."""
-    return ()
+    """The callbacks of a run, in the order in which they are called."""
+    return (Sample(run_dir),)
 
 
 class Sample:
-    """Logs a text by the model after each validation; a sharded model needs all processes."""
+    """After each validation, text by the model: the first sample for validation, gone on with.
+
+    All processes take part, since the model may be sharded.
+    """
 
     harmless = True
+    given, length = 32, 128  # tokens
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # the length grows, which would be compiled anew
     def after_validation(self, state: Any, figures: dict[str, float]) -> None:
-        """Generate as `infer` does."""
-        from .infer import InferConfig, decode, encode, generate
+        """Generate as `infer` does; for the log, the tracker and the report."""
+        from .infer import InferConfig, decode, generate
 
-        options = InferConfig(tokens=100)
-        prompt = encode(options.prompt, state.spec)
+        options, config = InferConfig(tokens=self.length), state.config
+        start = fetch(state.validation, np.array([0]))["tokens"][0, : self.given].tolist()
         state.module.eval()
         try:
-            tokens = [*prompt, *generate(state.module, prompt, state.config.data.context, options)]
+            tokens = [*start, *generate(state.module, start, config.data.context, options)]
         finally:
             state.module.train()
-        text = decode(tokens, state.spec).decode(errors="replace")
-        log.info("sample at step %d: %r", state.step, text)
+        if state.world.rank == 0:
+            text = b"".join(decode(tokens, state.spec, config)).decode(errors="replace")
+            log.info("sample at step %d: %r", state.step, text)
+            keep_sample(self.run_dir, state.step, text)

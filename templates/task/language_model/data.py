@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .errors import UserError
-from .files import check_regular
+from .files import check_regular, read_json
 from .fingerprint import of_bytes, of_files
 from .mixture import Joined, parse
 
@@ -39,6 +39,10 @@ class DataConfig:
     """Tokens that the model sees at once."""
     vocabulary: int = 0
     """Of .bin files: how many different tokens there can be (GPT-2: 50257). Text has 256 bytes."""
+    end_of_text: int = -1
+    """Of .bin files: the token that ends a document (GPT-2: 50256). Of text: a zero byte."""
+    documents: Literal["together", "separate"] = "together"
+    """separate: in a sample of several documents a token sees its own only."""
     token_type: Literal["uint16", "uint32"] = "uint16"
     """Of .bin files: tokens one after the other, little-endian, no header, as nanoGPT has them."""
 
@@ -55,6 +59,10 @@ class Spec:
     """What the model has to know of the data, and what identifies it."""
 
     vocabulary: int
+    end_of_text: int
+    """The token that ends a document (-1: not known)."""
+    encoding: str
+    """What the tokens are: "bytes", or a digest of their tokenizer ("": not known)."""
     tokens_per_sample: int
     fingerprint: str
 
@@ -70,8 +78,11 @@ def build_datasets(config: "Config") -> tuple[Any, Any, Spec]:
     training, validation, specs = zip(
         *(read_source(data.path / name, data) for name in weights), strict=True
     )
-    if len({spec.vocabulary for spec in specs}) > 1:
-        raise UserError(f"--data.mix {data.mix}: some of these are text, and some are tokens")
+    if len({(spec.vocabulary, spec.end_of_text, spec.encoding) for spec in specs}) > 1:
+        raise UserError(
+            f"--data.mix {data.mix}: some of these are text and some are tokens, or their "
+            "tokenizers differ"
+        )
     identity = of_bytes(*(spec.fingerprint for spec in specs), data.mix)
     spec = replace(specs[0], fingerprint=identity)
     return Joined(training, weights), Joined(validation, weights), spec
@@ -86,13 +97,23 @@ def read_source(folder: Path, data: DataConfig) -> tuple["Chunks", "Chunks", Spe
     """
     if not folder.exists():
         raise UserError(f"--data.path {folder}: there is nothing there")
+    encoding = "bytes"
     if files := token_files(folder):
+        data, encoding = described(folder, data)
         check_token_files(files, data.vocabulary, data.token_type)
         parts = [[f for f in files if f.name.startswith("val") is val] for val in (False, True)]
         identity = of_files(folder, files, data.context, data.token_type)
     else:
+        data = replace(data, vocabulary=256, end_of_text=0)
         parts = read_text(folder, "" if data.path else ".py")
         identity = of_bytes(*parts[0], *parts[1], data.context)
+    if data.documents == "separate":
+        identity = of_bytes(identity, data.end_of_text)
+        if not 0 <= data.end_of_text < data.vocabulary:
+            raise UserError(
+                "--data.documents separate needs to know the token that ends a document: give "
+                "--data.end-of-text (GPT-2: 50256)"
+            )
     training, validation = (
         Chunks(part, data.context, data.vocabulary, data.token_type) for part in parts
     )
@@ -105,7 +126,7 @@ def read_source(folder: Path, data: DataConfig) -> tuple["Chunks", "Chunks", Spe
             f"{folder} has too few tokens to train on and to validate with, at a context of "
             f"{data.context}: give more data, or a smaller --data.context"
         )
-    spec = Spec(data.vocabulary if files else 256, data.context, identity)
+    spec = Spec(data.vocabulary, data.end_of_text, encoding, data.context, identity)
     return training, validation, spec
 
 
@@ -190,6 +211,20 @@ def most_open() -> int:
 def token_files(path: Path) -> list[Path]:
     """`path` if it is a .bin file, or those in that folder, in the order of their names."""
     return [path] if path.suffix == ".bin" else sorted(path.glob("*.bin"))
+
+
+def described(folder: Path, data: DataConfig) -> tuple[DataConfig, str]:
+    """The settings, with what a tokens.json beside token files says of these; their encoding."""
+    path = (folder if folder.is_dir() else folder.parent) / "tokens.json"
+    if not path.exists():
+        return data, ""
+    note = read_json(path)
+    count, kind, end = (note.get(name) for name in ("vocabulary", "token_type", "end_of_text"))
+    if type(count) is not int or type(end) is not int or kind not in ("uint16", "uint32"):
+        raise UserError(f"{path} does not say what the tokens beside it are")
+    count = max(count, data.vocabulary)  # for a round number, which is faster
+    changes = {"vocabulary": count, "token_type": kind, "end_of_text": end}
+    return replace(data, **changes), str(note.get("tokenizer"))
 
 
 def check_token_files(files: list[Path], vocabulary: int, kind: str) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .config import Config
 from .errors import UserError
+from .text import decode, encode
 
 if TYPE_CHECKING:
     from .data import Spec
@@ -21,7 +22,7 @@ class InferConfig:
     """What to go on from, and how."""
 
     prompt: str = "def "
-    """Text; of a model of token files the tokens, as in "15496 11 995"."""
+    """Text; of a model of token files without a tokenizer the tokens, as in "15496 11 995"."""
     tokens: int = 300
     """How many to generate; a token of text is a byte."""
     temperature: float = 0.8
@@ -33,10 +34,11 @@ class InferConfig:
 
 def infer(model: nn.Module, spec: "Spec", config: Config, options: InferConfig) -> None:
     """Print the prompt and what the model makes of it, token by token as they come."""
-    prompt = encode(options.prompt, spec)
+    prompt = encode(options.prompt, spec, config)
+    tokens = itertools.chain(prompt, generate(model, prompt, config.data.context, options))
     try:
-        for token in itertools.chain(prompt, generate(model, prompt, config.data.context, options)):
-            sys.stdout.buffer.write(decode([token], spec))
+        for part in decode(tokens, spec, config):
+            sys.stdout.buffer.write(part)
             sys.stdout.buffer.flush()
     finally:
         print()
@@ -56,21 +58,6 @@ def generate(
         token = sample(logits, options, generator)
         tokens = torch.cat([tokens, token.view(1, 1)], dim=1)
         yield int(token)
-
-
-def encode(prompt: str, spec: "Spec") -> list[int]:
-    """The tokens of a prompt: bytes, or numbers as they are; your tokenizer would go here."""
-    if spec.vocabulary == 256:
-        return list(prompt.encode() or b"\n")
-    words = prompt.split()
-    if not words or not all(w.isdecimal() and int(w) < spec.vocabulary for w in words):
-        raise UserError(f'--prompt: wanted tokens below {spec.vocabulary}, as in --prompt "1 2 3"')
-    return [int(word) for word in words]
-
-
-def decode(tokens: Iterable[int], spec: "Spec") -> bytes:
-    """The text of tokens: bytes, or numbers as they are; your tokenizer would go here."""
-    return bytes(tokens) if spec.vocabulary == 256 else "".join(f"{t} " for t in tokens).encode()
 
 
 def sample(logits: Tensor, options: InferConfig, generator: torch.Generator) -> Tensor:

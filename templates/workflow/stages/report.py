@@ -1,5 +1,6 @@
 """report.html: what a run and the stages of the workflow have found, on one page."""
 
+import base64
 import contextlib
 import io
 import logging
@@ -14,10 +15,11 @@ from jinja2 import Environment
 from markupsafe import Markup, escape
 
 from ..config import load
-from ..errors import UserError, command_for
+from ..errors import UserError, command_for, printable
 from ..files import flatten, open_to_write, read_json, replacing
 from ..run.hardware import in_units
 from ..run.journal import finite, parsed
+from ..run.samples import read_sample, samples_of
 from ..run.tracker import log_report
 from . import STAGES, plots, with_effect
 from .chain import RECOMMENDED, interval
@@ -113,9 +115,18 @@ def page_of(run_dir: Path) -> str:
         sections=sections,
         tiles=tiles,
         plots=overview(sections, records),
+        samples=[sample(path) for path in samples_of(run_dir)[-1:]],
         origin=[*newest.get("machine", {}).items(), *newest.get("versions", {}).items()],
         settings=flatten(found.get("config") or newest.get("settings", {})),
     )
+
+
+def sample(path: Path) -> tuple[str, str, str]:
+    """What a sample is called, its text, and its picture."""
+    name, content = f"Sample, step {path.stem[5:].lstrip('0') or 0}", read_sample(path)
+    if path.suffix == ".png":
+        return name, "", f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    return name, printable(content.decode(errors="replace")), ""
 
 
 def section(run_dir: Path, name: str) -> Section:

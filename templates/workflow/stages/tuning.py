@@ -119,6 +119,8 @@ def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | Non
     `waited` is the share of the time that steps wait for data as it is. They are tried with the
     micro-batch that is recommended. None if nothing is faster.
     """
+    if state.loader.size is None:  # a stream, which has workers of its own
+        return None
     train, source, world = state.config.train, state.loader.source, state.world
     given, recommended = train.loader_workers, stage.figures.get("recommended", {})
     size = recommended.get("train.micro_batch_size", {"value": train.micro_batch_size})["value"]

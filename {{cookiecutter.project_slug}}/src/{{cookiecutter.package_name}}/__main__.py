@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import importlib
 import logging
 import os
 import sys
@@ -132,7 +133,16 @@ def infer(arguments: list[str]) -> int:
     return 0
 
 
-OURS = {command.__name__: command for command in (train, verify, export, infer)}
+def tokens(arguments: list[str]) -> int:
+    """Make files of tokens, with their tokenizer, of a folder of text."""
+    module = importlib.import_module(".tokens", __package__)
+    print(module.write_tokens(parse("tokens", module.TokensConfig, arguments)))
+    return 0
+
+
+OURS = {command.__name__: command for command in (train, verify, export, infer, tokens)}
+if not Path(__file__).with_name("tokens.py").exists():  # it is of an answer
+    del OURS["tokens"]
 HELP = {"train": train.__doc__, **workflow.COMMANDS}
 HELP |= {name: command.__doc__ for name, command in OURS.items()}
 

@@ -14,8 +14,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 # The rest of this package is the user's own: a traceback shows it, and leaves these out.
 OURS = {"__init__", "__main__", "checkpoint", "compile", "config", "device", "distributed"}
-OURS |= {"ema", "errors", "files", "fingerprint", "loss", "mixture", "profiler", "run"}
-OURS |= {"sampling", "schedule", "train", "workflow"}
+OURS |= {"ema", "errors", "files", "fingerprint", "loading", "loss", "mixture", "profiler", "run"}
+OURS |= {"sampling", "schedule", "text", "tokens", "train", "workflow"}
 
 
 class UserError(ValueError):

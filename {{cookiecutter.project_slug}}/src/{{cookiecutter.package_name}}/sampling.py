@@ -176,8 +176,8 @@ def check_dataset(dataset: Any, name: str) -> None:
     if isinstance(dataset, IterableDataset) or not (by_number and hasattr(dataset, "__len__")):
         problem = f"the {name} data (build_datasets in data.py) is a {type(dataset).__name__}"
         raise UserError(
-            f"{problem}: wanted __len__, and __getitem__ or __getitems__ by numbers. "
-            "Write a stream to files first"
+            f"{problem}: wanted __len__, and __getitem__ or __getitems__ by numbers. Write a "
+            "stream to files first, or render with samples=stream"
         )
     if not len(dataset):
         raise UserError(f"the {name} data is empty")
@@ -228,6 +228,11 @@ class Loader:
         self.seconds = 0.0
         self.iterator: Any = None
         self.seek(0)
+
+    @property
+    def size(self) -> int | None:
+        """Training samples; None of a stream."""
+        return len(self.source.dataset)
 
     def seek(self, step: int) -> None:
         """Continue with global batch `step`; costs the same for any step."""

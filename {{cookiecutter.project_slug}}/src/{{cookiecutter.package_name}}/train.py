@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from . import callbacks as own
-from . import sampling
 from .checkpoint.checkpointer import Checkpointer, agree_on_identity, identity_of
 from .checkpoint.transfer import load_weights
 from .compile import Compiling, checkpoint_activations, compile_model
@@ -26,6 +25,7 @@ from .distributed.stop import Stop
 from .ema import averaged_weights, keep_average
 from .errors import RankError, UserError
 from .files import to_json
+from .loading import go_on, open_loader, place_of
 from .loss import checked, judge_step, loss_vector, means
 from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer
@@ -44,7 +44,16 @@ from .run.hardware import (
 from .run.journal import Journal, introduce, validated_at
 from .run.memory import MemoryUse
 from .run.tracker import tracking
-from .sampling import NOTHING, GlobalBatches, Loader, Share, fetch, fixed_subset, seed_step, shares
+from .sampling import (
+    NOTHING,
+    Loader,
+    Share,
+    check_dataset,
+    fetch,
+    fixed_subset,
+    seed_step,
+    shares,
+)
 from .schedule import set_schedule
 
 log = logging.getLogger(__name__)
@@ -97,16 +106,14 @@ def setup(config: Config, world: World | None = None) -> State:
             "the spec of build_datasets (data.py) needs a `fingerprint`: a text that "
             "another data set does not have, as fingerprint.py makes it"
         )
-    sampling.check_dataset(train, "training")
-    sampling.check_dataset(validation, "validation")
-    own_order = getattr(train, "order", None)  # of a mixture
-    order = (own_order or partial(GlobalBatches, len(train)))(batch_size, settings.seed)
+    check_dataset(validation, "validation")
     plan = shares(batch_size, settings.micro_batch_size, world.rank, world.size)
-    loader = Loader(train, order, plan, settings.loader_workers, pin=world.device.type == "cuda")
+    loader = open_loader(train, settings, plan, world)
 
     model = build_model(config, spec)
     peak = peak_flops(world.device)
-    flops = forward_flops(model, compute_loss, fetch(train, order.ids(0)[:1])) if peak else None
+    one = fetch(loader.source.dataset, loader.source.order.ids(0)[:1]) if peak else None
+    flops = forward_flops(model, compute_loss, one) if peak else None
     # The order matters: the compiler must see what is recomputed, and DDP and FSDP must wrap what
     # is compiled, since their hooks would break the graph.
     if settings.activation_checkpointing:
@@ -331,14 +338,15 @@ def start(state: State, run_dir: Path, group: Group) -> Checkpointer:
         state.model,
         seed=config.train.seed,
         global_batch_size=config.train.global_batch_size,
-        training_samples=len(state.loader.source.dataset),
+        training_samples=state.loader.size,
         data=state.spec.fingerprint,
     )
     agree_on_identity(identity, group)
     schedule = to_json(config.optim) | {"steps": config.train.steps}
     facts = {"identity": identity, "schedule": schedule}
     checkpointer = state.checkpointer = Checkpointer(
-        run_dir, config.checkpoint, state.world, state.model, state.optimizer, facts
+        *(run_dir, config.checkpoint, state.world, state.model, state.optimizer, facts),
+        partial(place_of, state.loader, group),
     )
     needed = expected_memory(state.model, state.optimizer, checkpointer.staged_by)
     group.agree(lambda: check_memory(needed, state.world.device))
@@ -348,7 +356,7 @@ def start(state: State, run_dir: Path, group: Group) -> Checkpointer:
         group.from_first(lambda: check_disk(needed, kept, run_dir))
     if state.step == 0 and (origin := config.init_from):
         log.info("weights: %s", load_weights(origin, state.model, None, group, config.init_strict))
-    state.loader.seek(state.step)
+    go_on(state.loader, state.step, checkpointer.restored, group)
     return checkpointer
 
 
@@ -356,7 +364,11 @@ def owes_validation(state: State, run_dir: Path, group: Group) -> bool:
     """Whether a stop cut the validation of the step short from which the run goes on."""
     every, step = state.config.train.validate_every, state.step
     due = step == state.config.train.steps or (every > 0 and step % every == 0)
-    if step == 0 or not due or (state.checkpointer and state.checkpointer.validated):
+    if (
+        step == 0
+        or not due
+        or (state.checkpointer and state.checkpointer.restored.get("validation_loss") is not None)
+    ):
         return False
     return group.from_first(lambda: not validated_at(run_dir, step))
 

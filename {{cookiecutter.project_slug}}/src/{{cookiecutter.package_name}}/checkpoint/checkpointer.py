@@ -9,7 +9,7 @@ import contextlib
 import logging
 import platform
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,15 @@ class Checkpointer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         facts: dict[str, Any],
+        facts_now: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """`facts` go into each manifest: "identity", to be matched on restore, and "schedule"."""
+        """`facts` go into each manifest: "identity", to be matched on restore, and "schedule".
+
+        So does what `facts_now`, called on all ranks at each save, returns on rank 0.
+        """
         self.run_dir, self.config, self.world = run_dir, config, world
-        self.model, self.optimizer, self.facts = model, optimizer, facts
+        self.model, self.optimizer = model, optimizer
+        self.facts, self.facts_now = facts, facts_now
         self.group = Group(world)
         self.writer = Writer(config, self.group, model, world.device)
         self.publisher = open_storage(run_dir, config, self.group, facts.get("identity"))
@@ -64,7 +69,7 @@ class Checkpointer:
         self.blocked_seconds = 0.0
         self.last_saved: int | None = None
         self.last_good: int | None = None  # published for certain
-        self.validated = False  # whether the step that was restored was, before it was saved
+        self.restored: dict[str, Any] = {}  # the manifest
         self.warned = False
 
     @property
@@ -84,6 +89,7 @@ class Checkpointer:
         self._warn_of_waiting(self.blocked_seconds - before, step)
         facts = {
             **self.facts,
+            **self.facts_now(),
             "samples": step * self.facts["identity"]["global_batch_size"],
             "world_size": self.world.size,
             "validation_loss": validation_loss,
@@ -182,7 +188,7 @@ class Checkpointer:
         for change in identity_differences(manifest.get("schedule"), self.facts["schedule"]):
             log.info("the schedule is another: %s", change)
         self.last_saved = self.last_good = manifest["step"]
-        self.validated = manifest.get("validation_loss") is not None
+        self.restored = manifest
         return manifest["step"]
 
     def _forget_state_not_in(self, saved: Set[str]) -> None:

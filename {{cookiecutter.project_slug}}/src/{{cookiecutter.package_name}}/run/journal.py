@@ -234,17 +234,17 @@ def introduce(state: Any, run_dir: Path) -> None:
     cuda, dtype = world.device.type == "cuda", str(state.compute_dtype).removeprefix("torch.")
     device = torch.cuda.get_device_name(world.device) if cuda else world.device
     size = sum(parameter.numel() for parameter in state.model.parameters())
-    samples, batch = len(state.loader.source.dataset), config.global_batch_size
-    epochs = config.steps * batch / samples
+    samples, batch = state.loader.size, config.global_batch_size
+    amount = f"{samples:,} samples" if samples else "a stream"
+    epochs = f"{config.steps * batch / samples:,.2f} epochs" if samples else "a part of it"
     tokens = getattr(state.spec, "tokens_per_sample", None)
     drawn = state.loader.source.order.drawn(config.steps).items()
     mix = ", ".join(f"{count / config.steps / batch:.1%} {name}" for name, count in drawn)
     for line in (
         f"model  {size:,} parameters, {dtype} on {device}, ranks: {world.size}",
-        f"data   {samples:,} samples{f' of {tokens:,} tokens' if tokens else ''}, "
+        f"data   {amount}{f' of {tokens:,} tokens' if tokens else ''}, "
         f"{len(state.validation):,} for validation",
-        f"batch  {batch:,} samples{mix and f' ({mix})'}; {config.steps} steps are "
-        f"{epochs:,.2f} epochs",
+        f"batch  {batch:,} samples{mix and f' ({mix})'}; {config.steps} steps are {epochs}",
         f"run    {run_dir}, {f'resumed at step {state.step}' if state.step else 'new'}",
     ):
         log.info("%s", line)

@@ -1,0 +1,26 @@
+"""Text to tokens and back: a token is a byte. Tokens of your own files are numbers here."""
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from .errors import UserError
+
+if TYPE_CHECKING:
+    from .config import Config
+    from .data import Spec
+
+
+def encode(text: str, spec: "Spec", config: "Config") -> list[int]:
+    """The tokens of a text; of files of tokens a text like "15496 11 995"; UserError."""
+    if spec.encoding == "bytes":
+        return list(text.encode() or b"\n")
+    words = text.split()
+    if not words or not all(w.isdecimal() and int(w) < spec.vocabulary for w in words):
+        raise UserError(f'--prompt: wanted tokens below {spec.vocabulary}, as in --prompt "1 2 3"')
+    return [int(word) for word in words]
+
+
+def decode(tokens: Iterable[int], spec: "Spec", config: "Config") -> Iterator[bytes]:
+    """The text of tokens, UTF-8, as they come; of files of tokens their numbers."""
+    for token in tokens:
+        yield bytes([token]) if spec.encoding == "bytes" else f"{token} ".encode()

@@ -1,0 +1,288 @@
+"""Text becomes tokens and text again, whoever is killed on the way; documents stay documents."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+
+from tests.conftest import Project, project_fixture
+
+project = project_fixture(
+    "of_tokens", parallelism="single", checkpoint="dcp", tracker="none", text="tokenizer"
+)
+WORDS = [
+    "the",
+    "of",
+    "naïve",
+    "日本",
+    "<|endoftext|>",
+    "and\ttabs",
+    "{}",
+    "def",
+    "return",
+    "1234",
+    "…",
+]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Forty text files in two folders, and others that are no text."""
+    for number in range(40):
+        words = random.Random(number).choices(WORDS, k=100 + number)
+        path = tmp_path / "text" / "ab"[number % 2] / f"{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(" ".join(words) + "\n" * (number % 3))
+    (tmp_path / "text/a/.hidden").write_text("hidden")
+    (tmp_path / "text/a/binary").write_bytes(b"\0\1\2" * 100)
+    (tmp_path / "text/a/empty.txt").touch()
+    return tmp_path / "text"
+
+
+def tokens(project: Project, text: Path, to: Path, *words: str) -> dict[str, Any]:
+    """What tokens.json says of the folder that the command makes."""
+    words = ("--text", str(text), "--to", str(to), *words)
+    project("tokens", "--vocabulary", "400", *words)
+    return json.loads((to / "tokens.json").read_text())
+
+
+@pytest.fixture
+def small(project: Project, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module, with shards of a few files."""
+    module = project.module("tokens")
+    monkeypatch.setattr(module, "SHARD", 2000)
+    monkeypatch.setattr(module, "BATCH", 500)
+    return module
+
+
+def documents(folder: Path) -> list[str]:
+    """The documents of a folder of tokens, by another reader of its files."""
+    note = json.loads((folder / "tokens.json").read_text())
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    found: list[str] = []
+    for path in folder.glob("*.bin"):
+        tokens = np.fromfile(path, note["token_type"])
+        assert tokens[-1] == note["end_of_text"]
+        ends = np.flatnonzero(tokens == note["end_of_text"])
+        for part in np.split(tokens, ends + 1)[:-1]:
+            found.append(tokenizer.decode(part[:-1].tolist(), skip_special_tokens=False))
+    return sorted(found)
+
+
+def test_every_document_comes_back_as_it_was(project: Project, text: Path, tmp_path: Path) -> None:
+    note = tokens(project, text, tmp_path / "tokens")
+    wanted = [path.read_text() for path in text.glob("*/*.txt") if path.stat().st_size]
+    assert documents(tmp_path / "tokens") == sorted(wanted)
+    assert note["documents"] == 40 and 257 < note["vocabulary"] <= 400
+    assert note["bytes"] == sum(len(text.encode()) for text in wanted)
+    found = {path.name: path.stat().st_size // 2 for path in (tmp_path / "tokens").glob("*.bin")}
+    assert found == {"train_00000.bin": note["train"], "val_00000.bin": note["val"]}
+    again = tokens(project, text, tmp_path / "again")
+    assert note == again
+    names = {path.name for path in (tmp_path / "tokens").iterdir()}
+    assert names == {"tokenizer.json", "tokens.json", *found}
+    for name in names:
+        files = (tmp_path / folder / name for folder in ("tokens", "again"))
+        assert next(files).read_bytes() == next(files).read_bytes()
+
+
+def test_a_model_is_trained_on_them_and_answers_in_text(
+    project: Project, text: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    tokens(project, text, tmp_path / "tokens")
+    run_dir = str(tmp_path / "run")
+    words = ("--preset", "tiny", "--device", "cpu", "--run-dir", run_dir)
+    words += ("--data.path", str(tmp_path / "tokens"), "--data.documents", "separate")
+    project("train", *words)
+    capfdbinary.readouterr()
+    project(
+        "infer", "--run-dir", run_dir, "--device", "cpu", "--prompt", "naïve 日本 <|endoftext|>"
+    )
+    assert capfdbinary.readouterr()[0].startswith("naïve 日本 <|endoftext|>".encode())
+    sample = (tmp_path / "run/samples/step_00000020.txt").read_text()
+    assert any(word in sample for word in ("the", "def", "1234"))
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    assert config["data"]["vocabulary"] == 0, "the vocabulary is in tokens.json"
+    project("tokens", "--text", str(text), "--to", str(tmp_path / "other"), "--vocabulary", "300")
+    (tmp_path / "other/tokenizer.json").rename(tmp_path / "tokens/tokenizer.json")
+    assert "not the one" in project.refuses("infer", "--run-dir", run_dir, "--device", "cpu")
+
+
+def test_what_was_stopped_goes_on_where_it_was(
+    project: Project, text: Path, tmp_path: Path, small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = tokens(project, text, tmp_path / "whole")
+    assert len(list((tmp_path / "whole").glob("train_*.bin"))) > 5
+    encode, done = small.encode, []
+
+    def cut_off(folder: Path, shard: int, *rest: Any) -> Any:
+        if len(done) == 4:
+            raise KeyboardInterrupt
+        done.append(shard)
+        return encode(folder, shard, *rest)
+
+    monkeypatch.setattr(small, "encode", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        tokens(project, text, tmp_path / "parts")
+    partial = tmp_path / "parts.partial"
+    assert not (tmp_path / "parts").exists() and not list(partial.glob(".*"))
+    refused = project.refuses(
+        *("tokens", "--text", str(text), "--to", str(tmp_path / "parts")), "--vocabulary", "401"
+    )
+    assert "other text or settings" in refused
+    first = done.copy()
+    done.clear()
+    monkeypatch.setattr(small, "encode", lambda f, n, *rest: done.append(n) or encode(f, n, *rest))
+    assert tokens(project, text, tmp_path / "parts") == note
+    assert not {*first} & {*done} and not partial.exists()
+    assert documents(tmp_path / "parts") == documents(tmp_path / "whole")
+
+
+def test_a_killed_one_leaves_nobody_and_goes_on(
+    project: Project, text: Path, tmp_path: Path
+) -> None:
+    (text / "long.txt").write_text(" ".join(random.Random(0).choices(WORDS, k=2_000_000)))
+    words = ["tokens", "--text", str(text), "--to", str(tmp_path / "tokens"), "--vocabulary", "300"]
+    command = [sys.executable, "-m", project.name, *words]
+    environment = {**os.environ, "PYTHONPATH": str(project.folder / "src")}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe) as process:
+        partial, end = tmp_path / "tokens.partial", time.monotonic() + 120
+        while not list(partial.glob(".train*")) and time.monotonic() < end:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=30)  # its pipes end when nobody holds them any more
+    assert list(partial.glob(".train*")) and not (tmp_path / "tokens").exists()
+    project(*words)
+    assert len(documents(tmp_path / "tokens")) == 41 and not partial.exists()
+
+
+lines = st.lists(st.text(max_size=40), min_size=1, max_size=30)
+
+
+@given(lines, st.integers(1, 200), st.booleans())
+def test_every_line_is_in_one_piece(
+    project: Project,
+    tmp_path_factory: pytest.TempPathFactory,
+    texts: list[str],
+    shard: int,
+    ends: bool,
+) -> None:
+    module = project.module("tokens")
+    path = tmp_path_factory.mktemp("lines") / "x.jsonl"
+    content = "\n".join(json.dumps({"body": text}) for text in texts)
+    path.write_text(content + "\n" * ends)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SHARD", shard)
+        _, pieces = module.divide(path)
+    found = [part.text for piece in pieces for part in module.parts(piece, "body")]
+    assert found == texts
+
+
+@given(st.binary(max_size=200), st.integers(1, 7))
+def test_any_bytes_are_some_text(
+    project: Project, tmp_path_factory: pytest.TempPathFactory, content: bytes, length: int
+) -> None:
+    module = project.module("tokens")
+    path = tmp_path_factory.mktemp("bytes") / "x.txt"
+    path.write_bytes(content)
+
+    @contextlib.contextmanager
+    def shorter(name: Path, mode: str) -> Iterator[Any]:
+        with open(name, mode) as file:
+            yield SimpleNamespace(read=lambda _: file.read(length), readline=lambda _: b"")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "open", shorter, raising=False)
+        found = "".join(p.text for p in module.parts(module.Piece(path, 0, 9, False), "text"))
+    assert found == content.decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    "line", ['{"text": 1}', '{"other": "a"}', "[1]", '"a"', "no json", "[" * 100_000, '{"text": '],
+    ids=range(7),
+)  # fmt: skip
+def test_a_line_that_is_none_is_named(
+    project: Project, tmp_path: Path, small: Any, line: str
+) -> None:
+    good = json.dumps({"text": "all is well"})
+    (tmp_path / "a.jsonl").write_text(f"{good}\n\n{line}\n{good}\n")
+    words = ("tokens", "--text", str(tmp_path / "a.jsonl"), "--to", str(tmp_path / "tokens"))
+    refused = project.refuses(*words, "--vocabulary", "300")
+    assert f"a.jsonl, the line at byte {len(good) + 2}" in refused and "'text'" in refused
+
+
+def test_a_given_tokenizer_is_used(
+    project: Project, text: Path, tmp_path: Path, small: Any
+) -> None:
+    note = tokens(project, text, tmp_path / "one")
+    given = ("--tokenizer", str(tmp_path / "one/tokenizer.json"))
+    other = tokens(project, text / "a", tmp_path / "two", *given)
+    assert other["tokenizer"] == note["tokenizer"]
+    words = ("tokens", "--text", str(text), "--to", str(tmp_path / "three"))
+    refused = project.refuses(*words, *given, "--end-of-text", "</s>")
+    assert "no token '</s>'" in refused
+    (tmp_path / "none.json").write_text("{}")
+    assert "cannot be read" in project.refuses(*words, "--tokenizer", str(tmp_path / "none.json"))
+    Tokenizer(models.BPE()).save(str(tmp_path / "empty.json"))
+    empty = ("--tokenizer", str(tmp_path / "empty.json"))
+    assert "no token '<|endoftext|>'" in project.refuses(*words, *empty)
+    assert not (tmp_path / "three").exists()
+
+
+def test_tokens_of_different_tokenizers_are_not_mixed(
+    project: Project, text: Path, tmp_path: Path, small: Any
+) -> None:
+    for name in "ab":
+        tokens(project, text / name, tmp_path / f"tokens/{name}")
+    words = (
+        "train",
+        "--preset",
+        "tiny",
+        "--device",
+        "cpu",
+        "--data.path",
+        str(tmp_path / "tokens"),
+    )
+    words += ("--run-dir", str(tmp_path / "run"))
+    assert "tokenizers differ" in project.refuses(*words, "--data.mix", "a=1,b=1")
+    given = ("--tokenizer", str(tmp_path / "tokens/a/tokenizer.json"))
+    tokens(project, text / "b", tmp_path / "tokens/c", *given)
+    project(*words, "--data.mix", "a=1,c=1")
+    project("infer", "--run-dir", str(tmp_path / "run"), "--device", "cpu", "--tokens", "3")
+
+
+def test_bad_input_gets_one_line(project: Project, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "bare").mkdir()
+    words = ("tokens", "--to", str(tmp_path / "tokens"), "--text")
+    for rest, line in (
+        ((str(tmp_path / "none"),), "there is nothing there"),
+        ((str(tmp_path / "bare"),), "there is no text in it"),
+        ((str(text), "--to", str(tmp_path / "there")), "is there already"),
+        ((str(text), "--to", str(text / "tokens")), "lies in the text"),
+    ):
+        assert line in project.refuses(*words, *rest)
+    config = project.module("tokens").TokensConfig
+    with pytest.raises(project.module("errors").UserError, match="must be at least 257"):
+        config(text, tmp_path / "tokens", vocabulary=100)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "text", "there"]
+    tokens(project, text, tmp_path / "tokens")
+    path = tmp_path / "tokens/tokens.json"
+    path.write_text(path.read_text().replace("uint16", "int8"))
+    refused = project.refuses("train", "--device", "cpu", "--data.path", str(tmp_path / "tokens"))
+    assert "does not say what the tokens beside it are" in refused
