@@ -334,5 +334,5 @@ def test_callbacks_are_called_on_all_ranks(tmp_path: Path) -> None:
     samples = re.findall(r"^sample at step (\d+): (.*)$", output, re.MULTILINE)
     assert [step for step, _ in samples] == ["2", "3"], output
     for _, text in samples:
-        assert re.match(r"[\"']def ", text) and len(text) > 60, output
+        assert "oman in this humour wooed? Was e" in text[:40] and len(text) > 60, output
     assert "left out" not in output

@@ -246,7 +246,8 @@ def test_a_stream_is_one_line(
     said = project.refuses("train", *project.settings, "--run-dir", str(tmp_path / "run"))
     assert said == (
         f"the {part} data (build_datasets in data.py) is a Lines: "
-        "wanted __len__, and __getitem__ or __getitems__ by numbers. Write a stream to files first"
+        "wanted __len__, and __getitem__ or __getitems__ by numbers. "
+        "Write a stream to files first, or render with samples=stream"
     )
 
 
@@ -404,7 +405,7 @@ def test_every_file_of_the_template_is_known_as_ours(
 ) -> None:
     """Else a traceback would show it as the user's."""
     known = project.module("errors").OURS | {"model", "data", "infer", "optim", "callbacks"}
-    text = bake(tmp_path, task="language_model", package_name=project.name)
+    text = bake(tmp_path, task="language_model", text="tokenizer", package_name=project.name)
     found = set()
     for folder, name in ((project.folder, project.name), (stored.folder, stored.name)):
         for package in (folder / "src" / name, text / "src" / project.name):

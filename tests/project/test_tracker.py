@@ -165,6 +165,7 @@ class WeightsAndBiases:
             values = {(i.nested_key or [i.key])[0]: json.loads(i.value_json) for i in record.item}
             step = values["_step"]
             assert step not in lines, f"step {step} is there twice"
+            values.pop("sample", None)
             lines[step] = {name: value for name, value in values.items() if name[0] != "_"}
         return lines
 
@@ -212,7 +213,7 @@ class MLflow:
         return names[self.run.info.status]
 
     def artifacts(self) -> list[Path]:
-        found = [artifact.path for artifact in self.client.list_artifacts(self.id)]
+        found = [a.path for a in self.client.list_artifacts(self.id) if not a.is_dir]
         return [Path(self.client.download_artifacts(self.id, path)) for path in found]
 
     def has(self, file: Path) -> bool:
@@ -287,6 +288,7 @@ def test_with_none_there_is_none(home: Path) -> None:
             "config.json",
             "logs",
             "metrics.jsonl",
+            "samples",
             "status.json",
         }
 
@@ -340,6 +342,9 @@ class Faulty:
     def scalars(self, step: int, values: dict[str, float], time: float) -> None:
         self.reach("scalars")
 
+    def sample(self, path: Path, step: int) -> None:
+        self.reach("sample")
+
     def close(self, status: str) -> None:
         self.reach("close")
 
@@ -358,6 +363,7 @@ class Faulty:
         ("open", None, "did not open"),
         ("scalars", ValueError(), "ValueError"),
         ("scalars", None, "did not close"),
+        ("sample", Faulty.error, "no space left on device"),
         ("close", Faulty.error, "no space"),
         ("close", None, "did not close"),
         ("import", None, "ModuleNotFoundError"),

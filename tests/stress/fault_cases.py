@@ -85,7 +85,8 @@ def ended(variant: Variant, run_dir: Path, settings: dict[str, str] | None = Non
     if contents(run_dir)[variant.steps] != variant.reference[variant.steps]:
         problems.append("other bits at the end")
     left = {path.name for path in run_dir.iterdir()}
-    left -= {".lock", "checkpoints", "config.json", "logs", "metrics.jsonl", "status.json"}
+    left -= {".lock", "checkpoints", "config.json", "logs"}
+    left -= {"metrics.jsonl", "samples", "status.json"}
     left |= {p.name for p in run_dir.glob("checkpoints/*") if not p.name[5:].isdigit()}
     return problems + ([f"left over: {sorted(left)}"] if left else [])
 
@@ -222,7 +223,7 @@ def memory(variant: Variant, saves: int, width: int, hits: Counter[str]) -> None
     first, last = watch.held[quarter : 2 * quarter], watch.held[-quarter:]
     grown = statistics.median(b for _, b in last) - statistics.median(b for _, b in first)
     handles = statistics.median(n for n, _ in last) - statistics.median(n for n, _ in first)
-    good = code == 0 and len(watch.held) == saves and grown < size / 4 and handles <= 0
+    good = code == 0 and len(watch.held) == saves and grown < size / 2 and handles <= 0
     text = (
         f"{grown / 1e6:.1f} MB, {handles} descriptors more, {size / 1e6:.0f} MB each, {log[-500:]}"
     )

@@ -37,7 +37,7 @@ class Recorder:
 def main(folder: Path, package: str) -> None:
     """Train three steps with two callbacks in callbacks.py's list."""
     own = importlib.import_module(f"{package}.callbacks")
-    own.callbacks = lambda config, run_dir: [Recorder(), own.Sample()]
+    own.callbacks = lambda config, run_dir: [Recorder(), own.Sample(run_dir)]
     config = importlib.import_module(f"{package}.config")
     log = logging.getLogger(package)
     log.setLevel(logging.INFO)
