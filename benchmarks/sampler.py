@@ -118,7 +118,7 @@ def _peak() -> int:
 
 def measure(folder: Path, smoke: bool) -> dict[str, Any]:
     """Ours in turns, then the peer's, whose hundreds of megabytes would be in ours' way."""
-    source = render(folder)
+    source = render(folder, samples="mixture")
     sys.path.insert(0, str(source))
     batches = 2 if smoke else 256
     many, few = (2, 2) if smoke else (51, 9)

@@ -11,7 +11,7 @@ from .sampling import GlobalBatches, Loader, Share, check_dataset
 def open_loader(dataset: Any, train: TrainConfig, plan: list[Share], world: World) -> Loader:
     """The loader of a training set; UserError unless its samples are counted and have numbers."""
     check_dataset(dataset, "training")
-    own_order = getattr(dataset, "order", None)  # of a mixture
+    own_order = getattr(dataset, "order", None)  # if it brings one
     order = (own_order or partial(GlobalBatches, len(dataset)))(train.global_batch_size, train.seed)
     return Loader(dataset, order, plan, train.loader_workers, pin=world.device.type == "cuda")
 

@@ -7,7 +7,6 @@ Face's streaming data sets are. Each rank reads on in its own; the place goes in
 import copy
 import json
 import time
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -147,8 +146,7 @@ def open_loader(dataset: Any, train: TrainConfig, plan: list[Share], world: Worl
             )
         return StreamLoader(dataset, train.global_batch_size, plan, world)
     check_dataset(dataset, "training")
-    own_order = getattr(dataset, "order", None)  # of a mixture
-    order = (own_order or partial(GlobalBatches, len(dataset)))(train.global_batch_size, train.seed)
+    order = GlobalBatches(len(dataset), train.global_batch_size, train.seed)
     return Loader(dataset, order, plan, train.loader_workers, pin=world.device.type == "cuda")
 
 

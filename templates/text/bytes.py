@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 from .errors import UserError
 
 if TYPE_CHECKING:
-    from .config import Config
     from .data import Spec
 
 
-def encode(text: str, spec: "Spec", config: "Config") -> list[int]:
+def encode(text: str, spec: "Spec") -> list[int]:
     """The tokens of a text; of files of tokens a text like "15496 11 995"; UserError."""
     if spec.encoding == "bytes":
         return list(text.encode() or b"\n")
@@ -20,7 +19,7 @@ def encode(text: str, spec: "Spec", config: "Config") -> list[int]:
     return [int(word) for word in words]
 
 
-def decode(tokens: Iterable[int], spec: "Spec", config: "Config") -> Iterator[bytes]:
+def decode(tokens: Iterable[int], spec: "Spec") -> Iterator[bytes]:
     """The text of tokens, UTF-8, as they come; of files of tokens their numbers."""
     for token in tokens:
         yield bytes([token]) if spec.encoding == "bytes" else f"{token} ".encode()

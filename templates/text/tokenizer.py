@@ -12,18 +12,16 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from .errors import UserError
-from .mixture import parse
 
 if TYPE_CHECKING:
-    from .config import Config
     from .data import Spec
 
 
-def encode(text: str, spec: "Spec", config: "Config") -> list[int]:
+def encode(text: str, spec: "Spec") -> list[int]:
     """The tokens of a text; without a tokenizer a text like "15496 11 995"; UserError."""
     if spec.encoding == "bytes":
         return list(text.encode() or b"\n")
-    if tokenizer := tokenizer_of(spec, config):
+    if tokenizer := tokenizer_of(spec):
         tokenizer.encode_special_tokens = True  # what reads like a special token is text
         return tokenizer.encode(text, add_special_tokens=False).ids or [spec.end_of_text]
     words = text.split()
@@ -32,11 +30,11 @@ def encode(text: str, spec: "Spec", config: "Config") -> list[int]:
     return [int(word) for word in words]
 
 
-def decode(tokens: Iterable[int], spec: "Spec", config: "Config") -> Iterator[bytes]:
+def decode(tokens: Iterable[int], spec: "Spec") -> Iterator[bytes]:
     """The text of tokens, UTF-8, as they come; without a tokenizer their numbers."""
     if spec.encoding == "bytes":
         yield from (bytes([token]) for token in tokens)
-    elif tokenizer := tokenizer_of(spec, config):
+    elif tokenizer := tokenizer_of(spec):
         stream = DecodeStream(skip_special_tokens=False)
         for token in tokens:  # several may be one letter
             yield (stream.step(tokenizer, token) or "").encode()
@@ -44,14 +42,13 @@ def decode(tokens: Iterable[int], spec: "Spec", config: "Config") -> Iterator[by
         yield from (f"{token} ".encode() for token in tokens)
 
 
-def tokenizer_of(spec: "Spec", config: "Config") -> Tokenizer | None:
+def tokenizer_of(spec: "Spec") -> Tokenizer | None:
     """The tokenizer of a run's data, if it has one; UserError for another one."""
-    if not spec.encoding or not (path := config.data.path):
+    if not spec.encoding:
         return None
-    folder = path if path.is_dir() else path.parent
-    tokenizer = read_tokenizer(folder / next(iter(parse(config.data.mix or ".=1"))) / NAME)
+    tokenizer = read_tokenizer(path := spec.folder / NAME)
     if digest_of(tokenizer) != spec.encoding:
-        raise UserError(f"the {NAME} in {folder} is not the one that made the tokens beside it")
+        raise UserError(f"{path} is not the one that made the tokens beside it")
     return tokenizer
 
 

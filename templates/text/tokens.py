@@ -22,7 +22,6 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
-from .data import text_files
 from .errors import UserError
 from .files import (
     check_regular,
@@ -130,7 +129,9 @@ def write_tokens(options: TokensConfig) -> str:
 def divide(text: Path) -> tuple[Path, list[Piece]]:
     """The folder of the text, and its pieces in a fixed order; UserError for no text."""
     root, pieces = text if text.is_dir() else text.parent, []
-    for path in text_files(text, "") if text.is_dir() else [text]:
+    for path in [text] if text.is_file() else sorted(text.rglob("*")):
+        if path.is_dir() or any(part[0] == "." for part in path.relative_to(text).parts):
+            continue
         check_regular([path])
         with open(path, "rb") as file:
             if b"\0" in file.read(8192):  # as git tells text from what is none

@@ -404,8 +404,15 @@ def test_every_file_of_the_template_is_known_as_ours(
     project: Project, stored: Project, tmp_path: Path
 ) -> None:
     """Else a traceback would show it as the user's."""
-    known = project.module("errors").OURS | {"model", "data", "infer", "optim", "callbacks"}
-    text = bake(tmp_path, task="language_model", text="tokenizer", package_name=project.name)
+    known = project.module("errors").OURS | {"model", "data", "source", "infer", "optim"}
+    known |= {"callbacks"}
+    text = bake(
+        tmp_path,
+        task="language_model",
+        samples="mixture",
+        text="tokenizer",
+        package_name=project.name,
+    )
     found = set()
     for folder, name in ((project.folder, project.name), (stored.folder, stored.name)):
         for package in (folder / "src" / name, text / "src" / project.name):

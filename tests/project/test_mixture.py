@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import Project, bake, drill, project_fixture
 
-project = project_fixture("mixture_project", parallelism="single", checkpoint="dcp")
+project = project_fixture(
+    "mixture_project", samples="mixture", parallelism="single", checkpoint="dcp"
+)
 weights = st.lists(st.integers(1, 400), min_size=1, max_size=6)
 
 
@@ -116,12 +119,32 @@ def test_a_run_sees_what_was_asked_for(project: Project, texts: Path, tmp_path: 
     assert "nothing there" in project.refuses(*words, "--data.mix", "letters=2,none=1")
 
 
+def test_images_are_mixed(tmp_path: Path) -> None:
+    """And moved about, each time another way, as those of one source."""
+    for label, name in enumerate(("a", "b")):
+        labels = np.full(20, label)
+        labels[0] = 1  # for validation; so that both have two classes
+        np.savez(tmp_path / f"{name}.npz", images=np.full((20, 8, 8), 255, np.uint8), labels=labels)
+    answers = {"task": "image_classifier", "samples": "mixture", "parallelism": "single"}
+    with Project.imported(tmp_path, "mixed_images", **answers) as project:
+        settings = {"data__path": tmp_path, "data__mix": "a.npz=1,b.npz=3"}
+        settings |= {"train__steps": 4, "run_dir": tmp_path / "run"}
+        config = project.config(**settings)
+        project.module("train").run(config)
+        loader = project.module("train").setup(config).loader
+        batches = [batch for step in range(4) for batch in loader.of(step, loader.plan)]
+    labels = torch.cat([batch["labels"] for batch in batches])
+    assert labels.sum() * 4 == len(labels) * 3
+    corners = torch.cat([batch["images"] for batch in batches])[..., 0, 0]
+    assert 0 < (corners == 0).sum() < len(corners)  # what was moved has nothing there
+
+
 def test_mixture_average_and_muon_go_on_exactly_together(texts: Path) -> None:
     """On three ranks to the bit, then on two; DDP and FSDP."""
     sources = {}
     for parallelism in ("ddp", "fsdp"):
-        name = f"together_{parallelism}"
-        project = bake(texts / name, package_name=name, parallelism=parallelism, tracker="none")
+        name, answers = f"together_{parallelism}", {"parallelism": parallelism, "tracker": "none"}
+        project = bake(texts / name, package_name=name, samples="mixture", **answers)
         sources[name] = project / "src"
     runs = texts / "runs"
     runs.mkdir()

@@ -21,9 +21,8 @@ from tokenizers import Tokenizer, models
 
 from tests.conftest import Project, project_fixture
 
-project = project_fixture(
-    "of_tokens", parallelism="single", checkpoint="dcp", tracker="none", text="tokenizer"
-)
+ANSWERS = {"parallelism": "single", "checkpoint": "dcp", "tracker": "none"}
+project = project_fixture("of_tokens", **ANSWERS, text="tokenizer", samples="mixture")
 WORDS = [
     "the",
     "of",
@@ -259,7 +258,9 @@ def test_tokens_of_different_tokenizers_are_not_mixed(
         str(tmp_path / "tokens"),
     )
     words += ("--run-dir", str(tmp_path / "run"))
-    assert "tokenizers differ" in project.refuses(*words, "--data.mix", "a=1,b=1")
+    assert "differ in their vocabulary, tokenizer" in project.refuses(
+        *words, "--data.mix", "a=1,b=1"
+    )
     given = ("--tokenizer", str(tmp_path / "tokens/a/tokenizer.json"))
     tokens(project, text / "b", tmp_path / "tokens/c", *given)
     project(*words, "--data.mix", "a=1,c=1")

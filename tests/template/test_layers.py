@@ -23,7 +23,7 @@ LAYERS = (
     {"train", "infer", "tokens"},  # what is done with a model, by its settings
     {"loading"},
     {"config"},
-    {"model", "data", "optim", "callbacks", "text"},
+    {"model", "data", "source", "optim", "callbacks", "text"},
     {"compile", "profiler", "checkpoint", "run", "mixture", "sampling", "ema"},
     {"distributed"},
     {"loss", "schedule", "errors", "files", "device", "fingerprint"},

@@ -102,7 +102,8 @@ CONDITIONAL: dict[str, Condition] = {
     "pytorchjob.yaml": lambda a: a["cluster"] == "kubernetes",
     "tests/test_ranks.py": ranks,
     f"{PACKAGE}/checkpoint/dcp_writer.py": lambda a: a["checkpoint"] != "torch_save",
-    **dict.fromkeys(every(PACKAGE, "mixture text"), lambda a: a["task"] == "language_model"),
+    **dict.fromkeys(every(PACKAGE, "mixture source"), lambda a: a["samples"] == "mixture"),
+    f"{PACKAGE}/text.py": lambda a: a["task"] == "language_model",
     f"{PACKAGE}/tokens.py": lambda a: (a["task"], a["text"]) == ("language_model", "tokenizer"),
     f"{PACKAGE}/run/tracker_adapter.py": lambda a: a["tracker"] != "none",
     "entrypoint.sh": lambda a: a["cluster"] == "kubernetes" and ranks(a),
@@ -156,9 +157,10 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "LICENSE": ("license",),
     "launch.sh": ("parallelism",),
     "tests/test_ranks.py": ("parallelism",),
-    **dict.fromkeys(every(PACKAGE, "model data infer callbacks optim mixture"), ("task",)),
+    **dict.fromkeys(every(PACKAGE, "model infer callbacks optim"), ("task",)),
+    **dict.fromkeys(every(PACKAGE, "data source"), ("task", "samples")),
+    **dict.fromkeys(every(PACKAGE, "loading mixture"), ("samples",)),
     **dict.fromkeys(every(PACKAGE, "text tokens"), ("task", "text")),
-    f"{PACKAGE}/loading.py": ("samples",),
     **dict.fromkeys(
         every(
             f"{PACKAGE}/distributed",
@@ -455,9 +457,9 @@ def test_template_python_is_python() -> None:
 # Lines of Python: of the package, and of the modules that a plain run of training imports. They
 # bound what is there; who adds lines finds others that can go.
 BUDGETS = {
-    "smallest": (SMALLEST, 6_566, 5_720),
-    "default": ({}, 11_571, 6_791),
-    "fullest": (FULLEST, 13_112, 8_080),
+    "smallest": (SMALLEST, 6_420, 5_574),
+    "default": ({}, 11_425, 6_645),
+    "fullest": (FULLEST, 12_964, 7_921),
 }
 LARGEST_FILE = 400
 TRAIN_TWO_STEPS = """

@@ -62,6 +62,6 @@ class Sample:
         finally:
             state.module.train()
         if state.world.rank == 0:
-            text = b"".join(decode(tokens, state.spec, config)).decode(errors="replace")
+            text = b"".join(decode(tokens, state.spec)).decode(errors="replace")
             log.info("sample at step %d: %r", state.step, text)
             keep_sample(self.run_dir, state.step, text)

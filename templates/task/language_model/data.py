@@ -10,7 +10,7 @@ import resource
 import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
@@ -21,7 +21,6 @@ from torch import Tensor
 from .errors import UserError
 from .files import check_regular, read_json
 from .fingerprint import of_bytes, of_files
-from .mixture import Joined, parse
 
 if TYPE_CHECKING:
     from .config import Config
@@ -33,8 +32,6 @@ class DataConfig:
 
     path: Path | None = None
     """A text file, a .bin file of tokens, or a folder (default: the Python standard library)."""
-    mix: str = ""
-    """Train on several of them below `path`, by weight: "code=0.7,books=0.3" (default: no)."""
     context: int = 128
     """Tokens that the model sees at once."""
     vocabulary: int = 0
@@ -63,41 +60,23 @@ class Spec:
     """The token that ends a document (-1: not known)."""
     encoding: str
     """What the tokens are: "bytes", or a digest of their tokenizer ("": not known)."""
+    folder: Path = field(compare=False)
+    """Where they are, and their tokenizer."""
     tokens_per_sample: int
     fingerprint: str
 
 
-def build_datasets(config: "Config") -> tuple[Any, Any, Spec]:
-    """Training and validation data and their spec; UserError for unusable data."""
-    data = config.data
-    if not data.mix:
-        return read_source(data.path or Path(sysconfig.get_paths()["stdlib"]), data)
-    if not data.path:
-        raise UserError("--data.mix names what is below --data.path: give that, too")
-    weights = parse(data.mix)
-    training, validation, specs = zip(
-        *(read_source(data.path / name, data) for name in weights), strict=True
-    )
-    if len({(spec.vocabulary, spec.end_of_text, spec.encoding) for spec in specs}) > 1:
-        raise UserError(
-            f"--data.mix {data.mix}: some of these are text and some are tokens, or their "
-            "tokenizers differ"
-        )
-    identity = of_bytes(*(spec.fingerprint for spec in specs), data.mix)
-    spec = replace(specs[0], fingerprint=identity)
-    return Joined(training, weights), Joined(validation, weights), spec
-
-
-def read_source(folder: Path, data: DataConfig) -> tuple["Chunks", "Chunks", Spec]:
-    """Training and validation data at a place, and their spec.
+def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
+    """Training and validation data and their spec; UserError for unusable data.
 
     Text is split by file, a twentieth of the files by a hash of their names, so that the split is
     the same on every machine and when files are added. Of token files, those whose name begins
     with "val" are for validation. What is not divided like this gives its last twentieth.
     """
+    data, encoding = config.data, "bytes"
+    folder = data.path or Path(sysconfig.get_paths()["stdlib"])
     if not folder.exists():
         raise UserError(f"--data.path {folder}: there is nothing there")
-    encoding = "bytes"
     if files := token_files(folder):
         data, encoding = described(folder, data)
         check_token_files(files, data.vocabulary, data.token_type)
@@ -126,7 +105,8 @@ def read_source(folder: Path, data: DataConfig) -> tuple["Chunks", "Chunks", Spe
             f"{folder} has too few tokens to train on and to validate with, at a context of "
             f"{data.context}: give more data, or a smaller --data.context"
         )
-    spec = Spec(data.vocabulary, data.end_of_text, encoding, data.context, identity)
+    place = folder if folder.is_dir() else folder.parent
+    spec = Spec(data.vocabulary, data.end_of_text, encoding, place, data.context, identity)
     return training, validation, spec
 
 

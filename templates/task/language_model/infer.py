@@ -34,10 +34,10 @@ class InferConfig:
 
 def infer(model: nn.Module, spec: "Spec", config: Config, options: InferConfig) -> None:
     """Print the prompt and what the model makes of it, token by token as they come."""
-    prompt = encode(options.prompt, spec, config)
+    prompt = encode(options.prompt, spec)
     tokens = itertools.chain(prompt, generate(model, prompt, config.data.context, options))
     try:
-        for part in decode(tokens, spec, config):
+        for part in decode(tokens, spec):
             sys.stdout.buffer.write(part)
             sys.stdout.buffer.flush()
     finally:

@@ -1,1 +1,1 @@
-# {% include "samples/" ~ cookiecutter.samples ~ ".py" %}
+# {% include "samples/" ~ ("stream" if cookiecutter.samples == "stream" else "numbered") ~ ".py" %}
