@@ -6,6 +6,7 @@ writes, hashes and publishes, over a process group of its own. One save is in fl
 failure waits in `failed` until the loop's control word has carried it to every rank.
 """
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class Writer:
         self.event: torch.Event | None = None
         self.staged: Future[None] | None = None
         self.upload: Future[None] | None = None
+        self.seconds_beside = 0.0
+        """What the thread has computed, on a CPU, where the steps could do with it."""
         begin = partial(torch.cuda.set_device, device) if self.stream else None  # else on GPU 0
         self.thread = ThreadPoolExecutor(1, "checkpoint", begin)
 
@@ -58,6 +61,11 @@ class Writer:
     def failed(self) -> bool:
         """Whether the save in flight has failed, as far as this rank knows by now."""
         return bool(self.upload and self.upload.done() and self.upload.exception())
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in flight."""
+        return bool(self.upload and not self.upload.done())
 
     @property
     def staged_bytes(self) -> int:
@@ -76,8 +84,11 @@ class Writer:
             refuse_nan(copies, self.model)
 
         def upload() -> None:
+            started = time.thread_time()
             self.group.agree(complete)  # before DCP's collectives, where a missing rank would hang
             publish(lambda folder: write_tensors(folder, copies, self.group, self.config.threads))
+            if self.device.type == "cpu":
+                self.seconds_beside += time.thread_time() - started
 
         self.upload = self.thread.submit(upload)
 

@@ -28,7 +28,8 @@ class Writer:
 
     stages = False
     staged_bytes = 0
-    failed = False
+    seconds_beside = 0.0
+    failed = busy = False
 
     def __init__(
         self, config: CheckpointConfig, group: Group, model: nn.Module, device: torch.device

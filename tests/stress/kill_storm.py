@@ -44,6 +44,7 @@ KILLS_LAUNCHED = (
     *("one rank", "all ranks", "one rank", "one rank"),
     *("launcher", "launcher at the start", "all ranks"),
 )
+AUTO = {"checkpoint.every": "auto", "checkpoint.auto_share": 1.0, "checkpoint.auto_longest": EVERY}
 FORKED = "A forked run computes the bits of a started one"
 Part = Callable[[Findings, Counter[str]], None]
 
@@ -128,6 +129,8 @@ def attempt(findings: Findings) -> None:
             for name in () if found.bounded else names:
                 if not name.startswith("single"):
                     storm(name, f"{name}_3", found, hits, 3).kill(8)
+                if name.endswith("async"):
+                    storm(name, f"{name}_auto", found, hits, **AUTO).kill(12)
                 if name in COMPILED:
                     compiled = {"compile.mode": "blocks"}
                     storm(name, f"{name}_c", found, hits, COMPILED[name], **compiled).kill(4)
@@ -160,9 +163,14 @@ def attempt(findings: Findings) -> None:
     hits = side_by_side(findings, parts)
     figures, kills = findings.figures, hits["kills"]
     figures["kills"], figures["kills through real starts"] = kills, hits["launched kills"]
-    figures["steps done again, mean of forked"] = round(
-        hits["lost"] / (kills - hits["launched kills"]), 2
-    )
+    forked = kills - hits["launched kills"] - hits["auto kills"]
+    lost = hits["lost"] - hits["auto lost"]
+    figures["steps done again, mean of forked"] = round(lost / forked, 2)
+    if hits["auto kills"]:
+        figures["kills of runs that save as often as they can"] = hits["auto kills"]
+        figures["steps done again by these, mean"] = round(
+            hits["auto lost"] / hits["auto kills"], 2
+        )
     figures["steps done again, most of forked"] = hits["most lost"]
     figures["save interval, steps"] = EVERY
     figures["kills of runs on 3 ranks"] = hits["3 ranks"]

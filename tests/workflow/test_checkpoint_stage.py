@@ -278,6 +278,7 @@ def interval(single: Project) -> Any:
         (5000, 9000, 1.0, "--checkpoint.every 590:"),
         (0, 9000, 1.0, "--checkpoint.every 590:"),
         (0, 300, 1.0, None),
+        ("auto", 9000, 1.0, "--checkpoint.auto-longest 590:"),
         (100, 300, 1.0, "only at its end"),
         (400, 1000, 50.0, "a save takes longer than the 400 steps"),
         (1000, 9000, 200.0, "--checkpoint.every 2000: a save takes longer"),
@@ -286,7 +287,7 @@ def interval(single: Project) -> Any:
 def test_the_interval_is_advised(
     on_one: Stand,
     interval: Any,
-    every: int,
+    every: int | str,
     steps: int,
     upload: float,
     advice: str | None,

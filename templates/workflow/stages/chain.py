@@ -30,7 +30,8 @@ from .turns import TOO_NOISY, in_turns, times_as_fast, with_reading, without_rea
 
 RECOMMENDED = "recommended"  # workflow/recommended.json and .toml
 # What a stage may recommend: no damaged file can set anything else.
-SETTINGS = ("train.micro_batch_size", "train.loader_workers", "compile.mode", "checkpoint.every")
+SETTINGS = ("train.micro_batch_size", "train.loader_workers", "compile.mode")
+SETTINGS += ("checkpoint.every", "checkpoint.auto_longest")
 NOT_TRAINED = {"workflow", "fresh", "name", "run_dir"}  # settings that recommended.toml leaves out
 TIMEOUT = 1800.0  # seconds
 
@@ -134,7 +135,7 @@ def measure_together(config: StageConfig, typed: set[str], with_store: StageConf
     file, stage = forget(config.directory), Stage(RECOMMENDED, final)
     stage.figures |= {"given": given, "file": str(file), "settings": [str(each) for each in taken]}
     measured, passed = "no setting was found that is faster than yours", True
-    if any(each.setting != "checkpoint.every" for each in taken):
+    if any(not each.setting.startswith("checkpoint.") for each in taken):
         try:
             speedup, verdict = time_both(config, final)
             stage.figures["factor"] = list(speedup)

@@ -27,7 +27,7 @@ from ..model import build_model
 from ..run.directory import RunDirectory
 from ..run.hardware import in_units
 from . import processes
-from .chain import recommend
+from .chain import flag, recommend
 from .drill import EVERY, PATIENCE, STEPS, Digests, kill_in_save, losses_of, whole
 from .processes import most_ranks, named, refusal
 from .stage import Stage, StageConfig
@@ -314,7 +314,11 @@ def conclude(stage: Stage) -> None:
     step, hours = figures["step_seconds"]["median"], config.workflow.hours_between_failures
     best = best_interval(cost, 3600 * hours, upload)
     figures |= {"interval_seconds": best, "hours_between_failures": hours}
-    every = config.checkpoint.every or config.train.steps
+    chosen = config.checkpoint
+    setting, every = "checkpoint.every", chosen.every
+    if every == "auto":
+        setting, every = "checkpoint.auto_longest", chosen.auto_longest
+    every = every or config.train.steps
     now, steps = every * step, max(1, math.ceil(best / step))
     lost, lost_now = (
         lost_share(interval, cost, restart["total"], 3600 * hours) for interval in (best, now)
@@ -326,15 +330,15 @@ def conclude(stage: Stage) -> None:
     size = 10 ** max(0, len(str(steps)) - 2)  # nobody wants to save every 487 steps
     rounded = math.ceil(steps / size) * size
     end = f" (this run of {config.train.steps} steps then saves only at its end)"
-    flag = f"--checkpoint.every {rounded}{end if rounded >= config.train.steps else ''}"
+    option = f"{flag(setting)} {rounded}{end if rounded >= config.train.steps else ''}"
     if now < upload:
         why = f"a save takes longer than the {every} steps between two, and waits"
     elif not 0.5 <= now / best <= 2:
         why = f"{lost:.2%} of the time is lost then, {lost_now:.2%} as it is"
     else:
         return
-    stage.advise(f"{flag}: {why}")
-    recommend(stage, "checkpoint.every", rounded)
+    stage.advise(f"{option}: {why}")
+    recommend(stage, setting, rounded)
 
 
 def say(text: str) -> None:

@@ -272,7 +272,7 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         while cut_short or state.step < settings.steps:
             # Flags that any rank raised, as of the step before: all ranks act at the same step
             # and none waits for another.
-            stop_signal, save_failed = stop.poll(checkpointer.failed)
+            stop_signal, save_failed, waits = stop.poll(checkpointer.failed, checkpointer.waits)
             if save_failed:
                 checkpointer.settle()  # raises on all ranks, or warns (--checkpoint.on-failure)
             if stop_signal:
@@ -282,9 +282,9 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
                 call(state)
             train_step(state, batches)
 
-            log_now, validate_now, save_now = (
+            log_now, validate_now = (
                 state.step == settings.steps or (every > 0 and state.step % every == 0)
-                for every in (settings.log_every, settings.validate_every, config.checkpoint.every)
+                for every in (settings.log_every, settings.validate_every)
             )
             # Only here the host waits for the device.
             record = journal.record(state) if log_now or validate_now else None
@@ -293,7 +293,7 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
                 cut_short = not validation  # then the poll above ends the run, at the last step too
             for call in after_step:
                 call(state, record)
-            if save_now:
+            if state.step == settings.steps or checkpointer.due(state.step, validate_now, waits):
                 # After the record is written: a resume cuts metrics.jsonl back to the checkpoint.
                 with group.patience("save"):
                     journal.sync()
