@@ -1,6 +1,7 @@
 """Data of one's own: token files, arrays and folders of images; what grew, what is no such data."""
 
 import itertools
+import json
 import os
 import pickle
 import resource
@@ -163,6 +164,20 @@ def test_a_fingerprint_is_of_names_sizes_and_content(text: Project, tmp_path: Pa
     token_file(there / "9.bin", 50)
     different.add(found(there))
     assert len(different) == 4
+
+
+def test_what_stands_beside_tokens_says_what_they_are(text: Project, tmp_path: Path) -> None:
+    token_file(tmp_path / "tokens.bin", 500, vocabulary=50)
+    note = {"vocabulary": 50, "token_type": "uint16", "end_of_text": 3, "tokenizer": "abc"}
+    (tmp_path / "tokens.json").write_text(json.dumps(note))
+    spec = datasets(text, data__path=tmp_path)[2]
+    assert (spec.vocabulary, spec.end_of_text, spec.encoding) == (50, 3, "abc")
+    rounded = datasets(text, data__path=tmp_path, data__vocabulary=64)[2]
+    assert rounded.vocabulary == 64
+    for name, value in (("vocabulary", "50"), ("end_of_text", None), ("token_type", "int8")):
+        (tmp_path / "tokens.json").write_text(json.dumps(note | {name: value}))
+        with pytest.raises(text.module("errors").UserError, match="does not say what the tokens"):
+            datasets(text, data__path=tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["tokens", "images"])

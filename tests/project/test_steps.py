@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import logging
+import os
 import re
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import Project, project_fixture
+from tests.conftest import Project, bake, drill, project_fixture
 
 image = project_fixture(
     "steps_of_images", task="image_classifier", parallelism="single", checkpoint="torch_save"
@@ -47,6 +48,91 @@ def test_a_bad_step_leaves_batch_statistics_alone(image: Project, first: bool) -
     step(state, state.loader.next())
     assert not torch.equal(now["1.running_mean"], kept["1.running_mean"])
     assert state.bad_steps == 1
+
+
+def test_ranks_validate_with_the_same_batch_statistics(tmp_path: Path) -> None:
+    answers = {"task": "image_classifier", "package_name": "statistics_of_ranks"}
+    sources = {"statistics_of_ranks": bake(tmp_path, **answers) / "src"}
+    output = drill("statistics.py", (2, *sources), sources=sources)
+    assert "the ranks validate the same model" in output
+
+
+def test_random_numbers_of_a_step_stay_what_they_were(image: Project) -> None:
+    """A run that goes on with a newer render has the dropout that it would have had."""
+    sampling, drawn = image.module("sampling"), []
+    for place in ((0, 0, 0), (0, 1, 0), (0, 0, 1), (7, 0, 0)):
+        sampling.seed_step(*place, torch.device("cpu"))
+        drawn.append(int(torch.randint(2**31, (1,))))
+    assert drawn == [1513507357, 269167787, 1334207398, 1465103326]
+
+
+def test_waiting_for_data_is_counted(image: Project, tmp_path: Path) -> None:
+    training = image.module("train")
+    with pytest.MonkeyPatch.context() as patch:
+        fetch = image.module("sampling").fetch
+        patch.setattr(
+            image.module("sampling"), "fetch", lambda *given: (time.sleep(0.02), fetch(*given))[1]
+        )
+        state = training.setup(image.config(data__path=None))
+        for _ in range(3):
+            state.loader.next()
+    assert 0.06 <= state.loader.seconds < 10
+
+
+def test_an_optimizer_that_cannot_be_tried_is_guessed_at(image: Project) -> None:
+    class Own(torch.optim.SGD):
+        def __init__(self, parameters: Any, needed: int) -> None:
+            super().__init__(parameters, lr=0.1)
+
+    model, memory = nn.Linear(4, 4), image.module("run.hardware").expected_memory
+    found = memory(model, Own(model.parameters(), 1), 0)
+    assert found.guessed and found.optimizer == 2 * found.parameters
+    known = memory(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
+    assert not known.guessed and known.optimizer == 0
+
+
+def test_each_checkpoint_has_a_line(image: Project, tmp_path: Path) -> None:
+    publish = image.module("checkpoint.publish")
+    settings = {"run_dir": tmp_path, "data__path": None, "train__steps": 4}
+    image.module("train").run(image.config(**settings, checkpoint__every=2))
+    lines, bad = publish.list_checkpoints(tmp_path)
+    assert [line.split()[:2] for line in lines] == [[f"step_{n:08}", "good"] for n in (2, 4)]
+    assert not bad
+    (file,) = (tmp_path / "checkpoints/step_00000002").glob("*.pt")
+    file.write_bytes(file.read_bytes()[:-1])
+    lines, bad = publish.list_checkpoints(tmp_path)
+    assert [line.split()[:2] for line in lines] == [
+        ["step_00000002", "DAMAGED"],
+        lines[1].split()[:2],
+    ]
+    assert "bytes, not" in lines[0] and bad
+
+
+def test_what_is_exported_is_synced_to_disk(image: Project, tmp_path: Path) -> None:
+    settings = {"run_dir": tmp_path / "run", "data__path": None, "train__steps": 1}
+    image.module("train").run(image.config(**settings))
+    synced, fsync = [], os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", note)
+        image("export", "--run-dir", str(tmp_path / "run"), "--to", str(tmp_path / "w.safetensors"))
+    assert synced[-1] == tmp_path and synced[-2].name.endswith("w.safetensors")
+
+
+@pytest.mark.parametrize(("lines", "steps", "named"), [(12, 1000, 1), (11, 1000, 0), (12, 999, 0)])
+def test_memory_is_judged_as_soon_as_it_can_be(
+    image: Project, lines: int, steps: int, named: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = image.module("run.memory")
+    watch = memory.MemoryUse()
+    for number in range(lines):
+        watch.lines.append((number * steps // (lines - 1), 10**6 * 2**number))
+    watch._judge(0)
+    assert sum("grows" in line for line in caplog.messages) == named
 
 
 def test_a_failed_save_ends_the_run_long_before_the_next(text: Project, tmp_path: Path) -> None:
