@@ -53,7 +53,7 @@ def test_a_bad_step_leaves_batch_statistics_alone(image: Project, first: bool) -
 def test_ranks_validate_with_the_same_batch_statistics(tmp_path: Path) -> None:
     answers = {"task": "image_classifier", "package_name": "statistics_of_ranks"}
     sources = {"statistics_of_ranks": bake(tmp_path, **answers) / "src"}
-    output = drill("statistics.py", (2, *sources), sources=sources)
+    output = drill("batch_statistics.py", (2, *sources), sources=sources)
     assert "the ranks validate the same model" in output
 
 
@@ -97,7 +97,8 @@ def test_each_checkpoint_has_a_line(image: Project, tmp_path: Path) -> None:
     image.module("train").run(image.config(**settings, checkpoint__every=2))
     lines, bad = publish.list_checkpoints(tmp_path)
     assert [line.split()[:2] for line in lines] == [[f"step_{n:08}", "good"] for n in (2, 4)]
-    assert not bad
+    size = sum(f.stat().st_size for f in (tmp_path / "checkpoints/step_00000004").glob("*.pt"))
+    assert not bad and all(f"good  {size / 1e6:.1f} MB in 1 files" in line for line in lines)
     (file,) = (tmp_path / "checkpoints/step_00000002").glob("*.pt")
     file.write_bytes(file.read_bytes()[:-1])
     lines, bad = publish.list_checkpoints(tmp_path)
@@ -254,6 +255,36 @@ def test_the_machine_is_as_the_system_tells(image: Project) -> None:
     assert found["memory_gib"] == pytest.approx(int(total[1]) / 2**20, rel=0.02)
     peak = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
     assert hardware.peak_memory(torch.device("cpu")) == pytest.approx(int(peak[1]) * 1024, rel=0.2)
+
+
+def test_a_container_has_what_its_limit_leaves(image: Project) -> None:
+    """And what the system keeps of files, which it gives back when memory is asked for."""
+    hardware, gib = image.module("run.hardware"), 2**30
+    files = {
+        "/proc/meminfo": f"MemTotal: {9 << 20} kB\nMemAvailable: {8 << 20} kB",
+        "/sys/fs/cgroup/memory.max": f"{4 * gib}",
+        "/sys/fs/cgroup/memory.current": f"{3 * gib}",
+        "/sys/fs/cgroup/memory.stat": f"anon 5\ninactive_file {2 * gib}\n",
+    }
+
+    def path(name: str) -> Any:
+        if name not in files:
+            raise FileNotFoundError(name)
+        return SimpleNamespace(read_text=lambda: files[name])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hardware, "Path", path)
+        assert hardware.free_host_memory() == 3 * gib
+        files["/sys/fs/cgroup/memory.max"] = "max"
+        assert hardware.free_host_memory() == 8 * gib
+        files.clear()
+        assert hardware.free_host_memory() is None
+
+
+def test_a_process_that_is_gone_takes_nothing(image: Project) -> None:
+    memory = image.module("run.memory")
+    assert memory.private_memory(2**22 + 1) == 0 and memory.descendants(2**22 + 1) == []
+    assert memory.private_memory(os.getpid()) > 10**7
 
 
 def test_settings_are_held_to_their_bounds(image: Project, text: Project) -> None:
