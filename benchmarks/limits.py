@@ -10,11 +10,11 @@ Rows = list[dict[str, Any]]
 SHOWN = (64, 1024, 10_240)
 CPU = "_cpu_seconds"
 STATE = {  # what grows with ranks and with tensors
-    "plan" + CPU: "plans of all ranks made one, on rank 0, s",
-    "plan_again" + CPU: "… when no rank's has changed, and all were kept, s",
-    "check" + CPU: "DCP's check that no two parts overlap, on rank 0, s",
-    "gather_bytes": "plans, gathered on rank 0, MB",
-    "index" + CPU: "index (`.metadata`) written, on rank 0, s",
+    "plan" + CPU: "index made of what all ranks wrote, on rank 0, s",
+    "plan_again" + CPU: "… when nothing has changed, on every rank, s",
+    "check" + CPU: "check that parts make up each tensor, on rank 0, s",
+    "gather_bytes": "what lies where, gathered on rank 0, MB",
+    "index" + CPU: "index (`.metadata`) pickled and written, on rank 0, s",
     "index_bytes": "index, MB",
     "peak_bytes": "memory of rank 0's process at most, MB",
     "index_read" + CPU: "index read and checked, on every rank, s",

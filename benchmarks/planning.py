@@ -1,10 +1,10 @@
 """What saving and restoring costs as ranks are added: plans, index, manifest, names in a directory.
 
-Ranks are simulated on one core: the plans that DCP (torch.distributed.checkpoint) would gather from
-each are made here and given to its own code, the files that they would write to the rendered
-project's own. What is saved is one block of Llama 3 405B with AdamW's two moments; the whole model
-has 126. Its state is sharded over all ranks (FSDP), or over groups of 64 ranks that are copies of
-each other (HSDP), each of which then writes a part of what they hold alike, as `share_of` has it.
+Ranks are simulated on one core: what each would say of its parts is made here and given to the
+rendered project's own code, as are the files that they would write. What is saved is one block of
+Llama 3 405B with AdamW's two moments; the whole model has 126. Its state is sharded over all ranks
+(FSDP), or over groups of 64 ranks that are copies of each other (HSDP), each of which then writes a
+part of what they hold alike, as `share_of` has it.
 
 CPU time is measured, on a machine with other work. Python's garbage collector is off, as it is
 while a run trains.
@@ -26,10 +26,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Size, float32
-from torch.distributed.checkpoint import default_planner, planner
+from torch.distributed.checkpoint import planner
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -52,7 +53,6 @@ from .meeting import Child, repeated
 
 RANKS = (8, 64, 256, 1024, 4096, 10_240)
 ONCE = 1024  # with more ranks than these it is measured once
-CHECKED = 4096  # and DCP's check of a plan left out: it would take minutes
 GROUP = 64  # ranks that share one copy of the state under HSDP
 BLOCKS = (1, 4, 16)  # with a group's ranks
 WHOLE = 126  # of the whole model
@@ -129,37 +129,32 @@ class Clock:
 
 
 def save(ranks: int, shards: int, blocks: int, folder: Path, clock: Clock) -> list[int]:
-    """What rank 0 does for a save in DCP; returns the bytes of each rank's file."""
-    sent = [pickle.dumps(plan) for plan in plans(ranks, shards, blocks)]
+    """What rank 0 does for a save; returns the bytes of each rank's file."""
+    writing = importlib.import_module(f"{PACKAGE}.checkpoint.dcp_writer")
+    planned = enumerate(plans(ranks, shards, blocks))
+    parts = [writing.located(plan, written(plan, rank)) for rank, plan in planned]
+    sent = [pickle.dumps(writing.packed(own)) for own in parts]
     clock.found["plans_bytes"] = sum(map(len, sent))
     clock.found["gather_bytes"] = ranks * max(map(len, sent))  # torch pads them to one size
-    writer = FileSystemWriter(folder, sync_files=False)
+    index = clock("plan", lambda: writing.index_of([pickle.loads(message) for message in sent]))
+    entries = index.state_dict_metadata.values()
+    whole = clock("check", lambda: all(writing.make_up(e.size, e.chunks) for e in entries))
+    assert whole
+    for kind in ("cpu_seconds", "seconds"):
+        clock.found[f"plan_{kind}"] -= clock.found[f"check_{kind}"]
+    clock.found["chunks"] = sum(len(entry.chunks) for entry in entries)
+    state, again = {name: torch.empty(1) for name, _ in tensors(blocks)}, list(parts[0])
 
-    def plan(messages: list[bytes]) -> tuple[list[SavePlan], Any]:
-        gathered = [pickle.loads(message) for message in messages]
-        final, metadata = DefaultSavePlanner(enable_plan_caching=True).create_global_plan(gathered)
-        answers = writer.prepare_global_plan(final)
-        for answer in answers:
-            pickle.dumps(answer)
-        return answers, metadata
+    def unchanged() -> bool:
+        mine = DefaultSavePlanner()
+        mine.set_up_planner(state, is_coordinator=True)
+        mine.create_local_plan()
+        return parts[0] == again
 
-    check = default_planner._validate_global_plan
-
-    def timed(*them: Any) -> list[str]:
-        return clock("check", lambda: check(*them)) if ranks <= CHECKED else []
-
-    default_planner._validate_global_plan = timed
-    final, metadata = clock("plan", lambda: plan(sent))
-    if ranks <= CHECKED:
-        for kind in ("cpu_seconds", "seconds"):
-            clock.found[f"plan_{kind}"] -= clock.found[f"check_{kind}"]
-    unchanged = [pickle.dumps(SavePlan([], usable=False))] * ranks
-    clock("plan_again", lambda: plan(unchanged))
-    clock.found["chunks"] = sum(len(answer.items) for answer in final)
-    reports = [pickle.dumps(written(answer, rank)) for rank, answer in enumerate(final)]
-    clock("index", lambda: writer.finish(metadata, [pickle.loads(report) for report in reports]))
+    assert clock("plan_again", unchanged)
+    clock("index", lambda: (folder / ".metadata").write_bytes(pickle.dumps(index)))
     clock.found["index_bytes"] = (folder / ".metadata").stat().st_size
-    return [sum(result.size_in_bytes for result in pickle.loads(report)) for report in reports]
+    return [sum(part.length for part in own) for own in parts]
 
 
 def sha256_of(path: Path) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..distributed import Group
-from .dcp_writer import share_of, write_tensors
+from .dcp_writer import PartsSaver, share_of, write_tensors
 from .publish import Write
 from .storage import StorageConfig
 from .tensors import Tensors, refuse_nan
@@ -37,13 +37,14 @@ class Writer:
     def __init__(
         self, config: CheckpointConfig, group: Group, model: nn.Module, device: torch.device
     ) -> None:
-        self.config, self.group, self.model = config, group, model
+        self.group, self.model = group, model
+        self.saver = PartsSaver(group, config.threads)
 
     def save(self, tensors: Tensors, publish: Callable[[Write], object]) -> None:
         """Save the tensors; `publish` publishes what the function given to it writes."""
         part = share_of(tensors, self.group.rank, self.group.size)
         self.group.agree(lambda: refuse_nan(part, self.model))
-        publish(lambda folder: write_tensors(folder, part, self.group, self.config.threads))
+        publish(lambda folder: self.saver.write(folder, part))
 
     def before_optimizer_step(self) -> None:
         """Nothing to wait for."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..distributed import Group, parallel
-from .dcp_writer import share_of, write_tensors
+from .dcp_writer import PartsSaver, share_of, write_tensors
 from .publish import Write
 from .storage import StorageConfig
 from .tensors import Path, Tensors, nest, refuse_nan, walk
@@ -46,7 +46,8 @@ class Writer:
     def __init__(
         self, config: CheckpointConfig, group: Group, model: nn.Module, device: torch.device
     ) -> None:
-        self.config, self.group, self.model, self.device = config, group, model, device
+        self.group, self.model, self.device = group, model, device
+        self.saver = PartsSaver(group, config.threads)
         self.buffers: dict[Path, torch.Tensor] = {}
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.event: torch.Event | None = None
@@ -86,7 +87,7 @@ class Writer:
         def upload() -> None:
             started = time.thread_time()
             self.group.agree(complete)  # before DCP's collectives, where a missing rank would hang
-            publish(lambda folder: write_tensors(folder, copies, self.group, self.config.threads))
+            publish(lambda folder: self.saver.write(folder, copies))
             if self.device.type == "cpu":
                 self.seconds_beside += time.thread_time() - started
 

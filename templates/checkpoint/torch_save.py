@@ -11,7 +11,7 @@ from torch import nn
 
 from ..distributed import Group, parallel
 from ..files import naming
-from .paths import Place, attempt
+from .paths import Place, retried
 from .publish import Write
 from .reader import WHOLE_FILE
 from .storage import StorageConfig
@@ -62,7 +62,7 @@ def write_tensors(folder: Place, tensors: Tensors, group: Group) -> list[str]:
         with naming(path), path.open("wb") as file:
             torch.save(gathered, file)
 
-    attempt(write_file, path)
+    retried(write_file, path)()
     return [WHOLE_FILE]
 
 

@@ -15,6 +15,7 @@ EXCEPTIONS = {
     ("files.py", "open(path, mode, opener=regular, **options)"): "the one function",
     ("checkpoint/publish.py", "open(reservation / MANIFEST, 'wb')"): RESERVED,
     ("checkpoint/dcp_writer.py", "path.open(mode)"): RESERVED,
+    ("checkpoint/dcp_writer.py", "path.open('wb')"): RESERVED,
     ("checkpoint/writer.py", "path.open('wb')"): RESERVED,
     ("checkpoint/transfer.py", "open(temporary, 'xb')"): "a random name, and only if it is new",
     ("checkpoint/transfer.py", "save_file(named, file)"): "what `write_file` has just created",

@@ -99,6 +99,13 @@ class Group:
         _raise_if(dict(enumerate(errors)))
         return result
 
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        tensor = torch.tensor(int(flag))
+        if self.process_group is not None:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, self.process_group)
+        return bool(tensor)
+
     def prove_shared(self, folder: Path) -> None:
         """Each rank must find a file that rank 0 has just written to a folder (UserError)."""
         nonce = folder / f".nonce-{self.from_first(lambda: uuid.uuid4().hex)}"

@@ -69,6 +69,10 @@ class Group:
         except Exception as error:
             raise RankError(f"{type(error).__name__}: {error}") from error
 
+    def any(self, flag: bool) -> bool:
+        """The flag itself."""
+        return flag
+
     def exchange(self, flags: list[int]) -> list[int]:
         """The flags themselves."""
         return flags

@@ -79,11 +79,6 @@ def local_copy(path: Path) -> contextlib.AbstractContextManager[Path]:
     return contextlib.nullcontext(path)
 
 
-def attempt(action: Callable[[], T], path: Path) -> T:
-    """Write to a path, once: what a disk refuses, it refuses again."""
-    return action()
-
-
-def retrying(writer: T) -> T:
-    """A DCP writer, as it is."""
-    return writer
+def retried(action: Callable[[], T], path: Path) -> Callable[[], T]:
+    """What writes to a path, as it is: what a disk refuses, it refuses again."""
+    return action

@@ -1,11 +1,11 @@
 """Files of checkpoints, on disk or in an object store: find them, open them."""
 
 import contextlib
-import functools
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,35 +91,6 @@ def local_copy(path: Place) -> Iterator[Path]:
         yield Path(copy.name)
 
 
-def retrying(writer: type) -> type:
-    """A DCP writer whose files are written again while a failure of the store may pass."""
-
-    class Retrying(writer):
-        """Each attempt begins with no file and no error."""
-
-        def write_data(self, *arguments: Any, **named: Any) -> Any:
-            """Write the planned parts."""
-            return self._retry(functools.partial(super().write_data, *arguments, **named))
-
-        def finish(self, *arguments: Any, **named: Any) -> None:
-            """Write the index."""
-            parts = self.names
-            self._retry(functools.partial(super().finish, *arguments, **named))
-            self.names += parts
-
-        def _retry(self, write: Callable[[], Any]) -> Any:
-            def write_anew() -> Any:
-                self.lost, self.names = [], []
-                written = write()
-                if self.lost:
-                    raise self.lost[0]
-                return written
-
-            return attempt(write_anew, self.path)
-
-    return Retrying
-
-
-def attempt(action: Callable[[], T], path: Place) -> T:
-    """Run an action on a path: on a disk once, in a store again while its failure may pass."""
-    return persistently(action, path) if isinstance(path, RemotePath) else action()
+def retried(action: Callable[[], T], path: Place) -> Callable[[], T]:
+    """What writes to a path: on a disk as it is, in a store again while its failure may pass."""
+    return partial(persistently, action, path) if isinstance(path, RemotePath) else action

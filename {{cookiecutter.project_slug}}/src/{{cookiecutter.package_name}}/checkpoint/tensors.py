@@ -34,7 +34,6 @@ def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
 
 def nest(pairs: Iterable[tuple[Path, torch.Tensor]]) -> Tensors:
     """The opposite of `walk`."""
-    # Both branches are always there: DCP wants the same top-level keys from every rank.
     tree: Tensors = {"model": {}, "optimizer": {}}
     for path, tensor in pairs:
         node = tree
