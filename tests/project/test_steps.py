@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import re
 import time
@@ -303,9 +304,85 @@ def test_settings_are_held_to_their_bounds(image: Project, text: Project) -> Non
                     config(**{name: value})
 
 
-def test_the_optimizer_is_one_kernel(image: Project) -> None:
-    state = image.module("train").setup(image.config(data__path=None))
-    assert all(group["fused"] for group in state.optimizer.param_groups)
+def test_the_optimizer_is_one_kernel(image: Project, text: Project) -> None:
+    for project, settings in ((image, {"data__path": None}), (text, {"optim__name": "adamw"})):
+        state = project.module("train").setup(project.config(**settings))
+        assert all(group["fused"] for group in state.optimizer.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA RTX A6000", 155e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("AMD Instinct MI300X", 1307e12),
+        ("NVIDIA RTX A1000", None),
+    ],
+)
+def test_peaks_are_those_of_the_data_sheets(
+    image: Project, name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dense bf16, without sparsity."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert image.module("run.hardware").peak_flops(torch.device("cuda", 0)) == peak
+
+
+def test_waiting_for_saves_is_that_of_the_line(image: Project, tmp_path: Path) -> None:
+    storage = image.module("checkpoint.publish").Publisher
+    publish = storage.publish
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.1)
+        return publish(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "publish", slowly)
+        settings = {"train__steps": 6, "checkpoint__every": 2, "train__log_every": 1}
+        image.module("train").run(image.config(run_dir=tmp_path, data__path=None, **settings))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    waited = [line["checkpoint_blocked_seconds"] for line in lines]
+    assert all(0 <= seconds < 5 for seconds in waited)
+    assert [seconds >= 0.1 for seconds in waited] == [False, False, True, False, True, False]
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert sum(waited) + 0.1 <= status["checkpoint_blocked_seconds"] < sum(waited) + 5
+
+
+def test_a_validation_is_named_without_its_prefix(image: Project) -> None:
+    record = {"validation_bits_per_byte": 1.5, "validation_loss": 2.0, "loss": 3.0}
+    found = image.module("run.journal")._validation(record | {"validation_odd": math.nan})
+    assert found == {"bits per byte": 1.5, "loss": 2.0}
+
+
+def test_what_is_not_there_is_not_read(image: Project, text: Project, tmp_path: Path) -> None:
+    reader = image.module("checkpoint.reader")
+    torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "state.pt")
+    source, group = reader.OneFile(tmp_path / "state.pt"), image.module("distributed").Group()
+    with pytest.raises(image.module("checkpoint").CheckpointError, match=r"no model\.v in what"):
+        source.read({"model.v": torch.empty(2)}, group)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.txt").write_text("was ever woman in this humour wooed? " * 99)
+    os.mkfifo(tmp_path / "text/b.txt")  # whose reader would wait
+    with pytest.raises(text.module("errors").UserError, match=r"b\.txt is no regular file"):
+        text.module("data").build_datasets(text.config(data__path=tmp_path / "text"))
+
+
+def test_where_nobody_counts_nothing_is_waited_for(image: Project) -> None:
+    hardware = image.module("run.hardware")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hardware, "Path", lambda name: Path("/nowhere"))
+        assert hardware.waited_for_a_core() == 0.0
 
 
 def test_flops_are_those_of_one_sample(image: Project) -> None:

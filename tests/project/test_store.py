@@ -79,7 +79,7 @@ class Saver:
         def write(folder: Any) -> list[str]:
             for name, content in self.content(step).items():
                 path = folder / name
-                self.paths.attempt(lambda path=path, it=content: send(path, it), folder)
+                self.paths.retried(lambda path=path, it=content: send(path, it), folder)()
             return list(self.content(step))
 
         def send(path: Any, content: bytes) -> None:
