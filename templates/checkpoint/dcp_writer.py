@@ -95,10 +95,11 @@ class PartsSaver:
         if failure:
             raise failure
         if rank == 0:
-            if None in gathered:
+            packs = [pack for pack in gathered if pack]
+            if len(packs) < len(gathered):
                 return writer.names  # another rank fails this save
             with reading(folder, "writing"):
-                self.index = pickle.dumps(index_of(gathered)) if gathered else self.index
+                self.index = pickle.dumps(index_of(packs)) if packs else self.index
                 retried(write_index, folder)()
             writer.names.append(DCP_INDEX)
         self.last = parts
@@ -130,6 +131,7 @@ def located(plan: SavePlan, results: list[WriteResult]) -> list[Part]:
     places, parts = {result.index: result.storage_data for result in results}, []
     for item in plan.items:
         data, place = item.tensor_data, places[item.index]
+        assert data, "planned from tensors alone"
         box = (tuple(data.chunk.offsets), tuple(data.chunk.sizes))
         path, size = plan.planner_data[item.index.fqn], tuple(data.size)
         found = (place.relative_path, place.offset, place.length)
@@ -170,7 +172,7 @@ def index_of(gathered: list[Packed]) -> Metadata:
         if not make_up(entry.size, entry.chunks):
             raise CheckpointError(f"the parts of {name} that the ranks wrote are not the whole")
     version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-    return Metadata(entries, planner_data=paths, storage_data=places, version=version)
+    return Metadata(dict(entries), planner_data=paths, storage_data=places, version=version)
 
 
 def make_up(size: Size, parts: list[ChunkStorageMetadata]) -> bool:
