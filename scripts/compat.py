@@ -60,6 +60,7 @@ PRIVATE = (
     "torch.cuda.memory._record_memory_history",
     "torch.distributed.ProcessGroup._get_sequence_number_for_group",
     "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.distributed.checkpoint.filesystem._StoragePrefix",
     "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
     "torch.distributed.distributed_c10d._world",
     "torch.distributed.tensor.DTensor._spec",

@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import bake
-from tests.project.test_life import TINY, environment, finish, launch, make_slow, manifest, records
+from tests.project.test_life import (
+    TINY,
+    environment,
+    finish,
+    launch,
+    make_slow,
+    manifest,
+    records,
+    write_noise,
+)
 from tests.stress.jobs import rank_of
 
 STEPS = 100
@@ -163,7 +172,7 @@ class Hosts:
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
     project = bake(tmp_path, tracker="none")
     make_slow(project)
-    (project / "text.txt").write_text("Was ever woman in this humour wooed? " * 100)
+    write_noise(project / "text.txt")
     (tmp_path / "hosts").mkdir()
     found = Hosts(tmp_path / "hosts", project)
     try:

@@ -26,6 +26,7 @@ from tests.project.test_life import (
     make_slow,
     manifest,
     records,
+    write_noise,
 )
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue")
@@ -154,7 +155,7 @@ class Slurm:
 def slurm(tmp_path: Path) -> Iterator[Slurm]:
     project = bake(tmp_path, cluster="slurm", tracker="none")
     make_slow(project)
-    (project / "text.txt").write_text("Was ever woman in this humour wooed? " * 100)
+    write_noise(project / "text.txt")
     (tmp_path / "slurm").mkdir()
     cluster = Slurm(tmp_path / "slurm", project)
     try:

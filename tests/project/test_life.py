@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -159,6 +160,11 @@ def make_slow(project: Path) -> None:
     """Steps take SLOW_SECONDS longer as long as there is the file SLOW, if the environment says."""
     with (project / "src" / PACKAGE / "sampling.py").open("a") as file:
         file.write(SLOWLY)
+
+
+def write_noise(file: Path) -> None:
+    """Write a text that no model learns by heart: each batch keeps a loss of its own."""
+    file.write_text("".join(random.Random(0).choices("abcdefgh ", k=4000)))
 
 
 def test_a_killed_worker_changes_nothing(tmp_path: Path) -> None:
