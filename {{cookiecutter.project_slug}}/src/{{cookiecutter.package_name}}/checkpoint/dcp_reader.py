@@ -6,23 +6,28 @@ directory, since DCP takes a while to import.
 """
 
 import collections
+import hashlib
 import io
-import operator
 import pathlib
 import pickle
 import types
 from collections.abc import Iterable, Mapping
-from typing import IO, Any, ClassVar
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from ..distributed import Group
+from . import CheckpointError
+from .manifest import Part, read_once
 from .paths import Place, open_regular
-from .reader import DCP_INDEX, Source, printable, reading
+from .reader import DCP_INDEX, Source, data_start, printable, reading, with_data
 
-SMALL = 1 << 20  # bytes; up to here one read is quicker than the many of torch.load
 CLASSES = (
     *(metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta, metadata.TensorProperties),
     *(metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata),
@@ -43,11 +48,12 @@ ALLOWED |= {f"torch.{n}": value for n, value in vars(torch).items() if type(valu
 class Parts(Source):
     """Tensors in a directory of DCP, by names as in "model.norm.weight"."""
 
-    def __init__(self, path: Place, files: Iterable[str]) -> None:
-        """`files`: those that the index may refer to."""
-        self.path = path
+    def __init__(self, path: Place, files: Mapping[str, Any], hashing: bool = False) -> None:
+        """`files`: those that the index may refer to; if `hashing`, with their manifest entries."""
+        self.path, self.entries = path, files if hashing else {}
+        self.verified: set[str] = set()
         with reading(path):
-            self.index = read_index(path, files)
+            self.index = read_index(path, files, self.entries.get(DCP_INDEX))
             self.forms = {
                 printable(name): torch.empty(
                     entry.size, dtype=entry.properties.dtype, device="meta"
@@ -58,13 +64,15 @@ class Parts(Source):
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
         """Copy into live tensors, each rank the parts that it holds; a collective call."""
+        reader = PartsReader(self.path, self.index, self.entries)
         with reading(self.path):
             dcp.load(
                 dict(targets),
-                storage_reader=PartsReader(self.path, self.index),
+                storage_reader=reader,
                 process_group=group.process_group,
                 no_dist=not group.process_group,
             )
+        self.verified |= reader.verified
 
 
 class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no method for BUILD
@@ -92,32 +100,96 @@ class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no metho
 class PartsReader(dcp.FileSystemReader):
     """DCP's reader, of a folder in any storage and of an index that was read before."""
 
-    def __init__(self, path: Place, index: metadata.Metadata) -> None:
+    def __init__(
+        self, path: Place, index: metadata.Metadata, entries: Mapping[str, dict[str, Any]]
+    ) -> None:
+        """`entries`: those of the files in a manifest, if they are to be verified."""
         super().__init__("")
-        self.path, self.index = path, index
-        self.fs = types.SimpleNamespace(
-            concat_path=operator.truediv, create_stream=lambda path, mode: open_regular(path)
-        )
+        self.path, self.index, self.entries = path, index, entries
+        self.verified = {DCP_INDEX} if entries else set()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """The index."""
         return self.index
 
-    def _slice_file(self, file: IO[bytes], info: Any) -> IO[bytes]:
-        """A stored part: a file of torch.save."""
-        if info.length > SMALL:
-            return super()._slice_file(file, info)
-        file.seek(info.offset)
-        return io.BytesIO(file.read(info.length))
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read parts, of several files at a time; whole files, if they are to be verified."""
+        stored: dict[str, dict[tuple[int, int], list[ReadItem]]] = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            places = stored.setdefault(info.relative_path, {})
+            places.setdefault((info.offset, info.length), []).append(item)
+
+        def take(items: list[ReadItem], part: memoryview) -> None:
+            saved = saved_tensor(part)
+            for item in items:
+                ranges = zip(item.storage_offsets, item.lengths, strict=True)
+                source = saved[tuple(slice(start, start + length) for start, length in ranges)]
+                target = planner.resolve_tensor(item)
+                if source.shape != target.shape:  # copying would repeat a smaller one
+                    raise CheckpointError(f"{item.dest_index.fqn} is of another shape than saved")
+                target.detach().copy_(source)
+                planner.commit_tensor(item, target)
+
+        def read_file(name: str) -> None:
+            parts = [Part(*at, partial(take, items)) for at, items in stored[name].items()]
+            read_once(self.path / name, self.entries.get(name), parts)
+            self.verified.add(name)
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            [*pool.map(read_file, stored)]
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
-def read_index(path: Place, files: Iterable[str]) -> metadata.Metadata:
+class Memory(io.RawIOBase):
+    """A part as a file, for torch.load; `BytesIO` would copy it."""
+
+    def __init__(self, part: memoryview) -> None:
+        self.part, self.at = part, 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a place; it."""
+        self.at = offset + (0, self.at, len(self.part))[whence]
+        return self.at
+
+    def readinto(self, target: Any) -> int:
+        """Read on; the number of bytes."""
+        part = self.part[self.at : self.at + len(target)]
+        target[: len(part)] = part
+        self.at += len(part)
+        return len(part)
+
+
+def saved_tensor(part: memoryview) -> torch.Tensor:
+    """The one tensor in a part of a file that was written by torch.save."""
+    file: Any = Memory(part)
+    with torch.serialization.skip_data():
+        form = torch.load(file, weights_only=True)
+    if not form.numel():
+        return form
+    start = data_start(file)
+    return with_data(form, part[start : start + form.untyped_storage().nbytes()])
+
+
+def read_index(
+    path: Place, files: Iterable[str], entry: dict[str, Any] | None = None
+) -> metadata.Metadata:
     """The index of a directory of DCP, without objects: DCP would unpickle those.
 
-    UnpicklingError when it refers to anything but `files`, or asks for a class of somebody else's.
+    UnpicklingError when it refers to anything but `files`, or asks for a class of somebody else's;
+    CheckpointError if it is not what its manifest `entry` says.
     """
     with open_regular(path / DCP_INDEX) as file:
-        index = IndexUnpickler(file).load()
+        content = file.read()
+    if entry and hashlib.sha256(content).hexdigest() != entry["sha256"]:
+        raise CheckpointError(f"{DCP_INDEX} has other content than was saved (sha256 differs)")
+    index = IndexUnpickler(io.BytesIO(content)).load()
     if odd := {info.relative_path for info in index.storage_data.values()} - {*files}:
         raise pickle.UnpicklingError(f"{DCP_INDEX} points to {odd.pop()!a:.200}")
     index.state_dict_metadata = {
