@@ -74,7 +74,15 @@ FIGURES: dict[str, dict[str, Any]] = {
     "checkpoint": {
         "blocked_seconds": spread(0.01),
         "save_seconds": spread(0.1),
-        "restart_seconds": {"launch": 3.0, "restore": 0.2, "first_step": 0.1, "total": 3.3},
+        "restart_seconds": {
+            "started": 2.0,
+            "imported": 1.0,
+            "joined": 0.1,
+            "set_up": 0.1,
+            "restored": 0.1,
+            "first_step": 0.1,
+            "total": 3.4,
+        },
         "restore_seconds": 0.05,
         "interval_seconds": 41.0,
         "hours_between_failures": 24.0,
@@ -438,11 +446,11 @@ def test_figures_of_an_older_version_are_shown_as_damaged(project: Project, tmp_
     write_stage(project, tmp_path, "baseline")
     path = write_stage(project, tmp_path, "checkpoint")
     content = json.loads(path.read_text())
-    del content["figures"]["restart_seconds"]["launch"]
+    del content["figures"]["restart_seconds"]["started"]
     path.write_text(json.dumps(content))
     project("report", "--run-dir", str(tmp_path))
     page = (tmp_path / "report.html").read_text("utf-8")
-    assert "KeyError(&#39;launch&#39;)" in page and page.count('class="word damaged"') == 1
+    assert "KeyError(&#39;started&#39;)" in page and page.count('class="word damaged"') == 1
     assert "133" in page and f"checkpoint --run-dir {tmp_path}" in page
 
 

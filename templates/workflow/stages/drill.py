@@ -38,7 +38,7 @@ from . import processes
 from .stage import PACKAGE, StageConfig
 from .timing import record_steps, spread, synchronize
 
-STARTED = time.time()  # the imports are over
+IMPORTED = time.time()
 STEPS, EVERY = 12, 3  # of a run of the drill, and between its saves
 QUIET_STEPS, SAVES = 16, 6  # to time: steps without a save, and saves
 PATIENCE = 1800.0  # seconds for a process of the drill
@@ -51,12 +51,12 @@ def main(words: list[str]) -> int:
     logging.getLogger(PACKAGE).addHandler(LOG)
     folder, task, *runs = Path(words[0]), words[1], *(Path(words[0], name) for name in words[2:])
     config = load(folder / "settings.json", StageConfig)
+    world = join(config.parallel, config.device)
     if task == "train":
         recorder = Recorder()
-        run(override(config, {"run_dir": runs[0]}), [recorder])
+        run(override(config, {"run_dir": runs[0]}), [recorder], world)
         result: dict[str, Any] = vars(recorder)
     else:
-        world = join(config.parallel, config.device)
         result = {"reload": reload, "examine": examine}[task](config, world, *runs)
         leave(world)  # only now that nothing refers to the model
     if os.environ.get("RANK", "0") == "0":
@@ -68,17 +68,34 @@ class Recorder:
     """A callback: when a run got how far in (re)starting, and the digests of its last two saves."""
 
     def __init__(self) -> None:
+        self.joined = time.time()
         self.restart: dict[str, float] = {}
         self.digests: dict[int, Digests] = {}
 
     def after_step(self, state: State, record: dict[str, Any] | None) -> None:
         """Note the first step, and what is saved."""
         if not self.restart:
-            resumed = [r.created for r in LOG.buffer if r.getMessage().startswith("resuming from")]
-            times = {"main": STARTED, "restored": max(resumed, default=STARTED)}
-            self.restart = {"step": state.step - 1, **times, "first_step": time.time()}
+            logged = {record.getMessage()[:8]: record.created for record in LOG.buffer}
+            self.restart = {
+                "step": state.step - 1,
+                "started": time.time() - age(),
+                "imported": IMPORTED,
+                "joined": self.joined,
+                "set_up": logged["expected"],  # memory: the last before the restore
+                "restored": logged.get("resuming", logged["expected"]),
+                "first_step": time.time(),
+            }
         if state.step >= STEPS - EVERY and state.step % EVERY == 0:
             self.digests[state.step] = digests_of(state, Group(state.world))
+
+
+def age() -> float:
+    """Seconds since this process was started, or since its imports where no system tells."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return time.time() - IMPORTED
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def reload(config: Config, world: World, source: Path, target: Path) -> dict[str, Any]:

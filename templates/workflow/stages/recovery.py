@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ ON_DISK = 4  # checkpoints that the drill keeps at once, at most
 LAUNCHES = 3  # to meet a save
 GROWTH = (2, 4, 10)  # times the parameters, for which saves and restores are predicted
 NEAR = 1e-3  # relative; between losses of kernels that are not deterministic
+RESTART = {  # the parts of a restart, in their order, by the name of the moment that ends them
+    "started": "launched",
+    "imported": "imported",
+    "joined": "ranks joined",
+    "set_up": "model built",
+    "restored": "verified and loaded",
+    "first_step": "first step",
+}
 CHECKS = {  # name: (wanted, advice)
     "roundtrip": (
         "model and optimizer bit for bit, and the same steps after them",
@@ -267,12 +276,11 @@ def kill_and_restart(
         problems.append(f"left over: {', '.join(left)}")
     good = f"1 kill, in the save of step {saving}; {done - resumed} steps done again, {same}"
     judge(stage, "killed_while_saving", problems, good)
-    return {
-        "launch": restart["main"] - killed_at,
-        "restore": restart["restored"] - restart["main"],
-        "first_step": restart["first_step"] - restart["restored"],
-        "total": restart["first_step"] - killed_at,
+    times = [killed_at, *(restart[part] for part in RESTART)]
+    parts = {
+        part: until - since for part, (since, until) in zip(RESTART, pairwise(times), strict=True)
     }
+    return {**parts, "total": restart["first_step"] - killed_at}
 
 
 def best_interval(cost: float, failures: float, least: float = 0.0) -> float:
@@ -302,8 +310,8 @@ def conclude(stage: Stage) -> None:
         f"{describe(published, 1e3, ' ms')}"
     )
     say(
-        "from the kill to the next step {total:.1f} s: launch and imports {launch:.1f}, "
-        "set-up and restore {restore:.1f}, first step {first_step:.1f}".format(**restart)
+        f"from the kill to the next step {restart['total']:.1f} s: "
+        + ", ".join(f"{name} {restart[part]:.1f}" for part, name in RESTART.items())
     )
     cost, upload, load = blocked["median"], published["median"], figures["restore_seconds"]
     grown = (f"{n} times: {n * upload:.3g} s and {n * load:.3g} s" for n in GROWTH)

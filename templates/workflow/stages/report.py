@@ -24,6 +24,7 @@ from ..run.tracker import log_report
 from . import STAGES, plots, with_effect
 from .chain import RECOMMENDED, interval
 from .compare import earlier_results
+from .recovery import RESTART
 from .stage import PACKAGE, read_stage, result_in
 from .timing import spread
 
@@ -229,8 +230,7 @@ def of_checkpoint(section: Section, figures: Figures) -> None:
         ("save every", plots.in_time(best)),
     ]
     rows = [("blocked by a save", blocked), ("save, until published", published)]
-    for part, name in (("launch", "launch"), ("restore", "set-up"), ("first_step", "first step")):
-        rows.append((f"restart: {name}", restart[part]))
+    rows += [(f"restart: {name}", restart[part]) for part, name in RESTART.items()]
     rows.append(("verify and load", figures["restore_seconds"]))
     title = "What saving and restarting cost"
     section.plot(title, plots.bars, rows, "seconds", plots.in_time)

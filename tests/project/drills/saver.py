@@ -37,7 +37,8 @@ def main(folder: Path, fault: str) -> None:
         with open(log, "a") as file:
             file.write(json.dumps({"step": step, "loss": 1 / step}) + "\n")
         if step == first + 1:
-            marks = {"step": first, "main": started, "restored": started, "first_step": time.time()}
+            marks = dict.fromkeys(("started", "imported", "joined", "set_up", "restored"), started)
+            marks |= {"step": first, "first_step": time.time()}
         if step % EVERY == 0:
             save(checkpoints, step, fault)
     weights = "other" if fault == "differs" and first else "right"
