@@ -232,8 +232,9 @@ class Checkpointer:
             verified = self._load(path, manifest)
         except RankError as error:
             failure = error
-        problems = verify_files(path, manifest, group, verified)
-        if failure and not problems:
+        if problems := verify_files(path, manifest, group, verified):
+            self.optimizer.state.clear()  # some of it may have been dropped, or be another's
+        elif failure:
             raise failure
         return manifest, problems
 
@@ -243,7 +244,6 @@ class Checkpointer:
     def _load(self, path: Place, manifest: dict[str, Any]) -> Set[str]:
         """Load the tensors of a checkpoint; the files that this rank has verified on the way."""
         self.loaded = path
-        self.optimizer.state.clear()  # of a damaged one that was loaded before
         create_optimizer_state(self.optimizer)
         opened = []  # together: where a rank fails alone, the others wait for it
         self.group.agree(lambda: opened.append(open_tensors(path, manifest, hashing=True)))

@@ -14,6 +14,7 @@ import types
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -26,8 +27,9 @@ from ..distributed import Group
 from . import CheckpointError
 from .manifest import Part, read_once
 from .paths import Place, open_regular
-from .reader import DCP_INDEX, Source, data_start, printable, reading, with_data
+from .reader import DCP_INDEX, Source, data_start, memory_for, printable, reading, with_data
 
+SMALL = 1 << 20  # bytes; to copy parts up to here is quicker than to look for their data
 CLASSES = (
     *(metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta, metadata.TensorProperties),
     *(metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata),
@@ -120,8 +122,7 @@ class PartsReader(dcp.FileSystemReader):
             places = stored.setdefault(info.relative_path, {})
             places.setdefault((info.offset, info.length), []).append(item)
 
-        def take(items: list[ReadItem], part: memoryview) -> None:
-            saved = saved_tensor(part)
+        def copy(items: list[ReadItem], saved: torch.Tensor) -> None:
             for item in items:
                 ranges = zip(item.storage_offsets, item.lengths, strict=True)
                 source = saved[tuple(slice(start, start + length) for start, length in ranges)]
@@ -129,11 +130,25 @@ class PartsReader(dcp.FileSystemReader):
                 if source.shape != target.shape:  # copying would repeat a smaller one
                     raise CheckpointError(f"{item.dest_index.fqn} is of another shape than saved")
                 target.detach().copy_(source)
-                planner.commit_tensor(item, target)
+
+        def part_of(file: Any, place: tuple[int, int], items: list[ReadItem]) -> Part:
+            start, length = place
+            if length <= SMALL or not isinstance(self.path, Path):
+                load = partial(torch.load, map_location="cpu", weights_only=True)
+                return Part(start, length, lambda part: copy(items, load(io.BytesIO(part))))
+            form, begin = saved_form(FilePart(file, start, length))
+            size, live = form.untyped_storage().nbytes(), planner.resolve_tensor(items[0])
+            memory = (
+                memory_for([(form, live)]) if [form.shape] == [live.shape] * len(items) else None
+            )
+            target = memory or (lambda part: copy(items, with_data(form, part)))
+            return Part(start + begin, size, target)
 
         def read_file(name: str) -> None:
-            parts = [Part(*at, partial(take, items)) for at, items in stored[name].items()]
-            read_once(self.path / name, self.entries.get(name), parts)
+            path = self.path / name
+            with open_regular(path) as file:
+                parts = [part_of(file, *one) for one in stored[name].items()]
+            read_once(path, self.entries.get(name), parts)
             self.verified.add(name)
 
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
@@ -143,11 +158,11 @@ class PartsReader(dcp.FileSystemReader):
         return done
 
 
-class Memory(io.RawIOBase):
-    """A part as a file, for torch.load; `BytesIO` would copy it."""
+class FilePart(io.RawIOBase):
+    """A part of a file as a file."""
 
-    def __init__(self, part: memoryview) -> None:
-        self.part, self.at = part, 0
+    def __init__(self, file: Any, start: int, length: int) -> None:
+        self.file, self.start, self.length, self.at = file, start, length, 0
 
     def readable(self) -> bool:
         """It is."""
@@ -155,26 +170,22 @@ class Memory(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Go to a place; it."""
-        self.at = offset + (0, self.at, len(self.part))[whence]
+        self.at = offset + (0, self.at, self.length)[whence]
         return self.at
 
     def readinto(self, target: Any) -> int:
         """Read on; the number of bytes."""
-        part = self.part[self.at : self.at + len(target)]
-        target[: len(part)] = part
-        self.at += len(part)
-        return len(part)
+        self.file.seek(self.start + self.at)
+        count = self.file.readinto(memoryview(target)[: max(0, self.length - self.at)])
+        self.at += count
+        return count
 
 
-def saved_tensor(part: memoryview) -> torch.Tensor:
-    """The one tensor in a part of a file that was written by torch.save."""
-    file: Any = Memory(part)
+def saved_form(file: Any) -> tuple[torch.Tensor, int]:
+    """The one tensor in a file of torch.save, but none of its bytes; and where these begin."""
     with torch.serialization.skip_data():
         form = torch.load(file, weights_only=True)
-    if not form.numel():
-        return form
-    start = data_start(file)
-    return with_data(form, part[start : start + form.untyped_storage().nbytes()])
+    return form, data_start(file) if form.numel() else 0
 
 
 def read_index(

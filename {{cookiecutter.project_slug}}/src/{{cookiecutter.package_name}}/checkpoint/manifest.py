@@ -21,7 +21,7 @@ from .paths import Place, listing, open_regular
 
 FORMAT_VERSION = 1
 FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
-CHUNK = 1 << 20  # bytes: what was just read is still in the processor's cache when it is hashed
+CHUNK = 1 << 22  # bytes: what was just read is still in the processor's cache when it is hashed
 SEAL = b'%s"\n}'
 SEALED = 64 + 3  # bytes at the end of the file
 Verified = tuple[dict[str, Any], list[str]]  # a manifest, and the problems that were found
@@ -97,12 +97,12 @@ def data_of(path: Place, manifest: dict[str, Any]) -> Place:
 
 
 class Part(NamedTuple):
-    """A part of a file, in bytes, and who takes it."""
+    """A part of a file, in bytes, and where it goes."""
 
     start: int
     length: int
-    take: Callable[[memoryview], object]
-    """Is called once, with the part; after it returns, the memory is another part's."""
+    target: memoryview | Callable[[memoryview], object]
+    """Memory for it; or what is called with it, and may not keep it."""
 
 
 def read_once(path: Place, entry: dict[str, Any] | None, parts: Iterable[Part] = ()) -> None:
@@ -120,20 +120,21 @@ def read_once(path: Place, entry: dict[str, Any] | None, parts: Iterable[Part] =
         if entry and size != entry["size"]:
             raise CheckpointError(f"{path.name} has {size:,} bytes, not {entry['size']:,}")
 
-        def read(start: int, length: int, take: Callable[[memoryview], object]) -> None:
+        def read(start: int, length: int, target: Any) -> None:
             nonlocal at, buffer
             at = start + length
-            if len(buffer) < length:
+            if callable(target) and len(buffer) < length:
                 buffer = bytearray(length)
-            part = memoryview(buffer)[:length]
+            part = memoryview(buffer)[:length] if callable(target) else target
             for chunk in (part[i : i + CHUNK] for i in range(0, length, CHUNK)):
                 if file.readinto(chunk) != len(chunk):
                     raise CheckpointError(f"{path.name} ends too early")
                 if entry:
                     hashing.append(hasher.submit(digest.update, chunk))
-            take(part)
-            while hashing:
-                hashing.pop().result()
+            if callable(target):
+                target(part)
+                while hashing:
+                    hashing.pop().result()
 
         def go_to(start: int) -> None:
             if start < at:

@@ -85,7 +85,7 @@ class OneFile(Source):
     def _read_once(self, entry: dict[str, Any], storages: dict[Any, list[Pair]]) -> None:
         """Read, and verify, the file that is mapped, in place of its pages."""
 
-        def take(pairs: list[Pair], part: memoryview) -> None:
+        def copy(pairs: list[Pair], part: memoryview) -> None:
             for source, target in pairs:
                 target.copy_(parallel.like(with_data(source, part), target))
 
@@ -94,7 +94,7 @@ class OneFile(Source):
                 begin = data_start(file)
             first = min(start for start, length in map(place_of, self.forms.values()) if length)
             parts = [
-                Part(begin + start - first, length, partial(take, pairs))
+                Part(begin + start - first, length, memory_for(pairs) or partial(copy, pairs))
                 for (start, length), pairs in storages.items()
                 if length
             ]
@@ -106,6 +106,17 @@ def place_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Where the storage of a tensor is in memory, and its length in bytes."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
+
+
+def memory_for(pairs: list[Pair]) -> memoryview | None:
+    """The memory of a live tensor, if the bytes of its saved one can be read right into it."""
+    (saved, live), *others = pairs
+    if others or type(live.data) is not torch.Tensor or live.device.type != "cpu":
+        return None
+    bytes_alike = saved.dtype == live.dtype and saved.untyped_storage().nbytes() == live.nbytes
+    if not bytes_alike or not live.is_contiguous() or not saved.is_contiguous():
+        return None
+    return live.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def data_start(file: IO[bytes]) -> int:
