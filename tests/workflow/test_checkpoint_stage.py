@@ -3,7 +3,6 @@
 On two ranks, with every process and every kill, it passes in test_whole_workflow.py.
 """
 
-import hashlib
 import json
 import math
 import shutil
@@ -133,13 +132,8 @@ def test_randomness_of_its_own_is_found(on_one: Stand) -> None:
 
 
 def test_a_reader_that_ignores_hashes_is_found(on_one: Stand) -> None:
-    reading = on_one.project.module("checkpoint.reader")
-    read_once = reading.read_once
-
-    def read_anything(path: Path, entry: dict[str, Any], parts: Any) -> None:
-        read_once(path, entry | {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}, parts)
-
-    on_one.in_this_process().patch.setattr(reading, "read_once", read_anything)
+    manifest = on_one.project.module("checkpoint.manifest")
+    on_one.in_this_process().patch.setattr(manifest, "check_file", lambda path, entry: None)
     checks = on_one()
     assert checks["roundtrip"]["status"] == "pass"
     assert checks["corrupt_newest"]["status"] == "fail"
@@ -147,12 +141,8 @@ def test_a_reader_that_ignores_hashes_is_found(on_one: Stand) -> None:
 
 
 def test_a_restore_that_fails_fails_the_checks_that_hang_on_it(on_one: Stand) -> None:
-    reading = on_one.project.module("checkpoint.reader")
-
-    def read_once(*arguments: Any) -> None:
-        raise RuntimeError("bad day")
-
-    on_one.in_this_process().patch.setattr(reading, "read_once", read_once)
+    manifest = on_one.project.module("checkpoint.manifest")
+    on_one.in_this_process().patch.setattr(manifest, "check_file", lambda path, entry: "bad day")
     found = statuses(on_one())
     assert found["roundtrip"] == found["corrupt_newest"] == "fail"
     assert on_one.figures == {}
@@ -308,7 +298,7 @@ def test_the_interval_is_advised(
     stage = on_one.stage.Stage("checkpoint", config)
     for what, seconds in (("blocked", 0.02), ("save", upload), ("step", 0.1)):
         stage.figures[f"{what}_seconds"] = {"median": seconds, "p10": seconds, "p90": seconds}
-    restart = dict.fromkeys(on_one.recovery.RESTART, 2.0) | {"total": 12.0}
+    restart = dict.fromkeys(("launch", "restore", "first_step"), 4.0) | {"total": 12.0}
     stage.figures |= {"bytes": 1, "blocked_first": 0.1, "restart_seconds": restart}
     stage.figures["restore_seconds"] = 3.0
     interval.conclude(stage)

@@ -6,30 +6,23 @@ directory, since DCP takes a while to import.
 """
 
 import collections
-import hashlib
 import io
+import operator
 import pathlib
 import pickle
 import types
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
 
 from ..distributed import Group
-from . import CheckpointError
-from .manifest import Part, read_once
 from .paths import Place, open_regular
-from .reader import DCP_INDEX, Source, data_start, memory_for, printable, reading, with_data
+from .reader import DCP_INDEX, Source, printable, reading
 
-SMALL = 1 << 20  # bytes; to copy parts up to here is quicker than to look for their data
+SMALL = 1 << 20  # bytes; up to here one read is quicker than the many of torch.load
 CLASSES = (
     *(metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta, metadata.TensorProperties),
     *(metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata),
@@ -50,12 +43,11 @@ ALLOWED |= {f"torch.{n}": value for n, value in vars(torch).items() if type(valu
 class Parts(Source):
     """Tensors in a directory of DCP, by names as in "model.norm.weight"."""
 
-    def __init__(self, path: Place, files: Mapping[str, Any], hashing: bool = False) -> None:
-        """`files`: those that the index may refer to; if `hashing`, with their manifest entries."""
-        self.path, self.entries = path, files if hashing else {}
-        self.verified: set[str] = set()
+    def __init__(self, path: Place, files: Iterable[str]) -> None:
+        """`files`: those that the index may refer to."""
+        self.path = path
         with reading(path):
-            self.index = read_index(path, files, self.entries.get(DCP_INDEX))
+            self.index = read_index(path, files)
             self.forms = {
                 printable(name): torch.empty(
                     entry.size, dtype=entry.properties.dtype, device="meta"
@@ -66,15 +58,13 @@ class Parts(Source):
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
         """Copy into live tensors, each rank the parts that it holds; a collective call."""
-        reader = PartsReader(self.path, self.index, self.entries)
         with reading(self.path):
             dcp.load(
                 dict(targets),
-                storage_reader=reader,
+                storage_reader=PartsReader(self.path, self.index),
                 process_group=group.process_group,
                 no_dist=not group.process_group,
             )
-        self.verified |= reader.verified
 
 
 class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no method for BUILD
@@ -102,105 +92,32 @@ class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no metho
 class PartsReader(dcp.FileSystemReader):
     """DCP's reader, of a folder in any storage and of an index that was read before."""
 
-    def __init__(
-        self, path: Place, index: metadata.Metadata, entries: Mapping[str, dict[str, Any]]
-    ) -> None:
-        """`entries`: those of the files in a manifest, if they are to be verified."""
+    def __init__(self, path: Place, index: metadata.Metadata) -> None:
         super().__init__("")
-        self.path, self.index, self.entries = path, index, entries
-        self.verified = {DCP_INDEX} if entries else set()
+        self.path, self.index = path, index
+        self.fs = types.SimpleNamespace(
+            concat_path=operator.truediv, create_stream=lambda path, mode: open_regular(path)
+        )
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """The index."""
         return self.index
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read parts, of several files at a time; whole files, if they are to be verified."""
-        stored: dict[str, dict[tuple[int, int], list[ReadItem]]] = {}
-        for item in plan.items:
-            info = self.storage_data[item.storage_index]
-            places = stored.setdefault(info.relative_path, {})
-            places.setdefault((info.offset, info.length), []).append(item)
-
-        def copy(items: list[ReadItem], saved: torch.Tensor) -> None:
-            for item in items:
-                ranges = zip(item.storage_offsets, item.lengths, strict=True)
-                source = saved[tuple(slice(start, start + length) for start, length in ranges)]
-                target = planner.resolve_tensor(item)
-                if source.shape != target.shape:  # copying would repeat a smaller one
-                    raise CheckpointError(f"{item.dest_index.fqn} is of another shape than saved")
-                target.detach().copy_(source)
-
-        def part_of(file: Any, place: tuple[int, int], items: list[ReadItem]) -> Part:
-            start, length = place
-            if length <= SMALL or not isinstance(self.path, Path):
-                load = partial(torch.load, map_location="cpu", weights_only=True)
-                return Part(start, length, lambda part: copy(items, load(io.BytesIO(part))))
-            form, begin = saved_form(FilePart(file, start, length))
-            size, live = form.untyped_storage().nbytes(), planner.resolve_tensor(items[0])
-            memory = (
-                memory_for([(form, live)]) if [form.shape] == [live.shape] * len(items) else None
-            )
-            target = memory or (lambda part: copy(items, with_data(form, part)))
-            return Part(start + begin, size, target)
-
-        def read_file(name: str) -> None:
-            path = self.path / name
-            with open_regular(path) as file:
-                parts = [part_of(file, *one) for one in stored[name].items()]
-            read_once(path, self.entries.get(name), parts)
-            self.verified.add(name)
-
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            [*pool.map(read_file, stored)]
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+    def _slice_file(self, file: IO[bytes], info: Any) -> IO[bytes]:
+        """A stored part: a file of torch.save."""
+        if info.length > SMALL:
+            return super()._slice_file(file, info)
+        file.seek(info.offset)
+        return io.BytesIO(file.read(info.length))
 
 
-class FilePart(io.RawIOBase):
-    """A part of a file as a file."""
-
-    def __init__(self, file: Any, start: int, length: int) -> None:
-        self.file, self.start, self.length, self.at = file, start, length, 0
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place; it."""
-        self.at = offset + (0, self.at, self.length)[whence]
-        return self.at
-
-    def readinto(self, target: Any) -> int:
-        """Read on; the number of bytes."""
-        self.file.seek(self.start + self.at)
-        count = self.file.readinto(memoryview(target)[: max(0, self.length - self.at)])
-        self.at += count
-        return count
-
-
-def saved_form(file: Any) -> tuple[torch.Tensor, int]:
-    """The one tensor in a file of torch.save, but none of its bytes; and where these begin."""
-    with torch.serialization.skip_data():
-        form = torch.load(file, weights_only=True)
-    return form, data_start(file) if form.numel() else 0
-
-
-def read_index(
-    path: Place, files: Iterable[str], entry: dict[str, Any] | None = None
-) -> metadata.Metadata:
+def read_index(path: Place, files: Iterable[str]) -> metadata.Metadata:
     """The index of a directory of DCP, without objects: DCP would unpickle those.
 
-    UnpicklingError when it refers to anything but `files`, or asks for a class of somebody else's;
-    CheckpointError if it is not what its manifest `entry` says.
+    UnpicklingError when it refers to anything but `files`, or asks for a class of somebody else's.
     """
     with open_regular(path / DCP_INDEX) as file:
-        content = file.read()
-    if entry and hashlib.sha256(content).hexdigest() != entry["sha256"]:
-        raise CheckpointError(f"{DCP_INDEX} has other content than was saved (sha256 differs)")
-    index = IndexUnpickler(io.BytesIO(content)).load()
+        index = IndexUnpickler(file).load()
     if odd := {info.relative_path for info in index.storage_data.values()} - {*files}:
         raise pickle.UnpicklingError(f"{DCP_INDEX} points to {odd.pop()!a:.200}")
     index.state_dict_metadata = {

@@ -10,9 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Set
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..distributed import Group
 from ..errors import RankError
@@ -21,10 +19,8 @@ from .paths import Place, listing, open_regular
 
 FORMAT_VERSION = 1
 FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
-CHUNK = 1 << 22  # bytes: what was just read is still in the processor's cache when it is hashed
 SEAL = b'%s"\n}'
 SEALED = 64 + 3  # bytes at the end of the file
-Verified = tuple[dict[str, Any], list[str]]  # a manifest, and the problems that were found
 DAMAGE = {
     errno.ENOENT: "is missing",
     errno.ENOTDIR: "is missing",
@@ -96,67 +92,16 @@ def data_of(path: Place, manifest: dict[str, Any]) -> Place:
     return path / name
 
 
-class Part(NamedTuple):
-    """A part of a file, in bytes, and where it goes."""
-
-    start: int
-    length: int
-    target: memoryview | Callable[[memoryview], object]
-    """Memory for it; or what is called with it, and may not keep it."""
-
-
-def read_once(path: Place, entry: dict[str, Any] | None, parts: Iterable[Part] = ()) -> None:
-    """Read a file once, hash it, and hand on parts; CheckpointError if it is not as `entry` says.
-
-    So what is loaded is what was hashed; but parts are handed on before the whole is known to be
-    good. Without an entry only the parts are read, and nothing is verified.
-    """
-    digest, buffer, at = hashlib.sha256(), bytearray(CHUNK), 0
-    hashing: list[Future[None]] = []
-    # A thread hashes what this one has read, while this one reads on and copies.
-    with ThreadPoolExecutor(1) as hasher, open_regular(path) as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        if entry and size != entry["size"]:
-            raise CheckpointError(f"{path.name} has {size:,} bytes, not {entry['size']:,}")
-
-        def read(start: int, length: int, target: Any) -> None:
-            nonlocal at, buffer
-            at = start + length
-            if callable(target) and len(buffer) < length:
-                buffer = bytearray(length)
-            part = memoryview(buffer)[:length] if callable(target) else target
-            for chunk in (part[i : i + CHUNK] for i in range(0, length, CHUNK)):
-                if file.readinto(chunk) != len(chunk):
-                    raise CheckpointError(f"{path.name} ends too early")
-                if entry:
-                    hashing.append(hasher.submit(digest.update, chunk))
-            if callable(target):
-                target(part)
-                while hashing:
-                    hashing.pop().result()
-
-        def go_to(start: int) -> None:
-            if start < at:
-                raise CheckpointError(f"parts of {path.name} overlap")
-            for begin in range(at, start, CHUNK) if entry else ():
-                read(begin, min(CHUNK, start - begin), len)
-            file.seek(start)
-
-        for part in sorted(parts, key=lambda part: part.start):
-            go_to(part.start)
-            read(*part)
-        go_to(size)
-    if entry and digest.hexdigest() != entry["sha256"]:
-        raise CheckpointError(f"{path.name} has other content than was saved (sha256 differs)")
-
-
 def check_file(path: Place, entry: dict[str, Any]) -> str | None:
     """Compare one file with its manifest entry; return what is wrong with it, or None."""
     try:
-        read_once(path, entry)
-    except CheckpointError as error:
-        return str(error)
+        with open_regular(path) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            if size != entry["size"]:
+                return f"{path.name} has {size:,} bytes, not {entry['size']:,}"
+            if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                return f"{path.name} has other content than was saved (sha256 differs)"
     except OSError as error:
         problem = problem_of(path, error)
         if isinstance(problem, UnreadableError):
@@ -165,20 +110,14 @@ def check_file(path: Place, entry: dict[str, Any]) -> str | None:
     return None
 
 
-def verify(path: Place, group: Group | None = None) -> Verified:
+def verify(path: Place, group: Group | None = None) -> tuple[dict[str, Any], list[str]]:
     """Verify a checkpoint, every byte, the work divided among the ranks.
 
     Returns the manifest ({} if it is bad) and the problems found; the same on every rank.
     """
     group = group or Group()
-    manifest, problems = verify_manifest(path, group)
-    return manifest, problems or verify_files(path, manifest, group)
 
-
-def verify_manifest(path: Place, group: Group) -> Verified:
-    """Verify what a checkpoint says of itself, but none of its files."""
-
-    def manifest_or_problem() -> Verified:
+    def manifest_or_problem() -> tuple[dict[str, Any], list[str]]:
         try:
             manifest = read_manifest(path)
             data_of(path, manifest)
@@ -186,22 +125,16 @@ def verify_manifest(path: Place, group: Group) -> Verified:
         except CheckpointError as error:
             return {}, [str(error)]
 
-    return group.from_first(manifest_or_problem)
-
-
-def verify_files(
-    path: Place, manifest: dict[str, Any], group: Group, verified: Set[str] = frozenset()
-) -> list[str]:
-    """The problems found in files, but for those that this rank says are verified."""
-    parts = group.agree(lambda: verified)
-    left = group.from_first(lambda: manifest["files"].keys() - set().union(*parts))
+    manifest, problems = group.from_first(manifest_or_problem)
+    if problems:
+        return manifest, problems
 
     def check() -> list[str | None]:
         folder, mine = data_of(path, manifest), shared_out(manifest, group)
-        return [check_file(folder / name, entry) for name, entry in mine if name in left]
+        return [check_file(folder / name, entry) for name, entry in mine]
 
     gathered = group.agree(check)
-    return group.from_first(lambda: [text for part in gathered for text in part if text])
+    return manifest, group.from_first(lambda: [text for part in gathered for text in part if text])
 
 
 def shared_out(manifest: dict[str, Any], group: Group) -> list[tuple[str, dict[str, Any]]]:
