@@ -5,6 +5,8 @@ failures are drawn at random; in each, training starts again, goes on, saves eve
 loses what was not yet durable at the next failure. The best interval is searched by trying, and
 put beside the formula of Young (CACM 1974) and Daly (FGCS 2006), sqrt(2 * cost * mean life).
 
+What a restart takes of a job that large is put together from what was measured in parts (RESTARTS).
+
 The costs come from a run's own `checkpoint` stage (`--measured runs/NAME/workflow/checkpoint.json`)
 or from the options. The default failure rate is what Llama 3's authors published: 419 unexpected
 interruptions in 54 days on 16,384 GPUs (arXiv 2407.21783, section 3.3.4).
@@ -20,10 +22,21 @@ from typing import Any
 import numpy as np
 
 from .common import RESULTS
+from .limits import CPU, load, replicated_whole, rows_of, whole
+from .planning import extrapolated
 
 LLAMA_GPUS = 16384
 FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * LLAMA_GPUS)
 GPUS = (8, 64, 512, 1024, 4096, LLAMA_GPUS, 32768, 100_000)
+STATE = 12 * 405e9  # bytes: weights and two moments of Llama 3 405B in float32
+GROUP = 64  # ranks that hold a copy of it (HSDP)
+NETWORK = 50e9  # bytes a second from one GPU to another, on another machine: assumed
+RESTARTS = {  # job: GPUs, ranks that hold a copy, whether the other groups go on
+    "FSDP": (1024, 1024, False),
+    "HSDP": (LLAMA_GPUS, GROUP, False),
+    "HSDP, larger": (100_000, GROUP, False),
+    "HSDP, a group restarts alone": (100_000, GROUP, True),
+}
 BURSTS = 0.7  # shape of Weibull lives that come in bursts
 
 
@@ -116,6 +129,42 @@ def row(gpus: int, costs: Costs, rate: float, lives: np.ndarray) -> dict[str, fl
     }
 
 
+def restart_parts(results: Path, gpus: int, group: int, alone: bool) -> dict[str, float]:
+    """Seconds of the parts of a restart, by what was measured, and how that grew with ranks."""
+    planning, meeting, restart, restore = (
+        load(results, name) for name in ("planning", "meeting", "restart", "restore")
+    )
+    rate = 1e9 * restore["series"]["2 ranks: dcp, restore"]["median"]
+    store = meeting["groups"]["as needed"]
+    parts = {
+        "forked": restart["series"]["a rank is killed"]["median"],
+        "met": extrapolated(store, "server" + CPU, group if alone else gpus),
+    }
+    if alone:
+        return {**parts, "index": 0.0, "read": STATE / group / NETWORK}
+    row = next(row for row in rows_of(planning)[0] if row["ranks"] == 1024)
+    index = sum(
+        replicated_whole(planning, key, gpus) if group < gpus else whole(planning, row, key)
+        for key in ("index_read" + CPU, "load" + CPU)
+    )
+    return {**parts, "index": index, "read": STATE / group / rate}
+
+
+def restarts(results: Path, costs: Costs, rate: float, lives: np.ndarray) -> list[dict[str, Any]]:
+    """Each job of RESTARTS: the parts of its restart, and its goodput; `lives` with mean 1."""
+    rows = []
+    for job, (gpus, group, alone) in RESTARTS.items():
+        parts = restart_parts(results, gpus, group, alone)
+        mean_life, mine = 3600 / (rate * gpus), replace(costs, restart=sum(parts.values()))
+        if alone:  # no step is done again: what a group has lost, the others have
+            kept = np.maximum(lives * mean_life - mine.restart, 0).sum()
+            goodput = float(kept / (lives.sum() * mean_life))
+        else:
+            goodput = best_interval(mine, lives * mean_life)[1]
+        rows.append({"job": job, "gpus": gpus, "group": group, **parts, "goodput": goodput})
+    return rows
+
+
 def measured(path: Path) -> dict[str, float]:
     """Costs by what a run's `checkpoint` stage has measured."""
     figures = json.loads(path.read_text("utf-8"))["figures"]
@@ -155,6 +204,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "command": "python -m benchmarks.goodput",
         "settings": {**seconds, "rate": given.rate, "shape": given.shape, "failures": len(lives)},
+        "restarts": restarts(RESULTS, asynchronous, given.rate, lives),
         "bursts": {"shape": BURSTS, **row(LLAMA_GPUS, asynchronous, given.rate, bursts)},
         "ways": {
             way: [row(gpus, costs, given.rate, lives) for gpus in GPUS]

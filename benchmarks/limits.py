@@ -70,11 +70,11 @@ def whole(planning: dict[str, Any], row: dict[str, Any], key: str) -> float:
     return row[key] * WHOLE ** growth(rows, key, "blocks")
 
 
-def replicated_whole(planning: dict[str, Any], key: str) -> float:
-    """The same under HSDP with the most ranks, where tensors are cut as on one group alone."""
+def replicated_whole(planning: dict[str, Any], key: str, ranks: int = SHOWN[-1]) -> float:
+    """The same under HSDP, where tensors are cut as on one group alone."""
     sharded, replicated = rows_of(planning)
     group = at(sharded, planning["settings"]["group"])
-    return at(replicated, SHOWN[-1])[key] + whole(planning, group, key) - group[key]
+    return extrapolated(replicated, key, ranks) + whole(planning, group, key) - group[key]
 
 
 def rows_of(planning: dict[str, Any]) -> tuple[Rows, Rows]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from . import shards
 from .common import RESULTS, ROOT
+from .goodput import GROUP, NETWORK
 from .limits import limits
 
 TEXT = Path(__file__).parent / "page.md"
@@ -234,6 +235,13 @@ def scaling(results: Path) -> str:
             seconds = (row["best_interval_seconds"], row["formula_interval_seconds"])
             cells += [", ".join(f"{s:,.0f} s" for s in seconds), f"{row['best_goodput']:.2%}"]
         lines.append(f"| {' | '.join(cells)} |")
+    restarts = [
+        f"| {job['job'].partition(', larger')[0]} | {job['gpus']:,} | "
+        + " | ".join(_number(job[part]) for part in ("forked", "met", "index", "read"))
+        + f" | {_number(sum(job[p] for p in ('forked', 'met', 'index', 'read')))} "
+        f"| {job['goodput']:.2%} |"
+        for job in result["restarts"]
+    ]
     rows = [row for way in ways.values() for row in way]
     regret = max(row["best_goodput"] - row["formula_goodput"] for row in rows)
     errors = max(
@@ -244,6 +252,9 @@ def scaling(results: Path) -> str:
     even = next(row for row in ways["asynchronous"] if row["gpus"] == bursts["gpus"])
     return Template(SCALING_TEXT.read_text("utf-8")).substitute(
         goodput="\n".join(lines),
+        restarts="\n".join(restarts),
+        group=GROUP,
+        network=f"{NETWORK / 1e9:.0f}",
         command=result["command"],
         failures=f"{settings['failures']:,}",
         save=_number(settings["save"]),

@@ -298,7 +298,7 @@ def test_the_interval_is_advised(
     stage = on_one.stage.Stage("checkpoint", config)
     for what, seconds in (("blocked", 0.02), ("save", upload), ("step", 0.1)):
         stage.figures[f"{what}_seconds"] = {"median": seconds, "p10": seconds, "p90": seconds}
-    restart = dict.fromkeys(("launch", "restore", "first_step"), 4.0) | {"total": 12.0}
+    restart = dict.fromkeys(on_one.recovery.RESTART, 2.0) | {"total": 12.0}
     stage.figures |= {"bytes": 1, "blocked_first": 0.1, "restart_seconds": restart}
     stage.figures["restore_seconds"] = 3.0
     interval.conclude(stage)

@@ -216,12 +216,13 @@ def validate_averaged(state: State, stopped: Callable[[], object]) -> dict[str, 
     return figures | renamed if averaged else {}
 
 
-def run(config: Config, callbacks: Iterable[Any] = ()) -> Result:
+def run(config: Config, callbacks: Iterable[Any] = (), world: World | None = None) -> Result:
     """Train from the newest checkpoint in the run directory to `config.train.steps`.
 
-    `callbacks` are called after the ones in callbacks.py, which describes them.
+    `callbacks` are called after the ones in callbacks.py, which describes them; `world` as in
+    `setup`.
     """
-    world = join(config.parallel, config.device)
+    world = world or join(config.parallel, config.device)
     result = _run(config, world, callbacks)
     leave(world)  # only here, as the frame that held the model and the optimizer is gone
     return result
