@@ -118,3 +118,21 @@ def test_a_log_that_cannot_be_opened_is_named(
     monkeypatch.setattr(project.module("run.directory"), "LogFile", seek)
     line = project.refuses("train", *project.settings, "--run-dir", str(tmp_path / "run"))
     assert f"Input/output error: '{tmp_path}/run/logs/train.log'" in line
+
+
+def test_a_fresh_run_is_set_aside_once_and_not_by_its_own_restart(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Restarted ranks get --fresh again; the lock file tells them whose run it is."""
+    module, group = project.module("run.directory"), project.module("distributed").Group()
+
+    def start(launcher: str) -> list[str]:
+        monkeypatch.setattr(module, "launcher", lambda: launcher)
+        with module.RunDirectory(tmp_path / "run", group, fresh=True) as taken:
+            (taken.path / "status.json").touch()
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    assert start("the first") == ["run"]
+    assert start("the first") == ["run"]
+    assert start("another") == ["run", "run.old-1"]
+    assert start("another") == ["run", "run.old-1"]
