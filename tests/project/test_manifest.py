@@ -1,0 +1,96 @@
+"""What a manifest may name, how it is published, and what that is told to take."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Project, project_fixture
+
+project = project_fixture("of_manifests", parallelism="single", checkpoint="torch_save")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *([name] for name in ("../x", "/etc/x", "a/b", ".", "..", "manifest.json", "x\n", "", "ä")),
+        ["state.pt", "../x"],
+        ["state.pt", ".."],
+        [],
+    ],
+    ids=repr,
+)
+def test_a_manifest_names_plain_files_beside_it_alone(project: Project, names: list[str]) -> None:
+    module = project.module("checkpoint.manifest")
+    entry = {"size": 1, "sha256": "0" * 64}
+
+    def parsed(names: list[str]) -> dict[str, Any]:
+        facts = {"format_version": 1, "step": 3, "files": dict.fromkeys(names, entry)}
+        return module.parse_manifest(module.sealed(facts), "step_00000003")
+
+    assert [*parsed(["state.pt"])["files"]] == ["state.pt"]
+    error = project.module("checkpoint").CheckpointError
+    with pytest.raises(error, match="a file outside its own directory, or none at all"):
+        parsed(names)
+
+
+def test_a_link_is_no_file_of_a_checkpoint(project: Project, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_bytes(b"x" * 1000)
+    folder = tmp_path / "step_00000001"
+    folder.mkdir()
+    (folder / "state.pt").symlink_to(tmp_path / "elsewhere")
+    manifest = {"files": {"state.pt": {"size": 1000, "sha256": ""}}}
+    assert not project.module("checkpoint.manifest").has_sizes(folder, manifest)
+    (folder / "state.pt").unlink()
+    (folder / "state.pt").write_bytes(b"x" * 1000)
+    assert project.module("checkpoint.manifest").has_sizes(folder, manifest)
+
+
+def test_all_that_a_name_hangs_on_is_synced_before_it(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = project.module("checkpoint.publish")
+    retention, group = module.RetentionConfig(), project.module("distributed").Group()
+    directory = tmp_path / "new/checkpoints"
+    done: list[tuple[str, Path]] = []
+    sync, rename = module.sync_directory, os.rename
+    monkeypatch.setattr(
+        module, "sync_directory", lambda path: (done.append(("sync", Path(path))), sync(path))
+    )
+    monkeypatch.setattr(os, "rename", lambda a, b: (done.append(("rename", Path(b))), rename(a, b)))
+
+    def write(folder: Path) -> list[str]:
+        done.append(("write", folder))
+        (folder / "part").write_bytes(b"x")
+        return ["part"]
+
+    path = module.Publisher(directory, retention, group).publish(1, write, {})
+    ((_, reserved),) = [one for one in done if one[0] == "write"]
+    parents = [("sync", tmp_path / "new"), ("sync", tmp_path)]
+    assert [one for one in done if one in parents] == parents  # their names are new
+    after = done[done.index(("write", reserved)) + 1 :]
+    assert after == [("sync", reserved), ("rename", path), ("sync", directory)]
+
+
+def test_the_time_that_saves_take_is_told_by_the_line_and_in_all(
+    project: Project, tmp_path: Path
+) -> None:
+    settings = {"train.steps": 8, "train.log_every": 1, "checkpoint.every": 2}
+    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    run = tmp_path / "run"
+    project("train", *project.settings, "--run-dir", str(run), *words)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    each = [line["checkpoint_blocked_seconds"] for line in lines]
+    status = json.loads((run / "status.json").read_text())
+    assert 0 < sum(each) < status["checkpoint_blocked_seconds"]
+
+
+def test_what_is_no_plain_file_is_refused_as_data(project: Project, tmp_path: Path) -> None:
+    """A pipe, of which reading would wait for a writer."""
+    (tmp_path / "a.txt").write_text("text")
+    os.mkfifo(tmp_path / "b.txt")
+    said = project.refuses("train", "--device", "cpu", "--data.path", str(tmp_path))
+    assert re.search(r"b\.txt.* regular file", said)
