@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -136,3 +137,13 @@ def test_a_fresh_run_is_set_aside_once_and_not_by_its_own_restart(
     assert start("the first") == ["run"]
     assert start("another") == ["run", "run.old-1"]
     assert start("another") == ["run", "run.old-1"]
+
+
+def test_a_start_that_never_began_leaves_nothing(project: Project, tmp_path: Path) -> None:
+    """Whether it came as far as its log or not."""
+    module, group = project.module("run.directory"), project.module("distributed").Group()
+    for logged in (True, False):
+        with module.RunDirectory(tmp_path / "run", group) as taken:
+            if not logged:
+                shutil.rmtree(taken.path / "logs")
+        assert list(tmp_path.iterdir()) == []

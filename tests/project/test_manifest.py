@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.conftest import Project, project_fixture
 
@@ -94,3 +95,14 @@ def test_what_is_no_plain_file_is_refused_as_data(project: Project, tmp_path: Pa
     os.mkfifo(tmp_path / "b.txt")
     said = project.refuses("train", "--device", "cpu", "--data.path", str(tmp_path))
     assert re.search(r"b\.txt.* regular file", said)
+
+
+def test_on_a_cpu_a_step_is_judged_by_plain_numbers(project: Project) -> None:
+    """An operator on a scalar tensor costs ten times as much; elsewhere the host must not wait."""
+    judge_step = project.module("loss").judge_step
+    sums, norm = torch.tensor([6.0, 3.0]), torch.tensor(12.0)
+    here = judge_step(sums, norm, 1, 2.0)
+    assert here == (pytest.approx(1 / 6, rel=1e-6), 4.0, False)
+    assert not any(isinstance(value, torch.Tensor) for value in here)
+    there = judge_step(sums.to("meta"), norm.to("meta"), 1, 2.0)
+    assert all(isinstance(value, torch.Tensor) for value in there)
