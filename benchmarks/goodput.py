@@ -31,12 +31,12 @@ GPUS = (8, 64, 512, 1024, 4096, LLAMA_GPUS, 32768, 100_000)
 STATE = 12 * 405e9  # bytes: weights and two moments of Llama 3 405B in float32
 GROUP = 64  # ranks that hold a copy of it (HSDP)
 NETWORK = 50e9  # bytes a second from one GPU to another, on another machine: assumed
-RESTARTS = {  # job: GPUs, ranks that hold a copy, whether the other groups go on
-    "FSDP": (1024, 1024, False),
-    "HSDP": (LLAMA_GPUS, GROUP, False),
-    "HSDP, larger": (100_000, GROUP, False),
-    "HSDP, a group restarts alone": (100_000, GROUP, True),
-}
+RESTARTS = (  # jobs: GPUs, ranks that hold a copy, whether the group that failed restarts alone
+    ("FSDP", 1024, 1024, False),
+    ("HSDP", LLAMA_GPUS, GROUP, False),
+    ("HSDP", 100_000, GROUP, False),
+    ("HSDP, a group restarts alone", 100_000, GROUP, True),
+)
 BURSTS = 0.7  # shape of Weibull lives that come in bursts
 
 
@@ -153,15 +153,15 @@ def restart_parts(results: Path, gpus: int, group: int, alone: bool) -> dict[str
 def restarts(results: Path, costs: Costs, rate: float, lives: np.ndarray) -> list[dict[str, Any]]:
     """Each job of RESTARTS: the parts of its restart, and its goodput; `lives` with mean 1."""
     rows = []
-    for job, (gpus, group, alone) in RESTARTS.items():
+    for job, gpus, group, alone in RESTARTS:
         parts = restart_parts(results, gpus, group, alone)
         mean_life, mine = 3600 / (rate * gpus), replace(costs, restart=sum(parts.values()))
         if alone:  # no step is done again: what a group has lost, the others have
-            kept = np.maximum(lives * mean_life - mine.restart, 0).sum()
-            goodput = float(kept / (lives.sum() * mean_life))
+            kept = np.maximum(lives * mean_life - mine.restart, 0).sum() / mean_life / lives.sum()
+            goodput = float(kept * mine.upload / mine.cycle(mine.upload))
         else:
             goodput = best_interval(mine, lives * mean_life)[1]
-        rows.append({"job": job, "gpus": gpus, "group": group, **parts, "goodput": goodput})
+        rows.append({"job": job, "gpus": gpus, "parts": parts, "goodput": goodput})
     return rows
 
 

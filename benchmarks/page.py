@@ -235,13 +235,11 @@ def scaling(results: Path) -> str:
             seconds = (row["best_interval_seconds"], row["formula_interval_seconds"])
             cells += [", ".join(f"{s:,.0f} s" for s in seconds), f"{row['best_goodput']:.2%}"]
         lines.append(f"| {' | '.join(cells)} |")
-    restarts = [
-        f"| {job['job'].partition(', larger')[0]} | {job['gpus']:,} | "
-        + " | ".join(_number(job[part]) for part in ("forked", "met", "index", "read"))
-        + f" | {_number(sum(job[p] for p in ('forked', 'met', 'index', 'read')))} "
-        f"| {job['goodput']:.2%} |"
-        for job in result["restarts"]
-    ]
+    restarts = []
+    for job in result["restarts"]:
+        seconds, share = [*job["parts"].values()], f"{job['goodput']:.2%}"
+        cells = [_number(value) for value in (*seconds, sum(seconds))]
+        restarts.append(f"| {' | '.join([job['job'], format(job['gpus'], ','), *cells, share])} |")
     rows = [row for way in ways.values() for row in way]
     regret = max(row["best_goodput"] - row["formula_goodput"] for row in rows)
     errors = max(

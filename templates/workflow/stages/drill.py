@@ -81,7 +81,7 @@ class Recorder:
                 "started": time.time() - age(),
                 "imported": IMPORTED,
                 "joined": self.joined,
-                "set_up": logged["expected"],  # memory: the last before the restore
+                "set_up": logged["expected"],  # memory, which is told right before the restore
                 "restored": logged.get("resuming", logged["expected"]),
                 "first_step": time.time(),
             }
