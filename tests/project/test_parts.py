@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,9 @@ def read(project: Project, folder: Path) -> dict[str, torch.Tensor]:
     reader = project.module("checkpoint.dcp_reader")
     source = reader.Parts(folder, {path.name: None for path in folder.iterdir()})
     found = {name: torch.empty(f.shape, dtype=f.dtype) for name, f in source.forms.items()}
-    source.read(found, project.module("distributed").Group())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a run that resumes would print it
+        source.read(found, project.module("distributed").Group())
     return found
 
 

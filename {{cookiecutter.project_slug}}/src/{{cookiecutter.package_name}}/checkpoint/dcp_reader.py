@@ -11,6 +11,7 @@ import operator
 import pathlib
 import pickle
 import types
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import IO, Any, ClassVar
 
@@ -58,13 +59,10 @@ class Parts(Source):
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
         """Copy into live tensors, each rank the parts that it holds; a collective call."""
-        with reading(self.path):
-            dcp.load(
-                dict(targets),
-                storage_reader=PartsReader(self.path, self.index),
-                process_group=group.process_group,
-                no_dist=not group.process_group,
-            )
+        reader, ranks = PartsReader(self.path, self.index), group.process_group
+        with reading(self.path), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # for one process
+            dcp.load(dict(targets), storage_reader=reader, process_group=ranks, no_dist=not ranks)
 
 
 class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no method for BUILD
