@@ -91,6 +91,11 @@ def restore(found: Series) -> list[str]:
         )
         for ranks, label in ((1, "1 rank"), (2, "2 ranks"))
     ]
+    for ranks, label, who in ((1, "1 rank", "One rank"), (2, "2 ranks", "Each of two ranks")):
+        own = found[f"{label}: sha256 alone, from memory"]["median"] / ranks
+        share = found[f"{label}: dcp, load"]["median"] / own
+        what = f"{who} verifies and loads, beside sha256 alone over memory"
+        lines.append(verdict(what, share, 0.9, "of its speed", at_most=False))
     return [*lines, f"- sha256 itself, of memory, on one core here: {_number(raw)} GB/s."]
 
 
@@ -136,8 +141,18 @@ def startup(found: Series) -> list[str]:
 
 def restart(found: Series) -> list[str]:
     """Back at work."""
-    killed, imported = (found[name]["median"] for name in ("a rank is killed", "import of torch"))
-    return [verdict("From a killed rank to the next step", killed, imported, "s")]
+    killed, plain, imported, needed = (
+        found[name]["median"]
+        for name in (
+            *("a rank is killed", "a plain start resumes"),
+            *("import of torch", "import of torch, dynamo and DCP"),
+        )
+    )
+    return [
+        verdict("From a killed rank to the next step", killed, imported, "s"),
+        verdict("A plain start, over an import of torch", plain - imported, 1.3, "s"),
+        f"- Of that, what torch imports for an optimizer and DCP: {_number(needed - imported)} s.",
+    ]
 
 
 def workflow(found: Series) -> list[str]:

@@ -62,6 +62,15 @@ def test_all_that_a_name_hangs_on_is_synced_before_it(
         module, "sync_directory", lambda path: (done.append(("sync", Path(path))), sync(path))
     )
     monkeypatch.setattr(os, "rename", lambda a, b: (done.append(("rename", Path(b))), rename(a, b)))
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.is_file():
+            done.append(("fsync", path))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
 
     def write(folder: Path) -> list[str]:
         done.append(("write", folder))
@@ -73,7 +82,8 @@ def test_all_that_a_name_hangs_on_is_synced_before_it(
     parents = [("sync", tmp_path / "new"), ("sync", tmp_path)]
     assert [one for one in done if one in parents] == parents  # their names are new
     after = done[done.index(("write", reserved)) + 1 :]
-    assert after == [("sync", reserved), ("rename", path), ("sync", directory)]
+    files = [("fsync", reserved / "part"), ("fsync", reserved / "manifest.json")]
+    assert after == [*files, ("sync", reserved), ("rename", path), ("sync", directory)]
 
 
 def test_the_time_that_saves_take_is_told_by_the_line_and_in_all(

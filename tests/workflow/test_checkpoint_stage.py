@@ -3,6 +3,7 @@
 On two ranks, with every process and every kill, it passes in test_whole_workflow.py.
 """
 
+import hashlib
 import json
 import math
 import shutil
@@ -132,8 +133,13 @@ def test_randomness_of_its_own_is_found(on_one: Stand) -> None:
 
 
 def test_a_reader_that_ignores_hashes_is_found(on_one: Stand) -> None:
-    manifest = on_one.project.module("checkpoint.manifest")
-    on_one.in_this_process().patch.setattr(manifest, "check_file", lambda path, entry: None)
+    reading = on_one.project.module("checkpoint.reader")
+    read_once = reading.read_once
+
+    def read_anything(path: Path, entry: dict[str, Any], parts: Any) -> None:
+        read_once(path, entry | {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}, parts)
+
+    on_one.in_this_process().patch.setattr(reading, "read_once", read_anything)
     checks = on_one()
     assert checks["roundtrip"]["status"] == "pass"
     assert checks["corrupt_newest"]["status"] == "fail"
@@ -141,8 +147,12 @@ def test_a_reader_that_ignores_hashes_is_found(on_one: Stand) -> None:
 
 
 def test_a_restore_that_fails_fails_the_checks_that_hang_on_it(on_one: Stand) -> None:
-    manifest = on_one.project.module("checkpoint.manifest")
-    on_one.in_this_process().patch.setattr(manifest, "check_file", lambda path, entry: "bad day")
+    reading = on_one.project.module("checkpoint.reader")
+
+    def read_once(*arguments: Any) -> None:
+        raise RuntimeError("bad day")
+
+    on_one.in_this_process().patch.setattr(reading, "read_once", read_once)
     found = statuses(on_one())
     assert found["roundtrip"] == found["corrupt_newest"] == "fail"
     assert on_one.figures == {}

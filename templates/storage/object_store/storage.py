@@ -29,10 +29,10 @@ from typing import Any
 from ..distributed import Group
 from ..errors import RankError, UserError
 from . import MANIFEST, CheckpointError, object_store, step_name
-from .manifest import data_of, has_sizes, parse_manifest, read_manifest, sealed
+from .manifest import data_of, has_sizes, parse_manifest, read_manifest, sealed, verify
 from .object_store import RemotePath, check_address
 from .paths import DAMAGED, Place, checkpoints_of, located, published, steps
-from .publish import Found, Publisher, RetentionConfig
+from .publish import Check, Found, Publisher, RetentionConfig
 from .tensors import identity_differences, offer_weights
 from .upload import UploadingPublisher
 
@@ -87,11 +87,11 @@ class StorePublisher(Publisher):
         self.token = uuid.uuid4().hex
         self.spared: str | None = None  # an attempt of an earlier process, to be continued
 
-    def newest_good(self) -> Found | None:
+    def newest_good(self, check: Check = verify) -> Found | None:
         """The newest good checkpoint, once this process owns the store; as on disk."""
         self.group.from_first(self.refuse_others)
         self.own()
-        return super().newest_good()
+        return super().newest_good(check)
 
     def refuse_others(self) -> None:
         """UserError when the newest checkpoint is of another run, whose owner has to stay."""

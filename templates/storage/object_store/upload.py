@@ -17,11 +17,11 @@ from typing import Any
 
 from ..errors import RankError, UserError
 from . import CheckpointError
-from .manifest import data_of, has_sizes, read_manifest, shared_out
+from .manifest import data_of, has_sizes, read_manifest, shared_out, verify
 from .object_store import RemotePath, persistently
 from .object_streams import PART
 from .paths import published
-from .publish import Found, Publisher, Write
+from .publish import Check, Found, Publisher, Write
 from .tensors import identity_differences
 
 log = logging.getLogger(__name__)
@@ -48,16 +48,16 @@ class UploadingPublisher(Publisher):
         self.submit(path)
         return path
 
-    def newest_good(self) -> Found | None:
+    def newest_good(self, check: Check = verify) -> Found | None:
         """The newest good checkpoint, on disk or in the store; None when there is none."""
         try:
-            here = super().newest_good()
+            here = super().newest_good(check)
         except CheckpointError as error:
-            if (found := self.newer(None)) is None:
+            if (found := self.newer(None, check)) is None:
                 raise
             log.warning("%s", error)
             return found
-        return self.newer(here)
+        return self.newer(here, check)
 
     def close(self) -> None:
         """Wait until the newest has arrived; RankError, on every rank, if it has not."""
@@ -81,7 +81,7 @@ class UploadingPublisher(Publisher):
         """What retention keeps, and what is being uploaded."""
         return super().kept(good) | {self.path}
 
-    def newer(self, here: Found | None) -> Found | None:
+    def newer(self, here: Found | None, check: Check = verify) -> Found | None:
         """The newer of a checkpoint on disk and the store's; one that only the disk has is sent.
 
         UserError when the store has another run's.
@@ -95,7 +95,7 @@ class UploadingPublisher(Publisher):
         )
         if newest > step:
             try:
-                there = store.newest_good()
+                there = store.newest_good(check)
             except CheckpointError as error:
                 if not here:
                     raise

@@ -21,6 +21,8 @@ from ..distributed import Group, World, parallel
 from ..ema import EMA
 from ..errors import RankError, UserError, command_for
 from . import CheckpointError
+from .manifest import Verified, verify_files, verify_manifest
+from .paths import Place
 from .publish import Write
 from .reader import open_tensors
 from .storage import open_storage, refuse_to_forget
@@ -74,6 +76,8 @@ class Checkpointer:
         self.last_saved: int | None = None
         self.last_good: int | None = None  # published for certain
         self.restored: dict[str, Any] = {}  # the manifest
+        self.loaded: Place | None = None  # what the live tensors were last read from
+        self.failure: RankError | None = None  # of reading it
         self.warned = False
 
     @property
@@ -191,13 +195,13 @@ class Checkpointer:
 
     def restore(self) -> int:
         """Load the newest good checkpoint; its step, or 0 when there is none to load."""
-        found = self.publisher.newest_good()
+        found = self.publisher.newest_good(self.load)
         if found is None:
             directory = self.publisher.directory
             self.group.from_first(lambda: refuse_to_forget(self.run_dir, directory))
             return 0
         path, manifest = found
-        if problems := identity_differences(manifest.get("identity"), self.facts["identity"]):
+        if problems := self._other_identity(manifest):
             lines = ["\n  ".join([f"this run cannot go on from {path}:", *problems])]
             if (self.run_dir / "config.json").exists():  # not if it goes on from an object store
                 lines.append(f"To go on as it was: {command_for('train', self.run_dir)}")
@@ -206,9 +210,43 @@ class Checkpointer:
                 f"{offer_weights(path, problems)}; or {self.publisher.start_over}."
             )
             raise UserError("\n".join(lines))
+        if path != self.loaded:  # a newer one in a store was loaded over it, and is damaged
+            self._load(path, manifest)
+        elif self.failure:  # with every byte as it was saved
+            raise self.failure
+        log.info("resuming from %s", path)
+        for change in identity_differences(manifest.get("schedule"), self.facts["schedule"]):
+            log.info("the schedule is another: %s", change)
+        self.last_saved = self.last_good = self.last_tried = manifest["step"]
+        self.restored = manifest
+        return manifest["step"]
+
+    def load(self, path: Place, group: Group) -> Verified:
+        """Verify a checkpoint as `verify` does, by loading it, unless it is of another run.
+
+        If there are problems, the model and the optimizer hold some of what is damaged, until
+        another checkpoint is loaded over it.
+        """
+        manifest, problems = verify_manifest(path, group)
+        if problems:
+            return manifest, problems
+        verified: Set[str] = set()
+        if not self._other_identity(manifest):
+            self.loaded, self.failure = path, None
+            try:
+                verified = self._load(path, manifest)
+            except RankError as error:
+                self.failure = error
+        return manifest, verify_files(path, manifest, group, verified)
+
+    def _other_identity(self, manifest: dict[str, Any]) -> list[str]:
+        return identity_differences(manifest.get("identity"), self.facts["identity"])
+
+    def _load(self, path: Place, manifest: dict[str, Any]) -> Set[str]:
+        """Load the tensors of a checkpoint; the files that this rank has verified on the way."""
         create_optimizer_state(self.optimizer)
         opened = []  # together: where a rank fails alone, the others wait for it
-        self.group.agree(lambda: opened.append(open_tensors(path, manifest)))
+        self.group.agree(lambda: opened.append(open_tensors(path, manifest, hashing=True)))
         (source,) = opened
         self._forget_state_not_in(source.forms.keys())
         tensors = self.tensors()
@@ -216,12 +254,7 @@ class Checkpointer:
         there = {n: t for n, t in flat(tensors) if n in source.forms or not n.startswith(optional)}
         source.read(there, self.group)
         put_back_numbers(tensors["optimizer"], self.model, self.optimizer)
-        log.info("resuming from %s", path)
-        for change in identity_differences(manifest.get("schedule"), self.facts["schedule"]):
-            log.info("the schedule is another: %s", change)
-        self.last_saved = self.last_good = self.last_tried = manifest["step"]
-        self.restored = manifest
-        return manifest["step"]
+        return source.verified
 
     def _forget_state_not_in(self, saved: Set[str]) -> None:
         """Drop optimizer state that was not saved: a parameter may never have had a gradient."""

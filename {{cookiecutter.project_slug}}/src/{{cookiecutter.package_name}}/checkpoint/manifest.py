@@ -10,7 +10,8 @@ import json
 import math
 import os
 import re
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Set
+from typing import Any, NamedTuple
 
 from ..distributed import Group
 from ..errors import RankError
@@ -19,8 +20,10 @@ from .paths import Place, listing, open_regular
 
 FORMAT_VERSION = 1
 FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
+CHUNK = 1 << 18  # bytes: what was just read is hashed while it is in the core's own cache
 SEAL = b'%s"\n}'
 SEALED = 64 + 3  # bytes at the end of the file
+Verified = tuple[dict[str, Any], list[str]]  # a manifest, and the problems that were found
 DAMAGE = {
     errno.ENOENT: "is missing",
     errno.ENOTDIR: "is missing",
@@ -92,16 +95,65 @@ def data_of(path: Place, manifest: dict[str, Any]) -> Place:
     return path / name
 
 
+class Part(NamedTuple):
+    """A part of a file, in bytes, and where it goes."""
+
+    start: int
+    length: int
+    target: memoryview | Callable[[memoryview], object]
+    """Memory for it; or what is called with it, and may not keep it."""
+
+
+def read_once(path: Place, entry: dict[str, Any] | None, parts: Iterable[Part] = ()) -> None:
+    """Read a file once, hash it, and hand on parts; CheckpointError if it is not as `entry` says.
+
+    So what is loaded is what was hashed; but parts are handed on before the whole is known to be
+    good. Without an entry only the parts are read, and nothing is verified.
+    """
+    digest, buffer = hashlib.sha256(), bytearray(CHUNK)
+    with open_regular(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        if entry and size != entry["size"]:
+            raise CheckpointError(f"{path.name} has {size:,} bytes, not {entry['size']:,}")
+        ordered = sorted(parts, key=lambda part: part.start)
+        for start, length, target in whole(ordered, size) if entry else ordered:
+            if start + length > size:
+                raise CheckpointError(f"{path.name} ends too early")
+            if callable(target) and len(buffer) < length:
+                buffer = bytearray(length)
+            memory = memoryview(buffer)[:length] if callable(target) else target
+            file.seek(start)
+            for chunk in (memory[at : at + CHUNK] for at in range(0, length, CHUNK)):
+                if file.readinto(chunk) != len(chunk):
+                    raise CheckpointError(f"{path.name} ends too early")
+                if entry:
+                    digest.update(chunk)
+            if callable(target):
+                target(memory)
+    if entry and digest.hexdigest() != entry["sha256"]:
+        raise CheckpointError(f"{path.name} has other content than was saved (sha256 differs)")
+
+
+def whole(parts: Iterable[Part], size: int) -> Iterator[Part]:
+    """Parts of a file, in their order, and what lies between them."""
+    at = 0
+    for part in [*parts, Part(size, 0, len)]:
+        if part.start < at:
+            raise CheckpointError(f"there are parts that overlap at byte {at}")
+        yield from (
+            Part(begin, min(CHUNK, part.start - begin), len)
+            for begin in range(at, part.start, CHUNK)
+        )
+        yield part
+        at = part.start + part.length
+
+
 def check_file(path: Place, entry: dict[str, Any]) -> str | None:
     """Compare one file with its manifest entry; return what is wrong with it, or None."""
     try:
-        with open_regular(path) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(0)
-            if size != entry["size"]:
-                return f"{path.name} has {size:,} bytes, not {entry['size']:,}"
-            if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-                return f"{path.name} has other content than was saved (sha256 differs)"
+        read_once(path, entry)
+    except CheckpointError as error:
+        return str(error)
     except OSError as error:
         problem = problem_of(path, error)
         if isinstance(problem, UnreadableError):
@@ -110,14 +162,20 @@ def check_file(path: Place, entry: dict[str, Any]) -> str | None:
     return None
 
 
-def verify(path: Place, group: Group | None = None) -> tuple[dict[str, Any], list[str]]:
+def verify(path: Place, group: Group | None = None) -> Verified:
     """Verify a checkpoint, every byte, the work divided among the ranks.
 
     Returns the manifest ({} if it is bad) and the problems found; the same on every rank.
     """
     group = group or Group()
+    manifest, problems = verify_manifest(path, group)
+    return manifest, problems or verify_files(path, manifest, group)
 
-    def manifest_or_problem() -> tuple[dict[str, Any], list[str]]:
+
+def verify_manifest(path: Place, group: Group) -> Verified:
+    """Verify what a checkpoint says of itself, but none of its files."""
+
+    def manifest_or_problem() -> Verified:
         try:
             manifest = read_manifest(path)
             data_of(path, manifest)
@@ -125,16 +183,22 @@ def verify(path: Place, group: Group | None = None) -> tuple[dict[str, Any], lis
         except CheckpointError as error:
             return {}, [str(error)]
 
-    manifest, problems = group.from_first(manifest_or_problem)
-    if problems:
-        return manifest, problems
+    return group.from_first(manifest_or_problem)
+
+
+def verify_files(
+    path: Place, manifest: dict[str, Any], group: Group, verified: Set[str] = frozenset()
+) -> list[str]:
+    """The problems found in files, but for those that this rank says are verified."""
+    parts = group.agree(lambda: verified)
+    left = group.from_first(lambda: manifest["files"].keys() - set().union(*parts))
 
     def check() -> list[str | None]:
         folder, mine = data_of(path, manifest), shared_out(manifest, group)
-        return [check_file(folder / name, entry) for name, entry in mine]
+        return [check_file(folder / name, entry) for name, entry in mine if name in left]
 
     gathered = group.agree(check)
-    return manifest, group.from_first(lambda: [text for part in gathered for text in part if text])
+    return group.from_first(lambda: [text for part in gathered for text in part if text])
 
 
 def shared_out(manifest: dict[str, Any], group: Group) -> list[tuple[str, dict[str, Any]]]:

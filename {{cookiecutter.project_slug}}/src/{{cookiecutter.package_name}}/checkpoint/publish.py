@@ -34,6 +34,7 @@ from ..files import naming, sync_directory
 from . import MANIFEST, CheckpointError, step_name
 from .manifest import (
     FORMAT_VERSION,
+    Verified,
     best_by_validation,
     data_of,
     has_sizes,
@@ -49,6 +50,7 @@ RESERVED = ".saving-"
 DISCARDED = ".discarded-"
 Write = Callable[[Place], Iterable[str]]  # writes a rank's files into a folder, and names them
 Found = tuple[Place, dict[str, Any]]  # a checkpoint and its manifest
+Check = Callable[[Place, Group], Verified]  # `verify`, or what does the same
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,8 @@ class Publisher:
             self.prune()
         return self.directory / step_name(step)
 
-    def newest_good(self) -> Found | None:
-        """The newest checkpoint that verifies, or None if none was ever published.
+    def newest_good(self, check: Check = verify) -> Found | None:
+        """The newest checkpoint that `check` finds good, or None if none was ever published.
 
         Damaged ones on the way are renamed to `step_….damaged-<n>`. CheckpointError if there are
         only damaged ones: to start afresh over them is for a person to decide. RankError if one
@@ -140,7 +142,7 @@ class Publisher:
         """
         self.group.from_first(self.remove_leftovers)
         for path in reversed(self.group.from_first(lambda: published(self.directory))):
-            manifest, problems = verify(path, self.group)
+            manifest, problems = check(path, self.group)
             if not problems:
                 return path, manifest
             moved = self.group.from_first(lambda path=path: str(self.set_aside(path)))

@@ -7,11 +7,13 @@ dcp_reader.py). Of a checkpoint only the files that its verified manifest names 
 import contextlib
 import logging
 import pickle
+import struct
 import tarfile
 import zipfile
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -19,8 +21,16 @@ from safetensors import safe_open
 from ..distributed import Group, parallel
 from ..errors import RankError, UserError
 from . import MANIFEST, CheckpointError, step_name
-from .manifest import data_of, verify
-from .paths import Place, checkpoints_of, listing, local_copy, located, published
+from .manifest import Part, data_of, read_once, verify
+from .paths import (
+    Place,
+    checkpoints_of,
+    listing,
+    local_copy,
+    located,
+    open_regular,
+    published,
+)
 from .tensors import flat
 
 log = logging.getLogger(__name__)
@@ -28,6 +38,7 @@ WHOLE_FILE = "state.pt"
 DCP_INDEX = ".metadata"
 SAFETENSORS = ".safetensors"
 NOTE = "note"
+Pair = tuple[torch.Tensor, torch.Tensor]  # one that was saved, and the live one
 
 
 class Source(Protocol):
@@ -35,6 +46,8 @@ class Source(Protocol):
 
     path: Place
     forms: dict[str, torch.Tensor]
+    verified: set[str]
+    """The files that this rank has verified while it read them."""
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
         """Copy into live tensors, of sharded ones the parts that are here; a collective call."""
@@ -43,8 +56,10 @@ class Source(Protocol):
 class OneFile(Source):
     """Tensors in one file, of `torch.save` or of safetensors; `forms` are the mapped tensors."""
 
-    def __init__(self, path: Place) -> None:
-        self.path = path
+    def __init__(self, path: Place, entry: dict[str, Any] | None = None) -> None:
+        """`entry`: its entry in a manifest, if `read` is to verify it."""
+        self.path, self.entry = path, entry
+        self.verified: set[str] = set()
         with reading(path):
             load = load_safetensors if path.suffix == SAFETENSORS else load_torch
             with local_copy(path) as file:
@@ -52,13 +67,79 @@ class OneFile(Source):
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
         """Copy into live tensors, of sharded ones the parts that are here."""
-        for name, target in targets.items():
-            if (source := self.forms.get(name)) is None:
-                raise CheckpointError(f"there is no {name} in what was saved")
-            if source.shape != target.shape:  # copying would repeat a smaller one
-                shapes = f"{list(source.shape)}, wanted {list(target.shape)}"
-                raise CheckpointError(f"{name} is {shapes}")
+
+        def pairs() -> list[Pair]:
+            found = []
+            for name, target in targets.items():
+                if (source := self.forms.get(name)) is None:
+                    raise CheckpointError(f"there is no {name} in what was saved")
+                if source.shape != target.shape:  # copying would repeat a smaller one
+                    shapes = f"{list(source.shape)}, wanted {list(target.shape)}"
+                    raise CheckpointError(f"{name} is {shapes}")
+                found.append((source, target))
+            return found
+
+        if self.entry:
+            group.agree(lambda: self._read_once(pairs(), first=group.rank == 0))
+            return
+        for source, target in pairs():
             target.copy_(parallel.like(source, target))
+
+    def _read_once(self, wanted: list[Pair], first: bool) -> None:
+        """Read the file that is mapped, in place of its pages; the first rank verifies it."""
+        storages: dict[Any, list[Pair]] = {}
+        for pair in wanted:
+            storages.setdefault(place_of(pair[0]), []).append(pair)
+
+        def copy(pairs: list[Pair], part: memoryview) -> None:
+            for source, target in pairs:
+                target.copy_(parallel.like(with_data(source, part), target))
+
+        with reading(self.path):
+            with open_regular(self.path) as file:
+                begin = data_start(file)
+            places = [place for place in map(place_of, self.forms.values()) if place[1]]
+            lowest = min(start for start, _ in places)
+            parts = [
+                Part(begin + start - lowest, length, memory_for(pairs) or partial(copy, pairs))
+                for (start, length), pairs in storages.items()
+                if length
+            ]
+            read_once(self.path, self.entry if first else None, parts)
+        self.verified |= {self.path.name} if first else set()
+
+
+def place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the storage of a tensor is in memory, and its length in bytes."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def memory_for(pairs: list[Pair]) -> memoryview | None:
+    """The memory of a live tensor, if the bytes of its saved one can be read right into it."""
+    (saved, live), *others = pairs
+    if others or type(live.data) is not torch.Tensor or live.device.type != "cpu":
+        return None
+    bytes_alike = saved.dtype == live.dtype and saved.untyped_storage().nbytes() == live.nbytes
+    if not bytes_alike or not live.is_contiguous() or not saved.is_contiguous():
+        return None
+    return live.detach().view(-1).view(torch.uint8).numpy().data
+
+
+def data_start(file: IO[bytes]) -> int:
+    """Where in a file of torch.save, a zip archive, the bytes of its first storage begin."""
+    with zipfile.ZipFile(file) as archive:
+        records = [r for r in archive.infolist() if "/data/" in r.filename and r.file_size]
+    header = min(record.header_offset for record in records)
+    file.seek(header + 26)
+    return header + 30 + sum(struct.unpack("<HH", file.read(4)))  # lengths of name and extra field
+
+
+def with_data(form: torch.Tensor, part: memoryview) -> torch.Tensor:
+    """A tensor like `form`, whose storage is a part of a file."""
+    storage = torch.frombuffer(part, dtype=torch.uint8).untyped_storage()
+    place = form.storage_offset(), form.size(), form.stride()
+    return form.detach().set_(storage, *place)
 
 
 def load_torch(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -78,16 +159,20 @@ def load_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield NOTE, torch.frombuffer(bytearray(note.encode()), dtype=torch.uint8)
 
 
-def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:
-    """Open what `find_checkpoint` has found."""
+def open_tensors(path: Place, manifest: dict[str, Any], hashing: bool = False) -> Source:
+    """Open a checkpoint that is verified; or, `hashing`, one whose files reading verifies.
+
+    Files that it needs nothing of are left to the caller then (`verify_files`).
+    """
     if path.is_file():
         return OneFile(path)
     folder, files = data_of(path, manifest), manifest.get("files")
     if files and WHOLE_FILE in files:
-        return OneFile(folder / WHOLE_FILE)
+        here = isinstance(folder, Path)  # not fetched from a store
+        return OneFile(folder / WHOLE_FILE, files[WHOLE_FILE] if here and hashing else None)
     from .dcp_reader import Parts
 
-    return Parts(folder, listing(folder) if files is None else files)
+    return Parts(folder, listing(folder) if files is None else files, hashing)
 
 
 def printable(name: str) -> str:
@@ -99,7 +184,7 @@ def printable(name: str) -> str:
 
 @contextlib.contextmanager
 def reading(path: Place, verb: str = "reading") -> Iterator[None]:
-    """Give all that libraries raise, some of it no `Exception`, one type and one line."""
+    """Give all that libraries raise one type and one line."""
     doing = f"{verb} {path}"
     try:
         yield
@@ -109,13 +194,6 @@ def reading(path: Place, verb: str = "reading") -> Iterator[None]:
         raise CheckpointError(f"{doing} failed: {error}") from error
     except Exception as error:  # a file that is something else can fail in any way
         raise CheckpointError(f"{doing} was refused: {brief(error)}") from error
-    except BaseException as error:  # DCP's CheckpointException: what it has collected from ranks
-        if not (failures := getattr(error, "failures", None)):
-            raise
-        rank, (cause, _) = next(iter(failures.items()))
-        failed = CheckpointError(f"{doing} failed on rank {rank}: {brief(cause)}")
-        failed.agreed = True
-        raise failed from error
 
 
 def brief(error: BaseException) -> str:
