@@ -128,6 +128,16 @@ def test_after_a_damaged_one_the_one_before_it_is_whole(
         keep.rename(trained.newest)
 
 
+def test_no_step_is_taken_with_what_a_damaged_one_left(trained: Trained) -> None:
+    file = max(trained.newest.iterdir(), key=lambda path: path.stat().st_size)
+    flip(file, file.stat().st_size - 1)  # when all is loaded
+    checkpointer, steps = trained.checkpointer(), []
+    checkpointer.optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    assert checkpointer.restore() == 2
+    assert steps == [1], "the one that allocates the state"
+    trained.assert_holds(checkpointer, 2)
+
+
 def test_damage_that_no_tensor_shows_is_found(trained: Trained) -> None:
     """Between the tensors, in what nobody wanted, and with nothing but size to tell."""
     file = max(trained.newest.iterdir(), key=lambda path: path.stat().st_size)
@@ -241,6 +251,12 @@ def test_a_part_is_any_tensor(parts: Project, tmp_path: Path) -> None:
             form, start = reader.saved_form(reader.FilePart(file, 6, len(content)))
         length = form.untyped_storage().nbytes()
         part = memoryview(bytearray(content))[start : start + length]
+        if length:
+            plain = torch.empty(tensor.shape, dtype=tensor.dtype)
+            for live in (plain, plain.conj(), torch.empty_like(tensor)):
+                if memory := reader.memory_for([(form, live)]):
+                    memory[:] = part
+                    assert live.tolist() == tensor.tolist()
         found = reader.with_data(form, part) if length else form
         assert found.dtype == tensor.dtype and found.stride() == tensor.stride()
         assert found.shape == tensor.shape and found.tolist() == tensor.tolist()

@@ -78,6 +78,9 @@ class Checkpointer:
         self.restored: dict[str, Any] = {}  # the manifest
         self.loaded: Place | None = None  # what the live tensors were last read from
         self.failure: RankError | None = None  # of reading it
+        # The optimizer's state as it was allocated, while checkpoints are tried: what a damaged one
+        # left behind is nothing to take a step with.
+        self.created: dict[torch.Tensor, dict[str, Any]] = {}
         self.warned = False
 
     @property
@@ -210,10 +213,12 @@ class Checkpointer:
                 f"{offer_weights(path, problems)}; or {self.publisher.start_over}."
             )
             raise UserError("\n".join(lines))
-        if path != self.loaded:  # a newer one in a store was loaded over it, and is damaged
-            self._load(path, manifest)
-        elif self.failure:  # with every byte as it was saved
+        # Else a newer one in a store was loaded over it, and is damaged.
+        if path != self.loaded and (problems := self.load(path, self.group)[1]):
+            raise CheckpointError(f"{path}: {'; '.join(problems)}")
+        if self.failure:  # with every byte as it was saved
             raise self.failure
+        self.created.clear()
         log.info("resuming from %s", path)
         for change in identity_differences(manifest.get("schedule"), self.facts["schedule"]):
             log.info("the schedule is another: %s", change)
@@ -244,7 +249,11 @@ class Checkpointer:
 
     def _load(self, path: Place, manifest: dict[str, Any]) -> Set[str]:
         """Load the tensors of a checkpoint; the files that this rank has verified on the way."""
-        create_optimizer_state(self.optimizer)
+        if self.created:
+            self.optimizer.state.update({p: {**state} for p, state in self.created.items()})
+        else:
+            create_optimizer_state(self.optimizer)
+            self.created = {p: {**state} for p, state in self.optimizer.state.items()}
         opened = []  # together: where a rank fails alone, the others wait for it
         self.group.agree(lambda: opened.append(open_tensors(path, manifest, hashing=True)))
         (source,) = opened

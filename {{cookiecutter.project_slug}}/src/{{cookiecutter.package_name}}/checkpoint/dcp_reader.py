@@ -11,7 +11,8 @@ import io
 import pathlib
 import pickle
 import types
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from ..distributed import Group
+from ..distributed import Group, parallel
 from . import CheckpointError
 from .manifest import Part, read_once
 from .paths import Place, open_regular
@@ -67,6 +68,10 @@ class Parts(Source):
         """Copy into live tensors, each rank the parts that it holds; a collective call."""
         planner = dcp.DefaultLoadPlanner()
         wanted: dict[str, Wanted] = {}
+        storages = Counter(
+            parallel.local_part(target).untyped_storage().data_ptr() for target in targets.values()
+        )
+        several = {address for address, count in storages.items() if count > 1}
 
         def plan() -> list[str]:
             """Of which files this rank wants most."""
@@ -83,12 +88,12 @@ class Parts(Source):
             ]
 
         def read_file(name: str) -> None:
-            parts = parts_of(self.path / name, wanted[name], planner)
+            parts = parts_of(self.path / name, wanted[name], planner, several)
             read_once(self.path / name, self.entries[name] if name in mine else None, parts)
 
         def read_files() -> None:
             with reading(self.path), ThreadPoolExecutor(torch.get_num_threads()) as pool:
-                [*pool.map(read_file, wanted)]
+                list(pool.map(read_file, wanted))
 
         claims = group.agree(plan)
         owners = group.from_first(lambda: divided(claims, self.entries))
@@ -115,8 +120,12 @@ def divided(claims: list[list[str]], entries: Mapping[str, dict[str, Any]]) -> d
     return owners
 
 
-def parts_of(path: Place, wanted: Wanted, planner: LoadPlanner) -> list[Part]:
-    """What is wanted of a file, and how it gets into the live tensors."""
+def parts_of(path: Place, wanted: Wanted, planner: LoadPlanner, several: Set[int]) -> list[Part]:
+    """What is wanted of a file, and how it gets into the live tensors.
+
+    `several`: addresses of storages that tensors of several names share. Who hashed there what it
+    has read might hash what another thread has read there.
+    """
 
     def copy(items: list[ReadItem], saved: torch.Tensor) -> None:
         for item in items:
@@ -132,11 +141,11 @@ def parts_of(path: Place, wanted: Wanted, planner: LoadPlanner) -> list[Part]:
             load = partial(torch.load, map_location="cpu", weights_only=True)
             return Part(start, length, lambda part: copy(items, load(io.BytesIO(part))))
         form, begin = saved_form(FilePart(file, start, length))
-        size, live = form.untyped_storage().nbytes(), planner.resolve_tensor(items[0])
-        alike = [form.shape] == [live.shape] * len(items)
-        memory = memory_for([(form, live)]) if alike else None
+        pairs = [(form, planner.resolve_tensor(item)) for item in items]
+        tied = any(live.untyped_storage().data_ptr() in several for _, live in pairs)
+        memory = None if tied else memory_for(pairs)
         target = memory or (lambda part: copy(items, with_data(form, part)))
-        return Part(start + begin, size, target)
+        return Part(start + begin, form.untyped_storage().nbytes(), target)
 
     with open_regular(path) as file:
         return [part_of(file, *place, items) for place, items in wanted.items()]

@@ -120,8 +120,11 @@ def memory_for(pairs: list[Pair]) -> memoryview | None:
     (saved, live), *others = pairs
     if others or type(live.data) is not torch.Tensor or live.device.type != "cpu":
         return None
-    bytes_alike = saved.dtype == live.dtype and saved.untyped_storage().nbytes() == live.nbytes
-    if not bytes_alike or not live.is_contiguous() or not saved.is_contiguous():
+    if (saved.shape, saved.dtype) != (live.shape, live.dtype):
+        return None
+    # Their bytes in this order are all that their storages hold.
+    plain = not any(it.is_conj() or it.is_neg() or not it.is_contiguous() for it in (saved, live))
+    if not plain or saved.untyped_storage().nbytes() != live.nbytes:
         return None
     return live.detach().view(-1).view(torch.uint8).numpy().data
 
