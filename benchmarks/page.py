@@ -93,9 +93,12 @@ def restore(found: Series) -> list[str]:
     ]
     for ranks, label, who in ((1, "1 rank", "One rank"), (2, "2 ranks", "Each of two ranks")):
         own = found[f"{label}: sha256 alone, from memory"]["median"] / ranks
-        share = found[f"{label}: dcp, load"]["median"] / own
+        load, whole = (found[f"{label}: dcp, {what}"]["median"] for what in ("load", "restore"))
         what = f"{who} verifies and loads, beside sha256 alone over memory"
-        lines.append(verdict(what, share, 0.9, "of its speed", at_most=False))
+        lines += [
+            verdict(what, load / own, 0.9, "of its speed", at_most=False),
+            f"- That and allocating the optimizer's state: {_number(whole / own)} of its speed.",
+        ]
     return [*lines, f"- sha256 itself, of memory, on one core here: {_number(raw)} GB/s."]
 
 
@@ -151,7 +154,8 @@ def restart(found: Series) -> list[str]:
     return [
         verdict("From a killed rank to the next step", killed, imported, "s"),
         verdict("A plain start, over an import of torch", plain - imported, 1.3, "s"),
-        f"- Of that, what torch imports for an optimizer and DCP: {_number(needed - imported)} s.",
+        "- What torch itself imports for an optimizer and for DCP, in a process of its own: "
+        f"{_number(needed - imported)} s.",
     ]
 
 
