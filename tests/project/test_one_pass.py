@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,6 +261,25 @@ def test_a_part_is_any_tensor(parts: Project, tmp_path: Path) -> None:
         found = reader.with_data(form, part) if length else form
         assert found.dtype == tensor.dtype and found.stride() == tensor.stride()
         assert found.shape == tensor.shape and found.tolist() == tensor.tolist()
+
+
+@pytest.mark.parametrize("small", [0, 1 << 20])
+def test_a_part_that_is_smaller_than_its_index_says_is_refused(
+    parts: Project, tmp_path: Path, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be repeated to fill the tensor."""
+    reader, path, live = parts.module("checkpoint.dcp_reader"), tmp_path / "part", torch.zeros(4)
+    monkeypatch.setattr(reader, "SMALL", small)
+    torch.save(torch.ones(1), path)
+    item = SimpleNamespace(
+        storage_offsets=(0,), lengths=(4,), dest_index=SimpleNamespace(fqn="model.weight")
+    )
+    planner = SimpleNamespace(resolve_tensor=lambda item: live)
+    wanted = reader.parts_of(path, {(0, path.stat().st_size): [item]}, planner, set())
+    error = parts.module("checkpoint").CheckpointError
+    with pytest.raises(error, match="model.weight is of another shape than saved"):
+        reader.read_once(path, None, wanted)
+    assert not live.any()
 
 
 @given(st.lists(st.sets(st.sampled_from("abcdefgh")), min_size=1, max_size=5), st.data())
