@@ -81,7 +81,7 @@ class UploadingPublisher(Publisher):
         """What retention keeps, and what is being uploaded."""
         return super().kept(good) | {self.path}
 
-    def newer(self, here: Found | None, check: Check) -> Found | None:
+    def newer(self, here: Found | None, check: Check = verify) -> Found | None:
         """The newer of a checkpoint on disk and the store's; one that only the disk has is sent.
 
         UserError when the store has another run's.
