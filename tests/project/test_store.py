@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -731,7 +732,11 @@ def test_a_run_goes_on_elsewhere_exactly(
         there = {"checkpoint__url": url}
         assert trained(project, 6, run_dir=runs / "here", **there).status == "preempted"
         assert not list(runs.glob("here/checkpoints"))
+        store.requests.clear()
         assert trained(project, run_dir=runs / "elsewhere", **there).status == "finished"
+        fetched = Counter(r.path for r in store.requests if r.method == "GET")
+        whole = [n for path, n in fetched.items() if path.endswith("/state.pt")]
+        assert whole == ([1] if checkpoint == "torch_save" else []), "what is verified is loaded"
         assert f"resuming from {url}/step_00000006" in caplog.text
         remote = project.module("checkpoint.storage").located(url)
         assert alike(project.tensors(remote), project.tensors(runs / "still"))

@@ -85,10 +85,11 @@ def local_copy(path: Place) -> Iterator[Path]:
     if not isinstance(path, RemotePath):
         yield path
         return
-    with tempfile.NamedTemporaryFile(suffix=path.suffix) as copy, path.open() as file:
-        shutil.copyfileobj(file, copy, PART)
-        copy.flush()
-        yield Path(copy.name)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, path.name)  # errors name the file
+        with path.open() as file, copy.open("wb") as target:
+            shutil.copyfileobj(file, target, PART)
+        yield copy
 
 
 def retried(action: Callable[[], T], path: Place) -> Callable[[], T]:

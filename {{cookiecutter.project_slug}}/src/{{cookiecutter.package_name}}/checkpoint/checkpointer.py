@@ -76,8 +76,7 @@ class Checkpointer:
         self.last_saved: int | None = None
         self.last_good: int | None = None  # published for certain
         self.restored: dict[str, Any] = {}  # the manifest
-        self.loaded: Place | None = None  # what the live tensors were last read from
-        self.failure: RankError | None = None  # of reading it
+        self.loaded: Place | None = None  # what all live tensors were last read from
         # The optimizer's state as it was allocated, while checkpoints are tried: what a damaged one
         # left behind is nothing to take a step with.
         self.created: dict[torch.Tensor, dict[str, Any]] = {}
@@ -213,11 +212,8 @@ class Checkpointer:
                 f"{offer_weights(path, problems)}; or {self.publisher.start_over}."
             )
             raise UserError("\n".join(lines))
-        # Else a newer one in a store was loaded over it, and is damaged.
-        if path != self.loaded and (problems := self.load(path, self.group)[1]):
-            raise CheckpointError(f"{path}: {'; '.join(problems)}")
-        if self.failure:  # with every byte as it was saved
-            raise self.failure
+        if path != self.loaded:  # it could not be; or a newer one in a store was, and is damaged
+            self._load(path, manifest)
         self.created.clear()
         log.info("resuming from %s", path)
         for change in identity_differences(manifest.get("schedule"), self.facts["schedule"]):
@@ -235,14 +231,16 @@ class Checkpointer:
         manifest, problems = verify_manifest(path, group)
         if problems:
             return manifest, problems
-        verified: Set[str] = set()
+        verified, failure, self.loaded = set(), None, None
         if not self._other_identity(manifest):
-            self.loaded, self.failure = path, None
             try:
-                verified = self._load(path, manifest)
+                verified, self.loaded = self._load(path, manifest), path
             except RankError as error:
-                self.failure = error
-        return manifest, verify_files(path, manifest, group, verified)
+                failure = error
+        problems = verify_files(path, manifest, group, verified)
+        if failure and not problems:
+            log.warning("%s, though every byte is as it was saved: once more", failure)
+        return manifest, problems
 
     def _other_identity(self, manifest: dict[str, Any]) -> list[str]:
         return identity_differences(manifest.get("identity"), self.facts["identity"])

@@ -63,30 +63,32 @@ class OneFile(Source):
         with reading(path):
             load = load_safetensors if path.suffix == SAFETENSORS else load_torch
             with local_copy(path) as file:
+                if entry and file != path:  # what was fetched from a store is what is loaded
+                    read_once(file, entry)
+                    self.entry, self.verified = None, {path.name}
                 self.forms = {printable(name): tensor for name, tensor in load(file)}
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
-        """Copy into live tensors, of sharded ones the parts that are here."""
+        """Copy into live tensors, of sharded ones the parts that are here; a collective call."""
+        group.agree(lambda: self._read(self._pairs(targets), first=group.rank == 0))
 
-        def pairs() -> list[Pair]:
-            found = []
-            for name, target in targets.items():
-                if (source := self.forms.get(name)) is None:
-                    raise CheckpointError(f"there is no {name} in what was saved")
-                if source.shape != target.shape:  # copying would repeat a smaller one
-                    shapes = f"{list(source.shape)}, wanted {list(target.shape)}"
-                    raise CheckpointError(f"{name} is {shapes}")
-                found.append((source, target))
-            return found
+    def _pairs(self, targets: Mapping[str, torch.Tensor]) -> list[Pair]:
+        pairs = []
+        for name, target in targets.items():
+            if (source := self.forms.get(name)) is None:
+                raise CheckpointError(f"there is no {name} in what was saved")
+            if source.shape != target.shape:  # copying would repeat a smaller one
+                shapes = f"{list(source.shape)}, wanted {list(target.shape)}"
+                raise CheckpointError(f"{name} is {shapes}")
+            pairs.append((source, target))
+        return pairs
 
-        if self.entry:
-            group.agree(lambda: self._read_once(pairs(), first=group.rank == 0))
+    def _read(self, wanted: list[Pair], first: bool) -> None:
+        """Copy what is mapped; or read the file in place of its pages, verified by one rank."""
+        if not self.entry:
+            for source, target in wanted:
+                target.copy_(parallel.like(source, target))
             return
-        for source, target in pairs():
-            target.copy_(parallel.like(source, target))
-
-    def _read_once(self, wanted: list[Pair], first: bool) -> None:
-        """Read the file that is mapped, in place of its pages; the first rank verifies it."""
         storages: dict[Any, list[Pair]] = {}
         for pair in wanted:
             storages.setdefault(place_of(pair[0]), []).append(pair)
@@ -171,8 +173,7 @@ def open_tensors(path: Place, manifest: dict[str, Any], hashing: bool = False) -
         return OneFile(path)
     folder, files = data_of(path, manifest), manifest.get("files")
     if files and WHOLE_FILE in files:
-        here = isinstance(folder, Path)  # not fetched from a store
-        return OneFile(folder / WHOLE_FILE, files[WHOLE_FILE] if here and hashing else None)
+        return OneFile(folder / WHOLE_FILE, files[WHOLE_FILE] if hashing else None)
     from .dcp_reader import Parts
 
     return Parts(folder, listing(folder) if files is None else files, hashing)
