@@ -115,8 +115,17 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Let the optimizer allocate its state, by a step that changes nothing worth keeping."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     before = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    # One gradient serves all: memory that is touched for the first time costs more than the step.
+    plain = [p for p in parameters if type(p.data) is torch.Tensor and p.is_contiguous()]
+    zeros: dict[Any, torch.Tensor] = {}
+    for parameter in sorted(plain, key=torch.numel, reverse=True):
+        kind = parameter.dtype, parameter.device
+        if kind not in zeros:
+            zeros[kind] = torch.zeros_like(parameter).view(-1)
+        parameter.grad = zeros[kind][: parameter.numel()].view_as(parameter)
     for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     optimizer.step()
