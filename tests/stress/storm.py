@@ -27,6 +27,7 @@ PARALLELISMS = ("single", "ddp", "fsdp")
 CHECKPOINTS = ("torch_save", "dcp", "dcp_async")
 WHOM = ("one rank", "all ranks", "launcher")
 EVERY, STEPS = 4, 16
+GRACE = 120.0  # seconds, of launch.sh, after which torchrun kills
 SETTINGS = {
     "train.steps": STEPS,
     "train.log_every": 1,
@@ -217,7 +218,9 @@ class Storm:
         for pid in job.victims(whom, rank) if call != b"" else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        left = job.gone(20.0)
+        # A rank that compiles takes a stop signal afterwards, which on busy cores is a while.
+        patience = GRACE if "compile.mode" in self.plan.settings else 20.0
+        left = job.gone(patience)
         done, saving = job.board.most(DONE), job.board.of(0)[SAVING]
         if job.code == 0:
             return False  # it was over
@@ -227,7 +230,7 @@ class Storm:
         kinds = {whom, "kills", f"{self.plan.ranks} ranks"}
         kinds |= {"compiled"} if "compile.mode" in self.plan.settings else set()
         self.hits.update(job.phases(whom, rank) | kinds)
-        problem = f"{place}: still there after 20 s" if left is None else None
+        problem = f"{place}: still there after {patience:.0f} s" if left is None else None
         # The kernel ends a rank when its launcher has ended: some short steps later. One that is
         # not ended at all trains on to the last step.
         if at <= self.steps // 2 and done == self.steps:
