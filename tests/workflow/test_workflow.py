@@ -75,7 +75,8 @@ FIGURES: dict[str, dict[str, Any]] = {
         "blocked_seconds": spread(0.01),
         "save_seconds": spread(0.1),
         "restart_seconds": {
-            "started": 2.0,
+            "noticed": 0.1,
+            "started": 1.9,
             "imported": 1.0,
             "joined": 0.1,
             "set_up": 0.1,
@@ -446,11 +447,11 @@ def test_figures_of_an_older_version_are_shown_as_damaged(project: Project, tmp_
     write_stage(project, tmp_path, "baseline")
     path = write_stage(project, tmp_path, "checkpoint")
     content = json.loads(path.read_text())
-    del content["figures"]["restart_seconds"]["started"]
+    del content["figures"]["restart_seconds"]["total"]
     path.write_text(json.dumps(content))
     project("report", "--run-dir", str(tmp_path))
     page = (tmp_path / "report.html").read_text("utf-8")
-    assert "KeyError(&#39;started&#39;)" in page and page.count('class="word damaged"') == 1
+    assert "KeyError(&#39;total&#39;)" in page and page.count('class="word damaged"') == 1
     assert "133" in page and f"checkpoint --run-dir {tmp_path}" in page
 
 

@@ -19,7 +19,7 @@ import sys
 import time
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,7 @@ from ..errors import RankError, UserError, exit_code
 from ..files import write_json
 from ..run.hardware import check_memory, expected_memory
 from ..run.logs import log_to_console
+from ..run.memory import descendants
 from ..train import State, run, setup, start, train_step
 from . import processes
 from .stage import PACKAGE, StageConfig
@@ -243,13 +244,24 @@ def digests_of(state: State, group: Group) -> Digests:
     return {name: " ".join(sorted({other[name] for other in ranks})) for name in digests}
 
 
-def kill_in_save(process: processes.Process, checkpoints: Path) -> int | None:
-    """Kill a run once a save has written a file; the step of the save.
+class Kill(NamedTuple):
+    """A kill in mid-save: the steps saved, published and trained by then, and two times."""
+
+    saving: int
+    newest: int
+    done: int
+    at: float
+    noticed: float
+    """By torchrun, or by whoever waits for a plain process."""
+
+
+def kill_in_save(process: processes.Process, run_dir: Path) -> Kill | None:
+    """Kill the ranks of a run once a save has written a file.
 
     The run is stopped first to look again: on a fast disk a save is over as soon as it is seen.
     None if the run ended, or died outside of a save.
     """
-    deadline = time.monotonic() + PATIENCE
+    checkpoints, deadline = run_dir / "checkpoints", time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=0.001)  # reads the output, so that no pipe gets full
@@ -258,11 +270,32 @@ def kill_in_save(process: processes.Process, checkpoints: Path) -> int | None:
         if saving := save_under_way(checkpoints):
             processes.kill(process, signal.SIGSTOP)
             if saving.exists() and saving == save_under_way(checkpoints):
-                processes.kill(process)
-                process.communicate()  # until the last of its processes is gone
-                return int(re.findall(r"step_(\d+)", saving.name)[0]) if saving.exists() else None
+                at = time.time()
+                kill_ranks(process)
+                noticed, paths = time.time(), [saving, *whole(checkpoints)]
+                step, *others = (int(re.findall(r"step_(\d+)", path.name)[0]) for path in paths)
+                kill = Kill(step, max(others), max(losses_of(run_dir)), at, noticed)
+                return kill if saving.exists() else None
             processes.kill(process, signal.SIGCONT)
     raise RankError(f"a run of a few steps took more than {PATIENCE:.0f} s")
+
+
+def kill_ranks(process: processes.Process) -> None:
+    """Kill the ranks of a stopped run; wait until torchrun, which goes on, has noticed."""
+    below, session = descendants(process.pid), os.getsid(process.pid)
+    ranks = [pid for pid in below if os.getsid(pid) == pid]  # torchrun gives each its session
+    if not ranks:  # a plain process
+        processes.kill(process)
+        process.communicate()  # until the last of its processes is gone
+        return
+    for pid in (pid for pid in below if os.getsid(pid) != session):  # loader workers, too
+        os.kill(pid, signal.SIGKILL)
+    processes.kill(process, signal.SIGCONT)
+    deadline = time.monotonic() + PATIENCE
+    with contextlib.suppress(ProcessLookupError):  # the last is gone: torchrun knows how it ended
+        while process.poll() is None and time.monotonic() < deadline:
+            os.kill(ranks[0], 0)
+            time.sleep(0.001)
 
 
 def save_under_way(checkpoints: Path) -> Path | None:

@@ -8,7 +8,6 @@ import contextlib
 import json
 import math
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,7 +28,7 @@ from ..run.directory import RunDirectory
 from ..run.hardware import in_units
 from . import processes
 from .chain import flag, recommend
-from .drill import EVERY, PATIENCE, STEPS, Digests, kill_in_save, losses_of, whole
+from .drill import EVERY, PATIENCE, STEPS, Digests, kill_in_save, losses_of
 from .processes import most_ranks, named, refusal
 from .stage import Stage, StageConfig
 from .timing import describe, differences
@@ -39,7 +38,8 @@ LAUNCHES = 3  # to meet a save
 GROWTH = (2, 4, 10)  # times the parameters, for which saves and restores are predicted
 NEAR = 1e-3  # relative; between losses of kernels that are not deterministic
 RESTART = {  # the parts of a restart, in their order, by the name of the moment that ends them
-    "started": "launched",
+    "noticed": "noticed",
+    "started": "started",
     "imported": "imported",
     "joined": "ranks joined",
     "set_up": "model built",
@@ -141,7 +141,7 @@ class Drill:
             good += "checkpoint set aside, the one before it restored"
             judge(stage, "corrupt_newest", [*filter(None, found["flips"])], good)
             costs = found["costs"]
-        say("killing the run in mid-save and restarting it")
+        say("killing all ranks in mid-save and starting them again")
         with self.part("killed_while_saving"):
             restart = kill_and_restart(stage, self.start, folder, expected)
         if costs and restart:
@@ -173,9 +173,9 @@ class Drill:
         return processes.run_task("drill", self.folder, *task, ranks=ranks, seconds=PATIENCE)
 
     def start(self, anew: bool = False) -> contextlib.AbstractContextManager:
-        """Processes for the run that is killed."""
+        """Processes for the run that is killed; torchrun starts them again, as by launch.sh."""
         words, module = (str(self.folder), "train", "killed"), f"{__package__}.drill"
-        return processes.started(self.ranks, *words, module=module, anew=anew)
+        return processes.started(self.ranks, *words, module=module, anew=anew, restarts=1)
 
     @contextlib.contextmanager
     def part(self, *checks: str) -> Iterator[None]:
@@ -246,41 +246,45 @@ def judge_roundtrip(stage: Stage, found: dict[str, Any], expected: Undisturbed) 
 def kill_and_restart(
     stage: Stage, launch: Callable[..., Any], folder: Path, expected: Undisturbed
 ) -> dict[str, float]:
-    """Kill the run FOLDER/killed in mid-save, restart and judge it.
+    """Kill the run FOLDER/killed in mid-save, have it start again and judge it.
 
     Returns the seconds of the restart; none if no kill met a save.
     """
-    run_dir, checkpoints, saving = folder / "killed", folder / "killed/checkpoints", None
+    run_dir, checkpoints = folder / "killed", folder / "killed/checkpoints"
+    restarted, what = False, "the restart after the kill"
     for _ in range(LAUNCHES):
         shutil.rmtree(run_dir, ignore_errors=True)
         with launch() as process:
-            if saving := kill_in_save(process, checkpoints):
+            if kill := kill_in_save(process, run_dir):
+                if restarted := process.poll() is None:
+                    processes.finish(process, what, PATIENCE)
                 break
     else:
         reason = f"no kill met a save in {LAUNCHES} launches: they are too short here"
         judge(stage, "killed_while_saving", [], reason, measurable=False)
         return {}
-    killed_at, done = time.time(), max(losses_of(run_dir))
-    newest = max(int(path.name[5:]) for path in whole(checkpoints))
-    with launch(anew=True) as process:  # as launch.sh starts it, so that its time can be told
-        processes.finish(process, "the restart after the kill", PATIENCE)
+    if not restarted:
+        with launch(anew=True) as process:  # as a user starts it, so that its time can be told
+            processes.finish(process, what, PATIENCE)
     result = json.loads((folder / "train.json").read_text("utf-8"))
     losses, restart, resumed = losses_of(run_dir), result["restart"], result["restart"]["step"]
     in_order = [losses.get(step, math.nan) for step in sorted(expected.losses)]
     problems, same = expected.compare(in_order, result["digests"][str(STEPS)])
-    if resumed != newest:
-        problems.append(f"resumed from step {resumed}, not {newest}")
-    if saving - newest > EVERY:
-        problems.append(f"only step {newest} was published")
+    if resumed != kill.newest:
+        problems.append(f"resumed from step {resumed}, not {kill.newest}")
+    if kill.saving - kill.newest > EVERY:
+        problems.append(f"only step {kill.newest} was published")
     if left := sorted(p.name for p in checkpoints.iterdir() if not PUBLISHED.fullmatch(p.name)):
         problems.append(f"left over: {', '.join(left)}")
-    good = f"1 kill, in the save of step {saving}; {done - resumed} steps done again, {same}"
+    again = f"{kill.done - resumed} steps done again"
+    good = f"1 kill, in the save of step {kill.saving}; {again}, {same}"
     judge(stage, "killed_while_saving", problems, good)
-    times = [killed_at, *(restart[part] for part in RESTART)]
+    restart["noticed"] = kill.noticed
+    times = [kill.at, *(restart[part] for part in RESTART)]
     parts = {
         part: until - since for part, (since, until) in zip(RESTART, pairwise(times), strict=True)
     }
-    return {**parts, "total": restart["first_step"] - killed_at}
+    return {**parts, "total": restart["first_step"] - kill.at}
 
 
 def best_interval(cost: float, failures: float, least: float = 0.0) -> float:

@@ -230,7 +230,8 @@ def of_checkpoint(section: Section, figures: Figures) -> None:
         ("save every", plots.in_time(best)),
     ]
     rows = [("blocked by a save", blocked), ("save, until published", published)]
-    rows += [(f"restart: {name}", restart[part]) for part, name in RESTART.items()]
+    parts = (part for part in RESTART if part in restart)  # older results tell fewer
+    rows += [(f"restart: {RESTART[part]}", restart[part]) for part in parts]
     rows.append(("verify and load", figures["restore_seconds"]))
     title = "What saving and restarting cost"
     section.plot(title, plots.bars, rows, "seconds", plots.in_time)
