@@ -370,7 +370,7 @@ def make_stages(package: str) -> None:
 def stub_stages(package: str) -> None:
     """A stage that is to be measured again passes without."""
     importlib.import_module(f"{package}.workflow").run_stage = lambda *arguments: "pass"
-    interval = importlib.import_module(f"{package}.workflow.timing").Interval
+    interval = importlib.import_module(f"{package}.workflow.turns").Interval
     chain = importlib.import_module(f"{package}.workflow.chain")
     chain.compare = lambda *settings: (interval(1.2, 1.1, 1.3), "faster")
 

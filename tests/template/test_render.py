@@ -457,9 +457,9 @@ def test_template_python_is_python() -> None:
 # Lines of Python: of the package, and of the modules that a plain run of training imports. They
 # bound what is there; who adds lines finds others that can go.
 BUDGETS = {
-    "smallest": (SMALLEST, 6_748, 5_813),
-    "default": ({}, 11_934, 7_035),
-    "fullest": (FULLEST, 13_444, 8_282),
+    "smallest": (SMALLEST, 6_708, 5_812),
+    "default": ({}, 11_987, 7_034),
+    "fullest": (FULLEST, 13_498, 8_282),
 }
 LARGEST_FILE = 400
 TRAIN_TWO_STEPS = """

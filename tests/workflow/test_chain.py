@@ -19,7 +19,7 @@ def finished(project: Project, config: Any, name: str, passed: bool = True, **fo
     stages, chain = project.module("workflow.stage"), project.module("workflow.chain")
     stage = stages.Stage(name, config)
     for setting, value in found.items():
-        times = project.module("workflow.timing").Interval(1.2, 1.1, 1.3)
+        times = project.module("workflow.turns").Interval(1.2, 1.1, 1.3)
         chain.recommend(stage, setting.replace("__", "."), value, times)
     stage.check("c", passed, measured="so", wanted="such")
     stage.close()
@@ -206,7 +206,7 @@ def test_loader_workers_that_end_the_wait_let_the_gate_pass(
         ({"0": 1.0, "2": 1.0, "4": 1.0}, 0.01, "fail", None),
     ):
         tuning.measure(config)
-        content = project.module("workflow.stage").read_stage(tmp_path, "baseline")
+        content = project.module("workflow.chain").read_stage(tmp_path, "baseline")
         (check,) = (check for check in content["checks"] if check["name"] == "data_wait")
         found = content["figures"].get("recommended", {}).get("train.loader_workers", {})
         assert (check["status"], found.get("value")) == (status, value), check

@@ -67,7 +67,7 @@ class Stand:
     def __call__(self) -> Checks:
         """Run the stage; its checks by name."""
         code = self.recovery.measure(self.config)
-        content = self.stage.read_stage(self.run_dir, "checkpoint")
+        content = self.project.module("workflow.chain").read_stage(self.run_dir, "checkpoint")
         assert code == (content["status"] == "fail")
         assert not (self.run_dir / "workflow/.drill").exists()
         self.figures = content["figures"]

@@ -103,7 +103,7 @@ def test_a_gate_is_as_good_as_its_worst_check(project: Project, tmp_path: Path, 
         for outcome in outcomes:
             stage.check("it", outcome, measured="so", wanted="such", advice="do this")
         assert stage.close() == (worst == "fail")
-        content = stages.read_stage(tmp_path, "baseline")
+        content = project.module("workflow.chain").read_stage(tmp_path, "baseline")
         assert content["status"] == worst
         assert [bool(check["advice"]) for check in content["checks"]] == [
             outcome is not True for outcome in outcomes
@@ -114,18 +114,18 @@ def test_a_gate_is_as_good_as_its_worst_check(project: Project, tmp_path: Path, 
 def test_damaged_results_are_refused_with_the_command_to_run(
     project: Project, tmp_path: Path
 ) -> None:
-    stages, error = project.module("workflow.stage"), project.module("errors").UserError
+    chain, error = project.module("workflow.chain"), project.module("errors").UserError
     path = write_stage(project, tmp_path, "baseline")
     whole = json.loads(path.read_text())
-    assert stages.read_stage(tmp_path, "baseline") == whole
-    assert stages.read_stage(tmp_path, "compile") is None
+    assert chain.read_stage(tmp_path, "baseline") == whole
+    assert chain.read_stage(tmp_path, "compile") is None
     broken = [[], None, {**whole, "stage": "scale"}, {**whole, "status": "good"}]
     broken += [{k: v for k, v in whole.items() if k != key} for key in ("stage", "status")]
     texts = [json.dumps(content) for content in broken]
     for text in [*texts, "", path.read_text()[:-20], "\x00" * 30]:
         path.write_text(text)
         with pytest.raises(error, match=r"is damaged \(.*\): measure again with `python -m gated"):
-            stages.read_stage(tmp_path, "baseline")
+            chain.read_stage(tmp_path, "baseline")
         project("report", "--run-dir", str(tmp_path))
         page = (tmp_path / "report.html").read_text("utf-8")
         assert page.count('class="word damaged"') == 1 and "is damaged (" in page
@@ -138,9 +138,8 @@ def test_a_place_that_cannot_be_written_is_told_before(project: Project, tmp_pat
 
 
 def test_another_setting_makes_a_measurement_stale(project: Project, tmp_path: Path) -> None:
-    stages = project.module("workflow.stage")
     path = write_stage(project, tmp_path, "baseline")
-    content = stages.read_stage(tmp_path, "baseline")
+    content = project.module("workflow.chain").read_stage(tmp_path, "baseline")
     same = {"run_dir": tmp_path, "name": "x", "workflow__keep_going": True}
 
     def is_current(content: dict[str, Any], **changes: Any) -> bool:
@@ -162,7 +161,7 @@ def test_another_setting_makes_a_measurement_stale(project: Project, tmp_path: P
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60))
 def test_a_median_lies_in_its_interval(project: Project, values: list[float]) -> None:
-    found = project.module("workflow.timing").median_interval(values)
+    found = project.module("workflow.turns").median_interval(values)
     assert min(values) <= found.low <= found.value <= found.high <= max(values)
 
 
@@ -170,7 +169,7 @@ def test_the_interval_of_a_median_covers_it(project: Project) -> None:
     """Of many samples of a known distribution, 95 % have the true median in their interval."""
     import numpy as np
 
-    median_interval = project.module("workflow.timing").median_interval
+    median_interval = project.module("workflow.turns").median_interval
     generator = np.random.default_rng(0)
     for size in (8, 9, 15, 40):
         found = [median_interval(generator.exponential(size=size)) for _ in range(600)]

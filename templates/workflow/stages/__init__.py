@@ -145,7 +145,8 @@ def run_stages(config: Any, arguments: list[str], given: Any) -> int:
 
 def earlier_status(config: Any, name: str) -> str | None:
     """The status of a stage that need not be measured again, else None."""
-    from .stage import origin, read_stage, stage_file
+    from .chain import read_stage
+    from .stage import origin, stage_file
 
     try:
         content = read_stage(config.directory, name)
@@ -178,8 +179,9 @@ def settings_with_effect(settings: dict[str, Any]) -> dict[str, Any]:
 
 def run_stage(config: Any, name: str, arguments: list[str]) -> str:
     """The status of a stage run in a process of its own; "crashed" if it wrote no result."""
+    from .chain import read_stage
     from .processes import start
-    from .stage import PACKAGE, read_stage, stage_file
+    from .stage import PACKAGE, stage_file
 
     path = stage_file(config.directory, name)
     before = path.stat().st_mtime_ns if path.exists() else None

@@ -19,14 +19,13 @@ import torch
 
 from ..config import from_json, override, preset, read_toml
 from ..distributed import join
-from ..errors import RankError, UserError
-from ..files import flatten, naming, open_to_write, replacing, to_json, write_json
+from ..errors import RankError, UserError, command_for
+from ..files import flatten, naming, open_to_write, read_json, replacing, to_json, write_json
 from ..train import setup
 from . import STAGES, earlier_status, with_effect
 from .processes import run_task
-from .stage import PACKAGE, Stage, StageConfig, origin, read_stage, stage_file
-from .timing import Interval
-from .turns import TOO_NOISY, in_turns, times_as_fast, with_reading, without_reading
+from .stage import PACKAGE, STATUSES, Stage, StageConfig, origin, stage_file
+from .turns import TOO_NOISY, Interval, in_turns, times_as_fast, with_reading, without_reading
 
 RECOMMENDED = "recommended"  # workflow/recommended.json and .toml
 # What a stage may recommend: no damaged file can set anything else.
@@ -34,6 +33,9 @@ SETTINGS = ("train.micro_batch_size", "train.loader_workers", "compile.mode")
 SETTINGS += ("checkpoint.every", "checkpoint.auto_longest")
 NOT_TRAINED = {"workflow", "fresh", "name", "run_dir"}  # settings that recommended.toml leaves out
 TIMEOUT = 1800.0  # seconds
+SHAPE = dict.fromkeys(("figures", "settings", "machine", "versions"), dict)
+SHAPE |= {"checks": list, "advice": list, "seconds": float}
+SHAPE |= dict.fromkeys(("stage", "code", "measured_at"), str)
 
 
 class Recommendation(NamedTuple):
@@ -68,6 +70,25 @@ def reject(
     times = f", {factor} times as fast" if factor else ""
     text = f"{flag(setting)} {value}: {why}{times}"
     stage.figures.setdefault("rejected", []).append(text)
+
+
+def read_stage(run_dir: Path, name: str) -> dict[str, Any] | None:
+    """What a stage measured, None if it has not run; UserError for a damaged file."""
+    path = stage_file(run_dir, name)
+    try:
+        return result_in(path, name) if path.exists() else None
+    except UserError as error:
+        again = command_for(name, run_dir)
+        raise UserError(f"{path} is damaged ({error}): measure again with `{again}`") from None
+
+
+def result_in(path: Path, name: str = "") -> dict[str, Any]:
+    """What a stage, or the one of this name, measured; UserError for any other file."""
+    content = read_json(path)
+    odd = [key for key, kind in SHAPE.items() if not isinstance(content.get(key), kind)]
+    if odd or content.get("status") not in STATUSES or name not in ("", content["stage"]):
+        raise UserError(f"{path} is not a result of {name or 'a stage'}")
+    return content
 
 
 def go_on(

@@ -20,8 +20,10 @@ from ..files import make_folder, read_json, write_json
 from ..run.hardware import in_units
 from ..run.journal import finite, read_records
 from . import STAGES, settings_with_effect
-from .stage import read_stage, result_in, stage_file
-from .timing import Interval, difference, median_interval, spread
+from .chain import read_stage, result_in
+from .stage import stage_file
+from .timing import difference, spread
+from .turns import Interval, median_interval
 
 KEPT = 10  # results of a stage
 NOISE, ONCE, LOSSES = 0.03, 0.3, 0.01  # relative

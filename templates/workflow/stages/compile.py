@@ -34,8 +34,8 @@ from ..train import State, setup
 from .chain import recommend, reject
 from .processes import run_task
 from .stage import Stage, StageConfig
-from .timing import Interval, describe, has_drawn, record_steps, spread
-from .turns import TOO_NOISY, in_turns, times_as_fast, without_reading
+from .timing import describe, has_drawn, record_steps, spread
+from .turns import TOO_NOISY, Interval, in_turns, times_as_fast, without_reading
 
 MODES = ("blocks", "full")
 TIMEOUT = 1800.0  # seconds for one process

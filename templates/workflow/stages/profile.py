@@ -21,9 +21,11 @@ from ..files import replacing
 from ..profiler import ProfileConfig, Profiler
 from ..run.hardware import usable_cores
 from ..train import State, setup, train_step
-from .stage import Stage, read_stage
-from .timing import Interval, median_interval, record_steps, spread
+from .chain import read_stage
+from .stage import Stage
+from .timing import record_steps, spread
 from .trace import PARTS, Breakdown, breakdown, read_trace
+from .turns import Interval, median_interval
 
 log = logging.getLogger(__name__)
 SECONDS, MOST_STEPS = 5.0, 200  # to measure what an idle profiler costs

@@ -22,10 +22,10 @@ from ..run.journal import finite, parsed
 from ..run.samples import read_sample, samples_of
 from ..run.tracker import log_report
 from . import STAGES, plots, with_effect
-from .chain import RECOMMENDED, interval
+from .chain import RECOMMENDED, interval, read_stage, result_in
 from .compare import earlier_results
 from .recovery import RESTART
-from .stage import PACKAGE, read_stage, result_in
+from .stage import PACKAGE
 from .timing import spread
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,8 @@ from ..train import State, setup, train_step
 from . import memory_forecast as forecast
 from .processes import most_ranks, named, refusal, run_task
 from .stage import Stage, StageConfig
-from .timing import difference, has_drawn, median_interval, record_steps
+from .timing import difference, has_drawn, record_steps
+from .turns import median_interval
 
 TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}  # relative
 FACTOR = 1.5  # between predicted and measured memory

@@ -1,17 +1,17 @@
-"""Ways to take the same steps, timed in turns, and what tells a difference from noise."""
+"""Ways to take the same steps, timed in turns; intervals tell a difference from noise."""
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..device import synchronize
 from ..train import State, train_step
-from .timing import Interval, median_interval
 
 WINDOW, SECONDS = 0.2, 6.0  # of a window of steps, and of all windows together
 TURNS = (6, 15)  # windows of each way: at least (for a 95 % interval), and at most
@@ -20,6 +20,18 @@ TOO_NOISY = "too noisy to tell"
 BATCHES = 4  # read before anything is timed
 
 Way = Callable[[int], float]  # takes so many steps; seconds per step
+
+
+class Interval(NamedTuple):
+    """An estimate and its 95 % confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        """As in 1.25 (1.21 to 1.3)."""
+        return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
 
 
 def in_turns(ways: dict[str, Way], multiple: int = 1) -> dict[str, list[float]]:
@@ -35,6 +47,19 @@ def in_turns(ways: dict[str, Way], multiple: int = 1) -> dict[str, list[float]]:
         for name in sorted(ways, reverse=turn % 2 == 0):
             found[name].append(ways[name](steps))
     return found
+
+
+def median_interval(values: Sequence[float] | np.ndarray) -> Interval:
+    """The median with its 95 % confidence interval, by order statistics: no distribution assumed.
+
+    With fewer than six values the interval is their range, which covers less than 95 %.
+    """
+    ordered = np.sort(np.asarray(values, dtype=float))
+    count = len(ordered)
+    # How many values lie on one side of the true median is distributed as heads in `count` throws.
+    ways = itertools.accumulate(math.comb(count, heads) for heads in range(count // 2))
+    rank = max(0, sum(2 * fewer <= 0.05 * 2**count for fewer in ways) - 1)
+    return Interval(float(np.median(ordered)), float(ordered[rank]), float(ordered[-1 - rank]))
 
 
 def times_as_fast(before: Sequence[float], after: Sequence[float]) -> tuple[Interval, str]:

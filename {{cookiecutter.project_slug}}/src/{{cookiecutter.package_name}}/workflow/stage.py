@@ -14,15 +14,12 @@ from typing import Any
 
 from ..config import Config
 from ..device import pick_device
-from ..errors import UserError, command_for
-from ..files import make_folder, read_json, to_json, write_json
+from ..errors import UserError
+from ..files import make_folder, to_json, write_json
 from ..run.hardware import where_measured
 from . import WorkflowConfig
 
 STATUSES = ("fail", "not_measured", "pass")  # the worst first
-SHAPE = dict.fromkeys(("figures", "settings", "machine", "versions"), dict)
-SHAPE |= {"checks": list, "advice": list, "seconds": float}
-SHAPE |= dict.fromkeys(("stage", "code", "measured_at"), str)
 PACKAGE = __name__.partition(".")[0]
 
 
@@ -97,25 +94,6 @@ class Stage:
 def stage_file(run_dir: Path, name: str) -> Path:
     """Where a stage writes what it measured."""
     return run_dir / "workflow" / f"{name}.json"
-
-
-def read_stage(run_dir: Path, name: str) -> dict[str, Any] | None:
-    """What a stage measured, None if it has not run; UserError for a damaged file."""
-    path = stage_file(run_dir, name)
-    try:
-        return result_in(path, name) if path.exists() else None
-    except UserError as error:
-        again = command_for(name, run_dir)
-        raise UserError(f"{path} is damaged ({error}): measure again with `{again}`") from None
-
-
-def result_in(path: Path, name: str = "") -> dict[str, Any]:
-    """What a stage, or the one of this name, measured; UserError for any other file."""
-    content = read_json(path)
-    odd = [key for key, kind in SHAPE.items() if not isinstance(content.get(key), kind)]
-    if odd or content.get("status") not in STATUSES or name not in ("", content["stage"]):
-        raise UserError(f"{path} is not a result of {name or 'a stage'}")
-    return content
 
 
 def origin(config: Config) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """How the stages time the project's own steps, and tell a difference from noise."""
 
-import itertools
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -22,18 +21,6 @@ class Steps(NamedTuple):
     seconds: np.ndarray
     waits: np.ndarray
     """Seconds of waiting for data, part of `seconds`."""
-
-
-class Interval(NamedTuple):
-    """An estimate and its 95 % confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        """As in 1.25 (1.21 to 1.3)."""
-        return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
 
 
 def record_steps(state: State, steps: int) -> Steps:
@@ -71,19 +58,6 @@ def describe(figures: dict[str, Any], scale: float, unit: str) -> str:
     """A spread in words."""
     median, p10, p90 = (figures[key] * scale for key in ("median", "p10", "p90"))
     return f"{median:.2f}{unit} (p10 {p10:.2f}, p90 {p90:.2f})"
-
-
-def median_interval(values: Sequence[float] | np.ndarray) -> Interval:
-    """The median with its 95 % confidence interval, by order statistics: no distribution assumed.
-
-    With fewer than six values the interval is their range, which covers less than 95 %.
-    """
-    ordered = np.sort(np.asarray(values, dtype=float))
-    count = len(ordered)
-    # How many values lie on one side of the true median is distributed as heads in `count` throws.
-    ways = itertools.accumulate(math.comb(count, heads) for heads in range(count // 2))
-    rank = max(0, sum(2 * fewer <= 0.05 * 2**count for fewer in ways) - 1)
-    return Interval(float(np.median(ordered)), float(ordered[rank]), float(ordered[-1 - rank]))
 
 
 def difference(a: float, b: float) -> float:
