@@ -39,6 +39,11 @@ from .paths import Place, retried
 from .reader import DCP_INDEX, reading
 from .tensors import Path, Tensors, nest, walk
 
+# A restore reads and hashes several files at once, so a rank that has much to write divides it.
+LARGE = 32 << 20  # bytes that are worth a file of their own
+FILES = 4  # of a rank
+MANY = 1 << 16  # of all ranks; a manifest can name twice as many
+
 
 class Part(NamedTuple):
     """A part of a tensor, and where it lies."""
@@ -72,9 +77,12 @@ class PartsSaver:
         def write_parts() -> list[Part]:
             planner, writer.lost, writer.names = dcp.DefaultSavePlanner(), [], []
             planner.set_up_planner(tensors, is_coordinator=rank == 0)
-            prefix = filesystem._StoragePrefix(f"__{rank}_")
-            plan = replace(planner.create_local_plan(), storage_data=prefix)
-            results = writer.write_data(plan, planner).value()
+            plan, results = planner.create_local_plan(), []
+            files = 1 if self.threads > 1 else files_for(tensors, self.group.size)
+            for number, items in enumerate(filesystem._split_by_size_and_type(files, plan.items)):
+                prefix = filesystem._StoragePrefix(f"__{rank}_{number or ''}")
+                one_file = replace(plan, items=items, storage_data=prefix)
+                results += writer.write_data(one_file, planner).value()
             if writer.lost:
                 raise writer.lost[0]
             return located(plan, results)
@@ -104,6 +112,12 @@ class PartsSaver:
             writer.names.append(DCP_INDEX)
         self.last = parts
         return writer.names
+
+
+def files_for(tensors: Tensors, ranks: int) -> int:
+    """How many files each of so many ranks divides its tensors among."""
+    sizes = [parallel.local_part(tensor).nbytes for _, tensor in walk(tensors)]
+    return max(1, min(sum(sizes) // LARGE, len(sizes), FILES, MANY // ranks))
 
 
 def write_tensors(folder: Place, tensors: Tensors, group: Group) -> list[str]:

@@ -4,9 +4,11 @@ import ast
 import hashlib
 import itertools
 import logging
+import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,11 +26,12 @@ parts = project_fixture("in_many_parts", parallelism="single", checkpoint="dcp")
 
 @pytest.fixture(params=["whole", "parts", "large parts"])
 def trained(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator["Trained"]:
-    """Large parts are read right into the live tensors."""
+    """Large parts are read right into the live tensors, from several files."""
     project = request.getfixturevalue(request.param.split()[-1])
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "large parts":
             patch.setattr(project.module("checkpoint.dcp_reader"), "SMALL", 0)
+            patch.setattr(project.module("checkpoint.dcp_writer"), "LARGE", 1024)
         yield Trained(project, tmp_path / "run")
 
 
@@ -208,30 +211,100 @@ def test_a_damaged_one_that_is_tried_last_is_not_what_is_restored(
     trained.assert_holds(checkpointer, 2)
 
 
-@given(st.binary(max_size=200), st.sets(st.integers(0, 200)), st.data())
+def test_the_optimizers_state_is_allocated_with_one_gradient(parts: Project) -> None:
+    """Memory that is touched for the first time takes longer than the step."""
+    parameters = [torch.nn.Parameter(torch.randn(n, 3)) for n in (1, 5, 4)]
+    parameters.append(torch.nn.Parameter(torch.randn(3, 7).T))  # needs one of its own
+    before = [parameter.detach().clone() for parameter in parameters]
+    optimizer = torch.optim.AdamW(parameters, lr=0.5, weight_decay=0.1)
+    seen: list[int] = []
+
+    def look(*arguments: Any) -> None:
+        gradients = [parameter.grad for parameter in parameters]
+        assert all(gradient is not None and not gradient.any() for gradient in gradients)
+        seen.extend(gradient.untyped_storage().data_ptr() for gradient in gradients)
+
+    optimizer.register_step_pre_hook(look)
+    parts.module("checkpoint.tensors").create_optimizer_state(optimizer)
+    assert len(seen) == 4 and len({*seen[:3]}) == 1 and seen[3] != seen[0]
+    assert all(torch.equal(now, then) for now, then in zip(parameters, before, strict=True))
+    assert all(parameter.grad is None for parameter in parameters)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    for parameter in parameters:
+        state = optimizer.state[parameter]
+        assert state["exp_avg"].shape == state["exp_avg_sq"].shape == parameter.shape
+        assert not state["exp_avg"].any()
+
+
+class Late:
+    """A pool of one thread that does all as late as it may: when it is waited for."""
+
+    def __init__(self, threads: int) -> None:
+        self.left: list[Callable[[], object]] = []
+        self.given = 0
+
+    def __enter__(self) -> "Late":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.do(self.given)
+
+    def submit(self, call: Callable[..., object], *arguments: Any) -> SimpleNamespace:
+        self.left.append(partial(call, *arguments))
+        self.given += 1
+        return SimpleNamespace(result=partial(self.do, self.given))
+
+    def do(self, up_to: int) -> None:
+        while self.given - len(self.left) < up_to:
+            self.left.pop(0)()
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 40), st.sampled_from(["left", "handed on", "into memory"])),
+        max_size=12,
+    ),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
 def test_a_file_is_read_in_order_and_every_flip_is_found(
-    parts: Project, tmp_path_factory: Any, content: bytes, cuts: set[int], data: st.DataObject
+    parts: Project,
+    tmp_path_factory: Any,
+    pieces: list[tuple[int, str]],
+    ahead: bool,
+    chance: random.Random,
 ) -> None:
     module = parts.module("checkpoint.manifest")
     path = tmp_path_factory.getbasetemp() / "one_pass.bin"
+    content = chance.randbytes(sum(length for length, _ in pieces))
     entry = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    edges = sorted({cut for cut in cuts if cut <= len(content)})
-    wanted = [pair for pair in itertools.pairwise(edges) if data.draw(st.booleans())]
-    found: dict[int, bytes] = {}
+    ends = [*itertools.accumulate(length for length, _ in pieces)]
+    wanted = {
+        end - length: (length, use)
+        for end, (length, use) in zip(ends, pieces, strict=True)
+        if use != "left"
+    }
+    found: dict[int, bytes | bytearray] = {}
+
+    def part(start: int, length: int, use: str) -> Any:
+        if use == "handed on":
+            return module.Part(start, length, lambda part: found.update({start: bytes(part)}))
+        found[start] = bytearray(length)
+        return module.Part(start, length, memoryview(found[start]))
 
     def read() -> None:
         found.clear()
-        takes = [
-            module.Part(a, b - a, lambda part, a=a: found.update({a: bytes(part)}))
-            for a, b in wanted
-        ]
+        takes = [part(start, *what) for start, what in wanted.items()]
+        chance.shuffle(takes)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "CHUNK", 16)
-            module.read_once(path, entry, data.draw(st.permutations(takes)))
+            patch.setattr(module, "AHEAD", 8)
+            patch.setattr(module, "ThreadPoolExecutor", Late)
+            module.read_once(path, entry, takes, ahead)
 
     path.write_bytes(content)
     read()
-    assert found == {a: content[a:b] for a, b in wanted}
+    assert found == {start: content[start : start + n] for start, (n, _) in wanted.items()}
     error = parts.module("checkpoint").CheckpointError
     for changed in (content + b"x", content[:-1] if content else b"y"):
         path.write_bytes(changed)
@@ -239,7 +312,7 @@ def test_a_file_is_read_in_order_and_every_flip_is_found(
             read()
     if content:
         path.write_bytes(content)
-        flip(path, data.draw(st.integers(0, len(content) - 1)))
+        flip(path, chance.randrange(len(content)))
         with pytest.raises(error, match="sha256"):
             read()
 

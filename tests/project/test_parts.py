@@ -109,6 +109,26 @@ def test_the_index_is_gathered_when_something_has_changed(project: Project, tmp_
     saved(False, w=w.T.contiguous())
 
 
+def test_what_is_large_is_divided_among_files(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many bytes in each; but no more files than tensors, or than a manifest can name."""
+    writing = project.module("checkpoint.dcp_writer")
+    tensors = {"model": {f"{n}": torch.randn(100) for n in range(8)}, "optimizer": {}}
+    assert writing.files_for(tensors, ranks=1) == 1  # a few bytes
+    monkeypatch.setattr(writing, "LARGE", 400)
+    assert [writing.files_for(tensors, n) for n in (1, 20_000, 10**6)] == [4, 3, 1]
+    assert writing.files_for({"model": {"0": torch.randn(800)}}, ranks=1) == 1
+    *names, index = writing.PartsSaver(Counting()).write(tmp_path, tensors)
+    assert index == ".metadata" and len({*names}) == 4
+    assert len({(tmp_path / name).stat().st_size for name in names}) == 1
+    found = read(project, tmp_path)
+    assert all(torch.equal(found[f"model.{n}"], t) for n, t in tensors["model"].items())
+    plain = {"model": {n: torch.empty_like(t) for n, t in tensors["model"].items()}}
+    dcp.load(plain, checkpoint_id=tmp_path, no_dist=True)  # torch's own reader
+    assert all(torch.equal(plain["model"][n], t) for n, t in tensors["model"].items())
+
+
 def test_a_save_that_failed_is_no_pattern_for_the_next(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

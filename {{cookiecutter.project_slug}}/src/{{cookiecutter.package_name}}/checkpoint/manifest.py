@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Set
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from ..distributed import Group
@@ -21,6 +22,7 @@ from .paths import Place, listing, open_regular
 FORMAT_VERSION = 1
 FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
 CHUNK = 1 << 18  # bytes: what was just read is hashed while it is in the core's own cache
+AHEAD = 1 << 21  # bytes that are read while as many are hashed: to hand on fewer costs too much
 SEAL = b'%s"\n}'
 SEALED = 64 + 3  # bytes at the end of the file
 Verified = tuple[dict[str, Any], list[str]]  # a manifest, and the problems that were found
@@ -104,14 +106,18 @@ class Part(NamedTuple):
     """Memory for it; or what is called with it, and may not keep it."""
 
 
-def read_once(path: Place, entry: dict[str, Any] | None, parts: Iterable[Part] = ()) -> None:
+def read_once(
+    path: Place, entry: dict[str, Any] | None, parts: Iterable[Part] = (), ahead: bool = False
+) -> None:
     """Read a file once, hash it, and hand on parts; CheckpointError if it is not as `entry` says.
 
     So what is loaded is what was hashed; but parts are handed on before the whole is known to be
-    good. Without an entry only the parts are read, and nothing is verified.
+    good. Without an entry only the parts are read, and nothing is verified. `ahead`: another thread
+    hashes what was read while this one reads on, a gain where a core is free for it.
     """
-    digest, buffer = hashlib.sha256(), bytearray(CHUNK)
-    with open_regular(path) as file:
+    digest, buffer, step = hashlib.sha256(), bytearray(CHUNK), AHEAD if ahead else CHUNK
+    with open_regular(path) as file, ThreadPoolExecutor(1) as other:
+        hashing, held = other.submit(digest.update, b"") if ahead else None, None
         size = file.seek(0, os.SEEK_END)
         if entry and size != entry["size"]:
             raise CheckpointError(f"{path.name} has {size:,} bytes, not {entry['size']:,}")
@@ -119,14 +125,20 @@ def read_once(path: Place, entry: dict[str, Any] | None, parts: Iterable[Part] =
         for start, length, target in whole(ordered, size) if entry else ordered:
             if start + length > size:
                 raise CheckpointError(f"{path.name} ends too early")
+            if hashing and held is buffer:  # the next part may overwrite it
+                hashing.result()
             if callable(target) and len(buffer) < length:
                 buffer = bytearray(length)
             memory = memoryview(buffer)[:length] if callable(target) else target
             file.seek(start)
-            for chunk in (memory[at : at + CHUNK] for at in range(0, length, CHUNK)):
+            for chunk in (memory[at : at + step] for at in range(0, length, step)):
                 if file.readinto(chunk) != len(chunk):
                     raise CheckpointError(f"{path.name} ends too early")
-                if entry:
+                if hashing:
+                    before, hashing = hashing, other.submit(digest.update, chunk)
+                    before.result()
+                    held = chunk.obj
+                elif entry:
                     digest.update(chunk)
             if callable(target):
                 target(memory)
@@ -204,7 +216,9 @@ def verify_files(
 def shared_out(manifest: dict[str, Any], group: Group) -> list[tuple[str, dict[str, Any]]]:
     """This rank's part of the files, with their entries: about as many bytes for each rank."""
     largest_first = sorted(manifest["files"].items(), key=lambda item: -item[1]["size"])
-    return largest_first[group.rank :: group.size]
+    there_and_back = 2 * group.size
+    back = largest_first[there_and_back - 1 - group.rank :: there_and_back]
+    return largest_first[group.rank :: there_and_back] + back
 
 
 def has_sizes(folder: Place, manifest: dict[str, Any]) -> bool:

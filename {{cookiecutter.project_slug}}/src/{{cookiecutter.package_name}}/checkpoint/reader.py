@@ -107,7 +107,8 @@ class OneFile(Source):
                 for (start, length), pairs in storages.items()
                 if length
             ]
-            read_once(self.path, self.entry if first else None, parts)
+            entry = self.entry if first else None
+            read_once(self.path, entry, parts, ahead=first and torch.get_num_threads() > 1)
         self.verified |= {self.path.name} if first else set()
 
 
