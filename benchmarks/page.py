@@ -99,6 +99,8 @@ def restore(found: Series) -> list[str]:
             verdict(what, load / own, 0.9, "of its speed", at_most=False),
             f"- That and allocating the optimizer's state: {_number(whole / own)} of its speed.",
         ]
+    one_file = found["1 rank: torch_save, load"]["median"] / raw
+    lines.append(f"- Of a single file, one rank alone: {_number(one_file)} of its speed.")
     return [*lines, f"- sha256 itself, of memory, on one core here: {_number(raw)} GB/s."]
 
 

@@ -13,6 +13,8 @@ import time
 from functools import partial
 from typing import Any
 
+import torch
+
 from . import ranks
 from .common import series
 
@@ -20,6 +22,7 @@ from .common import series
 def work(bench: ranks.Bench, smoke: bool) -> dict[str, Any]:
     """Save once by each answer, then verify and restore in turns."""
     rounds = 2 if smoke else 9
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // bench.size))  # as launch.sh does
     checkpointers = {name: bench.checkpointer(name) for name in ranks.ANSWERS}
     memory = os.urandom(bench.bytes // bench.size)
     actions = {"sha256 alone, from memory": lambda: hashlib.sha256(memory)}

@@ -51,7 +51,9 @@ def seconds_to_first_step(source: Path, run_dir: Path, preset: str) -> float:
 def installation(folder: Path, *wanted: str) -> tuple[int, float]:
     """Packages and megabytes that pip puts into an empty folder for `wanted`."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder)]
-    subprocess.run([*command, "-c", str(ROOT / "constraints.txt"), *wanted], check=True)
+    tested = (ROOT / "constraints.txt").read_text().splitlines()
+    same = next(line for line in tested if line.startswith("torch=="))  # not our optuna: too new
+    subprocess.run([*command, same, *wanted], check=True)
     sizes = (path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return len(list(folder.glob("*.dist-info"))), sum(sizes) / 1e6
 
