@@ -120,7 +120,10 @@ class Writer:
         copies, targets, sources = [], [], []
         for path, value in walk(part):
             source = parallel.local_part(value).detach()
-            buffer = self._buffer(path, source)
+            buffer = self.buffers.get(path)
+            if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+                buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=bool(self.stream))
+                self.buffers[path] = buffer
             if path[0] == "model" and path[1] not in parameters:
                 # On CUDA in the order of the current stream, hence before the next forward.
                 buffer.copy_(source, non_blocking=bool(self.stream))
@@ -139,13 +142,6 @@ class Writer:
                 torch._foreach_copy_(targets, sources, non_blocking=True)
             self.event = self.stream.record_event()
         return nest(copies), lambda: None
-
-    def _buffer(self, path: Path, source: torch.Tensor) -> torch.Tensor:
-        buffer = self.buffers.get(path)
-        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=bool(self.stream))
-            self.buffers[path] = buffer
-        return buffer
 
 
 def copy_on_one_core(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

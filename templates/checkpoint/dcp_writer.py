@@ -20,14 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch.distributed.checkpoint as dcp
 from torch import Size
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -49,7 +42,7 @@ class Part(NamedTuple):
     """A part of a tensor, and where it lies."""
 
     path: Path
-    properties: TensorProperties
+    properties: metadata.TensorProperties
     size: Sequence[int]
     """Of the whole tensor."""
     offsets: Sequence[int]
@@ -164,9 +157,9 @@ def packed(parts: list[Part]) -> Packed:
     return heads, files, array("q", itertools.chain.from_iterable(rows)).tobytes()
 
 
-def index_of(gathered: list[Packed]) -> Metadata:
+def index_of(gathered: list[Packed]) -> metadata.Metadata:
     """DCP's index of the parts of all ranks; CheckpointError unless they make up each tensor."""
-    entries: dict[str, TensorStorageMetadata] = {}
+    entries: dict[str, metadata.TensorStorageMetadata] = {}
     paths, places, known = {}, {}, {}
     for heads, files, numbers in gathered:
         if heads not in known:
@@ -175,21 +168,21 @@ def index_of(gathered: list[Packed]) -> Metadata:
         for name, path, properties, size in known[heads]:
             offsets, sizes = (Size(itertools.islice(number, len(size))) for _ in range(2))
             if (entry := entries.get(name)) is None:
-                entry = entries[name] = TensorStorageMetadata(properties, Size(size), [])
+                entry = entries[name] = metadata.TensorStorageMetadata(properties, Size(size), [])
                 paths[name] = path
             # The hint spares a reader the search among all parts.
-            place = MetadataIndex(name, offsets, len(entry.chunks))
+            place = metadata.MetadataIndex(name, offsets, len(entry.chunks))
             file, start, length = itertools.islice(number, 3)
             places[place] = filesystem._StorageInfo(files[file], start, length)
-            entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
+            entry.chunks.append(metadata.ChunkStorageMetadata(offsets, sizes))
     for name, entry in entries.items():
         if not make_up(entry.size, entry.chunks):
             raise CheckpointError(f"the parts of {name} that the ranks wrote are not the whole")
     version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-    return Metadata(dict(entries), planner_data=paths, storage_data=places, version=version)
+    return metadata.Metadata({**entries}, planner_data=paths, storage_data=places, version=version)
 
 
-def make_up(size: Size, parts: list[ChunkStorageMetadata]) -> bool:
+def make_up(size: Size, parts: list[metadata.ChunkStorageMetadata]) -> bool:
     """Whether parts cover a tensor, without an overlap."""
     numbers = itertools.chain.from_iterable((*part.offsets, *part.sizes) for part in parts)
     boxes = np.fromiter(numbers, np.int64).reshape(len(parts), 2, len(size))

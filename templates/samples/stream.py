@@ -42,7 +42,7 @@ class StreamLoader(Loader):
 
     def __init__(self, stream: Any, batch_size: int, plan: list[Share], world: World) -> None:
         order = StreamOrder(0, batch_size, 0)
-        super().__init__(_FirstSamples(self), order, plan)
+        super().__init__(_FirstSamples(self), order, plan, workers=0, pin=False)
         self.stream, self.ranks, self.epoch = stream, world.size, 0
         self.iterating: Any = None
         self.first: list[Any] = []  # samples; measurements use them again and again

@@ -81,8 +81,8 @@ def test_the_share_of_the_peak_is_told_where_both_are_known(
     flops: int | None,
 ) -> None:
     training = project.module("train")
-    monkeypatch.setattr(training, "peak_flops", lambda device: peak)
-    monkeypatch.setattr(training, "forward_flops", lambda *_: flops)
+    monkeypatch.setattr(training.hardware, "peak_flops", lambda device: peak)
+    monkeypatch.setattr(training.hardware, "forward_flops", lambda *_: flops)
     train(project, tmp_path, train__steps=2, train__validate_every=0)
     for line in lines(tmp_path):
         if peak and flops:  # backward takes twice what forward does

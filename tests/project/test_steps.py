@@ -399,7 +399,7 @@ def test_where_nobody_counts_nothing_is_waited_for(image: Project) -> None:
 def test_flops_are_those_of_one_sample(image: Project) -> None:
     training = image.module("train")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "peak_flops", lambda device: 1e12)
+        patch.setattr(training.hardware, "peak_flops", lambda device: 1e12)
         state = training.setup(image.config(data__path=None))
     (batch,) = state.loader.of(0, state.plan[:1])
     several = {name: tensor[:3] for name, tensor in batch.items()}

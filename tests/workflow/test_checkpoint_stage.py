@@ -136,8 +136,9 @@ def test_a_reader_that_ignores_hashes_is_found(on_one: Stand) -> None:
     reading = on_one.project.module("checkpoint.reader")
     read_once = reading.read_once
 
-    def read_anything(path: Path, entry: dict[str, Any], parts: Any) -> None:
-        read_once(path, entry | {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}, parts)
+    def read_anything(path: Path, entry: dict[str, Any], parts: Any, ahead: bool) -> None:
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        read_once(path, entry | {"sha256": sha256}, parts, ahead)
 
     on_one.in_this_process().patch.setattr(reading, "read_once", read_anything)
     checks = on_one()
@@ -149,7 +150,7 @@ def test_a_reader_that_ignores_hashes_is_found(on_one: Stand) -> None:
 def test_a_restore_that_fails_fails_the_checks_that_hang_on_it(on_one: Stand) -> None:
     reading = on_one.project.module("checkpoint.reader")
 
-    def read_once(*arguments: Any) -> None:
+    def read_once(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("bad day")
 
     on_one.in_this_process().patch.setattr(reading, "read_once", read_once)

@@ -81,9 +81,8 @@ class Rank(SubprocessHandler):
 
 def ending(rank: int, failure: ProcessFailure) -> str:
     """How the process of a rank ended."""
-    names = {-number: number.name for number in signal.Signals}
-    if failure.exitcode in names:
-        return f"rank {rank} was killed by {names[failure.exitcode]}"
+    if failure.exitcode < 0:
+        return f"rank {rank} was killed by {failure.signal_name()}"
     return f"rank {rank} ended with exit code {failure.exitcode}"
 
 

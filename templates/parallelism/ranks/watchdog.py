@@ -206,13 +206,12 @@ def _collectives() -> int:
 class Stragglers:
     """Adds to each log line which rank is the slowest, and which takes the most memory.
 
-    It warns of a rank that stays the slowest.
-
-    A step takes all ranks the same time, since they wait for each other. So this times what a rank
-    does on its own before it first waits: between steps, for its batch and, under DDP, in forward
-    and in all micro-batches before the last. (FSDP gathers in forward: there a slow device cannot
-    be told from one that waits.) On CUDA events time the device; nothing waits for them before the
-    log line. The line has the means of the window before, so that no rank waits for the others'.
+    It warns of a rank that stays the slowest. A step takes all ranks the same time, since they wait
+    for each other. So this times what a rank does on its own before it first waits: between steps,
+    for its batch and, under DDP, in forward and in all micro-batches before the last. (FSDP gathers
+    in forward: there a slow device cannot be told from one that waits.) On CUDA events time the
+    device; nothing waits for them before the log line. The line has the means of the window before,
+    so that no rank waits for the others'.
     """
 
     def __init__(self, group: Group, device: torch.device, module: nn.Module) -> None:
@@ -300,8 +299,4 @@ class Stragglers:
                 "step, the median rank %.3g s (steps take %.3g s)",
                 *(slowest, self.hosts[slowest], own, median, step_seconds),
             )
-        return {
-            "slowest_rank": slowest,
-            "slowest_rank_seconds": own,
-            "median_rank_seconds": median,
-        }
+        return {"slowest_rank": slowest, "slowest_rank_seconds": own, "median_rank_seconds": median}

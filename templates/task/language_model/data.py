@@ -142,12 +142,7 @@ class Chunks:
         places = np.asarray(ids) + self.first
         which = np.searchsorted(self.ends, places, side="right")
         starts = (places - (self.ends - self.counts)[which]) * self.context
-        rows = np.stack(
-            [
-                self.stretch(source, start)
-                for source, start in zip(which.tolist(), starts.tolist(), strict=True)
-            ]
-        )
+        rows = np.stack(list(map(self.stretch, which.tolist(), starts.tolist())))
         if rows.dtype != np.uint8:
             if rows.max() >= self.vocabulary:  # an embedding on a GPU would not say which
                 file = self.sources[int(which[rows.max(axis=1).argmax()])]

@@ -63,12 +63,11 @@ def recommend(stage: Stage, setting: str, value: Any, factor: Interval | None = 
     found[setting] = {"value": value, "factor": factor and list(factor)}
 
 
-def reject(
-    stage: Stage, setting: str, value: Any, why: str, factor: Interval | None = None
-) -> None:
+def reject(stage: Stage, name: str, value: Any, why: str, factor: Interval | None = None) -> None:
     """Note what was tried and is not handed on, and why."""
+    why = "faster, but not the best" if why == "faster" else why
     times = f", {factor} times as fast" if factor else ""
-    text = f"{flag(setting)} {value}: {why}{times}"
+    text = f"{flag(name)} {value}: {why}{times}"
     stage.figures.setdefault("rejected", []).append(text)
 
 

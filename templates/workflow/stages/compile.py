@@ -186,7 +186,7 @@ def judge_speedup(stage: Stage, compiled: dict[str, Figures], speedups: Speedups
     parts = [
         f"{mode}: {verdict}, {speedup} times as fast as eager, "
         f"{len(compiled[mode]['windows']['eager'])} pairs of windows, a step "
-        f"{describe(compiled[mode]['step_seconds'], 1e3, ' ms')}"
+        f"{describe(compiled[mode]['step_seconds'])}"
         for mode, (speedup, verdict) in speedups.items()
     ]
     measured, wanted = "; ".join(parts), "measured, whatever it is"
@@ -219,8 +219,7 @@ def hand_on(stage: Stage, speedups: Speedups) -> None:
         recommend(stage, "compile.mode", "none")
     for mode, (speedup, verdict) in speedups.items():
         if mode != best:
-            why = "faster, but not the best" if verdict == "faster" else verdict
-            reject(stage, "compile.mode", mode, why, speedup)
+            reject(stage, "compile.mode", mode, verdict, speedup)
         elif mode != given:
             recommend(stage, "compile.mode", mode, speedup if given == "none" else None)
 

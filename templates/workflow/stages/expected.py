@@ -69,10 +69,8 @@ def hold_to(stage: Stage, path: Path, expected: dict[str, Any] | None) -> None:
         worst, step, loss = max(apart)
         measured = f"{losses[step - 1]:.6g} at step {step}, where {loss:.6g} is expected"
         wanted = f"within {limit:.2%}"
-        advice = f"find what changed the training, or state the new losses in {path}"
-        stage.check(
-            "expected_losses", worst <= limit, measured=measured, wanted=wanted, advice=advice
-        )
+        tip = f"find what changed the training, or state the new losses in {path}"
+        stage.check("expected_losses", worst <= limit, measured=measured, wanted=wanted, advice=tip)
     if late:
         measured = f"only {len(losses)} steps were taken"
         stage.check("expected_at_later_steps", None, measured=measured, wanted="all steps of it")

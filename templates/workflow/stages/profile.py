@@ -127,10 +127,8 @@ def idle_costs(state: State, group: Group) -> tuple[np.ndarray, np.ndarray]:
     return calls, steps
 
 
-def judge_steps(
-    stage: Stage, device: torch.device, ranks: list[Breakdown], untraced: float
-) -> None:
-    """Say where the time goes and what to try; `untraced` is a step's usual seconds."""
+def judge_steps(stage: Stage, device: torch.device, ranks: list[Breakdown], usual: float) -> None:
+    """Say where the time goes and what to try; `usual` are the seconds of an untraced step."""
     slowest = min(range(len(ranks)), key=lambda i: ranks[i].shares["communication"])
     rank = ranks[slowest]
     steps, operators = len(rank.seconds), rank.operators[:SHOWN]
@@ -141,7 +139,7 @@ def judge_steps(
     for it in operators:
         own, calls = f"{it['self_seconds'] * 1e3:9.2f} ms", f"{it['calls']:6} x"
         print(f"     {it['share']:6.1%} {own} {calls}  {it['name'][:60]}")
-    print(f"     a step took {traced * 1e3:.2f} ms while traced, else {untraced * 1e3:.2f} ms")
+    print(f"     a step took {traced * 1e3:.2f} ms while traced, else {usual * 1e3:.2f} ms")
     stage.figures |= {"steps": steps, "traced_step_seconds": traced}
     stage.figures |= {"recompiles": compilations, "operators": operators}
     measured = f"{compilations} within {steps} traced steps"
@@ -152,7 +150,7 @@ def judge_steps(
         problem = f"the trace holds nothing that {device.type} did: torch.profiler cannot see it"
         stage.check("shares", None, measured=problem, wanted="measured")
         return
-    shares = without_tracing(rank.shares, traced / untraced) if rank.device else rank.shares
+    shares = without_tracing(rank.shares, traced / usual) if rank.device else rank.shares
     words = {"data": "waiting for data", "host": "host gaps"}
     text = ", ".join(f"{words.get(part, part)} {shares[part]:.1%}" for part in PARTS)
     stage.check("shares", True, measured=text, wanted="measured")

@@ -281,9 +281,7 @@ def kill_and_restart(
     judge(stage, "killed_while_saving", problems, good)
     restart["noticed"] = kill.noticed
     times = [kill.at, *(restart[part] for part in RESTART)]
-    parts = {
-        part: until - since for part, (since, until) in zip(RESTART, pairwise(times), strict=True)
-    }
+    parts = {part: end - start for part, (start, end) in zip(RESTART, pairwise(times), strict=True)}
     return {**parts, "total": restart["first_step"] - kill.at}
 
 
@@ -304,14 +302,12 @@ def lost_share(interval: float, cost: float, restart: float, failures: float) ->
 def conclude(stage: Stage) -> None:
     """Say what saving and restarting cost, work out the interval between saves, and advise."""
     config, figures = stage.config, stage.figures
-    blocked, published, restart = (
-        figures[f"{what}_seconds"] for what in ("blocked", "save", "restart")
-    )
+    blocked, published = figures["blocked_seconds"], figures["save_seconds"]
+    restart = figures["restart_seconds"]
     say(
-        f"a save of {in_units(figures['bytes'])} blocks training for "
-        f"{describe(blocked, 1e3, ' ms')}, the first one for "
-        f"{1e3 * figures['blocked_first']:.2f} ms; it is published after "
-        f"{describe(published, 1e3, ' ms')}"
+        f"a save of {in_units(figures['bytes'])} blocks training for {describe(blocked)}, the "
+        f"first one for {1e3 * figures['blocked_first']:.2f} ms; it is published after "
+        f"{describe(published)}"
     )
     say(
         f"from the kill to the next step {restart['total']:.1f} s: "
@@ -332,9 +328,8 @@ def conclude(stage: Stage) -> None:
         setting, every = "checkpoint.auto_longest", chosen.auto_longest
     every = every or config.train.steps
     now, steps = every * step, max(1, math.ceil(best / step))
-    lost, lost_now = (
-        lost_share(interval, cost, restart["total"], 3600 * hours) for interval in (best, now)
-    )
+    lost = lost_share(best, cost, restart["total"], 3600 * hours)
+    lost_now = lost_share(now, cost, restart["total"], 3600 * hours)
     say(
         f"with a failure every {hours:g} h, save every {best:.3g} s: {steps} steps of "
         f"{1e3 * step:.3g} ms; {lost:.2%} of the time is lost then"

@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import io
 import logging
 import os
 import re
@@ -289,8 +288,7 @@ def read_metrics(path: Path, notes: list[str]) -> list[Figures]:
     validated: list[Figures] = []
     count = damaged = 0
     every = 1
-    lines = open(path, "rb") if path.is_file() else io.BytesIO()  # noqa: SIM115 - closed below
-    with lines:
+    with open(path if path.is_file() else os.devnull, "rb") as lines:
         for line in lines:
             record = parsed(line)
             if record is None:

@@ -87,7 +87,6 @@ def try_micro_batches(stage: Stage, state: State) -> None:
             stage.advise(f"--train.micro-batch-size {size} is about as fast, with {saved}")
         else:
             why = "batch statistics change with it" if size == best and not alike else verdict
-            why = "faster, but not the best" if why == "faster" else why
             reject(stage, "train.micro_batch_size", size, why, speedup)
 
 
@@ -157,8 +156,7 @@ def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | Non
         if count == best:
             recommend(stage, "train.loader_workers", count, speedup)
         else:
-            why = "faster, but not the best" if verdict == "faster" else verdict
-            reject(stage, "train.loader_workers", count, why, speedup)
+            reject(stage, "train.loader_workers", count, verdict, speedup)
     if best is None:
         return None
     state = reading(best)
@@ -167,9 +165,7 @@ def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | Non
         return record_steps(state, best * math.ceil(MEASURED / best))
 
 
-def workers_to_try(
-    given: int, waited: float, step_seconds: float, device: torch.device
-) -> list[int]:
+def workers_to_try(given: int, waited: float, seconds: float, device: torch.device) -> list[int]:
     """Two numbers of loader workers above the given one that may end a wait, as time allows.
 
     Of the numbers, and the given one, the largest is a multiple: see `with_reading`.
@@ -177,6 +173,6 @@ def workers_to_try(
     sharing = torch.cuda.device_count() if device.type == "cuda" else 1  # ranks of this machine
     enough = math.ceil(max(1, given) / max(0.01, 1 - waited))  # if each has a core
     most = min(enough, max(4, 2 * usable_cores() // sharing))
-    longest = BUDGET / (3 * TURNS[0] * step_seconds)  # window, in steps
+    longest = BUDGET / (3 * TURNS[0] * seconds)  # window, in steps of so many seconds
     counts = [max(1, given) << power for power in range(7)]
     return [n for n in counts if given < n < 2 * most and n <= longest][-2:]

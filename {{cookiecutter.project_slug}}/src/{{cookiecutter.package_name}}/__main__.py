@@ -58,7 +58,9 @@ def summary(run_dir: Path, step: int) -> list[str]:
     lines = journal.summary(run_dir, step)
     try:
         directory = checkpoints_of(run_dir)
-        names = shortened([path.name for path in published(directory)])
+        found = [path.name for path in published(directory)]
+        ends = f"{found[0]} … {found[-1]} ({len(found)})" if len(found) > MANY else ""
+        names = ends or ", ".join(found) or "none"
         where = "" if isinstance(directory, Path) else f" in {directory}"
     except (OSError, RankError, UserError):
         names, where = "cannot be listed now", ""
@@ -68,12 +70,6 @@ def summary(run_dir: Path, step: int) -> list[str]:
         waited = read_json(run_dir / "status.json")["checkpoint_blocked_seconds"]
         lines[-1] += f" (training waited {waited:.2f} s for saves)"
     return [*lines, f"everything is in {run_dir}"]
-
-
-def shortened(names: list[str]) -> str:
-    """A list of names as a line; of many the first and the last."""
-    many = len(names) > MANY
-    return f"{names[0]} … {names[-1]} ({len(names)})" if many else ", ".join(names) or "none"
 
 
 def verify(arguments: list[str]) -> int:

@@ -1,7 +1,6 @@
 """Fingerprints of data, in 16 letters: a run resumes on the data it was started with."""
 
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,5 +34,5 @@ def of_files(root: Path, files: Sequence[Path], *stated: int | str) -> str:
             for place in range(places):
                 opened.seek(max(0, size - PROBE_BYTES) * place // max(1, places - 1))
                 probes.append(opened.read(PROBE_BYTES))
-    listing = "\n".join(f"{n} {s}" for n, s in zip(map(os.fspath, names), sizes, strict=True))
+    listing = "\n".join(f"{n} {s}" for n, s in zip(names, sizes, strict=True))
     return of_bytes(listing, b"".join(probes), *stated)

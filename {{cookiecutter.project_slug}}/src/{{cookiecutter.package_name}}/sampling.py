@@ -216,12 +216,7 @@ class Loader:
     """This rank's micro-batches, step after step; `seconds` is the time that the loop waited."""
 
     def __init__(
-        self,
-        dataset: Any,
-        order: GlobalBatches,
-        plan: list[Share],
-        workers: int = 0,
-        pin: bool = False,
+        self, dataset: Any, order: GlobalBatches, plan: list[Share], workers: int, pin: bool
     ) -> None:
         self.source = _MicroBatches(dataset, order)
         self.plan, self.workers, self.pin = plan, workers, pin

@@ -30,30 +30,14 @@ from .loss import checked, judge_step, loss_vector, means
 from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer
 from .profiler import Profiler
+from .run import hardware
 from .run.bad_steps import RunningBuffers, SkippedSteps, StopAtBadStep, step_unless, try_step
 from .run.callback_runner import GarbageCollection, enter, methods
 from .run.directory import RunDirectory
-from .run.hardware import (
-    BusyCores,
-    check_disk,
-    check_memory,
-    expected_memory,
-    forward_flops,
-    peak_flops,
-)
 from .run.journal import Journal, introduce, validated_at
 from .run.memory import MemoryUse
 from .run.tracker import tracking
-from .sampling import (
-    NOTHING,
-    Loader,
-    Share,
-    check_dataset,
-    fetch,
-    fixed_subset,
-    seed_step,
-    shares,
-)
+from .sampling import NOTHING, Loader, Share, check_dataset, fetch, fixed_subset, seed_step, shares
 from .schedule import set_schedule
 
 log = logging.getLogger(__name__)
@@ -111,9 +95,9 @@ def setup(config: Config, world: World | None = None) -> State:
     loader = open_loader(train, settings, plan, world)
 
     model = build_model(config, spec)
-    peak = peak_flops(world.device)
+    peak = hardware.peak_flops(world.device)
     one = fetch(loader.source.dataset, loader.source.order.ids(0)[:1]) if peak else None
-    flops = forward_flops(model, compute_loss, one) if peak else None
+    flops = hardware.forward_flops(model, compute_loss, one) if peak else None
     # The order matters: the compiler must see what is recomputed, and DDP and FSDP must wrap what
     # is compiled, since their hooks would break the graph.
     if settings.activation_checkpointing:
@@ -240,7 +224,7 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         watching, after_journal = watchdog(run_dir.path, world, group, state.module)
         callbacks = [*enter([MemoryUse(), *watching], stack)]
         checkpointer = stack.enter_context(start(state, run_dir.path, group))
-        owed = owes_validation(state, run_dir.path, group)
+        owed = owes_validation(state, checkpointer, run_dir.path, group)
         if state.step >= settings.steps and not owed:
             checkpointer.close()
             run_dir.record_again(to_json(config), "finished", state.step)
@@ -349,27 +333,23 @@ def start(state: State, run_dir: Path, group: Group) -> Checkpointer:
         *(run_dir, config.checkpoint, state.world, state.model, state.optimizer, facts),
         partial(place_of, state.loader, group),
     )
-    needed = expected_memory(state.model, state.optimizer, checkpointer.staged_by)
-    group.agree(lambda: check_memory(needed, state.world.device))
+    needed = hardware.expected_memory(state.model, state.optimizer, checkpointer.staged_by)
+    group.agree(lambda: hardware.check_memory(needed, state.world.device))
     state.step = checkpointer.restore()
     if state.step == 0 and not config.checkpoint.far:
         kept = config.checkpoint.most_at_once(config.train.steps)
-        group.from_first(lambda: check_disk(needed, kept, run_dir))
+        group.from_first(lambda: hardware.check_disk(needed, kept, run_dir))
     if state.step == 0 and (origin := config.init_from):
         log.info("weights: %s", load_weights(origin, state.model, None, group, config.init_strict))
     go_on(state.loader, state.step, checkpointer.restored, group)
     return checkpointer
 
 
-def owes_validation(state: State, run_dir: Path, group: Group) -> bool:
+def owes_validation(state: State, checkpointer: Checkpointer, run_dir: Path, group: Group) -> bool:
     """Whether a stop cut the validation of the step short from which the run goes on."""
     every, step = state.config.train.validate_every, state.step
     due = step == state.config.train.steps or (every > 0 and step % every == 0)
-    if (
-        step == 0
-        or not due
-        or (state.checkpointer and state.checkpointer.restored.get("validation_loss") is not None)
-    ):
+    if step == 0 or not due or checkpointer.restored.get("validation_loss") is not None:
         return False
     return group.from_first(lambda: not validated_at(run_dir, step))
 
@@ -382,7 +362,7 @@ def callbacks_of(state: State, run_dir: Path, group: Group, writing: tuple) -> I
     yield SkippedSteps(config.train.max_bad_steps, group)
     yield from writing  # the record, to which the callbacks before may have added figures
     yield GarbageCollection()
-    yield BusyCores()
+    yield hardware.BusyCores()
     if config.track and state.world.rank == 0:
         yield from tracking(config, run_dir, state.step)
     if config.profile.every:

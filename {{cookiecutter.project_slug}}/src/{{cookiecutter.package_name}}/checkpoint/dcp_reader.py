@@ -57,11 +57,9 @@ class Parts(Source):
         with reading(path):
             self.index = read_index(path, files, self.entries.get(DCP_INDEX))
             self.forms = {
-                printable(name): torch.empty(
-                    entry.size, dtype=entry.properties.dtype, device="meta"
-                )
-                for name, entry in self.index.state_dict_metadata.items()
-                if isinstance(entry, metadata.TensorStorageMetadata)  # there is nothing else
+                printable(name): torch.empty(each.size, dtype=each.properties.dtype, device="meta")
+                for name, each in self.index.state_dict_metadata.items()
+                if isinstance(each, metadata.TensorStorageMetadata)  # no object is ever read
             }
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
@@ -206,7 +204,7 @@ def saved_form(file: Any) -> tuple[torch.Tensor, int]:
 def read_index(
     path: Place, files: Iterable[str], entry: dict[str, Any] | None = None
 ) -> metadata.Metadata:
-    """The index of a directory of DCP, without objects: DCP would unpickle those.
+    """The index of a directory of DCP.
 
     UnpicklingError when it refers to anything but `files`, or asks for a class of somebody else's;
     CheckpointError if it is not what its manifest `entry` says.
@@ -218,9 +216,4 @@ def read_index(
     index = IndexUnpickler(io.BytesIO(content)).load()
     if odd := {info.relative_path for info in index.storage_data.values()} - {*files}:
         raise pickle.UnpicklingError(f"{DCP_INDEX} points to {odd.pop()!a:.200}")
-    index.state_dict_metadata = {
-        name: entry
-        for name, entry in index.state_dict_metadata.items()
-        if isinstance(entry, metadata.TensorStorageMetadata)
-    }
     return index

@@ -22,15 +22,7 @@ from ..distributed import Group, parallel
 from ..errors import RankError, UserError
 from . import MANIFEST, CheckpointError, step_name
 from .manifest import Part, data_of, read_once, verify
-from .paths import (
-    Place,
-    checkpoints_of,
-    listing,
-    local_copy,
-    located,
-    open_regular,
-    published,
-)
+from .paths import Place, checkpoints_of, listing, local_copy, located, open_regular, published
 from .tensors import flat
 
 log = logging.getLogger(__name__)
@@ -198,13 +190,9 @@ def reading(path: Place, verb: str = "reading") -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(f"{doing} failed: {error}") from error
     except Exception as error:  # a file that is something else can fail in any way
-        raise CheckpointError(f"{doing} was refused: {brief(error)}") from error
-
-
-def brief(error: BaseException) -> str:
-    """The type of an error and the line of its message that gives the reason."""
-    text = f"{error}".rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text}"
+        reason = f"{error}".rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
+        text = f"{doing} was refused: {type(error).__name__}: {reason}"
+        raise CheckpointError(text) from error
 
 
 def find_checkpoint(where: Place, step: int | None = None) -> tuple[Place, dict[str, Any]]:

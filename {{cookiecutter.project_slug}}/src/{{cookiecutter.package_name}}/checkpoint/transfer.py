@@ -129,7 +129,10 @@ def load_weights(
             raise UserError(f"{path}: {name} is {list(shape)}, wanted {list(ours[name].shape)}")
     if not common:
         raise UserError(f"{path} and this model have no parameter name in common")
-    missing = ours.keys() - saved.keys() - tied_to(saved.keys(), model)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    there = {id(parameter) for name, parameter in named.items() if name in saved}
+    # A tied weight has several names, of which one is enough.
+    missing = {name for name in ours.keys() - saved.keys() if id(named.get(name)) not in there}
     lists = {"missing there, left as they were": missing}
     lists["there but not wanted"] = saved.keys() - ours.keys()
     texts = [f"{what}: {', '.join(sorted(names))}" for what, names in lists.items() if names]
@@ -137,14 +140,6 @@ def load_weights(
         raise UserError(f"{path} does not fit this model to the letter; {'; '.join(texts)}")
     source.read({saved[name]: ours[name] for name in common}, group)
     return "; ".join([f"{len(common)} tensors from {path}", *texts])
-
-
-def tied_to(saved: Iterable[str], model: nn.Module) -> set[str]:
-    """All names of the parameters that have one of the saved names."""
-    aliases: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(parameter), set()).add(name)
-    return set().union(*(names for names in aliases.values() if not names.isdisjoint(saved)))
 
 
 def weight_names(stored: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:

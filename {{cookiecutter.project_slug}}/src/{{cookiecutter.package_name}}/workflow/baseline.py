@@ -99,7 +99,7 @@ def judge(
     samples = state.config.train.global_batch_size / seconds["median"]
     tokens = getattr(state.spec, "tokens_per_sample", None)
     per_token = f", {samples * tokens:,.0f} tokens/s" if tokens else ""
-    measured = f"{samples:,.1f} samples/s{per_token}; a step {describe(seconds, 1e3, ' ms')}"
+    measured = f"{samples:,.1f} samples/s{per_token}; a step {describe(seconds)}"
     stage.check("throughput", True, measured=measured, wanted="measured")
     stage.figures |= {
         "losses": second.losses.tolist(),

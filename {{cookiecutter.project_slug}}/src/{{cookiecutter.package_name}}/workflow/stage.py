@@ -98,11 +98,8 @@ def stage_file(run_dir: Path, name: str) -> Path:
 
 def origin(config: Config) -> dict[str, Any]:
     """What a measurement follows from: settings, code, machine and versions."""
-    return {
-        "settings": to_json(config),
-        "code": code_digest(),
-        **where_measured(pick_device(config.device)),
-    }
+    measured = where_measured(pick_device(config.device))
+    return {"settings": to_json(config), "code": code_digest(), **measured}
 
 
 def code_digest() -> str:

@@ -54,10 +54,10 @@ def spread(values: Sequence[float] | np.ndarray) -> dict[str, float]:
     return {"median": median, "p10": p10, "p90": p90, "n": len(values)}
 
 
-def describe(figures: dict[str, Any], scale: float, unit: str) -> str:
-    """A spread in words."""
-    median, p10, p90 = (figures[key] * scale for key in ("median", "p10", "p90"))
-    return f"{median:.2f}{unit} (p10 {p10:.2f}, p90 {p90:.2f})"
+def describe(seconds: dict[str, Any]) -> str:
+    """A spread of seconds in words."""
+    median, p10, p90 = (1e3 * seconds[key] for key in ("median", "p10", "p90"))
+    return f"{median:.2f} ms (p10 {p10:.2f}, p90 {p90:.2f})"
 
 
 def difference(a: float, b: float) -> float:
@@ -69,7 +69,5 @@ def difference(a: float, b: float) -> float:
 
 def differences(first: Iterable[float], second: Iterable[float]) -> np.ndarray:
     """Relative differences of pairs; 0 where both are NaN."""
-    pairs = zip(first, second, strict=True)
-    return np.array(
-        [0.0 if math.isnan(a) and math.isnan(b) else difference(a, b) for a, b in pairs]
-    )
+    both = zip(first, second, strict=True)
+    return np.array([0.0 if math.isnan(a) and math.isnan(b) else difference(a, b) for a, b in both])
