@@ -61,7 +61,6 @@ PRIVATE = (
     "torch.distributed.ProcessGroup._get_sequence_number_for_group",
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "torch.distributed.checkpoint.filesystem._StoragePrefix",
-    "torch.distributed.checkpoint.filesystem._split_by_size_and_type",
     "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
     "torch.distributed.distributed_c10d._world",
     "torch.distributed.tensor.DTensor._spec",

@@ -161,7 +161,7 @@ def calls(project: Path, words: list[str]) -> str:
 
 def sizes(project: Path, words: list[str]) -> str:
     """A table of renders: their answers, the lines of Python of the package and of its tests."""
-    rows = ["| render | package | its tests |", "|---|---|---|"]
+    rows = ["| render | package | its tests, lines |", "|---|---|---|"]
     for name, answers in RENDERS.items():
         folder = project.parent / name
         rendered = Path(

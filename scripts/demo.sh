@@ -43,7 +43,7 @@ cat <<TEXT
     python -m my_training_run train --train.steps 2000          # train on, to better text
     python -m my_training_run train --name other --data.path ~/some/texts
     python -m my_training_run workflow                          # measured and judged, five stages
-    ./launch.sh -n 2 train --name two                     # on two processes
+    ./launch.sh -n 2 train --name two                           # on two processes
 
   Your own: cookiecutter gh:org/cookiecutter-pytorch-training
 TEXT

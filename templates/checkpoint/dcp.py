@@ -23,7 +23,7 @@ class CheckpointConfig(StorageConfig):
     """Saved in parts, by all ranks at once."""
 
     threads: int = 1
-    """Files that each rank writes in parallel."""
+    """Files that each rank writes in parallel; 1: one by one, as many as its bytes are worth."""
 
 
 class Writer:

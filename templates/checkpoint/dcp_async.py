@@ -30,7 +30,7 @@ class CheckpointConfig(StorageConfig):
     """Saved in parts, by all ranks at once, while training goes on."""
 
     threads: int = 1
-    """Files that each rank writes in parallel."""
+    """Files that each rank writes in parallel; 1: one by one, as many as its bytes are worth."""
 
 
 class Writer:

@@ -21,7 +21,7 @@ import numpy as np
 import torch.distributed.checkpoint as dcp
 from torch import Size
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..distributed import Group, parallel
@@ -35,7 +35,7 @@ from .tensors import Path, Tensors, nest, walk
 # A restore reads and hashes several files at once, so a rank that has much to write divides it.
 LARGE = 32 << 20  # bytes that are worth a file of their own
 FILES = 4  # of a rank
-MANY = 1 << 16  # of all ranks; a manifest can name twice as many
+MANY = 1 << 16  # of all ranks: each file is to be created, synced, named and looked up
 
 
 class Part(NamedTuple):
@@ -71,13 +71,13 @@ class PartsSaver:
             planner, writer.lost, writer.names = dcp.DefaultSavePlanner(), [], []
             planner.set_up_planner(tensors, is_coordinator=rank == 0)
             plan, results = planner.create_local_plan(), []
-            files = 1 if self.threads > 1 else files_for(tensors, self.group.size)
-            for number, items in enumerate(filesystem._split_by_size_and_type(files, plan.items)):
+            files = [plan.items] if self.threads > 1 else divided(plan.items, self.group.size)
+            for number, items in enumerate(files):
                 prefix = filesystem._StoragePrefix(f"__{rank}_{number or ''}")
                 one_file = replace(plan, items=items, storage_data=prefix)
                 results += writer.write_data(one_file, planner).value()
-            if writer.lost:
-                raise writer.lost[0]
+                if writer.lost:
+                    raise writer.lost[0]
             return located(plan, results)
 
         def write_index() -> None:
@@ -107,10 +107,21 @@ class PartsSaver:
         return writer.names
 
 
-def files_for(tensors: Tensors, ranks: int) -> int:
-    """How many files each of so many ranks divides its tensors among."""
-    sizes = [parallel.local_part(tensor).nbytes for _, tensor in walk(tensors)]
-    return max(1, min(sum(sizes) // LARGE, len(sizes), FILES, MANY // ranks))
+def divided(items: list[WriteItem], ranks: int) -> list[list[WriteItem]]:
+    """What one of so many ranks writes into each of its files: about as many bytes."""
+
+    def size(item: WriteItem) -> int:
+        data = item.tensor_data
+        assert data, "planned from tensors alone"
+        return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+    count = max(1, min(sum(map(size, items)) // LARGE, FILES, MANY // ranks))
+    loads, files = [0] * count, [list[WriteItem]() for _ in range(count)]
+    for item in sorted(items, key=size, reverse=True):
+        lightest = loads.index(min(loads))
+        files[lightest].append(item)
+        loads[lightest] += size(item)
+    return [file for file in files if file] or [items]
 
 
 def write_tensors(folder: Place, tensors: Tensors, group: Group) -> list[str]:

@@ -116,3 +116,17 @@ def test_on_a_cpu_a_step_is_judged_by_plain_numbers(project: Project) -> None:
     assert not any(isinstance(value, torch.Tensor) for value in here)
     there = judge_step(sums.to("meta"), norm.to("meta"), 1, 2.0)
     assert all(isinstance(value, torch.Tensor) for value in there)
+
+
+def test_verifying_is_divided_evenly(project: Project) -> None:
+    module, group = project.module("checkpoint.manifest"), project.module("distributed").Group
+    sizes = {f"{n}": {"size": n} for n in range(1, 9)}
+    for ranks in range(1, 10):
+        groups = [group() for _ in range(ranks)]
+        for rank, each in enumerate(groups):
+            each.rank, each.size = rank, ranks
+        shares = [module.shared_out({"files": sizes}, each) for each in groups]
+        names = [name for share in shares for name, _ in share]
+        assert sorted(names) == sorted(sizes)
+        if 8 % (2 * ranks) == 0:
+            assert {sum(int(name) for name, _ in share) for share in shares} == {36 // ranks}

@@ -115,10 +115,17 @@ def test_what_is_large_is_divided_among_files(
     """As many bytes in each; but no more files than tensors, or than a manifest can name."""
     writing = project.module("checkpoint.dcp_writer")
     tensors = {"model": {f"{n}": torch.randn(100) for n in range(8)}, "optimizer": {}}
-    assert writing.files_for(tensors, ranks=1) == 1  # a few bytes
+
+    def files(tensors: Any, ranks: int = 1) -> list[list[Any]]:
+        planner = dcp.DefaultSavePlanner()
+        planner.set_up_planner(tensors, is_coordinator=True)
+        return writing.divided(planner.create_local_plan().items, ranks)
+
+    assert len(files(tensors)) == 1  # a few bytes
     monkeypatch.setattr(writing, "LARGE", 400)
-    assert [writing.files_for(tensors, n) for n in (1, 20_000, 10**6)] == [4, 3, 1]
-    assert writing.files_for({"model": {"0": torch.randn(800)}}, ranks=1) == 1
+    assert [len(files(tensors, ranks)) for ranks in (1, 20_000, 10**6)] == [4, 3, 1]
+    alone = {"model": {"0": torch.randn(800), "1": torch.empty(0), "2": torch.empty(0)}}
+    assert [len(items) for items in files(alone)] == [1, 2] and files({}) == [[]]
     *names, index = writing.PartsSaver(Counting()).write(tmp_path, tensors)
     assert index == ".metadata" and len({*names}) == 4
     assert len({(tmp_path / name).stat().st_size for name in names}) == 1

@@ -99,7 +99,7 @@ def test_each_checkpoint_has_a_line(image: Project, tmp_path: Path) -> None:
     lines, bad = publish.list_checkpoints(tmp_path)
     assert [line.split()[:2] for line in lines] == [[f"step_{n:08}", "good"] for n in (2, 4)]
     size = sum(f.stat().st_size for f in (tmp_path / "checkpoints/step_00000004").glob("*.pt"))
-    assert not bad and all(f"good  {size / 1e6:.1f} MB in 1 files" in line for line in lines)
+    assert not bad and all(f"good  {size / 1e6:.1f} MB in 1 file" in line for line in lines)
     (file,) = (tmp_path / "checkpoints/step_00000002").glob("*.pt")
     file.write_bytes(file.read_bytes()[:-1])
     lines, bad = publish.list_checkpoints(tmp_path)
@@ -222,7 +222,7 @@ def test_what_checkpoints_take_is_said(
     with caplog.at_level(logging.INFO):
         image.module("train").run(image.config(run_dir=tmp_path, data__path=None, train__steps=1))
     (line,) = [text for text in caplog.messages if text.startswith("a checkpoint takes")]
-    assert "there can be at once" in line and "are free in" in line
+    assert "at once" in line and "are free in" in line
 
 
 @pytest.mark.parametrize("ema", [0.0, 0.9])

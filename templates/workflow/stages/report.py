@@ -163,7 +163,7 @@ def recommended(run_dir: Path) -> Figures:
         content = read_stage(run_dir, RECOMMENDED)
         figures = content["figures"] if content and content["status"] != "fail" else {}
         if settings := [str(each) for each in figures.get("settings", [])]:
-            factor = interval(figures.get("factor"))
+            factor = interval(figures.get("factor")) if content["status"] == "pass" else None
             return {"settings": settings, "factor": factor, "file": str(figures.get("file"))}
     return {}
 

@@ -6,6 +6,7 @@ Usage: batch_statistics.py PACKAGE (by forks.py, on two ranks)
 import importlib
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,17 @@ from torch import nn
 
 
 def main(package: str) -> None:
-    """Set other statistics on each rank, validate, and compare."""
+    """Validate and compare; leave when nothing holds DDP any more, whose end might wait for it."""
     training = importlib.import_module(f"{package}.train")
     config = importlib.import_module(f"{package}.config")
     settings = config.override(config.preset("tiny"), {"device": "cpu"})
     world = training.join(settings.parallel, "cpu")
+    compare(training, settings, world)
+    training.leave(world)
+
+
+def compare(training: Any, settings: Any, world: Any) -> None:
+    """Set other statistics on each rank, validate, and compare."""
     model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))
     training.build_model = lambda config, spec: model
     training.blocks = lambda model: []
@@ -28,7 +35,6 @@ def main(package: str) -> None:
     dist.all_gather(found, model[1].running_mean)
     assert torch.equal(*found), "each rank has validated with its own"
     print("the ranks validate the same model")
-    training.leave(world)
 
 
 if __name__ == "__main__":

@@ -31,15 +31,16 @@ MANY = 8  # more names than these are not listed
 def train(arguments: list[str]) -> int:
     """Train, or continue to train: the same command resumes an interrupted run."""
     gc.disable()  # it would look through what is imported, over and over: a quarter of the start
-    from .config import Config
-    from .distributed.stop import TO_BE_RESTARTED
-    from .train import run
+    try:
+        from .config import Config
+        from .distributed.stop import TO_BE_RESTARTED
+        from .train import run
 
-    config = parse("train", Config, arguments)
-    import torch._dynamo  # noqa: F401 - an optimizer imports it, and it is large
-
-    gc.freeze()
-    gc.enable()
+        config = parse("train", Config, arguments)
+        import torch._dynamo  # noqa: F401 - an optimizer imports it, and it is large
+    finally:
+        gc.freeze()
+        gc.enable()
     result = run(config)
     lines = summary(config.directory, result.step) if os.environ.get("RANK", "0") == "0" else []
     if result.status == "already finished":

@@ -165,7 +165,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         named = dict(flatten(tomllib.loads(path.read_text("utf-8"))))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as TOML: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be read as TOML: {reason}") from None
     return {name.replace("-", "_"): value for name, value in named.items()}
 
 

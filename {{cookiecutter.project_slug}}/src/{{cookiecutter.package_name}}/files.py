@@ -61,7 +61,8 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ValueError("it holds no object")
         dict(flatten(content))  # what is nested too deeply is refused here
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be read as JSON: {reason}") from None
     return content
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import torch
+
 from ..distributed import Group
 from ..errors import RankError
 from . import MANIFEST, PUBLISHED, CheckpointError, UnreadableError, step_name
@@ -136,7 +138,7 @@ def read_once(
                     raise CheckpointError(f"{path.name} ends too early")
                 if hashing:
                     before, hashing = hashing, other.submit(digest.update, chunk)
-                    before.result()
+                    before.result()  # so that no more than this chunk waits
                     held = chunk.obj
                 elif entry:
                     digest.update(chunk)
@@ -206,8 +208,10 @@ def verify_files(
     left = group.from_first(lambda: manifest["files"].keys() - set().union(*parts))
 
     def check() -> list[str | None]:
-        folder, mine = data_of(path, manifest), shared_out(manifest, group)
-        return [check_file(folder / name, entry) for name, entry in mine if name in left]
+        folder = data_of(path, manifest)
+        mine = [pair for pair in shared_out(manifest, group) if pair[0] in left]
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            return list(pool.map(lambda pair: check_file(folder / pair[0], pair[1]), mine))
 
     gathered = group.agree(check)
     return group.from_first(lambda: [text for part in gathered for text in part if text])

@@ -282,8 +282,9 @@ def list_checkpoints(run_dir: Path) -> tuple[list[str], bool]:
                 lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")
                 bad = True
             continue
-        size = sum(entry["size"] for entry in manifest["files"].values()) / 1e6
-        line = f"{path.name}  good  {size:,.1f} MB in {len(manifest['files'])} files"
+        sizes = [entry["size"] for entry in manifest["files"].values()]
+        files = "1 file" if len(sizes) == 1 else f"{len(sizes)} files"
+        line = f"{path.name}  good  {sum(sizes) / 1e6:,.1f} MB in {files}"
         if (loss := manifest.get("validation_loss")) is not None:
             line += f"  validation loss {loss:.4f}"
         lines.append(line + ("  best" if path == best else ""))

@@ -23,6 +23,7 @@ from ..distributed import parallel
 from ..errors import UserError
 
 log = logging.getLogger(__name__)
+BUSY = 0.2  # share of the time waiting for a core that is worth a warning
 # Dense bf16 peaks in TFLOP/s, from the makers' data sheets, by words of the device's name.
 # fmt: off
 PEAK_BF16_TFLOPS = {
@@ -122,8 +123,8 @@ def check_disk(needed: Memory, kept: int, run_dir: Path) -> None:
     place, size = run_dir / "checkpoints", needed.checkpoint  # it may be a link to another disk
     disk = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
     free = shutil.disk_usage(disk).free
-    text = f"a checkpoint takes {in_units(size)}, the {kept} there can be at once "
-    text += f"{in_units(kept * size)}: {in_units(free)} are free in {place}"
+    text = f"a checkpoint takes {in_units(size)}, up to {kept} at once {in_units(kept * size)}: "
+    text += f"{in_units(free)} are free in {place}"
     advice = "free some, keep fewer (--checkpoint.keep), or make checkpoints a link to another disk"
     if 1.5 * size > free and not needed.guessed:
         raise UserError(f"{text}. To train here, {advice}")
@@ -239,7 +240,7 @@ class BusyCores:
         if threads > 1 and seconds > 5:
             before, self.waited = self.waited, waited_for_a_core()
             self.looked += seconds
-            if (share := (self.waited - before) / seconds) > 0.2:
+            if (share := (self.waited - before) / seconds) > BUSY:
                 self.looked = math.inf
                 text = "this run waits for a core %.0f %% of the time, as other work holds them: "
                 text += "fewer threads than %d are faster then (OMP_NUM_THREADS=1)"

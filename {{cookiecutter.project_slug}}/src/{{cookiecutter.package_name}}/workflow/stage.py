@@ -6,6 +6,7 @@ versions, seconds, measured_at}. A status is pass, fail or not_measured.
 
 import hashlib
 import json
+import logging
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -16,9 +17,10 @@ from ..config import Config
 from ..device import pick_device
 from ..errors import UserError
 from ..files import make_folder, to_json, write_json
-from ..run.hardware import where_measured
+from ..run.hardware import BUSY, waited_for_a_core, where_measured
 from . import WorkflowConfig
 
+log = logging.getLogger(__name__)
 STATUSES = ("fail", "not_measured", "pass")  # the worst first
 PACKAGE = __name__.partition(".")[0]
 
@@ -39,6 +41,7 @@ class Stage:
         self.figures: dict[str, Any] = {}
         self.checks: list[dict[str, str]] = []
         self.advice: list[str] = []
+        self.waited = waited_for_a_core()
         self.file = stage_file(config.directory, name)
         try:
             make_folder(self.file.parent)
@@ -75,6 +78,11 @@ class Stage:
 
     def close(self) -> int:
         """Write workflow/<stage>.json; 0 unless a check failed."""
+        seconds = time.perf_counter() - self.started
+        if (share := (waited_for_a_core() - self.waited) / seconds) > BUSY:
+            text = "this stage waited for a core %.0f %% of the time, since other work holds them: "
+            text += "its figures say little; measure again later, or with fewer threads"
+            log.warning(text, 100 * share)
         content = {
             "stage": self.name,
             "status": self.status,
@@ -83,7 +91,7 @@ class Stage:
             # JSON has no word for NaN and infinity, which become null.
             "figures": json.loads(json.dumps(self.figures), parse_constant=lambda _: None),
             **origin(self.config),
-            "seconds": round(time.perf_counter() - self.started, 2),
+            "seconds": round(seconds, 2),
             "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         write_json(self.file, content)
