@@ -333,6 +333,9 @@ def test_the_sum_is_measured_and_written_for_train(
     assert chain.measure_together(forced, set(), forced) == "not_measured" and file.exists()
     windows = {"given": [1.0, 3.0] * 4, "recommended": [3.0, 1.0] * 4}
     assert chain.measure_together(forced, set(), forced) == "not_measured"
+    project("report", "--run-dir", str(tmp_path))
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert "as your settings" not in page and "Recommended:" in page  # too noisy to tell
     windows = {"given": [0.2] * 8, "recommended": [0.3] * 8}
     assert chain.measure_together(forced, set(), forced) == "fail" and not file.exists()
     project("report", "--run-dir", str(tmp_path))

@@ -161,10 +161,12 @@ def recommended(run_dir: Path) -> Figures:
     """What the stages recommend, and how many times as fast it is; {} if that is not known."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         content = read_stage(run_dir, RECOMMENDED)
-        figures = content["figures"] if content and content["status"] != "fail" else {}
-        if settings := [str(each) for each in figures.get("settings", [])]:
-            factor = interval(figures.get("factor")) if content["status"] == "pass" else None
-            return {"settings": settings, "factor": factor, "file": str(figures.get("file"))}
+        if content and content["status"] != "fail":
+            figures, certain = content["figures"], content["status"] == "pass"
+            settings = [str(each) for each in figures.get("settings", [])]
+            factor = interval(figures.get("factor")) if certain else None
+            found = {"settings": settings, "factor": factor, "file": str(figures.get("file"))}
+            return found if settings else {}
     return {}
 
 
