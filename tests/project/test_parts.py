@@ -126,13 +126,17 @@ def test_what_is_large_is_divided_among_files(
     assert [len(files(tensors, ranks)) for ranks in (1, 20_000, 10**6)] == [4, 3, 1]
     alone = {"model": {"0": torch.randn(800), "1": torch.empty(0), "2": torch.empty(0)}}
     assert [len(items) for items in files(alone)] == [1, 2] and files({}) == [[]]
-    *names, index = writing.PartsSaver(Counting()).write(tmp_path, tensors)
+    folder = tmp_path / "four"
+    folder.mkdir()
+    *names, index = writing.PartsSaver(Counting()).write(folder, tensors)
     assert index == ".metadata" and len({*names}) == 4
-    assert len({(tmp_path / name).stat().st_size for name in names}) == 1
-    found = read(project, tmp_path)
+    (tmp_path / "two").mkdir()  # as many as are asked for, at the same time
+    assert len(writing.PartsSaver(Counting(), 2).write(tmp_path / "two", tensors)) == 2 + 1
+    assert len({(folder / name).stat().st_size for name in names}) == 1
+    found = read(project, folder)
     assert all(torch.equal(found[f"model.{n}"], t) for n, t in tensors["model"].items())
     plain = {"model": {n: torch.empty_like(t) for n, t in tensors["model"].items()}}
-    dcp.load(plain, checkpoint_id=tmp_path, no_dist=True)  # torch's own reader
+    dcp.load(plain, checkpoint_id=folder, no_dist=True)  # torch's own reader
     assert all(torch.equal(plain["model"][n], t) for n, t in tensors["model"].items())
 
 
