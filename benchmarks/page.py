@@ -154,7 +154,7 @@ def restart(found: Series) -> list[str]:
         )
     )
     return [
-        verdict("From a killed rank to the next step", killed, imported, "s"),
+        verdict("From a killed rank to the next step", killed, 2 * imported, "s"),
         verdict("A plain start, over an import of torch", plain - imported, 1.3, "s"),
         "- What torch itself imports for an optimizer and for DCP, in a process of its own: "
         f"{_number(needed - imported)} s.",

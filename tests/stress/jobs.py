@@ -160,9 +160,7 @@ def rank_of(pid: int | str) -> int | None:
     with contextlib.suppress(OSError):
         if os.getsid(int(pid)) == int(pid):
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            name = Path(f"/proc/{pid}/comm").read_text().split()  # of a forked one
-            ranks = [int(word[5:]) for word in variables if word.startswith(b"RANK=")]
-            return int(name[1]) if name[0] == "rank" else next(iter(ranks), None)
+            return next((int(word[5:]) for word in variables if word.startswith(b"RANK=")), None)
     return None
 
 

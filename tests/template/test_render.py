@@ -93,7 +93,7 @@ def every(folder: str, names: str, suffix: str = ".py") -> list[str]:
 
 
 STAGE_FILES = "chain compare expected turns tuning compile profile trace recovery drill processes "
-STAGE_FILES += "forks report plots"
+STAGE_FILES += "report plots"
 # Every file that only some renders have, and when.
 CONDITIONAL: dict[str, Condition] = {
     "LICENSE": lambda a: a["license"] != "none",
@@ -117,7 +117,7 @@ CONDITIONAL: dict[str, Condition] = {
         lambda a: stages(a) and ranks(a),
     ),
     **dict.fromkeys(
-        every(f"{PACKAGE}/distributed", "world agreement watchdog output launch fork_server"), ranks
+        every(f"{PACKAGE}/distributed", "world agreement watchdog output launch"), ranks
     ),
     **dict.fromkeys(
         every(f"{PACKAGE}/checkpoint", "disk object_store object_streams upload"),
@@ -164,7 +164,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         every(
             f"{PACKAGE}/distributed",
-            "__init__ parallel world agreement watchdog output launch fork_server",
+            "__init__ parallel world agreement watchdog output launch",
         ),
         ("parallelism",),
     ),
@@ -181,7 +181,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     f"{PACKAGE}/workflow/__init__.py": ("workflow",),
     f"{PACKAGE}/workflow/report.html": ("workflow",),
     **dict.fromkeys(
-        every(f"{PACKAGE}/workflow", "scale memory_forecast forks"),
+        every(f"{PACKAGE}/workflow", "scale memory_forecast"),
         ("workflow", "parallelism"),
     ),
     **dict.fromkeys(

@@ -21,7 +21,6 @@ EXCEPTIONS = {
     ("checkpoint/transfer.py", "open(temporary, 'xb')"): "a random name, and only if it is new",
     ("checkpoint/transfer.py", "save_file(named, file)"): "what `write_file` has just created",
     ("checkpoint/object_store.py", "self.store.open(self.path, 'wb')"): "a store has no links",
-    ("distributed/fork_server.py", "io.FileIO(1, 'w')"): "a descriptor",
     ("distributed/output.py", "open(os.dup(1), 'wb')"): "a descriptor",
     ("distributed/output.py", "open(os.dup(2), 'w')"): "a descriptor",
     ("errors.py", "os.open(os.devnull, os.O_WRONLY)"): "no file of a run",

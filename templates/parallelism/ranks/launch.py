@@ -6,7 +6,7 @@
   sends one to its child and one to the group. A second Ctrl-C still ends it. Ended by a signal, it
   exits with 128 + the signal's number; whether the ranks have saved is in status.json.
 - On several machines a torchrun whose peer was stopped does not wait long for it.
-- Ranks are forked from a process that has imported what they need (fork_server.py).
+- No rank outlives it: if it is killed, the kernel kills its ranks (world.py).
 - An error the user can fix (exit code 2) is not retried on one machine. On several it is, since a
   torchrun that gives up ends the job on all of them.
 """
@@ -25,10 +25,8 @@ from torch.distributed.elastic.agent.server import api as agents
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.launcher import api as launcher
 
-from .fork_server import ForkServer
 from .stop import TO_BE_RESTARTED
 from .world import LOOPBACK, ON_LOOPBACK, prefer
 
@@ -68,17 +66,6 @@ class Agent(LocalElasticAgent):
         return result
 
 
-class Rank(SubprocessHandler):
-    """A process that torchrun starts: forked where that can be."""
-
-    server: ForkServer | None = None
-
-    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        redirected = self._stdout or self._stderr
-        child = self.server and not redirected and self.server.start(args, env)
-        return child or super()._popen(args, env)
-
-
 def ending(rank: int, failure: ProcessFailure) -> str:
     """How the process of a rank ended."""
     if failure.exitcode < 0:
@@ -114,9 +101,8 @@ def on_one_machine(folder: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    if sys.platform == "linux":
-        Rank.server = ForkServer()  # first: each rank, too, begins here
-    api.get_subprocess_handler = Rank
+    # For the ranks: none lives on if this process is killed while they start (world.py).
+    os.environ["LAUNCHER_PID"] = str(os.getpid())
     api._terminate_process_handler = stop_once
     for logger in (api.logger, agents.logger):
         logger.addFilter(tells_more)

@@ -18,10 +18,6 @@ class WorkflowConfig:
     """Settings of the stages; the baseline has none of its own."""
 
 
-def prepare(arguments: list[str]) -> None:
-    """No command starts processes."""
-
-
 def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:
     """Run one of `COMMANDS`; `parse(kind)` reads settings of that kind from the arguments."""
     from ..checkpoint.storage import on_disk

@@ -28,7 +28,6 @@ MODULES = {name: name for name in ABOUT} | {"baseline": "tuning", "checkpoint": 
 HERE = Path(__file__).parent
 STAGES = {name: ABOUT[name] for name, file in MODULES.items() if (HERE / f"{file}.py").exists()}
 """The stages of this project, in the order in which they build on each other."""
-STARTING = {"workflow", "compile", "scale", "checkpoint"}  # these commands start processes
 COMMANDS = STAGES | {
     "workflow": "Run all stages in order, up to the first failed gate; then write the report.",
     "compare": "Tell what is better or worse in one run, or result of a stage, than in another.",
@@ -60,15 +59,6 @@ class WorkflowConfig:
         """Check the values (UserError)."""
         if self.ranks < 0 or not self.hours_between_failures > 0:
             raise UserError("workflow: ranks must be >= 0 and hours-between-failures > 0")
-
-
-def prepare(arguments: list[str]) -> None:
-    """Let a command start processes quickly; to be called before it imports what is yours."""
-    on_one_rank = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    if STARTING & {*arguments[:1]} and not {"-h", "--help"} & {*arguments} and on_one_rank:
-        from . import forks
-
-        forks.prepare()
 
 
 def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:

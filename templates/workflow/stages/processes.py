@@ -18,9 +18,9 @@ from ..distributed import parallel
 from ..errors import RankError, UserError
 from ..run.hardware import usable_cores
 from ..run.memory import descendants
-from .forks import Process, fork
 from .stage import PACKAGE, StageConfig
 
+Process = subprocess.Popen[str]
 # Variables by which torchrun tells a process its rank: the stage may have them, its children not.
 OF_TORCHRUN = re.compile("TORCHELASTIC|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME|MASTER_")
 
@@ -68,17 +68,11 @@ def leave(number: int, frame: types.FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def start(*words: str, piped: bool, anew: bool = False, **environment: str) -> Process:
-    """Start `python -m words`; `piped`: in a session of its own, its output is for `communicate`.
-
-    It is forked from a process that has imported torch, where that can be, unless it is to be
-    `anew`: a new Python.
-    """
+def start(*words: str, piped: bool, **environment: str) -> Process:
+    """Start `python -m words`; if `piped`, in its own session, its output for `communicate`."""
     command = [sys.executable, "-u", "-m", *words]
     inherited = {name: value for name, value in os.environ.items() if not OF_TORCHRUN.match(name)}
     variables = inherited | environment
-    if not anew and (process := fork(command, variables, piped)):
-        return process
     if not piped:
         return subprocess.Popen(command, env=variables, text=True)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -91,7 +85,6 @@ def started(
     *arguments: str,
     module: str = PACKAGE,
     threads: int | None = None,
-    anew: bool = False,
     restarts: int = 0,
     **environment: str,
 ) -> Iterator[Process]:
@@ -112,7 +105,7 @@ def started(
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch.sh sets it
     earlier_handler = signal.signal(signal.SIGTERM, leave)
     try:
-        process = start(*words, piped=True, anew=anew, **environment)
+        process = start(*words, piped=True, **environment)
         try:
             yield process
         finally:

@@ -172,10 +172,10 @@ class Drill:
         """The result of a task of drill.py."""
         return processes.run_task("drill", self.folder, *task, ranks=ranks, seconds=PATIENCE)
 
-    def start(self, anew: bool = False) -> contextlib.AbstractContextManager:
+    def start(self) -> contextlib.AbstractContextManager:
         """Processes for the run that is killed; torchrun starts them again, as by launch.sh."""
         words, module = (str(self.folder), "train", "killed"), f"{__package__}.drill"
-        return processes.started(self.ranks, *words, module=module, anew=anew, restarts=1)
+        return processes.started(self.ranks, *words, module=module, restarts=1)
 
     @contextlib.contextmanager
     def part(self, *checks: str) -> Iterator[None]:
@@ -264,7 +264,7 @@ def kill_and_restart(
         judge(stage, "killed_while_saving", [], reason, measurable=False)
         return {}
     if not restarted:
-        with launch(anew=True) as process:  # as a user starts it, so that its time can be told
+        with launch() as process:  # as a user starts it, so that its time can be told
             processes.finish(process, what, PATIENCE)
     result = json.loads((folder / "train.json").read_text("utf-8"))
     losses, restart, resumed = losses_of(run_dir), result["restart"], result["restart"]["step"]

@@ -208,12 +208,7 @@ def main() -> int:
     log_to_console()
     stdout: Any = sys.stdout
     stdout.reconfigure(errors="backslashreplace")  # a name in a file may be no text
-
-    def command() -> int:
-        workflow.prepare(sys.argv[1:])
-        return dispatch(sys.argv[1:])
-
-    return exit_code(command)
+    return exit_code(lambda: dispatch(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,140 @@
+"""What torchrun, as launch.sh starts it, promises of its ranks: how they start, restart and end."""
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import bake
+from tests.project.test_life import (
+    environment,
+    finish,
+    launch,
+    make_slow,
+    manifest,
+    records,
+    start,
+    trainers,
+    write_noise,
+)
+
+PACKAGE = "launched"
+# Ranks without torch: they say what they are like. In the first attempt they fail while the
+# launcher does not look (it is stopped), so that it sees both ends at once.
+PROBE = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+import numpy
+
+from . import edited_first, edited_last
+
+folder, attempt = Path(sys.argv[1]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+facts = {
+    "pid": os.getpid(),
+    "parent": os.getppid(),
+    "leads_its_session": os.getsid(0) == os.getpid(),
+    "launcher": os.environ["LAUNCHER_PID"],
+    "random": numpy.random.random(),
+    "code": [edited_first.NAME, edited_last.NAME],
+    "threads": os.environ["OMP_NUM_THREADS"],
+}
+path = folder / f"{attempt}-{rank}.json"
+path.with_suffix(".part").write_text(json.dumps(facts))
+path.with_suffix(".part").rename(path)
+print(f"said by rank {rank}")
+if attempt == 0:
+    while len(list(folder.glob("0-*.json"))) < ranks:
+        time.sleep(0.01)
+    os.kill(os.getppid(), signal.SIGSTOP)
+    sys.exit(3 + rank)
+"""
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 300) -> None:
+    """Fail when it has not come about in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def state(pid: int) -> str:
+    """Of a process, as /proc has it; Z: it has ended and its parent has not looked yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+
+
+def test_ranks_that_fail_are_named_and_start_again_with_the_code_as_it_is(tmp_path: Path) -> None:
+    project = bake(tmp_path, package_name=PACKAGE)
+    package = project / "src" / PACKAGE
+    (package / "probe.py").write_text(PROBE)
+    (package / "edited_first.py").write_text("NAME = 'old'\n")
+    (package / "edited_last.py").write_text("from .edited_first import NAME as NAME\n")
+    words = ("-m", f"{PACKAGE}.distributed.launch", "--nproc-per-node=2", "--max-restarts=1")
+    command = (environment(project)["PYTHON"], "-u", *words, "-m", f"{PACKAGE}.probe")
+
+    def facts(attempt: int) -> list[dict[str, Any]]:
+        return [json.loads((tmp_path / f"{attempt}-{rank}.json").read_text()) for rank in (0, 1)]
+
+    command = ("bash", "-c", 'exec "$@"', "-", *command)  # a Python of its own, not forked
+    with start(project, *command, str(tmp_path)) as process:
+        wait_until(lambda: len(list(tmp_path.glob("0-*.json"))) == 2)
+        wait_until(lambda: {state(rank["pid"]) for rank in facts(0)} == {"Z"})
+        # Both modules change together: a rank with one of them old could not import the other.
+        (package / "edited_first.py").write_text("NAME = RENAMED = 'new code'\n")
+        (package / "edited_last.py").write_text("from .edited_first import RENAMED as NAME\n")
+        os.kill(process.pid, signal.SIGCONT)
+        said = finish(process, timeout=300)
+    assert "Traceback" not in said
+    (again,) = re.findall(r"^.*start again.*$", said, re.MULTILINE)
+    ends = ["rank 0 ended with exit code 3", "rank 1 ended with exit code 4"]
+    assert sorted(again.partition(": ")[0].split(", ")) == ends
+    assert again.endswith(": all ranks start again (1 of 1)")
+    for attempt, code in enumerate(("old", "new code")):
+        for rank in facts(attempt):
+            assert rank["code"] == [code, code]
+            assert rank["leads_its_session"] and rank["parent"] == process.pid
+            assert rank["launcher"] == str(process.pid) and rank["threads"] == "1"
+    assert len({rank["random"] for attempt in (0, 1) for rank in facts(attempt)}) == 4
+    assert all(said.count(f"said by rank {rank}") == 2 for rank in (0, 1))
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux ends orphans")
+def test_ranks_end_with_their_launcher_and_save_at_one_ctrl_c(tmp_path: Path) -> None:
+    project, slow = bake(tmp_path / "project"), tmp_path / "slow"
+    make_slow(project)
+    write_noise(project / "text.txt")
+    slow.touch()
+    options = ("--train.steps", "100000", "--train.log-every", "1", "--data.path", "text.txt")
+    options += ("--checkpoint.every", "3")
+    run = project / "runs/run"
+
+    def step() -> int:
+        lines = records(run)
+        return lines[-1]["step"] if lines else 0
+
+    with launch(project, "run", *options, SLOW=str(slow), SLOW_SECONDS="0.1") as process:
+        wait_until(lambda: step() > 6)
+        ranks = trainers(process.pid)
+        assert len(ranks) == 2
+        process.kill()  # in mid-step: a step is little else than sleep
+        wait_until(lambda: {state(pid) for pid in ranks} == {"gone"}, 30)
+    with launch(project, "run", *options, SLOW=str(slow), SLOW_SECONDS="0.1") as process:
+        before = step()
+        wait_until(lambda: step() > before + 2)
+        process.send_signal(signal.SIGINT)
+        said = finish(process, codes=(128 + signal.SIGINT,))
+    assert "resuming from" in said and "Traceback" not in said
+    assert "SIGINT: stopping after the step under way" in said
+    assert json.loads((run / "status.json").read_text())["status"] == "preempted"
+    assert manifest(run)["step"] == step()
