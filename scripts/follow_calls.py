@@ -2,13 +2,13 @@
 
 python scripts/follow_calls.py PACKAGE      in a render's folder, with its src on PYTHONPATH
 
-Prints JSON: {"batch": [[file, function], …], "save": …, "restore": …}. A function inside another
-counts as the outer one, and each function counts once.
+Prints JSON: {"batch": [[file, function], …], "save": …, "restore": …}: every function of the
+package that is entered, on any thread, in the order of the first entries. A function inside another
+counts as the outer one, and each function counts once. One plain process trains the tiny preset.
 
-- batch: every function of the package that is entered from `Loader.next` to `compute_loss`;
-- save: the functions on the stack whenever a save makes, opens, syncs or renames something in the
-  checkpoints' folder, or hands work to a thread: from the loop to the published folder;
-- restore: the same from `Checkpointer.restore` to the last file that is read.
+- batch: from `Loader.next` to `compute_loss`;
+- save: from `Checkpointer.save` until the checkpoint is published and older ones are pruned;
+- restore: `Checkpointer.restore`, from one checkpoint.
 """
 
 import importlib
@@ -16,45 +16,32 @@ import json
 import os
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 Call = tuple[str, str]
-LOOP = "_run"  # of train.py
 
 
 class Followed:
-    """The calls seen so far, while `on`."""
+    """The functions of the package that all threads have entered, while `on`."""
 
-    def __init__(self, package: Path, folder: Path) -> None:
-        self.package, self.folder = str(package), str(folder)
+    def __init__(self, package: Path) -> None:
+        self.package = f"{package}{os.sep}"
         self.calls: dict[Call, None] = {}
         self.on = False
+        # A thread takes the profiler of its start, so it is there before the first run begins.
+        threading.setprofile(self.note)
+        sys.setprofile(self.note)
 
-    def note(self, frame: FrameType | None) -> None:
-        """Note a frame's function, if it is of the package."""
-        path = frame.f_code.co_filename if frame else ""
-        if self.on and path.startswith(self.package):
+    def note(self, frame: FrameType, event: str, _: Any) -> None:
+        """Note a call, if it is of the package: what `sys.setprofile` calls."""
+        path = frame.f_code.co_filename
+        if self.on and event == "call" and path.startswith(self.package):
             name = frame.f_code.co_qualname.split(".<locals>")[0]
-            if name != "<module>" and "<lambda>" not in name:
-                self.calls.setdefault((os.path.relpath(path, self.package), name))
-
-    def note_stack(self) -> None:
-        """Note all functions on the stack from the loop on, the outermost first."""
-        frame, stack = sys._getframe(1), []
-        while frame:
-            stack.append(frame)
-            frame = None if frame.f_code.co_name == LOOP else frame.f_back
-        for outer in reversed(stack):
-            self.note(outer)
-
-    def effect(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """An audit hook: what concerns the folder has its stack noted."""
-        concerned = any(self.folder in str(argument) for argument in arguments[:2])
-        if self.on and event in ("os.mkdir", "os.rename", "open") and concerned:
-            self.note_stack()
+            if name != "<module>" and "<" not in name:
+                self.calls.setdefault((path.removeprefix(self.package), name))
 
     def take(self) -> list[Call]:
         """Stop, and return the calls."""
@@ -66,68 +53,49 @@ class Followed:
 def follow(package: str, folder: Path) -> dict[str, list[Call]]:
     """Train a few steps, resume, and follow what happens."""
     config, train = (importlib.import_module(f"{package}.{n}") for n in ("config", "train"))
-    checkpoints = folder / "checkpoints"
-    seen = Followed(Path(train.__file__).parent, checkpoints)
+    seen = Followed(Path(train.__file__).parent)
     result: dict[str, list[Call]] = {}
-    sys.addaudithook(seen.effect)
 
     def run(steps: int) -> None:
         changes = {"run_dir": folder, "device": "cpu", "track": False, "checkpoint.every": 2}
         changes |= {"train.steps": steps, "train.validate_samples": 8}
         train.run(config.override(config.preset("tiny"), changes))
 
-    sync, submit, rename = os.fsync, ThreadPoolExecutor.submit, os.rename
-    compute_loss = train.compute_loss
-    saves, kind = [0], train.Checkpointer
+    kind, compute_loss = train.Checkpointer, train.compute_loss
     save, restore, batch = kind.save, kind.restore, train.Loader.next
-
-    def follow_sync(descriptor: int) -> None:
-        # Not the loop's own files, which it syncs while a save is under way.
-        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(checkpoints):
-            seen.note_stack()
-        sync(descriptor)
-
-    def follow_submit(pool: ThreadPoolExecutor, *arguments: Any, **named: Any) -> Any:
-        seen.note_stack()
-        return submit(pool, *arguments, **named)
-
-    def follow_rename(source: Any, target: Any, **named: Any) -> None:
-        rename(source, target, **named)
-        if seen.on and Path(target).parent == checkpoints and Path(target).name[:5] == "step_":
-            result.setdefault("save", seen.take())
+    saves = [0]
 
     def follow_save(checkpointer: Any, *arguments: Any) -> None:
-        saves[0] += 1
         checkpointer.settle()  # the save before
+        saves[0] += 1
         seen.on = saves[0] == 2
         save(checkpointer, *arguments)
+        if seen.on:  # what the loop calls next, with nothing of the loop's own in between
+            checkpointer.before_optimizer_step()
+            checkpointer.settle()
+            result["save"] = seen.take()
 
     def follow_restore(checkpointer: Any) -> int:
-        seen.on = checkpoints.exists()
+        seen.on = (folder / "checkpoints").exists()
         step = restore(checkpointer)
         if seen.on:
             result["restore"] = seen.take()
         return step
 
     def follow_batch(loader: Any) -> Any:
-        if "restore" in result and "batch" not in result:
-            seen.on = True
-            sys.setprofile(lambda frame, event, _: seen.note(frame) if event == "call" else None)
+        seen.on = "restore" in result and "batch" not in result
         return batch(loader)
 
     def follow_loss(*arguments: Any) -> Any:
-        if "restore" in result and "batch" not in result and seen.on:
-            sys.setprofile(None)
+        if seen.on and "batch" not in result:
             result["batch"] = [*seen.take(), ("model.py", "compute_loss")]
         return compute_loss(*arguments)
 
-    os.fsync, os.rename, ThreadPoolExecutor.submit = follow_sync, follow_rename, follow_submit
     kind.save, kind.restore, train.Loader.next = follow_save, follow_restore, follow_batch
     train.compute_loss = follow_loss
     run(5)
     run(7)
-    own = {"follow_save", "follow_restore"}
-    return {name: [c for c in calls if c[1] not in own] for name, calls in result.items()}
+    return result
 
 
 if __name__ == "__main__":
