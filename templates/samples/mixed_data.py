@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import source
 from .errors import UserError
-from .fingerprint import of_bytes
+from .files import fingerprint
 from .mixture import Joined, parse
 from .source import Spec as Spec  # for the model
 
@@ -40,6 +40,6 @@ def build_datasets(config: "Config") -> tuple[Any, Any, Spec]:
             f"--data.mix {data.mix}: a model cannot read all of these, since they differ in their "
             "vocabulary, tokenizer or classes"
         )
-    identity = of_bytes(*(spec.fingerprint for spec in specs), data.mix)
+    identity = fingerprint(*(spec.fingerprint for spec in specs), data.mix)
     spec = replace(specs[0], fingerprint=identity)
     return Joined(training, weights), Joined(validation, weights), spec

@@ -1,23 +1,36 @@
-"""How training samples are loaded: by their numbers, or as a stream has them.
+"""The loader of training samples: of a map-style dataset (map_style.py), or of a stream.
 
-A stream is an iterable with `state_dict` and `load_state_dict`, as torchdata's nodes and Hugging
-Face's streaming data sets are. Each rank reads on in its own; the place goes into the manifest.
+A stream is an iterable with `state_dict` and `load_state_dict`, like torchdata's nodes and Hugging
+Face's streaming data sets. Each rank reads its own, and the manifest has each rank's position.
 """
 
 import copy
 import json
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch.profiler import record_function
 from torch.utils.data import IterableDataset, default_collate
 
-from .config import TrainConfig
+from . import map_style
 from .distributed import Group, World
 from .errors import UserError
-from .sampling import NOTHING, WAITING, GlobalBatches, Loader, Share, check_dataset
+from .map_style import WAITING as WAITING
+from .map_style import GlobalBatches as GlobalBatches
+from .map_style import Loader as Loader
+from .map_style import Permutation as Permutation
+from .map_style import Share as Share
+from .map_style import check_dataset as check_dataset
+from .map_style import fetch as fetch
+from .map_style import fixed_subset as fixed_subset
+from .map_style import sample_keys as sample_keys
+from .map_style import seed_step as seed_step
+from .map_style import shares as shares
+from .map_style import stream_key as stream_key
+from .profiler import annotated
+
+if TYPE_CHECKING:
+    from .config import TrainConfig
 
 WAYS_OUT = (
     "give it both, as torchdata's nodes and Hugging Face's streaming data sets have them, or write "
@@ -26,7 +39,7 @@ WAYS_OUT = (
 
 
 class StreamOrder(GlobalBatches):
-    """The numbers of a stream's samples: their places in it."""
+    """The numbers of a stream's samples: their positions in it."""
 
     def ids(self, step: int) -> np.ndarray:
         """Numbers of the samples of global batch `step`, int64 of shape [batch_size]."""
@@ -36,8 +49,8 @@ class StreamOrder(GlobalBatches):
 class StreamLoader(Loader):
     """This rank's micro-batches, step after step: what comes next in its stream.
 
-    At the end the stream begins anew. It is read one step ahead at the most, and only before the
-    first step: at a save its place is that of the samples that were trained on.
+    At its end the stream starts over. It is read at most one step ahead, and only before the first
+    step, so at a save its position is that of the samples that were trained on.
     """
 
     def __init__(self, stream: Any, batch_size: int, plan: list[Share], world: World) -> None:
@@ -57,13 +70,13 @@ class StreamLoader(Loader):
     def next(self) -> list[Any]:
         """The micro-batches of one step, in the order of the plan."""
         started, first = time.perf_counter(), not self.last
-        with record_function(WAITING) if torch.autograd._profiler_enabled() else NOTHING:
+        with annotated(WAITING):
             batches = self.of(self.step, self.plan)
         self.last, self.ahead = self.ahead, []
         self.step += 1
         self.seconds += time.perf_counter() - started
         if first:
-            self.place()  # to refuse at once what no checkpoint could hold
+            self.stream_state()  # to refuse at once what no checkpoint could hold
         return batches
 
     def of(self, step: int, plan: list[Share]) -> list[Any]:
@@ -95,8 +108,26 @@ class StreamLoader(Loader):
         if hasattr(self.stream, "set_epoch"):  # another order, where the stream has one
             self.stream.set_epoch(epoch)
 
-    def place(self) -> dict[str, Any]:
-        """Where this rank's stream is, as JSON holds it; UserError for what JSON does not hold."""
+    def position(self, group: Group) -> dict[str, Any]:
+        """Each rank's position in its stream, for the manifest."""
+        return {"streams": group.agree(self.stream_state)}
+
+    def resume(self, step: int, manifest: dict[str, Any], group: Group) -> None:
+        """Continue with global batch `step`; UserError where the streams cannot."""
+        if step:
+            positions = manifest.get("streams")
+            if not isinstance(positions, list) or len(positions) != group.size:
+                before = f"{len(positions)} ranks" if isinstance(positions, list) else "no stream"
+                raise UserError(
+                    f"the checkpoint has the stream positions of {before}, and this run has "
+                    f"{group.size}. Resume with as many ranks, or start a new run from its weights "
+                    "(--init-from)"
+                )
+            group.agree(lambda: self.load_stream_state(positions[group.rank]))
+        self.seek(step)
+
+    def stream_state(self) -> dict[str, Any]:
+        """This rank's position, as JSON holds it; UserError for what JSON does not hold."""
         state = copy.deepcopy(self.stream.state_dict())
         try:
             if json.loads(json.dumps(state)) == state:
@@ -109,13 +140,15 @@ class StreamLoader(Loader):
             f"names, lists, numbers and text, which are all that a checkpoint keeps of it: {state}"
         )
 
-    def return_to(self, place: dict[str, Any]) -> None:
-        """Go on from a place; UserError if the stream does not know it."""
+    def load_stream_state(self, position: dict[str, Any]) -> None:
+        """Continue from a position; UserError if the stream refuses it."""
         try:
-            self._set_epoch(place["epoch"])
-            self.stream.load_state_dict(place["state"])
+            self._set_epoch(position["epoch"])
+            self.stream.load_state_dict(position["state"])
         except Exception as error:  # whatever the stream raises
-            raise UserError(f"the training stream does not find its place: {error!r}") from error
+            raise UserError(
+                f"the training stream cannot resume at its position: {error!r}"
+            ) from error
         self.iterating = iter(self.stream)
 
 
@@ -130,40 +163,19 @@ class _FirstSamples:
         return [first[i % len(first)] for i in ids]
 
 
-def open_loader(dataset: Any, train: TrainConfig, plan: list[Share], world: World) -> Loader:
-    """The loader of a training set; UserError if it has neither numbers nor a place."""
-    numbered = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
-    if isinstance(dataset, IterableDataset) or not numbered:
-        kind = f"the training stream (build_datasets in data.py) is a {type(dataset).__name__}"
-        if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
-            raise UserError(f"{kind} without state_dict and load_state_dict: {WAYS_OUT}")
-        if train.loader_workers:
-            raise UserError("--train.loader-workers: a stream is read ahead by workers of its own")
-        if train.global_batch_size % world.size:
-            raise UserError(
-                f"--train.global-batch-size {train.global_batch_size} of a stream must be a "
-                f"multiple of the {world.size} ranks"
-            )
-        return StreamLoader(dataset, train.global_batch_size, plan, world)
-    check_dataset(dataset, "training")
-    order = GlobalBatches(len(dataset), train.global_batch_size, train.seed)
-    return Loader(dataset, order, plan, train.loader_workers, pin=world.device.type == "cuda")
-
-
-def place_of(loader: Loader, group: Group) -> dict[str, Any]:
-    """What a manifest has to say of the loader: each rank's place in its stream."""
-    return {"streams": group.agree(loader.place)} if isinstance(loader, StreamLoader) else {}
-
-
-def go_on(loader: Loader, step: int, manifest: dict[str, Any], group: Group) -> None:
-    """Continue with global batch `step`; UserError where a stream cannot."""
-    if isinstance(loader, StreamLoader) and step:
-        places = manifest.get("streams")
-        if not isinstance(places, list) or len(places) != group.size:
-            before = f"{len(places)} ranks" if isinstance(places, list) else "no stream"
-            raise UserError(
-                f"this run's checkpoint is of {before}, each at its place in its own: it cannot go "
-                f"on with {group.size}. Use as many, or start anew from its weights (--init-from)"
-            )
-        group.agree(lambda: loader.return_to(places[group.rank]))
-    loader.seek(step)
+def open_loader(dataset: Any, train: "TrainConfig", plan: list[Share], world: World) -> Loader:
+    """The loader of a training set; UserError if it is neither map-style nor a stream."""
+    map_style_dataset = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+    if map_style_dataset and not isinstance(dataset, IterableDataset):
+        return map_style.open_loader(dataset, train, plan, world)
+    kind = f"the training stream (build_datasets in data.py) is a {type(dataset).__name__}"
+    if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
+        raise UserError(f"{kind} without state_dict and load_state_dict: {WAYS_OUT}")
+    if train.loader_workers:
+        raise UserError("--train.loader-workers: a stream is read ahead by workers of its own")
+    if train.global_batch_size % world.size:
+        raise UserError(
+            f"--train.global-batch-size {train.global_batch_size} of a stream must be a "
+            f"multiple of the {world.size} ranks"
+        )
+    return StreamLoader(dataset, train.global_batch_size, plan, world)

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from .errors import UserError
 from .files import (
     check_regular,
+    fingerprint_files,
     make_folder,
     open_to_write,
     read_json,
@@ -32,7 +33,6 @@ from .files import (
     sync_directory,
     write_json,
 )
-from .fingerprint import of_files
 from .text import NAME, digest_of, read_tokenizer
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def write_tokens(options: TokensConfig) -> str:
     if given and given.token_to_id(options.end_of_text) is None:
         raise UserError(f"the tokenizer has no token {options.end_of_text!r}: give --end-of-text")
     plan = {
-        "text": of_files(root, files, options.field, options.end_of_text),
+        "text": fingerprint_files(root, files, options.field, options.end_of_text),
         "made_by": digest_of(given) if given else options.vocabulary,
     }
     make_folder(partial)

@@ -72,7 +72,7 @@ def test_a_resume_reads_on(project: Project, tmp_path: Path) -> None:
     path = tmp_path / "whole/checkpoints/step_00000020"
     (other := Stream()).load_state_dict = lambda state: state["shard"]
     shutil.rmtree(path)
-    with pytest.raises(project.module("errors").UserError, match="does not find its place"):
+    with pytest.raises(project.module("errors").UserError, match="cannot resume at its position"):
         train(project, other, tmp_path / "whole")
 
 

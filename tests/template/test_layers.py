@@ -21,12 +21,11 @@ LAYERS = (
     {"__main__"},
     {"workflow"},
     {"train", "infer", "tokens"},  # what is done with a model, by its settings
-    {"loading"},
     {"config"},
     {"model", "data", "source", "optim", "callbacks", "text"},
-    {"compile", "profiler", "checkpoint", "run", "mixture", "sampling", "ema"},
+    {"compile", "profiler", "checkpoint", "run", "mixture", "sampling", "map_style", "ema"},
     {"distributed"},
-    {"loss", "schedule", "errors", "files", "device", "fingerprint"},
+    {"loss", "schedule", "errors", "files", "device"},
 )
 """The top first; a module belongs to the layer of its room."""
 

@@ -103,6 +103,7 @@ CONDITIONAL: dict[str, Condition] = {
     "tests/test_ranks.py": ranks,
     f"{PACKAGE}/checkpoint/dcp_writer.py": lambda a: a["checkpoint"] != "torch_save",
     **dict.fromkeys(every(PACKAGE, "mixture source"), lambda a: a["samples"] == "mixture"),
+    f"{PACKAGE}/map_style.py": lambda a: a["samples"] == "stream",
     f"{PACKAGE}/text.py": lambda a: a["task"] == "language_model",
     f"{PACKAGE}/tokens.py": lambda a: (a["task"], a["text"]) == ("language_model", "tokenizer"),
     f"{PACKAGE}/run/tracker_adapter.py": lambda a: a["tracker"] != "none",
@@ -134,8 +135,8 @@ ALWAYS = {
     *every("tests", "conftest test_sampling test_checkpoints test_training"),
     *every(
         PACKAGE,
-        "__init__ __main__ callbacks compile config data device ema errors files fingerprint infer "
-        "loading loss model optim profiler sampling schedule train",
+        "__init__ __main__ callbacks compile config data device ema errors files infer "
+        "loss model optim profiler sampling schedule train",
     ),
     f"{PACKAGE}/py.typed",
     *every(f"{PACKAGE}/distributed", "__init__ parallel stop"),
@@ -159,7 +160,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "tests/test_ranks.py": ("parallelism",),
     **dict.fromkeys(every(PACKAGE, "model infer callbacks optim"), ("task",)),
     **dict.fromkeys(every(PACKAGE, "data source"), ("task", "samples")),
-    **dict.fromkeys(every(PACKAGE, "loading mixture"), ("samples",)),
+    **dict.fromkeys(every(PACKAGE, "sampling map_style mixture"), ("samples",)),
     **dict.fromkeys(every(PACKAGE, "text tokens"), ("task", "text")),
     **dict.fromkeys(
         every(

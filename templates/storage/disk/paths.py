@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import UserError
-from ..files import read_json
-from ..fingerprint import of_files
+from ..files import fingerprint_files, read_json
 from . import PUBLISHED
 
 T = TypeVar("T")
@@ -63,7 +62,7 @@ def listing(folder: Path) -> dict[str, int]:
 def fingerprint_of(path: Path) -> str:
     """Fingerprint of a file, or of the plain files in a folder."""
     plain = (file for file in path.glob("*") if file.is_file() and not file.is_symlink())
-    return of_files(path, sorted(plain) or [path])
+    return fingerprint_files(path, sorted(plain) or [path])
 
 
 def open_regular(path: Path) -> Any:

@@ -16,8 +16,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from .errors import UserError
-from .files import check_regular
-from .fingerprint import of_bytes, of_files
+from .files import check_regular, fingerprint, fingerprint_files
 
 if TYPE_CHECKING:
     from .config import Config
@@ -74,7 +73,7 @@ def build_datasets(config: "Config") -> tuple["Images", "Images", Spec]:
     validation.brightest = training.brightest
     training.max_shift = data.max_shift
     names = tuple(map(str, range(int(labels.max()) + 1)))
-    return training, validation, Spec(images.shape[3], names, of_bytes(images, labels))
+    return training, validation, Spec(images.shape[3], names, fingerprint(images, labels))
 
 
 def read_folder(path: Path, config: DataConfig) -> tuple["Images", "Images", Spec]:
@@ -104,7 +103,7 @@ def read_folder(path: Path, config: DataConfig) -> tuple["Images", "Images", Spe
     )
     training.asked_for = validation.asked_for = config.channels != 0
     training.max_shift = config.max_shift
-    spec = Spec(channels, tuple(classes), of_files(path, files, config.size, channels))
+    spec = Spec(channels, tuple(classes), fingerprint_files(path, files, config.size, channels))
     return training, validation, spec
 
 

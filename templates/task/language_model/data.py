@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from .errors import UserError
-from .files import check_regular, read_json
-from .fingerprint import of_bytes, of_files
+from .files import check_regular, fingerprint, fingerprint_files, read_json
 
 if TYPE_CHECKING:
     from .config import Config
@@ -81,13 +80,13 @@ def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
         data, encoding = described(folder, data)
         check_token_files(files, data.vocabulary, data.token_type)
         parts = [[f for f in files if f.name.startswith("val") is val] for val in (False, True)]
-        identity = of_files(folder, files, data.context, data.token_type)
+        identity = fingerprint_files(folder, files, data.context, data.token_type)
     else:
         data = replace(data, vocabulary=256, end_of_text=0)
         parts = read_text(folder, "" if data.path else ".py")
-        identity = of_bytes(*parts[0], *parts[1], data.context)
+        identity = fingerprint(*parts[0], *parts[1], data.context)
     if data.documents == "separate":
-        identity = of_bytes(identity, data.end_of_text)
+        identity = fingerprint(identity, data.end_of_text)
         if not 0 <= data.end_of_text < data.vocabulary:
             raise UserError(
                 "--data.documents separate needs to know the token that ends a document: give "

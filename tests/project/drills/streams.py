@@ -96,7 +96,7 @@ def main(folder: Path, packages: list[str]) -> None:
             try:
                 end_of_run(name, settings, world)
             except errors.UserError as error:
-                assert "is of 2 ranks" in str(error), error
+                assert "positions of 2 ranks" in str(error), error
             else:
                 raise AssertionError("it went on with another number of ranks")
         if world.rank == 0:

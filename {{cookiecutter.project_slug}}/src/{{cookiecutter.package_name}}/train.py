@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from . import callbacks as own
 from .checkpoint.checkpointer import Checkpointer, agree_on_identity, identity_of
@@ -25,11 +24,10 @@ from .distributed.stop import Stop
 from .ema import averaged_weights, keep_average
 from .errors import RankError, UserError
 from .files import to_json
-from .loading import go_on, open_loader, place_of
 from .loss import checked, judge_step, loss_vector, means
 from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer
-from .profiler import Profiler
+from .profiler import Profiler, annotated
 from .run import hardware
 from .run.bad_steps import RunningBuffers, SkippedSteps, StopAtBadStep, step_unless, try_step
 from .run.callback_runner import GarbageCollection, enter, methods
@@ -37,7 +35,16 @@ from .run.directory import RunDirectory
 from .run.journal import Journal, introduce, validated_at
 from .run.memory import MemoryUse
 from .run.tracker import tracking
-from .sampling import NOTHING, Loader, Share, check_dataset, fetch, fixed_subset, seed_step, shares
+from .sampling import (
+    Loader,
+    Share,
+    check_dataset,
+    fetch,
+    fixed_subset,
+    open_loader,
+    seed_step,
+    shares,
+)
 from .schedule import set_schedule
 
 log = logging.getLogger(__name__)
@@ -88,7 +95,7 @@ def setup(config: Config, world: World | None = None) -> State:
     if not isinstance(getattr(spec, "fingerprint", None), str):
         raise UserError(
             "the spec of build_datasets (data.py) needs a `fingerprint`: a text that "
-            "another data set does not have, as fingerprint.py makes it"
+            "another data set does not have, as `fingerprint` in files.py makes it"
         )
     check_dataset(validation, "validation")
     plan = shares(batch_size, settings.micro_batch_size, world.rank, world.size)
@@ -124,16 +131,13 @@ def train_step(state: State, batches: list[Any]) -> None:
     config, world = state.config, state.world
     # Random numbers are a function of (seed, step, rank), so no generator's state is saved.
     seed_step(config.train.seed, state.step, world.rank, world.device)
-    # Named in a trace only: a name costs microseconds.
-    parts, tracing = ("forward", "backward", "optimizer"), torch.autograd._profiler_enabled()
-    forward, backward, update = (record_function(p) if tracing else NOTHING for p in parts)
     state.buffers.keep()
     sums: Any = None
     for i, (share, batch) in enumerate(zip(state.plan, batches, strict=True)):
         with parallel.accumulate(state.module, last=i == len(batches) - 1):
-            with forward, parallel.autocast(world, state.compute_dtype):
+            with annotated("forward"), parallel.autocast(world, state.compute_dtype):
                 loss = checked(compute_loss(state.module, move(batch, world.device)))
-            with backward:
+            with annotated("backward"):
                 # A rank without samples left has one at weight 0: ranks must take part alike.
                 (loss.total if share.weight == 1 else loss.total * share.weight).backward()
         part = loss_vector(loss) if share.weight == 1 else loss_vector(loss) * share.weight
@@ -150,7 +154,7 @@ def train_step(state: State, batches: list[Any]) -> None:
     if state.checkpointer:
         # A save may still be copying these weights: the optimizer must not change them under it.
         state.checkpointer.before_optimizer_step()
-    with update:
+    with annotated("optimizer"):
         step_unless(bad, state.optimizer)
     state.buffers.put_back(bad)
     state.optimizer.zero_grad(set_to_none=True)
@@ -331,7 +335,7 @@ def start(state: State, run_dir: Path, group: Group) -> Checkpointer:
     facts = {"identity": identity, "schedule": schedule}
     checkpointer = state.checkpointer = Checkpointer(
         *(run_dir, config.checkpoint, state.world, state.model, state.optimizer, facts),
-        partial(place_of, state.loader, group),
+        partial(state.loader.position, group),
     )
     needed = hardware.expected_memory(state.model, state.optimizer, checkpointer.staged_by)
     group.agree(lambda: hardware.check_memory(needed, state.world.device))
@@ -341,7 +345,7 @@ def start(state: State, run_dir: Path, group: Group) -> Checkpointer:
         group.from_first(lambda: hardware.check_disk(needed, kept, run_dir))
     if state.step == 0 and (origin := config.init_from):
         log.info("weights: %s", load_weights(origin, state.model, None, group, config.init_strict))
-    go_on(state.loader, state.step, checkpointer.restored, group)
+    state.loader.resume(state.step, checkpointer.restored, group)
     return checkpointer
 
 

@@ -1,1 +1,0 @@
-# {% include "samples/" ~ ("stream" if cookiecutter.samples == "stream" else "numbered") ~ ".py" %}
