@@ -40,8 +40,8 @@ _WINDOWS = re.compile("con|prn|aux|nul|(com|lpt)[0-9]")
 # from renders and from torch, and compares.
 DEPENDENCIES = (  # what the pyproject.toml of some answers requires
     *("alembic", "basedpyright", "fsspec", "jinja2", "markupsafe", "matplotlib", "mlflow_skinny"),
-    *("numpy", "pillow", "pre_commit", "pre_commit_hooks", "pytest", "ruff", "s3fs"),
-    *("safetensors", "scikit_learn"),
+    *("numpy", "pillow", "pre_commit", "pre_commit_hooks", "psutil", "pytest", "ruff"),
+    *("s3fs", "safetensors", "scikit_learn"),
     *("setuptools", "sqlalchemy", "tensorboard", "tokenizers", "torch", "tqdm", "tyro", "wandb"),
 )
 PROVIDED = (  # modules and commands of these that have other names than their distributions

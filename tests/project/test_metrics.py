@@ -228,7 +228,8 @@ def test_each_line_tells_the_memory(project: Project, tmp_path: Path) -> None:
     train(project, tmp_path)
     found = [line["host_bytes"] for line in lines(tmp_path)]
     assert len(found) == STEPS and min(found) > 50e6
-    memory, before = project.module("run.memory"), project.module("run.memory").host_memory()
+    memory = project.module("run.hardware")
+    before = memory.host_memory()
     ready, go = multiprocessing.Event(), multiprocessing.Event()
 
     def work(size: int) -> None:
@@ -265,7 +266,7 @@ def test_a_host_memory_that_grows_is_named_once(
     held: Any,
     named: bool,
 ) -> None:
-    memory = project.module("run.memory")
+    memory = project.module("run.hardware")
     world = SimpleNamespace(rank=0, device=SimpleNamespace(type="cpu"))
     saving = SimpleNamespace(writer=SimpleNamespace(staged_bytes=0))
     watch = memory.MemoryUse()

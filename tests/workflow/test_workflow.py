@@ -38,20 +38,6 @@ def write_stage(project: Project, run_dir: Path, name: str, passed: bool | None 
     return stages.stage_file(run_dir, name)
 
 
-@pytest.mark.parametrize("busy", [True, False])
-def test_a_stage_says_that_other_work_held_the_cores(
-    project: Project,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    busy: bool,
-) -> None:
-    stages, waited = project.module("workflow.stage"), iter([0.0, 1e6 if busy else 0.0])
-    monkeypatch.setattr(stages, "waited_for_a_core", lambda: next(waited))
-    write_stage(project, tmp_path, "baseline")
-    assert ("this stage waited for a core" in caplog.text) == busy
-
-
 def spread(median: float) -> dict[str, float]:
     return {"median": median, "p10": 0.9 * median, "p90": 1.2 * median, "n": 40}
 

@@ -33,7 +33,6 @@ from ..errors import RankError, UserError, exit_code
 from ..files import write_json
 from ..run.hardware import check_memory, expected_memory
 from ..run.logs import log_to_console
-from ..run.memory import descendants
 from ..train import State, run, setup, start, train_step
 from . import processes
 from .stage import PACKAGE, StageConfig
@@ -282,7 +281,7 @@ def kill_in_save(process: processes.Process, run_dir: Path) -> Kill | None:
 
 def kill_ranks(process: processes.Process) -> None:
     """Kill the ranks of a stopped run; wait until torchrun, which goes on, has noticed."""
-    below, session = descendants(process.pid), os.getsid(process.pid)
+    below, session = processes.descendants(process.pid), os.getsid(process.pid)
     ranks = [pid for pid in below if os.getsid(pid) == pid]  # torchrun gives each its session
     if not ranks:  # a plain process
         processes.kill(process)

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from ..distributed import parallel
 from ..errors import RankError, UserError
 from ..run.hardware import usable_cores
-from ..run.memory import descendants
 from .stage import PACKAGE, StageConfig
 
 Process = subprocess.Popen[str]
@@ -139,6 +139,13 @@ def finish(process: Process, task: str, seconds: float) -> str:
     if process.returncode:
         raise RankError(f"{task} ended with exit code {process.returncode}{_errors(output)}")
     return output
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below `pid`; none if it is gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return []
 
 
 def kill(process: Process, number: int = signal.SIGKILL) -> None:

@@ -33,7 +33,6 @@ from .run.bad_steps import RunningBuffers, SkippedSteps, StopAtBadStep, step_unl
 from .run.callback_runner import GarbageCollection, enter, methods
 from .run.directory import RunDirectory
 from .run.journal import Journal, introduce, validated_at
-from .run.memory import MemoryUse
 from .run.tracker import tracking
 from .sampling import (
     Loader,
@@ -226,7 +225,7 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         stack.push(lambda kind, error, trace: record_stop(error, stop, run_dir, state))
         # The watchdog also watches the restore, which waits for the other ranks.
         watching, after_journal = watchdog(run_dir.path, world, group, state.module)
-        callbacks = [*enter([MemoryUse(), *watching], stack)]
+        callbacks = [*enter([hardware.MemoryUse(), *watching], stack)]
         checkpointer = stack.enter_context(start(state, run_dir.path, group))
         owed = owes_validation(state, checkpointer, run_dir.path, group)
         if state.step >= settings.steps and not owed:
@@ -366,7 +365,6 @@ def callbacks_of(state: State, run_dir: Path, group: Group, writing: tuple) -> I
     yield SkippedSteps(config.train.max_bad_steps, group)
     yield from writing  # the record, to which the callbacks before may have added figures
     yield GarbageCollection()
-    yield hardware.BusyCores()
     if config.track and state.world.rank == 0:
         yield from tracking(config, run_dir, state.step)
     if config.profile.every:

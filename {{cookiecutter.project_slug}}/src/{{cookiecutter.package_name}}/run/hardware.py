@@ -4,17 +4,18 @@ import contextlib
 import copy
 import inspect
 import logging
-import math
+import multiprocessing
 import os
 import platform
 import re
 import resource
 import shutil
+import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import nn
 
@@ -23,7 +24,6 @@ from ..distributed import parallel
 from ..errors import UserError
 
 log = logging.getLogger(__name__)
-BUSY = 0.2  # share of the time waiting for a core that is worth a warning
 # Dense bf16 peaks in TFLOP/s, from the makers' data sheets, by words of the device's name.
 # fmt: off
 PEAK_BF16_TFLOPS = {
@@ -32,6 +32,8 @@ PEAK_BF16_TFLOPS = {
     "RTX 4090": 165, "MI300X": 1307,
 }
 # fmt: on
+STEPS, LINES = 1000, 12  # over which the growth of host memory is judged, at least
+GROWTH = 1.05  # from one third of them to the next: more than the allocator's ups and downs
 
 
 class Memory(NamedTuple):
@@ -53,7 +55,7 @@ class Memory(NamedTuple):
 
 
 def expected_memory(model: nn.Module, optimizer: torch.optim.Optimizer, staged_by: int) -> Memory:
-    """Work out the memory of a process from the model as it was placed.
+    """Compute the memory of a process from the model as it was placed.
 
     `staged_by` is the number of processes that divide the staging of checkpoints (0: no staging).
     """
@@ -67,18 +69,17 @@ def expected_memory(model: nn.Module, optimizer: torch.optim.Optimizer, staged_b
     for tensor in [*model.parameters(), *model.buffers()]:
         size = parallel.local_part(tensor).nbytes
         factor = factors.get(id(tensor), 0.0)
-        moments = int(factor * size)
         parameters += size
         gradients += size if tensor.requires_grad else 0
-        state += moments
+        state += int(factor * size)
         checkpoint += tensor.nbytes + int(factor * tensor.nbytes)
         if staged_by:
-            staging += (size + moments) // parallel.copies(tensor, 0, staged_by)[0]
+            staging += int((1 + factor) * size) // parallel.copies(tensor, 0, staged_by)[0]
     return Memory(parameters, gradients, state, staging, checkpoint, guessed)
 
 
 def state_per_parameter(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float | None:
-    """Bytes that it keeps per byte of a parameter of a group; None if a twin cannot be tried."""
+    """Measure the bytes of state per byte of a parameter on a small twin; None if that fails."""
     parameter = torch.zeros(64, 64, requires_grad=True)
     parameter.grad = torch.zeros_like(parameter)
     known = inspect.signature(type(optimizer)).parameters
@@ -94,37 +95,33 @@ def state_per_parameter(optimizer: torch.optim.Optimizer, group: dict[str, Any])
 def check_memory(needed: Memory, device: torch.device) -> None:
     """Log the memory needed; a warning when it is tight, UserError when it cannot fit."""
     log.info("%s", needed)
-    advice = "take a smaller model, an optimizer with less state, or shard over more devices (FSDP)"
     on_device = needed.gradients + needed.optimizer  # the parameters are there already
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     on_host = processes * (needed.staging + (on_device if device.type == "cpu" else 0))
     checks = [("this machine", on_host, free_host_memory())]
     if device.type == "cuda":
         if needed.staging and usable_cores() < 2 * processes:
-            log.warning(
-                "%d cores for %d processes: a save in the background slows training down, as its "
-                "threads have no core of their own",
-                *(usable_cores(), processes),
-            )
+            text = "%d cores for %d processes: background saves share cores with training"
+            log.warning(f"{text} and slow it down", usable_cores(), processes)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + unused
         checks.append((torch.cuda.get_device_name(device), on_device, free))
-    for where, more, free in checks:
-        if free is None or more <= 0.8 * free:
-            continue
-        text = f"{where} has {in_units(free)} free, and this run needs {in_units(more)} more"
-        if more > free and not needed.guessed:
+    advice = "use a smaller model, an optimizer with less state, or shard over more devices (FSDP)"
+    for where, size, free in checks:
+        text = f"{where} has {in_units(free)} free, and this run needs {in_units(size)} more"
+        if size > free and not needed.guessed:
             raise UserError(f"{text} before the first activation. {needed}. To fit, {advice}")
-        log.warning("%s: if it fails, %s", text, advice)
+        if size > 0.8 * free:
+            log.warning("%s: if it fails, %s", text, advice)
 
 
 def check_disk(needed: Memory, kept: int, run_dir: Path) -> None:
     """Log what a new run's checkpoints will take; UserError when not even one and a half fit."""
-    place, size = run_dir / "checkpoints", needed.checkpoint  # it may be a link to another disk
-    disk = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
+    folder, size = run_dir / "checkpoints", needed.checkpoint  # it may be a link to another disk
+    disk = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(disk).free
     text = f"a checkpoint takes {in_units(size)}, up to {kept} at once {in_units(kept * size)}: "
-    text += f"{in_units(free)} are free in {place}"
+    text += f"{in_units(free)} are free in {folder}"
     advice = "free some, keep fewer (--checkpoint.keep), or make checkpoints a link to another disk"
     if 1.5 * size > free and not needed.guessed:
         raise UserError(f"{text}. To train here, {advice}")
@@ -134,25 +131,20 @@ def check_disk(needed: Memory, kept: int, run_dir: Path) -> None:
         log.info("%s", text)
 
 
-def free_host_memory() -> int | None:
-    """Bytes that are free on the machine and within a container's limit; None if unknown."""
-    free = []
-    with contextlib.suppress(OSError, KeyError):
-        free.append(_table("/proc/meminfo")["MemAvailable:"] << 10)
+def free_host_memory() -> int:
+    """Bytes that are free on the machine and, where it has a limit, in this container."""
+    free = [psutil.virtual_memory().available]
+    # psutil does not know a container's limit. What the kernel caches of files, it gives back.
     for folder, limit, used, cached in (
         ("", "max", "current", "inactive_file"),
         ("memory/", "limit_in_bytes", "usage_in_bytes", "total_inactive_file"),  # cgroup v1
     ):
-        path = f"/sys/fs/cgroup/{folder}memory."
         with contextlib.suppress(OSError, KeyError, ValueError):  # no such limit, or "max"
-            bytes_left = int(Path(path + limit).read_text()) - int(Path(path + used).read_text())
-            free.append(bytes_left + _table(path + "stat")[cached])
-    return min(free, default=None)
-
-
-def _table(path: str) -> dict[str, int]:
-    lines = map(str.split, Path(path).read_text().splitlines())
-    return {name: int(value) for name, value, *_ in lines}
+            paths = (f"/sys/fs/cgroup/{folder}memory.{name}" for name in (limit, used, "stat"))
+            most, taken, table = (Path(path).read_text() for path in paths)
+            caches = dict(line.split() for line in table.splitlines())
+            free.append(int(most) - int(taken) + int(caches[cached]))
+    return min(free)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -161,6 +153,61 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def host_memory() -> int:
+    """Resident bytes of this process and of its loader workers, without what these share with it.
+
+    A forked worker shares most of its pages: counting them again would count them twice.
+    """
+    own = psutil.Process().memory_info()
+    held = own.rss - getattr(own, "shared", 0)  # without mapped files
+    for worker in multiprocessing.active_children():
+        with contextlib.suppress(psutil.Error):  # it has ended since
+            held += psutil.Process(worker.pid).memory_full_info().uss
+    return held
+
+
+class MemoryUse:
+    """A callback: adds the memory to each log line, and warns once when host memory grows.
+
+    `host_bytes` includes the `staging_bytes` of a save in the background. Nothing here waits for
+    the device.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, int]] = []  # (step, bytes on the host)
+        self.warned = False
+
+    def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
+        """Add to the log line, if there is one."""
+        if record is None:
+            return
+        device = state.world.device
+        if device.type == "cuda":
+            record["device_peak_bytes"] = torch.cuda.max_memory_allocated(device)
+            record["device_reserved_bytes"] = torch.cuda.max_memory_reserved(device)
+        if staged := state.checkpointer.writer.staged_bytes:
+            record["staging_bytes"] = staged
+        record["host_bytes"] = host_memory()
+        self.lines.append((state.step, record["host_bytes"]))
+        self._judge(state.world.rank)
+
+    def _judge(self, rank: int) -> None:
+        (first, before), (last, now) = self.lines[0], self.lines[-1]
+        if self.warned or len(self.lines) < LINES or last - first < STEPS:
+            return
+        size = len(self.lines) // 3
+        thirds = [self.lines[start : start + size] for start in (0, size, 2 * size)]
+        one, two, three = (statistics.median(held for _, held in third) for third in thirds)
+        if two > GROWTH * one and three > GROWTH * two:
+            self.warned = True
+            log.warning(
+                "the host's memory of rank %d grows: %s at step %d, %s at step %d. Does a dataset "
+                "or a callback keep something of each step, such as a loss with its graph?",
+                *(rank, in_units(before), first, in_units(now), last),
+            )
+        del self.lines[:size]
 
 
 def in_units(size: float) -> str:
@@ -200,7 +247,7 @@ def where_measured(device: torch.device) -> dict[str, Any]:
         "gpus": torch.cuda.device_count(),
         "cpu": cpu_name(),
         "cores": usable_cores(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "platform": platform.platform(),
         "load": round(os.getloadavg()[0], 1),
     }
@@ -211,9 +258,9 @@ def where_measured(device: torch.device) -> dict[str, Any]:
 def cpu_name() -> str:
     """The processor's own name, as far as the system reports it."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        text = Path("/proc/cpuinfo").read_text("utf-8")
+        if found := re.search(r"^model name\s*: *(.+)", text, re.M):
+            return found[1].strip()
     return platform.processor() or platform.machine()
 
 
@@ -221,34 +268,3 @@ def usable_cores() -> int:
     """Cores that this process may run on, which in a container can be fewer than there are."""
     on_linux = hasattr(os, "sched_getaffinity")
     return len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
-
-
-class BusyCores:
-    """A callback for CPUs: says once that other work holds the cores for which a run waits.
-
-    While one of torch's threads waits, the others spin: a step can take ten times as long.
-    """
-
-    def __init__(self) -> None:
-        self.looked, self.waited = time.perf_counter(), waited_for_a_core()
-
-    def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
-        """Look at log lines, some seconds apart."""
-        if record is None or state.world.device.type != "cpu":
-            return
-        seconds, threads = time.perf_counter() - self.looked, torch.get_num_threads()
-        if threads > 1 and seconds > 5:
-            before, self.waited = self.waited, waited_for_a_core()
-            self.looked += seconds
-            if (share := (self.waited - before) / seconds) > BUSY:
-                self.looked = math.inf
-                text = "this run waits for a core %.0f %% of the time, as other work holds them: "
-                text += "fewer threads than %d are faster then (OMP_NUM_THREADS=1)"
-                log.warning(text, 100 * share, threads)
-
-
-def waited_for_a_core() -> float:
-    """Seconds that the main thread had work and no core; 0 where nobody counts (not on Linux)."""
-    with contextlib.suppress(OSError):
-        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
-    return 0.0

@@ -6,7 +6,6 @@ versions, seconds, measured_at}. A status is pass, fail or not_measured.
 
 import hashlib
 import json
-import logging
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -17,10 +16,9 @@ from ..config import Config
 from ..device import pick_device
 from ..errors import UserError
 from ..files import make_folder, to_json, write_json
-from ..run.hardware import BUSY, waited_for_a_core, where_measured
+from ..run.hardware import where_measured
 from . import WorkflowConfig
 
-log = logging.getLogger(__name__)
 STATUSES = ("fail", "not_measured", "pass")  # the worst first
 PACKAGE = __name__.partition(".")[0]
 
@@ -41,7 +39,6 @@ class Stage:
         self.figures: dict[str, Any] = {}
         self.checks: list[dict[str, str]] = []
         self.advice: list[str] = []
-        self.waited = waited_for_a_core()
         self.file = stage_file(config.directory, name)
         try:
             make_folder(self.file.parent)
@@ -79,10 +76,6 @@ class Stage:
     def close(self) -> int:
         """Write workflow/<stage>.json; 0 unless a check failed."""
         seconds = time.perf_counter() - self.started
-        if (share := (waited_for_a_core() - self.waited) / seconds) > BUSY:
-            text = "this stage waited for a core %.0f %% of the time, since other work holds them: "
-            text += "its figures say little; measure again later, or with fewer threads"
-            log.warning(text, 100 * share)
         content = {
             "stage": self.name,
             "status": self.status,
