@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from ..errors import UserError
 from ..files import flatten, open_to_write
 
-STATUS = {"running": "RUNNING", "preempted": "KILLED", "failed": "FAILED"}
+STATUS = {"preempted": "KILLED", "failed": "FAILED"}  # else FINISHED
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,14 @@ class Tracker:
     parameters their first values (the artifact config.json has the newest).
     """
 
-    def __init__(
-        self, config: TrackerConfig, run_dir: Path, settings: dict[str, Any], step: int, status: str
-    ) -> None:
+    def __init__(self, config: TrackerConfig, run_dir: Path, settings: Any, step: int) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # else it reports each table it makes
         from mlflow.entities import Metric, Param
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
-        self.metric, self.status = Metric, status
+        self.metric = Metric
         home = run_dir.resolve().parent
         uri = config.uri or os.environ.get("MLFLOW_TRACKING_URI")
         artifacts = None if uri else (home / "mlflow-artifacts").as_uri()
@@ -57,24 +56,27 @@ class Tracker:
             with contextlib.suppress(MlflowException):  # it is in another store
                 run = self.client.get_run(json.loads(note.read_text("utf-8"))["id"])
         if run is None:
-            experiment = self._experiment(config.experiment, artifacts)
-            run = self.client.create_run(experiment, run_name=run_dir.name)
+            experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", config.experiment)
+            known = self.client.get_experiment_by_name(experiment)
+            number = known and known.experiment_id
+            number = number or self.client.create_experiment(experiment, artifacts)
+            run = self.client.create_run(number, run_name=run_dir.name)
             with open_to_write(note) as file:
                 file.write(json.dumps({"id": run.info.run_id}) + "\n")
             params = [Param(name, str(value)) for name, value in flatten(settings)]
             for start in range(0, len(params), 100):
                 self.client.log_batch(run.info.run_id, params=params[start : start + 100])
         self.id = run.info.run_id
-        if status == "running":
-            self.client.update_run(self.id, "RUNNING")
-            self.client.log_dict(self.id, settings, "config.json")
+        self.client.update_run(self.id, "RUNNING")
+        self.client.log_dict(self.id, settings, "config.json")
         batch = settings["train"]["global_batch_size"]
         self.logged = int(run.data.metrics.get("train/samples", 0)) // batch
 
     def scalars(self, step: int, values: dict[str, float], time: float) -> None:
         """Log the line of a step, taken at `time` (seconds since 1970)."""
         at = int(time * 1e3)
-        metrics = [self.metric(name, value, at, step) for name, value in values.items()]
+        named = {re.sub(r"[^\w./ :-]", "_", name): value for name, value in values.items()}
+        metrics = [self.metric(name, value, at, step) for name, value in named.items()]
         self.client.log_batch(self.id, metrics=metrics)
 
     def sample(self, path: Path, step: int) -> None:
@@ -87,10 +89,4 @@ class Tracker:
 
     def close(self, status: str) -> None:
         """End the log with the run's status."""
-        if status != self.status:
-            self.client.set_terminated(self.id, STATUS.get(status, "FINISHED"))
-
-    def _experiment(self, name: str, artifacts: str | None) -> str:
-        if found := self.client.get_experiment_by_name(name):
-            return found.experiment_id
-        return self.client.create_experiment(name, artifact_location=artifacts)
+        self.client.set_terminated(self.id, STATUS.get(status, "FINISHED"))

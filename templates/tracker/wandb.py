@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import shutil
 import uuid
 from dataclasses import dataclass
@@ -31,31 +32,33 @@ class Tracker:
     that it has: steps that were rolled back keep their first figures.
     """
 
-    def __init__(
-        self, config: TrackerConfig, run_dir: Path, settings: dict[str, Any], step: int, status: str
-    ) -> None:
+    def __init__(self, config: TrackerConfig, run_dir: Path, settings: Any, step: int) -> None:
         import wandb
 
+        ours: dict[str, Any] = {  # by W&B's variables; one that the user has set wins
+            "PROJECT": {"project": config.project},
+            "ENTITY": {"entity": config.entity},
+            "MODE": {"mode": config.mode},
+            "NAME": {"run_name": run_dir.name},
+            "RUN_GROUP": {"run_group": run_dir.parent.name},  # "runs", or the folder of a sweep
+            "DIR": {"root_dir": str(run_dir)},
+            "CONSOLE": {"console": "off"},
+            "SILENT": {"silent": True},
+            "INIT_TIMEOUT": {"init_timeout": 20},
+            "FINISH_TIMEOUT": {"finish_timeout": 15},
+        }
+        unset = [field for name, field in ours.items() if f"WANDB_{name}" not in os.environ]
+        options = dict(item for field in unset for item in field.items())
         note = run_dir / "wandb.json"
         if not note.exists():
             with open_to_write(note) as file:
                 file.write(json.dumps({"id": uuid.uuid4().hex[:12]}) + "\n")
         name = json.loads(note.read_text("utf-8"))["id"]
         # Without a key it would ask for one, and training would wait.
-        if config.mode == "online" and not wandb.login(prompt=False):
+        if options.get("mode") == "online" and not wandb.login(prompt=False):
             raise RuntimeError("--tracker.mode online needs `wandb login` first")
         self.older = set((run_dir / "wandb").glob(f"offline-run-*-{name}*"))
-        self.run = wandb.init(
-            project=config.project,
-            entity=config.entity,
-            id=name,
-            name=run_dir.name,
-            group=run_dir.parent.name,  # "runs", or the folder of a sweep in it
-            dir=run_dir,
-            mode=config.mode,
-            resume="allow",
-            settings=wandb.Settings(console="off", silent=True, init_timeout=20, finish_timeout=15),
-        )
+        self.run = wandb.init(id=name, resume="allow", settings=wandb.Settings(**options))
         self.run.config.update(settings, allow_val_change=True)
         self.logged = self.run.starting_step - 1
 

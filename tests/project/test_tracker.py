@@ -44,7 +44,7 @@ def project_with(home: Path, tracker: str) -> Iterator[Project]:
     answers = {"parallelism": "single", "checkpoint": "torch_save", "tracker": tracker}
     with Project.imported(home / tracker, f"with_{tracker}", **answers) as project:
         if tracker != "none":
-            project.module("run.tracker").OPENING = 150.0
+            project.module("run.tracker").LIMIT = 150.0
         with pytest.MonkeyPatch.context() as patch:
             if tracker == "wandb":
                 import wandb
@@ -381,7 +381,7 @@ def test_a_broken_tracker_changes_nothing(
 ) -> None:
     name = f"{where}-{str(told)[:9]}"
     tracking = project.module("run.tracker")
-    monkeypatch.setattr(tracking, "OPENING", 1.0 if told and "did not" in told else 150.0)
+    monkeypatch.setattr(tracking, "LIMIT", 1.0 if told and "did not" in told else 150.0)
     if where == "import":
         monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     elif where == "disk":
@@ -437,6 +437,60 @@ def test_what_it_is_told_and_by_whom(project: Project, monkeypatch: pytest.Monke
     assert play(3, '{"status": "preempted"}')[1] == "preempted"
     assert play(3, "half a li")[1] == "preempted"
     assert play(2, finished, error=True)[1] == "failed"
+
+
+def test_what_fails_is_one_warning_and_the_rest_is_tracked(
+    project: Project, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[Any] = []
+
+    class Picky(Faulty):
+        def scalars(self, step: int, values: dict[str, float], time: float) -> None:
+            if step in (2, 3):
+                raise ConnectionError(f"not step {step}")
+            told.append(step)
+
+        def close(self, status: str) -> None:
+            told.append(status)
+
+    monkeypatch.setattr(project.module("run.tracker"), "Tracker", Picky)
+    with caplog.at_level(logging.WARNING):
+        train(project, "picky", 5)
+    assert told == [1, 4, 5, "finished"]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.endswith("training continues: ConnectionError: not step 2")
+    log = (project.folder / "runs/picky/logs/train.log").read_text("utf-8")
+    assert "ConnectionError: not step 3" in log
+
+
+def test_names_that_mlflow_refuses_are_logged_by_others(home: Path) -> None:
+    with project_with(home / "named", "mlflow") as project:
+        run_dir = project.folder / "runs" / "named"
+        naming = SimpleNamespace(
+            after_validation=lambda state, figures: figures.update({"validation_acc@1": 0.5})
+        )
+        fixed = {"train__log_every": 1, "train__validate_every": 3, "train__steps": 3}
+        project.module("train").run(project.config(run_dir=run_dir, **fixed), [naming])
+        lines = MLflow(run_dir).lines()
+        assert list(lines) == [1, 2, 3] and lines[3]["validation/acc_1"] == 0.5
+
+
+def test_settings_of_the_users_own_win(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with project_with(home / "own", "wandb") as project:
+        monkeypatch.setenv("WANDB_PROJECT", "theirs")
+        monkeypatch.setenv("WANDB_RUN_GROUP", "sweep")
+        import wandb
+
+        wandb.teardown()  # it reads them once in a process
+        train(project, "own", 2)
+        wandb.teardown()
+        run, *_ = WeightsAndBiases(project.folder / "runs/own").of("run")
+        assert (run.project, run.run_group, run.display_name) == ("theirs", "sweep", "own")
+    with project_with(home / "own", "mlflow") as project:
+        monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "theirs")
+        train(project, "own", 2)
+        found = MLflow(project.folder / "runs/own")
+        assert found.client.get_experiment(found.run.info.experiment_id).name == "theirs"
 
 
 def test_only_the_first_rank_of_a_tracked_run_has_one(project: Project) -> None:
