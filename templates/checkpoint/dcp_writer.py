@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ..distributed import Group, parallel
 from ..errors import RankError, UserError
 from ..files import naming
-from . import CheckpointError
-from .paths import Place, retried
-from .reader import DCP_INDEX, reading
+from . import DCP_INDEX, CheckpointError
+from .manifest import reading
+from .paths import Place
 from .tensors import Path, Tensors, nest, walk
 
 # A restore reads and hashes several files at once, so a rank that has much to write divides it.
@@ -87,7 +87,7 @@ class PartsSaver:
 
         try:
             with reading(folder, "writing"):
-                parts = retried(write_parts, folder)()
+                parts = write_parts()
         except (UserError, RankError) as error:
             failure = error  # raised below: the others wait
         gathered: list[Packed | None] = []
@@ -101,7 +101,7 @@ class PartsSaver:
                 return writer.names  # another rank fails this save
             with reading(folder, "writing"):
                 self.index = pickle.dumps(index_of(packs)) if packs else self.index
-                retried(write_index, folder)()
+                write_index()
             writer.names.append(DCP_INDEX)
         self.last = parts
         return writer.names

@@ -11,9 +11,9 @@ from torch import nn
 
 from ..distributed import Group, parallel
 from ..files import naming
-from .paths import Place, retried
+from . import WHOLE_FILE
+from .paths import Place
 from .publish import Write
-from .reader import WHOLE_FILE
 from .storage import StorageConfig
 from .tensors import Tensors, refuse_nan
 
@@ -57,12 +57,8 @@ def write_tensors(folder: Place, tensors: Tensors, group: Group) -> list[str]:
     if group.rank != 0:
         return []
     path = folder / WHOLE_FILE
-
-    def write_file() -> None:
-        with naming(path), path.open("wb") as file:
-            torch.save(gathered, file)
-
-    retried(write_file, path)()
+    with naming(path), path.open("wb") as file:
+        torch.save(gathered, file)
     return [WHOLE_FILE]
 
 

@@ -126,7 +126,7 @@ def test_a_refused_resume_says_what_to_type(project: Project, tmp_path: Path, na
     said = project.refuses(*command, "--train.seed", "1", "--train.steps", "4")
     assert "seed: 0 saved, 1 now" in said
 
-    (line,) = re.findall("To go on as it was: (.*)", said)
+    (line,) = re.findall("Resume with the saved settings: (.*)", said)
     assert f"--config {run}/config.json" in line
     typed(project, line)
     assert status(project, run) == before, "it was finished"

@@ -70,7 +70,7 @@ class Counting:
 
 def read(project: Project, folder: Path) -> dict[str, torch.Tensor]:
     reader = project.module("checkpoint.dcp_reader")
-    source = reader.Parts(folder, {path.name: None for path in folder.iterdir()})
+    source = reader.DcpDirectory(folder, [path.name for path in folder.iterdir()])
     found = {name: torch.empty(f.shape, dtype=f.dtype) for name, f in source.forms.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a run that resumes would print it

@@ -3,7 +3,6 @@
 On two ranks, with every process and every kill, it passes in test_whole_workflow.py.
 """
 
-import hashlib
 import json
 import math
 import shutil
@@ -133,14 +132,8 @@ def test_randomness_of_its_own_is_found(on_one: Stand) -> None:
 
 
 def test_a_reader_that_ignores_hashes_is_found(on_one: Stand) -> None:
-    reading = on_one.project.module("checkpoint.reader")
-    read_once = reading.read_once
-
-    def read_anything(path: Path, entry: dict[str, Any], parts: Any, ahead: bool) -> None:
-        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-        read_once(path, entry | {"sha256": sha256}, parts, ahead)
-
-    on_one.in_this_process().patch.setattr(reading, "read_once", read_anything)
+    manifests = on_one.project.module("checkpoint.manifest")
+    on_one.in_this_process().patch.setattr(manifests, "check_file", lambda path, entry: None)
     checks = on_one()
     assert checks["roundtrip"]["status"] == "pass"
     assert checks["corrupt_newest"]["status"] == "fail"
@@ -150,10 +143,10 @@ def test_a_reader_that_ignores_hashes_is_found(on_one: Stand) -> None:
 def test_a_restore_that_fails_fails_the_checks_that_hang_on_it(on_one: Stand) -> None:
     reading = on_one.project.module("checkpoint.reader")
 
-    def read_once(*arguments: Any, **options: Any) -> None:
+    def read(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("bad day")
 
-    on_one.in_this_process().patch.setattr(reading, "read_once", read_once)
+    on_one.in_this_process().patch.setattr(reading.OneFile, "read", read)
     found = statuses(on_one())
     assert found["roundtrip"] == found["corrupt_newest"] == "fail"
     assert on_one.figures == {}

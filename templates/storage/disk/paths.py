@@ -5,15 +5,14 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from ..distributed import Group
 from ..errors import UserError
 from ..files import fingerprint_files, read_json
 from . import PUBLISHED
 
-T = TypeVar("T")
 Place = Path
 DAMAGED = re.compile(r"step_\d{8,}\.damaged-\d+")
 # With one slash too, since pathlib folds two into one.
@@ -73,11 +72,24 @@ def open_regular(path: Path) -> Any:
     return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
 
 
-def local_copy(path: Path) -> contextlib.AbstractContextManager[Path]:
+def local_folder(path: Path, group: Group | None = None) -> Path:
+    """The folder from which a checkpoint is read: its own."""
+    return path
+
+
+def local_file(path: Path) -> Path:
     """A file as one on disk: itself."""
-    return contextlib.nullcontext(path)
+    return path
 
 
-def retried(action: Callable[[], T], path: Path) -> Callable[[], T]:
-    """What writes to a path, as it is: what a disk refuses, it refuses again."""
-    return action
+def fetch(path: Path, again: bool = False) -> None:
+    """Nothing to fetch: every file is on disk."""
+
+
+def release_copies() -> None:
+    """Nothing to remove: nothing was copied."""
+
+
+def share_of_files(path: Path, group: Group) -> tuple[int, int]:
+    """This rank among those that read the same files, and their number: all ranks."""
+    return group.rank, group.size

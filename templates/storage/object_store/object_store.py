@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -118,14 +118,13 @@ def answer(store: Any, name: str, *arguments: Any, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class RemotePath:
-    """A place in a store. `written` holds size and sha256 of the objects written below a folder."""
+    """A place in a store."""
 
     store: Any
     path: str
-    written: dict[str, dict[str, Any]] = field(default_factory=dict, compare=False, repr=False)
 
     def __truediv__(self, name: str) -> "RemotePath":
-        return RemotePath(self.store, f"{self.path}/{name}", self.written)
+        return RemotePath(self.store, f"{self.path}/{name}")
 
     def __str__(self) -> str:
         return self.store.unstrip_protocol(self.path)
@@ -173,10 +172,8 @@ class RemotePath:
             return {n.rpartition("/")[2]: size for n, size in sizes.items() if n != self.path}
         return {}
 
-    def open(self, mode: str = "rb") -> Any:
-        """Open for writing ("wb", see `create`), or for reading, anywhere in it."""
-        if mode == "wb":
-            return self.create()
+    def open(self) -> Any:
+        """Open for reading, anywhere in it."""
         info = self.info()
         if info.get("type") != "file":
             raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
@@ -224,7 +221,6 @@ class RemotePath:
             with contextlib.suppress(Exception):
                 abandon(stream)
             raise
-        self.written[self.path] = hashing.entry()
 
     def rename(self, other: "RemotePath") -> None:
         """Copy, then remove: stores know nothing better. For small objects."""

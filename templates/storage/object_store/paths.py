@@ -1,23 +1,24 @@
 """Files of checkpoints, on disk or in an object store: find them, open them."""
 
+import atexit
 import contextlib
+import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from ..distributed import Group
 from ..errors import UserError
 from ..files import read_json
 from . import MANIFEST, PUBLISHED, disk
-from .object_store import URL, RemotePath, persistently, remote, remote_of
+from .object_store import URL, RemotePath, remote, remote_of
 from .object_streams import PART
 
-T = TypeVar("T")
 Place = Any  # a Path or a RemotePath, by the settings: either has what a checkpoint needs
 DAMAGED = re.compile(re.escape(MANIFEST) + r"\.damaged-\d+")
+copies: dict[RemotePath, Path] = {}  # folders and files of a store: where they are copied to
 
 
 def located(where: Path | str | RemotePath) -> Place:
@@ -79,19 +80,54 @@ def open_regular(path: Place) -> Any:
     return path.open() if isinstance(path, RemotePath) else disk.open_regular(path)
 
 
-@contextlib.contextmanager
-def local_copy(path: Place) -> Iterator[Path]:
-    """A file as one on disk: an object is fetched into a temporary file."""
+def local_folder(path: Place, group: Group | None = None) -> Path:
+    """The folder from which a checkpoint is read, one for each machine: of a store, a scratch one.
+
+    `fetch` copies the files into it. It is in TMPDIR, which needs room for the checkpoint until
+    `release_copies`. With a `group` it is a new one, and this a collective call.
+    """
     if not isinstance(path, RemotePath):
-        yield path
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder, path.name)  # errors name the file
-        with path.open() as file, copy.open("wb") as target:
-            shutil.copyfileobj(file, target, PART)
-        yield copy
+        return path
+    if group or path not in copies:
+        group = group or Group()
+        place, _ = share_of_files(path, group)
+        folders = group.agree(lambda: "" if place else tempfile.mkdtemp(prefix="checkpoint-"))
+        copies[path] = Path(group.from_first(lambda: folders)[group.rank - place])
+    return copies[path]
 
 
-def retried(action: Callable[[], T], path: Place) -> Callable[[], T]:
-    """What writes to a path: on a disk as it is, in a store again while its failure may pass."""
-    return partial(persistently, action, path) if isinstance(path, RemotePath) else action
+def local_file(path: Place) -> Path:
+    """A file as one on disk: an object is fetched."""
+    if not isinstance(path, RemotePath):
+        return path
+    copy = local_folder(path) / path.name  # errors name the file
+    with path.open() as file, copy.open("wb") as target:
+        shutil.copyfileobj(file, target, PART)
+    return copy
+
+
+def fetch(path: Path, again: bool = False) -> None:
+    """Copy a file into its `local_folder`, if that is of a store."""
+    for source, folder in copies.items():
+        if folder == path.parent and (again or not path.exists()):
+            with (source / path.name).open() as file, path.open("wb") as target:
+                shutil.copyfileobj(file, target, PART)
+
+
+def release_copies() -> None:
+    """Remove what was fetched."""
+    while copies:
+        shutil.rmtree(copies.popitem()[1], ignore_errors=True)
+
+
+def share_of_files(path: Place, group: Group) -> tuple[int, int]:
+    """This rank among those that read the same files, and their number.
+
+    On disk these are all ranks; of a store each machine fetches a copy, which its ranks share.
+    """
+    if not isinstance(path, RemotePath) or group.size == 1:
+        return group.rank, group.size
+    return int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+atexit.register(release_copies)

@@ -19,6 +19,7 @@ import logging
 import os
 import re
 import socket
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -29,12 +30,12 @@ from typing import Any
 from ..distributed import Group
 from ..errors import RankError, UserError
 from . import MANIFEST, CheckpointError, object_store, step_name
-from .manifest import data_of, has_sizes, parse_manifest, read_manifest, sealed, verify
+from .manifest import data_of, has_sizes, parse_manifest, read_manifest, sealed
 from .object_store import RemotePath, check_address
 from .paths import DAMAGED, Place, checkpoints_of, located, published, steps
-from .publish import Check, Found, Publisher, RetentionConfig
+from .publish import Found, Publisher, RetentionConfig, Write
 from .tensors import identity_differences, offer_weights
-from .upload import UploadingPublisher
+from .upload import UploadingPublisher, send
 
 log = logging.getLogger(__name__)
 __all__ = ["ELSEWHERE", "Place", "StorageConfig", "located", "on_disk", "open_storage"]
@@ -87,11 +88,11 @@ class StorePublisher(Publisher):
         self.token = uuid.uuid4().hex
         self.spared: str | None = None  # an attempt of an earlier process, to be continued
 
-    def newest_good(self, check: Check = verify) -> Found | None:
+    def newest_good(self) -> Found | None:
         """The newest good checkpoint, once this process owns the store; as on disk."""
         self.group.from_first(self.refuse_others)
         self.own()
-        return super().newest_good(check)
+        return super().newest_good()
 
     def refuse_others(self) -> None:
         """UserError when the newest checkpoint is of another run, whose owner has to stay."""
@@ -127,9 +128,11 @@ class StorePublisher(Publisher):
         """The name of a folder that nobody has written to."""
         return f"{step_name(step)}/{uuid.uuid4().hex[:8]}"
 
-    def finish(self, path: RemotePath) -> dict[str, Any]:
-        """The entry in the manifest of what was sent, counted and hashed on its way."""
-        return path.written.pop(path.path)
+    def write_files(self, reserved: str, write: Write) -> dict[str, dict[str, Any]]:
+        """Write this rank's files on disk and send them; their entries in the manifest."""
+        with tempfile.TemporaryDirectory(prefix="saving-") as folder:
+            target = self.directory / reserved
+            return {name: send(Path(folder, name), target / name) for name in write(Path(folder))}
 
     def commit(self, reserved: str, manifest: dict[str, Any]) -> None:
         """Publish what was reserved, by writing the manifest."""

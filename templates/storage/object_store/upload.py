@@ -17,11 +17,11 @@ from typing import Any
 
 from ..errors import RankError, UserError
 from . import CheckpointError
-from .manifest import data_of, has_sizes, read_manifest, shared_out, verify
+from .manifest import data_of, has_sizes, read_manifest, shared_out
 from .object_store import RemotePath, persistently
 from .object_streams import PART
 from .paths import published
-from .publish import Check, Found, Publisher, Write
+from .publish import Found, Publisher, Write
 from .tensors import identity_differences
 
 log = logging.getLogger(__name__)
@@ -48,16 +48,16 @@ class UploadingPublisher(Publisher):
         self.submit(path)
         return path
 
-    def newest_good(self, check: Check = verify) -> Found | None:
+    def newest_good(self) -> Found | None:
         """The newest good checkpoint, on disk or in the store; None when there is none."""
         try:
-            here = super().newest_good(check)
+            here = super().newest_good()
         except CheckpointError as error:
-            if (found := self.newer(None, check)) is None:
+            if (found := self.newer(None)) is None:
                 raise
             log.warning("%s", error)
             return found
-        return self.newer(here, check)
+        return self.newer(here)
 
     def close(self) -> None:
         """Wait until the newest has arrived; RankError, on every rank, if it has not."""
@@ -81,7 +81,7 @@ class UploadingPublisher(Publisher):
         """What retention keeps, and what is being uploaded."""
         return super().kept(good) | {self.path}
 
-    def newer(self, here: Found | None, check: Check = verify) -> Found | None:
+    def newer(self, here: Found | None) -> Found | None:
         """The newer of a checkpoint on disk and the store's; one that only the disk has is sent.
 
         UserError when the store has another run's.
@@ -95,7 +95,7 @@ class UploadingPublisher(Publisher):
         )
         if newest > step:
             try:
-                there = store.newest_good(check)
+                there = store.newest_good()
             except CheckpointError as error:
                 if not here:
                     raise
@@ -148,9 +148,9 @@ class UploadingPublisher(Publisher):
             manifest, directory = read_manifest(path), self.store.directory
             source, target = data_of(path, manifest), directory / attempt_of(path, manifest)
             there = target.sizes()
-            for name, entry in shared_out(manifest, self.group):
+            for name, entry in shared_out(manifest, self.group.rank, self.group.size):
                 if there.get(name) != entry["size"]:
-                    copy(source / name, target / name, entry)
+                    send(source / name, target / name, entry)
 
     def _publish(self, path: Path, copied: Future[None], given_up: threading.Event) -> None:
         """Write the manifest once all files are there."""
@@ -185,13 +185,14 @@ def attempt_of(path: Path, manifest: dict[str, Any]) -> str:
     return f"{path.name}/{manifest['digest'][:8]}"
 
 
-def copy(source: Path, target: RemotePath, entry: dict[str, Any]) -> None:
-    """Send a file; ValueError, and nothing is sent, when it is not what was published."""
+def send(source: Path, target: RemotePath, entry: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Send a file; its entry in a manifest. ValueError, and nothing is sent, unless as `entry`."""
 
-    def send() -> None:
+    def attempt() -> dict[str, Any]:
         with open(source, "rb") as file, target.create() as stream:
             shutil.copyfileobj(file, stream, PART)
-            if stream.entry() != entry:
+            if entry not in (None, stream.entry()):
                 raise ValueError(f"{source} has other content than was saved")
+            return stream.entry()
 
-    persistently(send, target)
+    return persistently(attempt, target)

@@ -5,6 +5,8 @@ import re
 from ..errors import RankError
 
 MANIFEST = "manifest.json"
+WHOLE_FILE = "state.pt"  # of torch.save
+DCP_INDEX = ".metadata"
 PUBLISHED = re.compile(r"step_[0-9]{8,}")
 
 

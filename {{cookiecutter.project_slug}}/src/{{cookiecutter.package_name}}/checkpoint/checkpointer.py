@@ -21,8 +21,7 @@ from ..distributed import Group, World, parallel
 from ..ema import EMA
 from ..errors import RankError, UserError, command_for
 from . import CheckpointError
-from .manifest import Verified, verify_files, verify_manifest
-from .paths import Place
+from .paths import Place, release_copies
 from .publish import Write
 from .reader import open_tensors
 from .storage import open_storage, refuse_to_forget
@@ -76,10 +75,6 @@ class Checkpointer:
         self.last_saved: int | None = None
         self.last_good: int | None = None  # published for certain
         self.restored: dict[str, Any] = {}  # the manifest
-        self.loaded: Place | None = None  # what all live tensors were last read from
-        # The optimizer's state as it was allocated, while checkpoints are tried: what a damaged one
-        # left behind is nothing to take a step with.
-        self.created: dict[torch.Tensor, dict[str, Any]] = {}
         self.warned = False
 
     @property
@@ -196,25 +191,20 @@ class Checkpointer:
         return {"model": model, "optimizer": optimizer_tensors(self.model, self.optimizer)}
 
     def restore(self) -> int:
-        """Load the newest good checkpoint; its step, or 0 when there is none to load."""
-        found = self.publisher.newest_good(self.load)
-        if found is None:
+        """Load the newest good checkpoint; its step, or 0 when there is none to load.
+
+        It is verified whole before anything of it is loaded.
+        """
+        newest = self.publisher.newest_good()
+        if newest is None:
             directory = self.publisher.directory
             self.group.from_first(lambda: refuse_to_forget(self.run_dir, directory))
             return 0
-        path, manifest = found
-        if problems := self._other_identity(manifest):
-            lines = ["\n  ".join([f"this run cannot go on from {path}:", *problems])]
-            if (self.run_dir / "config.json").exists():  # not if it goes on from an object store
-                lines.append(f"To go on as it was: {command_for('train', self.run_dir)}")
-            lines.append(
-                "Or add to your command --name NEW (--run-dir NEW if it has one) for another run"
-                f"{offer_weights(path, problems)}; or {self.publisher.start_over}."
-            )
-            raise UserError("\n".join(lines))
-        if path != self.loaded:  # it could not be; or a newer one in a store was, and is damaged
-            self._load(path, manifest)
-        self.created.clear()
+        path, manifest = newest
+        if problems := identity_differences(manifest.get("identity"), self.facts["identity"]):
+            raise UserError(self._other_run(path, problems))
+        self._load(path, manifest)
+        release_copies()
         log.info("resuming from %s", path)
         for change in identity_differences(manifest.get("schedule"), self.facts["schedule"]):
             log.info("the schedule is another: %s", change)
@@ -222,38 +212,22 @@ class Checkpointer:
         self.restored = manifest
         return manifest["step"]
 
-    def load(self, path: Place, group: Group) -> Verified:
-        """Verify a checkpoint as `verify` does, by loading it, unless it is of another run.
+    def _other_run(self, path: Place, problems: list[str]) -> str:
+        """Why this run cannot resume from a checkpoint, and the ways out."""
+        lines = ["\n  ".join([f"this run cannot resume from {path}:", *problems])]
+        if (self.run_dir / "config.json").exists():  # not if it resumes from an object store
+            lines.append(f"Resume with the saved settings: {command_for('train', self.run_dir)}")
+        lines.append(
+            "Or add to your command --name NEW (--run-dir NEW if it has one) for another run"
+            f"{offer_weights(path, problems)}; or {self.publisher.start_over}."
+        )
+        return "\n".join(lines)
 
-        If there are problems, the model and the optimizer hold some of what is damaged, until
-        another checkpoint is loaded over it.
-        """
-        manifest, problems = verify_manifest(path, group)
-        if problems:
-            return manifest, problems
-        verified, failure, self.loaded = set(), None, None
-        if not self._other_identity(manifest):
-            try:
-                verified, self.loaded = self._load(path, manifest), path
-            except RankError as error:
-                failure = error
-        problems = verify_files(path, manifest, group, verified)
-        if failure and not problems:
-            log.warning("%s, though every byte is as it was saved: once more", failure)
-        return manifest, problems
-
-    def _other_identity(self, manifest: dict[str, Any]) -> list[str]:
-        return identity_differences(manifest.get("identity"), self.facts["identity"])
-
-    def _load(self, path: Place, manifest: dict[str, Any]) -> Set[str]:
-        """Load the tensors of a checkpoint; the files that this rank has verified on the way."""
-        if self.created:
-            self.optimizer.state.update({p: {**state} for p, state in self.created.items()})
-        else:
-            create_optimizer_state(self.optimizer)
-            self.created = {p: {**state} for p, state in self.optimizer.state.items()}
+    def _load(self, path: Place, manifest: dict[str, Any]) -> None:
+        """Load the tensors of a verified checkpoint into the model and the optimizer."""
+        create_optimizer_state(self.optimizer)
         opened = []  # together: where a rank fails alone, the others wait for it
-        self.group.agree(lambda: opened.append(open_tensors(path, manifest, hashing=True)))
+        self.group.agree(lambda: opened.append(open_tensors(path, manifest)))
         (source,) = opened
         self._forget_state_not_in(source.forms.keys())
         tensors = self.tensors()
@@ -261,7 +235,6 @@ class Checkpointer:
         there = {n: t for n, t in flat(tensors) if n in source.forms or not n.startswith(optional)}
         source.read(there, self.group)
         put_back_numbers(tensors["optimizer"], self.model, self.optimizer)
-        return source.verified
 
     def _forget_state_not_in(self, saved: Set[str]) -> None:
         """Drop optimizer state that was not saved: a parameter may never have had a gradient."""

@@ -1,35 +1,31 @@
 """Directories of torch.distributed.checkpoint (DCP), read by any number of ranks.
 
-No code from a checkpoint runs: DCP reads tensors by torch.load with `weights_only=True`, and here
-an unpickler that knows DCP's own classes only reads the index. Imported when there is such a
+No code from a checkpoint runs: DCP reads tensors by torch.load with `weights_only=True`, and the
+index is read by an unpickler that knows DCP's own classes only. Imported when there is such a
 directory, since DCP takes a while to import.
 """
 
 import collections
-import hashlib
+import contextlib
 import io
 import pathlib
 import pickle
 import types
-from collections import Counter
-from collections.abc import Iterable, Mapping, Set
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+from torch.distributed.checkpoint import CheckpointException, filesystem, metadata
 
-from ..distributed import Group, parallel
-from . import CheckpointError
-from .manifest import Part, read_once
-from .paths import Place, open_regular
-from .reader import DCP_INDEX, Source, data_start, memory_for, printable, reading, with_data
+from ..distributed import Group
+from . import DCP_INDEX, CheckpointError
+from .manifest import reading
+from .paths import open_regular
+from .tensors import check_shapes, printable
 
-SMALL = 1 << 20  # bytes; to copy parts up to here is quicker than to look for their data
 CLASSES = (
     *(metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta, metadata.TensorProperties),
     *(metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata),
@@ -47,15 +43,14 @@ ALLOWED = {plain(kind.__module__, kind.__qualname__): kind for kind in CLASSES}
 ALLOWED |= {f"torch.{n}": value for n, value in vars(torch).items() if type(value) is torch.dtype}
 
 
-class Parts(Source):
+class DcpDirectory:
     """Tensors in a directory of DCP, by names as in "model.norm.weight"."""
 
-    def __init__(self, path: Place, files: Mapping[str, Any], hashing: bool = False) -> None:
-        """`files`: those that the index may refer to; if `hashing`, with their manifest entries."""
-        self.path, self.entries = path, files if hashing else {}
-        self.verified = {DCP_INDEX} if hashing else set()
+    def __init__(self, path: Path, files: Iterable[str]) -> None:
+        """`files`: those that the index may refer to."""
+        self.path = path
         with reading(path):
-            self.index = read_index(path, files, self.entries.get(DCP_INDEX))
+            self.index = read_index(path, files)
             self.forms = {
                 printable(name): torch.empty(each.size, dtype=each.properties.dtype, device="meta")
                 for name, each in self.index.state_dict_metadata.items()
@@ -64,89 +59,49 @@ class Parts(Source):
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
         """Copy into live tensors, each rank the parts that it holds; a collective call."""
-        planner = dcp.DefaultLoadPlanner()
-        wanted: dict[str, Wanted] = {}
-        storages = Counter(
-            parallel.local_part(target).untyped_storage().data_ptr() for target in targets.values()
-        )
-        several = {address for address, count in storages.items() if count > 1}
-
-        def plan() -> list[str]:
-            """Of which files this rank wants most."""
-            with reading(self.path):
-                planner.set_up_planner(dict(targets), self.index, is_coordinator=True)
-                for item in planner.create_local_plan().items:
-                    info = self.index.storage_data[item.storage_index]
-                    places = wanted.setdefault(info.relative_path, {})
-                    places.setdefault((info.offset, info.length), []).append(item)
-            return [
-                name
-                for name, entry in self.entries.items()
-                if sum(length for _, length in wanted.get(name, ())) > entry["size"] / 2
-            ]
-
-        def read_file(name: str) -> None:
-            parts = parts_of(self.path / name, wanted[name], planner, several)
-            read_once(self.path / name, self.entries[name] if name in mine else None, parts)
-
-        def read_files() -> None:
-            with reading(self.path), ThreadPoolExecutor(torch.get_num_threads()) as pool:
-                list(pool.map(read_file, wanted))
-
-        claims = group.agree(plan)
-        owners = group.from_first(lambda: divided(claims, self.entries))
-        mine = {name for name, rank in owners.items() if rank == group.rank}
-        group.agree(read_files)
-        self.verified |= mine
+        group.agree(lambda: check_shapes(self.forms, targets))
+        with dcp_errors(f"reading {self.path}"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # DCP warns when there is only one process
+            dcp.load(
+                dict(targets),
+                storage_reader=SafeReader(self.path, self.index),
+                planner=TensorPlanner(),
+                process_group=group.process_group,
+                no_dist=group.process_group is None,
+            )
 
 
-Wanted = dict[tuple[int, int], list[ReadItem]]  # of a file: offset and length of parts, what for
+class SafeReader(dcp.FileSystemReader):
+    """DCP's reader, with an index that `read_index` has read: its own would unpickle anything."""
+
+    def __init__(self, path: Path, index: metadata.Metadata) -> None:
+        super().__init__(path)
+        self.index = index
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        """The index, as it was read."""
+        return self.index
 
 
-def divided(claims: list[list[str]], entries: Mapping[str, dict[str, Any]]) -> dict[str, int]:
-    """The rank that hashes each file: one that wants most of it, and has least to hash so far.
+class TensorPlanner(dcp.DefaultLoadPlanner):
+    """DCP's planner, for tensors only."""
 
-    What no rank wants most of is left out: one rank would have to read what it does not need.
-    """
-    loads, claimants, owners = [0] * len(claims), {}, {}
-    for rank, names in enumerate(claims):
-        for name in names:
-            claimants.setdefault(name, []).append(rank)
-    for name in sorted(claimants, key=lambda name: -entries[name]["size"]):
-        owners[name] = min(claimants[name], key=loads.__getitem__)
-        loads[owners[name]] += entries[name]["size"]
-    return owners
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """Refuse: the base class unpickles what the bytes hold."""
+        raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor")
 
 
-def parts_of(path: Place, wanted: Wanted, planner: LoadPlanner, several: Set[int]) -> list[Part]:
-    """What is wanted of a file, and how it gets into the live tensors.
-
-    `several`: addresses of storages that tensors of several names share. Who hashed there what it
-    has read might hash what another thread has read there.
-    """
-
-    def copy(items: list[ReadItem], saved: torch.Tensor) -> None:
-        for item in items:
-            ranges = zip(item.storage_offsets, item.lengths, strict=True)
-            source = saved[tuple(slice(start, start + length) for start, length in ranges)]
-            target = planner.resolve_tensor(item)
-            if source.shape != target.shape:  # copying would repeat a smaller one
-                raise CheckpointError(f"{item.dest_index.fqn} is of another shape than saved")
-            target.detach().copy_(source)
-
-    def part_of(file: Any, start: int, length: int, items: list[ReadItem]) -> Part:
-        if length <= SMALL or not isinstance(path, Path):
-            load = partial(torch.load, map_location="cpu", weights_only=True)
-            return Part(start, length, lambda part: copy(items, load(io.BytesIO(part))))
-        form, begin = saved_form(FilePart(file, start, length))
-        pairs = [(form, planner.resolve_tensor(item)) for item in items]
-        tied = any(live.untyped_storage().data_ptr() in several for _, live in pairs)
-        memory = None if tied else memory_for(pairs)
-        target = memory or (lambda part: copy(items, with_data(form, part)))
-        return Part(start + begin, form.untyped_storage().nbytes(), target)
-
-    with open_regular(path) as file:
-        return [part_of(file, *place, items) for place, items in wanted.items()]
+@contextlib.contextmanager
+def dcp_errors(doing: str) -> Iterator[None]:
+    """CheckpointError in place of DCP's own, which is no Exception; all ranks raise it."""
+    try:
+        yield
+    except CheckpointException as error:
+        failures = (failure for failure, _ in dict(sorted(error.failures.items())).values())
+        texts = dict.fromkeys(f"{each}" or type(each).__name__ for each in failures)
+        failed = CheckpointError(f"{doing} failed: {'; '.join(texts)}")
+        failed.agreed = True
+        raise failed from error
 
 
 class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no method for BUILD
@@ -171,49 +126,13 @@ class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no metho
     dispatch[pickle.BUILD[0]] = load_build
 
 
-class FilePart(io.RawIOBase):
-    """A part of a file as a file; DCP's own cannot be sought from its end."""
-
-    def __init__(self, file: Any, start: int, length: int) -> None:
-        self.file, self.start, self.length, self.at = file, start, length, 0
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place; it."""
-        self.at = offset + (0, self.at, self.length)[whence]
-        return self.at
-
-    def readinto(self, target: Any) -> int:
-        """Read on; the number of bytes."""
-        self.file.seek(self.start + self.at)
-        count = self.file.readinto(memoryview(target)[: max(0, self.length - self.at)])
-        self.at += count
-        return count
-
-
-def saved_form(file: Any) -> tuple[torch.Tensor, int]:
-    """The one tensor in a file of torch.save, but none of its bytes; and where these begin."""
-    with torch.serialization.skip_data():
-        form = torch.load(file, map_location="cpu", weights_only=True)
-    return form, data_start(file) if form.numel() else 0
-
-
-def read_index(
-    path: Place, files: Iterable[str], entry: dict[str, Any] | None = None
-) -> metadata.Metadata:
+def read_index(path: Path, files: Iterable[str]) -> metadata.Metadata:
     """The index of a directory of DCP.
 
-    UnpicklingError when it refers to anything but `files`, or asks for a class of somebody else's;
-    CheckpointError if it is not what its manifest `entry` says.
+    UnpicklingError when it refers to anything but `files`, or asks for a class of somebody else's.
     """
     with open_regular(path / DCP_INDEX) as file:
-        content = file.read()
-    if entry and hashlib.sha256(content).hexdigest() != entry["sha256"]:
-        raise CheckpointError(f"{DCP_INDEX} has other content than was saved (sha256 differs)")
-    index = IndexUnpickler(io.BytesIO(content)).load()
+        index = IndexUnpickler(file).load()
     if odd := {info.relative_path for info in index.storage_data.values()} - {*files}:
         raise pickle.UnpicklingError(f"{DCP_INDEX} points to {odd.pop()!a:.200}")
     return index

@@ -4,27 +4,26 @@ manifest.json names each file with its size and sha256, and ends with a digest o
 detects corruption, not tampering. A manifest can name only plain files beside it.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
 import math
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..distributed import Group
-from ..errors import RankError
+from ..errors import RankError, UserError
 from . import MANIFEST, PUBLISHED, CheckpointError, UnreadableError, step_name
-from .paths import Place, listing, open_regular
+from .paths import Place, fetch, listing, local_folder, open_regular, share_of_files
 
 FORMAT_VERSION = 1
 FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
-CHUNK = 1 << 18  # bytes: what was just read is hashed while it is in the core's own cache
-AHEAD = 1 << 21  # bytes that are read while as many are hashed: to hand on fewer costs too much
 SEAL = b'%s"\n}'
 SEALED = 64 + 3  # bytes at the end of the file
 Verified = tuple[dict[str, Any], list[str]]  # a manifest, and the problems that were found
@@ -50,6 +49,22 @@ def problem_of(path: Place, error: OSError) -> RankError:
     # No permission or a failing disk is no damage: it must not cost a good checkpoint its name.
     reason = error.strerror or str(error) or type(error).__name__
     return UnreadableError(f"{path} cannot be read: {reason}")
+
+
+@contextlib.contextmanager
+def reading(path: Place, verb: str = "reading") -> Iterator[None]:
+    """Give all that libraries raise one type and one line."""
+    doing = f"{verb} {path}"
+    try:
+        yield
+    except (UserError, RankError):
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{doing} failed: {error}") from error
+    except Exception as error:  # a file that is something else can fail in any way
+        reason = f"{error}".rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
+        text = f"{doing} was refused: {type(error).__name__}: {reason}"
+        raise CheckpointError(text) from error
 
 
 def read_manifest(path: Place) -> dict[str, Any]:
@@ -99,95 +114,35 @@ def data_of(path: Place, manifest: dict[str, Any]) -> Place:
     return path / name
 
 
-class Part(NamedTuple):
-    """A part of a file, in bytes, and where it goes."""
-
-    start: int
-    length: int
-    target: memoryview | Callable[[memoryview], object]
-    """Memory for it; or what is called with it, and may not keep it."""
-
-
-def read_once(
-    path: Place, entry: dict[str, Any] | None, parts: Iterable[Part] = (), ahead: bool = False
-) -> None:
-    """Read a file once, hash it, and hand on parts; CheckpointError if it is not as `entry` says.
-
-    So what is loaded is what was hashed; but parts are handed on before the whole is known to be
-    good. Without an entry only the parts are read, and nothing is verified. `ahead`: another thread
-    hashes what was read while this one reads on, a gain where a core is free for it.
-    """
-    digest, buffer, step = hashlib.sha256(), bytearray(CHUNK), AHEAD if ahead else CHUNK
-    with open_regular(path) as file, ThreadPoolExecutor(1) as other:
-        hashing, held = other.submit(digest.update, b"") if ahead else None, None
-        size = file.seek(0, os.SEEK_END)
-        if entry and size != entry["size"]:
-            raise CheckpointError(f"{path.name} has {size:,} bytes, not {entry['size']:,}")
-        ordered = sorted(parts, key=lambda part: part.start)
-        for start, length, target in whole(ordered, size) if entry else ordered:
-            if start + length > size:
-                raise CheckpointError(f"{path.name} ends too early")
-            if hashing and held is buffer:  # the next part may overwrite it
-                hashing.result()
-            if callable(target) and len(buffer) < length:
-                buffer = bytearray(length)
-            memory = memoryview(buffer)[:length] if callable(target) else target
-            file.seek(start)
-            for chunk in (memory[at : at + step] for at in range(0, length, step)):
-                if file.readinto(chunk) != len(chunk):
-                    raise CheckpointError(f"{path.name} ends too early")
-                if hashing:
-                    before, hashing = hashing, other.submit(digest.update, chunk)
-                    before.result()  # so that no more than this chunk waits
-                    held = chunk.obj
-                elif entry:
-                    digest.update(chunk)
-            if callable(target):
-                target(memory)
-    if entry and digest.hexdigest() != entry["sha256"]:
-        raise CheckpointError(f"{path.name} has other content than was saved (sha256 differs)")
-
-
-def whole(parts: Iterable[Part], size: int) -> Iterator[Part]:
-    """Parts of a file, in their order, and what lies between them."""
-    at = 0
-    for part in [*parts, Part(size, 0, len)]:
-        if part.start < at:
-            raise CheckpointError(f"there are parts that overlap at byte {at}")
-        yield from (
-            Part(begin, min(CHUNK, part.start - begin), len)
-            for begin in range(at, part.start, CHUNK)
-        )
-        yield part
-        at = part.start + part.length
-
-
-def check_file(path: Place, entry: dict[str, Any]) -> str | None:
+def check_file(path: Path, entry: dict[str, Any]) -> str | None:
     """Compare one file with its manifest entry; return what is wrong with it, or None."""
+    size, sha256 = 0, ""
     try:
-        read_once(path, entry)
-    except CheckpointError as error:
-        return str(error)
+        for again in (False, True):
+            fetch(path, again)
+            with open_regular(path) as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+                size = file.tell()
+            if (size, sha256) == (entry["size"], entry["sha256"]):
+                return None
+            # Read twice: one wrong read must not cost a good checkpoint its name.
     except OSError as error:
         problem = problem_of(path, error)
         if isinstance(problem, UnreadableError):
             raise problem from error
         return str(problem)
-    return None
+    if size != entry["size"]:
+        return f"{path.name} has {size:,} bytes, not {entry['size']:,}"
+    return f"{path.name} has other content than was saved (sha256 differs)"
 
 
 def verify(path: Place, group: Group | None = None) -> Verified:
     """Verify a checkpoint, every byte, the work divided among the ranks.
 
-    Returns the manifest ({} if it is bad) and the problems found; the same on every rank.
+    Returns the manifest ({} if it is bad) and the problems found; the same on every rank. The files
+    of a checkpoint in an object store are fetched for that (`local_folder`).
     """
     group = group or Group()
-    manifest, problems = verify_manifest(path, group)
-    return manifest, problems or verify_files(path, manifest, group)
-
-
-def verify_manifest(path: Place, group: Group) -> Verified:
-    """Verify what a checkpoint says of itself, but none of its files."""
 
     def manifest_or_problem() -> Verified:
         try:
@@ -197,32 +152,28 @@ def verify_manifest(path: Place, group: Group) -> Verified:
         except CheckpointError as error:
             return {}, [str(error)]
 
-    return group.from_first(manifest_or_problem)
-
-
-def verify_files(
-    path: Place, manifest: dict[str, Any], group: Group, verified: Set[str] = frozenset()
-) -> list[str]:
-    """The problems found in files, but for those that this rank says are verified."""
-    parts = group.agree(lambda: verified)
-    left = group.from_first(lambda: manifest["files"].keys() - set().union(*parts))
+    manifest, problems = group.from_first(manifest_or_problem)
+    if problems:
+        return manifest, problems
+    folder = local_folder(data_of(path, manifest), group)
 
     def check() -> list[str | None]:
-        folder = data_of(path, manifest)
-        mine = [pair for pair in shared_out(manifest, group) if pair[0] in left]
+        mine = shared_out(manifest, *share_of_files(path, group))
+        # Hashing lets go of Python's lock: a file for each core that this rank may use.
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            return list(pool.map(lambda pair: check_file(folder / pair[0], pair[1]), mine))
+            return list(pool.map(lambda item: check_file(folder / item[0], item[1]), mine))
 
     gathered = group.agree(check)
-    return group.from_first(lambda: [text for part in gathered for text in part if text])
+    found = (text for part in gathered for text in part if text)
+    return manifest, group.from_first(lambda: [*dict.fromkeys(found)])
 
 
-def shared_out(manifest: dict[str, Any], group: Group) -> list[tuple[str, dict[str, Any]]]:
-    """This rank's part of the files, with their entries: about as many bytes for each rank."""
+def shared_out(manifest: dict[str, Any], rank: int, size: int) -> list[tuple[str, dict[str, Any]]]:
+    """The files, with their entries, that one of `size` ranks takes: each about as many bytes."""
     largest_first = sorted(manifest["files"].items(), key=lambda item: -item[1]["size"])
-    there_and_back = 2 * group.size
-    back = largest_first[there_and_back - 1 - group.rank :: there_and_back]
-    return largest_first[group.rank :: there_and_back] + back
+    there_and_back = 2 * size
+    back = largest_first[there_and_back - 1 - rank :: there_and_back]
+    return largest_first[rank::there_and_back] + back
 
 
 def has_sizes(folder: Place, manifest: dict[str, Any]) -> bool:

@@ -34,7 +34,6 @@ from ..files import naming, sync_directory
 from . import MANIFEST, CheckpointError, step_name
 from .manifest import (
     FORMAT_VERSION,
-    Verified,
     best_by_validation,
     data_of,
     has_sizes,
@@ -43,14 +42,13 @@ from .manifest import (
     sealed,
     verify,
 )
-from .paths import Place, checkpoints_of, damaged, located, published
+from .paths import Place, checkpoints_of, damaged, located, published, release_copies
 
 log = logging.getLogger(__name__)
 RESERVED = ".saving-"
 DISCARDED = ".discarded-"
 Write = Callable[[Place], Iterable[str]]  # writes a rank's files into a folder, and names them
 Found = tuple[Place, dict[str, Any]]  # a checkpoint and its manifest
-Check = Callable[[Place, Group], Verified]  # `verify`, or what does the same
 
 
 @dataclass(frozen=True)
@@ -110,10 +108,6 @@ class Publisher:
         """
         group, reserved = self.group, ""
 
-        def write_and_hash() -> dict[str, dict[str, Any]]:
-            folder = self.directory / reserved
-            return {name: self.finish(folder / name) for name in write(folder)}
-
         def commit() -> None:
             files = {name: entry for part in written for name, entry in part.items()}
             manifest = {"format_version": FORMAT_VERSION, "step": step, "files": files, **facts}
@@ -121,7 +115,7 @@ class Publisher:
 
         try:
             reserved = group.from_first(lambda: self.reserve(step))
-            written = group.agree(write_and_hash)
+            written = group.agree(lambda: self.write_files(reserved, write))
             group.from_first(commit)
         except RankError as error:
             if group.rank == 0 and reserved:
@@ -133,8 +127,8 @@ class Publisher:
             self.prune()
         return self.directory / step_name(step)
 
-    def newest_good(self, check: Check = verify) -> Found | None:
-        """The newest checkpoint that `check` finds good, or None if none was ever published.
+    def newest_good(self) -> Found | None:
+        """The newest checkpoint that verifies, or None if none was ever published.
 
         Damaged ones on the way are renamed to `step_….damaged-<n>`. CheckpointError if there are
         only damaged ones: to start afresh over them is for a person to decide. RankError if one
@@ -142,7 +136,7 @@ class Publisher:
         """
         self.group.from_first(self.remove_leftovers)
         for path in reversed(self.group.from_first(lambda: published(self.directory))):
-            manifest, problems = check(path, self.group)
+            manifest, problems = verify(path, self.group)
             if not problems:
                 return path, manifest
             moved = self.group.from_first(lambda path=path: str(self.set_aside(path)))
@@ -150,6 +144,7 @@ class Publisher:
                 "DAMAGED CHECKPOINT %s: %s. Moved to %s; going back to the one before it.",
                 *(path, "; ".join(problems), moved),
             )
+            release_copies()
         if names := self.group.from_first(lambda: damaged(self.directory)):
             raise CheckpointError(
                 f"no good checkpoint is left in {self.directory} ({', '.join(names)}). "
@@ -211,12 +206,15 @@ class Publisher:
         (self.directory / name).mkdir()
         return name
 
-    def finish(self, path: Path) -> dict[str, Any]:
-        """Make a written file durable; its entry in the manifest (on the rank that wrote it)."""
-        with naming(path), open(path, "rb", buffering=0) as written:
-            os.fsync(written.fileno())
-            sha256 = hashlib.file_digest(written, "sha256").hexdigest()
-            return {"size": written.tell(), "sha256": sha256}
+    def write_files(self, reserved: str, write: Write) -> dict[str, dict[str, Any]]:
+        """Write this rank's files and make them durable; their entries in the manifest."""
+        folder, entries = self.directory / reserved, {}
+        for name in write(folder):
+            with naming(folder / name), open(folder / name, "rb", buffering=0) as file:
+                os.fsync(file.fileno())
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+                entries[name] = {"size": file.tell(), "sha256": sha256}
+        return entries
 
     def commit(self, reserved: str, manifest: dict[str, Any]) -> None:
         """Write the manifest, and rename the reservation: this publishes the checkpoint."""
@@ -271,7 +269,10 @@ class Publisher:
 def list_checkpoints(run_dir: Path) -> tuple[list[str], bool]:
     """Verify all checkpoints of a run: a line for each, and whether one is damaged."""
     directory = checkpoints_of(located(run_dir))
-    found = {path: verify(path) for path in published(directory)}
+    found = {}
+    for path in published(directory):
+        found[path] = verify(path)
+        release_copies()  # one at a time has to fit
     if not found:
         raise UserError(f"there are no checkpoints in {directory}: train first")
     best = best_by_validation({path: m for path, (m, problems) in found.items() if not problems})

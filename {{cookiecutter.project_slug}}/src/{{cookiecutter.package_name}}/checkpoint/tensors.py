@@ -7,6 +7,7 @@ that `model.state_dict()` gives. No Python object is pickled, so none has to be 
 
 import inspect
 import math
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
@@ -46,6 +47,23 @@ def nest(pairs: Iterable[tuple[Path, torch.Tensor]]) -> Tensors:
 def flat(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a nested dictionary by the names that DCP gives them."""
     return ((".".join(path), tensor) for path, tensor in walk(tree))
+
+
+def printable(name: str) -> str:
+    """A name as it is; UnpicklingError if it would break the line in which it is printed."""
+    if not name.isprintable():
+        raise pickle.UnpicklingError(f"{name!a:.200} is no name for a tensor")
+    return name
+
+
+def check_shapes(saved: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
+    """CheckpointError for a target that was not saved, or with another shape."""
+    for name, target in targets.items():
+        if name not in saved:
+            raise CheckpointError(f"there is no {name} in what was saved")
+        if saved[name].shape != target.shape:  # copying would repeat a smaller one
+            shapes = f"{list(saved[name].shape)}, wanted {list(target.shape)}"
+            raise CheckpointError(f"{name} is {shapes}")
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -24,9 +24,10 @@ from ..ema import EMA
 from ..errors import UserError
 from ..files import read_json, sync_directory, write_json
 from ..run.directory import RunDirectory
+from .manifest import reading
 from .paths import Place, fingerprint_of
 from .publish import Publisher, RetentionConfig
-from .reader import NOTE, SAFETENSORS, OneFile, Source, find_checkpoint, open_tensors, reading
+from .reader import NOTE, SAFETENSORS, OneFile, Source, find_checkpoint, open_tensors
 from .tensors import Tensors, flat, forms_of, nest
 from .writer import write_tensors
 
@@ -109,7 +110,7 @@ def load_weights(
     Tensors that only one side has are left out and listed, or refused when `strict`. UserError also
     when a tensor has another shape or when nothing fits.
     """
-    path, manifest = group.from_first(lambda: find_checkpoint(where, step))
+    path, manifest = find_checkpoint(where, step, group)
     opened: list[Source] = []
     first = group.from_first(lambda: fingerprint_of(path))
 
