@@ -218,7 +218,7 @@ def test_which_world_sizes_there_can_be(
         ("forgets", "fail", "resumed from step 0, not 3"),
         ("leaves", "fail", "left over: .saving-step_"),
         ("differs", "fail", "1 tensors differ, such as w"),
-        ("quick", "not_measured", "no kill met a save"),
+        ("quick", "not_measured", "no kill hit a save"),
     ],
 )
 def test_a_kill_is_judged(on_one: Stand, fault: str, status: str, said: str) -> None:
@@ -242,7 +242,7 @@ def kill(stand: Stand, fault: str) -> tuple[Any, dict[str, float]]:
     stage = stand.stage.Stage("checkpoint", stand.config)
     return stage, recovery.kill_and_restart(
         stage,
-        lambda **options: processes.started(0, str(folder), fault, module="saver", **options),
+        lambda: processes.started(0, str(folder), fault, module="saver"),
         folder,
         truth,
     )
@@ -282,7 +282,6 @@ def interval(single: Project) -> Any:
         (5000, 9000, 1.0, "--checkpoint.every 590:"),
         (0, 9000, 1.0, "--checkpoint.every 590:"),
         (0, 300, 1.0, None),
-        ("auto", 9000, 1.0, "--checkpoint.auto-longest 590:"),
         (100, 300, 1.0, "only at its end"),
         (400, 1000, 50.0, "a save takes longer than the 400 steps"),
         (1000, 9000, 200.0, "--checkpoint.every 2000: a save takes longer"),
@@ -291,7 +290,7 @@ def interval(single: Project) -> Any:
 def test_the_interval_is_advised(
     on_one: Stand,
     interval: Any,
-    every: int | str,
+    every: int,
     steps: int,
     upload: float,
     advice: str | None,

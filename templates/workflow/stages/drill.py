@@ -1,48 +1,41 @@
-"""What the restore drill does to short runs: resume, reshard, damage, time and kill them.
+"""The tasks of the restore drill: train and resume a short run, load, damage and time checkpoints.
 
-`python -m` this module FOLDER TASK [names] runs a task on one plain process or, under torchrun, on
-several ranks. Its settings are in FOLDER/settings.json, its result goes to FOLDER/TASK.json.
+`python -m` this module FOLDER TASK [run names] runs a task as a plain process or, under torchrun,
+on several ranks. It reads FOLDER/settings.json and writes its result to FOLDER/TASK.json.
 """
 
-import contextlib
 import hashlib
 import json
 import logging
 import math
 import mmap
 import os
-import re
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..checkpoint import MANIFEST, PUBLISHED, step_name
-from ..checkpoint.paths import published
-from ..checkpoint.publish import RESERVED
 from ..checkpoint.tensors import flat
 from ..config import Config, load, override
+from ..device import synchronize
 from ..distributed import Group, World, join, leave, parallel
 from ..errors import RankError, UserError, exit_code
 from ..files import write_json
 from ..run.hardware import check_memory, expected_memory
 from ..run.logs import log_to_console
 from ..train import State, run, setup, start, train_step
-from . import processes
 from .stage import PACKAGE, StageConfig
-from .timing import record_steps, spread, synchronize
+from .timing import record_steps, spread
 
 IMPORTED = time.time()
-STEPS, EVERY = 12, 3  # of a run of the drill, and between its saves
+STEPS, EVERY = 12, 3  # of a drill's run, and between its saves
 QUIET_STEPS, SAVES = 16, 6  # to time: steps without a save, and saves
-PATIENCE = 1800.0  # seconds for a process of the drill
-LOG = BufferingHandler(1_000_000)  # what this package has logged
+LOG = BufferingHandler(1_000_000)  # what this package logs
 Digests = dict[str, str]  # sha256 by the name of a tensor
 
 
@@ -52,12 +45,12 @@ def main(words: list[str]) -> int:
     folder, task, *runs = Path(words[0]), words[1], *(Path(words[0], name) for name in words[2:])
     config = load(folder / "settings.json", StageConfig)
     world = join(config.parallel, config.device)
-    if task == "train":
-        recorder = Recorder()
+    if task in ("train", "resume"):
+        recorder = Recorder(hash_restored=task == "resume")
         run(override(config, {"run_dir": runs[0]}), [recorder], world)
         result: dict[str, Any] = vars(recorder)
     else:
-        result = {"reload": reload, "examine": examine}[task](config, world, *runs)
+        result = {"reload": reload, "damage": damage}[task](config, world, *runs)
         leave(world)  # only now that nothing refers to the model
     if os.environ.get("RANK", "0") == "0":
         write_json(folder / f"{task}.json", result)
@@ -65,37 +58,25 @@ def main(words: list[str]) -> int:
 
 
 class Recorder:
-    """A callback: when a run got how far in (re)starting, and the digests of its last two saves."""
+    """A callback: the moments of a (re)start, and digests of what was restored and saved last."""
 
-    def __init__(self) -> None:
-        self.joined = time.time()
+    def __init__(self, hash_restored: bool) -> None:
+        self.hash_restored = hash_restored
         self.restart: dict[str, float] = {}
         self.digests: dict[int, Digests] = {}
 
+    def before_step(self, state: State) -> None:
+        """Note that the checkpoint is loaded."""
+        if not self.restart:
+            self.restart = {"step": state.step, "imported": IMPORTED, "restored": time.time()}
+            if self.hash_restored:
+                self.digests[state.step] = digests_of(state, Group(state.world))
+
     def after_step(self, state: State, record: dict[str, Any] | None) -> None:
         """Note the first step, and what is saved."""
-        if not self.restart:
-            logged = {record.getMessage()[:8]: record.created for record in LOG.buffer}
-            self.restart = {
-                "step": state.step - 1,
-                "started": time.time() - age(),
-                "imported": IMPORTED,
-                "joined": self.joined,
-                "set_up": logged["expected"],  # memory, which is told right before the restore
-                "restored": logged.get("resuming", logged["expected"]),
-                "first_step": time.time(),
-            }
-        if state.step >= STEPS - EVERY and state.step % EVERY == 0:
+        self.restart.setdefault("first_step", time.time())
+        if state.step % EVERY == 0 and state.step >= STEPS - EVERY:
             self.digests[state.step] = digests_of(state, Group(state.world))
-
-
-def age() -> float:
-    """Seconds since this process was started, or since its imports where no system tells."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:
-        return time.time() - IMPORTED
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def reload(config: Config, world: World, source: Path, target: Path) -> dict[str, Any]:
@@ -103,69 +84,55 @@ def reload(config: Config, world: World, source: Path, target: Path) -> dict[str
     try:
         state = setup(config, world)
         check_memory(expected_memory(state.model, state.optimizer, 0), world.device)
-    except UserError as error:  # too large for so few processes
+    except UserError as error:  # too large for so few ranks
         return {"refused": str(error)}
     group = Group(world)
     digests, step = load_into(state, source, group), state.step
-    checkpointer = start(state, target, group)  # finds nothing there
+    checkpointer = start(state, target, group)  # starts anew: the folder is empty
     checkpointer.save(step)
     checkpointer.close()
     state.loader.close()
     return {"digests": digests}
 
 
-def examine(config: Config, world: World, run_dir: Path) -> dict[str, Any]:
-    """Restore a run into processes that never trained, flip bits of it, then time other saves."""
+def damage(config: Config, world: World, run_dir: Path, timed: Path) -> dict[str, Any]:
+    """Flip a bit of each file of a run's newest checkpoint in turn; then time saves."""
     state, group = setup(config, world), Group(world)
-    newest = group.from_first(lambda: published(run_dir / "checkpoints")[-1])
-    group.from_first(lambda: os.rename(newest, run_dir / "held-back"))
-    restored, step = load_into(state, run_dir, group), state.step
-    losses = record_steps(state, EVERY).losses.tolist()
-    after = digests_of(state, group)
-    group.from_first(lambda: os.rename(run_dir / "held-back", newest))
-    files = group.from_first(lambda: sorted(newest.iterdir()))
-    size = group.from_first(lambda: sum(file.stat().st_size for file in files))
-    flips = [problem_with_flip(state, file, group, (step, restored)) for file in files]
-    group.from_first(lambda: shutil.rmtree(run_dir / "checkpoints"))
-    costs = time_saves(state, run_dir.with_name("timed"), group)
+    trained = json.loads((run_dir.parent / "train.json").read_text("utf-8"))
+    previous = trained["digests"][str(STEPS - EVERY)]
+    newest = group.from_first(lambda: complete(run_dir / "checkpoints")[-1])
+    sizes = group.from_first(lambda: {file: file.stat().st_size for file in newest.iterdir()})
+    flips = [problem_with_flip(state, file, group, previous) for file in sorted(sizes)]
+    costs = {"bytes": sum(sizes.values()), **time_saves(state, timed, group)}
     state.loader.close()
-    return {
-        "roundtrip": {"restored": restored, "step": step, "losses": losses, "after": after},
-        "flips": flips,
-        "costs": {"bytes": size, **costs},
-    }
+    return {"flips": flips, "costs": costs}
 
 
-def problem_with_flip(state: State, file: Path, group: Group, expected: tuple[int, Digests]) -> str:
-    """Flip a bit of a run's newest checkpoint, restore the run, and undo the damage.
+def problem_with_flip(state: State, file: Path, group: Group, previous: Digests) -> str:
+    """Flip a bit in a file of a run's newest checkpoint, restore the run and undo the damage.
 
-    Returns what went wrong; empty if the damage was named, the checkpoint set aside, and the one
-    before it restored, whose step and digests are `expected`.
+    Empty if a warning named the file, the checkpoint was set aside and the previous one restored.
     """
-    newest, problem, restored = file.parent, "", {}
+    newest, problem = file.parent, ""
     group.from_first(lambda: flip_bit(file))
     LOG.buffer.clear()
     try:
-        restored = load_into(state, newest.parents[1], group)
+        if load_into(state, newest.parents[1], group) != previous:
+            problem = f"not noticed, or not repaired: restored other values, of step {state.step}"
     except RankError as error:
         problem = str(error)
 
     def undo() -> bool:
-        set_aside = sorted(newest.parent.glob(f"{newest.name}.damaged-*"))
-        for path in set_aside:
-            os.rename(path, newest)
+        set_aside = next(newest.parent.glob(f"{newest.name}.damaged-*"), None)
+        if set_aside:
+            os.rename(set_aside, newest)
         flip_bit(file)
         return bool(set_aside)
 
-    set_aside = group.from_first(undo)
-    warnings = [record.getMessage() for record in LOG.buffer]
-    if (state.step, restored) != expected:
-        values = f"restored other values, of step {state.step}"
-        problem = problem or f"not noticed, or not repaired: {values}"
-    elif not set_aside:
-        problem = "noticed, but the checkpoint was not set aside"
-    elif not any("DAMAGED" in text and file.name in text for text in warnings):
-        problem = "noticed, but no warning names the file"
+    set_aside, messages = group.from_first(undo), [r.getMessage() for r in LOG.buffer]
+    named = any("DAMAGED" in text and file.name in text for text in messages)
+    if not problem and not (named and set_aside):
+        problem = "noticed, but not named by a warning, or the checkpoint not set aside"
     return problem and f"{file.name}: {problem}"
 
 
@@ -176,10 +143,7 @@ def flip_bit(path: Path) -> None:
 
 
 def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
-    """What a step costs without a save, what saves cost, each begun when the last is over.
-
-    And what the slowest rank takes to verify and load one.
-    """
+    """Seconds of a step without a save, of saves one at a time, and of a restore."""
     checkpointer = start(state, run_dir, group)
     quiet = record_steps(state, QUIET_STEPS).seconds[1:]
     saves = [time_save(state, run_dir, group) for _ in range(SAVES)]
@@ -188,11 +152,11 @@ def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
     restored = max(group.agree(lambda: time.perf_counter() - began))
     checkpointer.close()
     group.from_first(lambda: shutil.rmtree(run_dir))
-    blocked, seconds = zip(*saves, strict=True)
+    blocked, published = zip(*saves, strict=True)
     return {
         "blocked_first": blocked[0],
         "blocked_seconds": spread(blocked[1:]),
-        "save_seconds": spread(seconds[1:]),
+        "save_seconds": spread(published[1:]),
         "restore_seconds": restored,
         "step_seconds": spread(quiet),
     }
@@ -201,8 +165,8 @@ def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
 def time_save(state: State, run_dir: Path, group: Group) -> tuple[float, float]:
     """Save, and train until the save is published: (blocked seconds, seconds until published).
 
-    Blocked is what the checkpointer of the slowest rank counts. The checkpoint is looked for
-    before each step, so behind a save in the background the second figure can be a step too long.
+    Blocked is what the checkpointer of the slowest rank counts. The second figure can be a step too
+    long, since the checkpoint is looked for before each step.
     """
     checkpointer, path = state.checkpointer, run_dir / "checkpoints" / step_name(state.step)
     assert checkpointer
@@ -211,11 +175,11 @@ def time_save(state: State, run_dir: Path, group: Group) -> tuple[float, float]:
     checkpointer.save(state.step)
     while not group.from_first(lambda: path.exists() or checkpointer.failed):
         train_step(state, state.loader.next())
-    seconds = time.perf_counter() - began
+    published = time.perf_counter() - began
     train_step(state, state.loader.next())  # the next save is of another step
     blocked = max(group.agree(lambda: checkpointer.blocked_seconds - before))
     checkpointer.settle()
-    return blocked, seconds
+    return blocked, published
 
 
 def load_into(state: State, run_dir: Path, group: Group) -> Digests:
@@ -229,7 +193,7 @@ def load_into(state: State, run_dir: Path, group: Group) -> Digests:
 
 
 def digests_of(state: State, group: Group) -> Digests:
-    """sha256 of each whole tensor of model and optimizer.
+    """sha256 of each full (unsharded) tensor of model and optimizer.
 
     Where ranks hold different values, rank 0 returns all of theirs, to which nothing can be equal.
     """
@@ -243,79 +207,17 @@ def digests_of(state: State, group: Group) -> Digests:
     return {name: " ".join(sorted({other[name] for other in ranks})) for name in digests}
 
 
-class Kill(NamedTuple):
-    """A kill in mid-save: the steps saved, published and trained by then, and two times."""
-
-    saving: int
-    newest: int
-    done: int
-    at: float
-    noticed: float
-    """By torchrun, or by whoever waits for a plain process."""
-
-
-def kill_in_save(process: processes.Process, run_dir: Path) -> Kill | None:
-    """Kill the ranks of a run once a save has written a file.
-
-    The run is stopped first to look again: on a fast disk a save is over as soon as it is seen.
-    None if the run ended, or died outside of a save.
-    """
-    checkpoints, deadline = run_dir / "checkpoints", time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=0.001)  # reads the output, so that no pipe gets full
-            processes.finish(process, "training to be killed", PATIENCE)
-            return None
-        if saving := save_under_way(checkpoints):
-            processes.kill(process, signal.SIGSTOP)
-            if saving.exists() and saving == save_under_way(checkpoints):
-                at = time.time()
-                kill_ranks(process)
-                noticed, paths = time.time(), [saving, *whole(checkpoints)]
-                step, *others = (int(re.findall(r"step_(\d+)", path.name)[0]) for path in paths)
-                kill = Kill(step, max(others), max(losses_of(run_dir)), at, noticed)
-                return kill if saving.exists() else None
-            processes.kill(process, signal.SIGCONT)
-    raise RankError(f"a run of a few steps took more than {PATIENCE:.0f} s")
-
-
-def kill_ranks(process: processes.Process) -> None:
-    """Kill the ranks of a stopped run; wait until torchrun, which goes on, has noticed."""
-    below, session = processes.descendants(process.pid), os.getsid(process.pid)
-    ranks = [pid for pid in below if os.getsid(pid) == pid]  # torchrun gives each its session
-    if not ranks:  # a plain process
-        processes.kill(process)
-        process.communicate()  # until the last of its processes is gone
-        return
-    for pid in (pid for pid in below if os.getsid(pid) != session):  # loader workers, too
-        os.kill(pid, signal.SIGKILL)
-    processes.kill(process, signal.SIGCONT)
-    deadline = time.monotonic() + PATIENCE
-    with contextlib.suppress(ProcessLookupError):  # the last is gone: torchrun knows how it ended
-        while process.poll() is None and time.monotonic() < deadline:
-            os.kill(ranks[0], 0)
-            time.sleep(0.001)
-
-
-def save_under_way(checkpoints: Path) -> Path | None:
-    """The folder of a save that has written a file, once an earlier checkpoint is published."""
-    if not (done := whole(checkpoints)):
-        return None
-    folders = {file.parent for file in checkpoints.glob("*/*")} - done
-    begun = (it for it in folders if it.name.startswith(RESERVED) or PUBLISHED.fullmatch(it.name))
-    return next(begun, None)
-
-
-def whole(checkpoints: Path) -> set[Path]:
-    """Published checkpoints that have a manifest."""
-    return {path for path in published(checkpoints) if (path / MANIFEST).exists()}
+def complete(checkpoints: Path) -> list[Path]:
+    """The published checkpoints that have a manifest, the oldest first."""
+    paths = (path for path in checkpoints.glob("step_*") if PUBLISHED.fullmatch(path.name))
+    return sorted(path for path in paths if (path / MANIFEST).exists())
 
 
 def losses_of(run_dir: Path) -> dict[int, float]:
     """Loss by step, from the complete lines of metrics.jsonl; NaN where it was not finite."""
     *lines, _ = (run_dir / "metrics.jsonl").read_text("utf-8").split("\n")
-    records = map(json.loads, lines)
-    return {it["step"]: math.nan if it["loss"] is None else it["loss"] for it in records}
+    records = [json.loads(line) for line in lines]
+    return {r["step"]: math.nan if r["loss"] is None else r["loss"] for r in records}
 
 
 if __name__ == "__main__":

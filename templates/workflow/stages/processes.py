@@ -85,19 +85,17 @@ def started(
     *arguments: str,
     module: str = PACKAGE,
     threads: int | None = None,
-    restarts: int = 0,
     **environment: str,
 ) -> Iterator[Process]:
     """`python -m module arguments`, as one plain process, or as several `ranks` under torchrun.
 
-    Each rank has `threads` threads (default: its share of the cores); torchrun starts them again
-    `restarts` times. The output goes to a pipe.
+    Each rank has `threads` threads (default: its share of the cores). The output goes to a pipe.
     When the block ends, by SIGTERM too, all that it started is killed.
     """
     words = [module, *arguments]
     if ranks > 1:
         torchrun = [f"{PACKAGE}.distributed.launch", f"--nproc-per-node={ranks}"]
-        words = [*torchrun, f"--max-restarts={restarts}", "-m", *words]
+        words = [*torchrun, "-m", *words]
         threads = threads or max(1, usable_cores() // ranks)
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)

@@ -1,13 +1,16 @@
-"""The last stage, `checkpoint`: a drill that restores, reshards, damages and kills a short run.
+"""The checkpoint stage: a drill that restores, reshards, damages and kills a short run.
 
 The drill trains this run's model for a few steps in RUN_DIR/workflow/.drill; the run's own
-checkpoints are not touched. Training and restoring happen in processes of their own (drill.py).
+checkpoints are not touched. Each task runs in processes of its own (drill.py).
 """
 
 import contextlib
 import json
 import math
 import shutil
+import signal
+import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +20,7 @@ from typing import Any
 import torch
 
 from ..checkpoint import PUBLISHED
+from ..checkpoint.publish import RESERVED
 from ..config import override
 from ..data import build_datasets
 from ..device import pick_device
@@ -28,22 +32,19 @@ from ..run.directory import RunDirectory
 from ..run.hardware import in_units
 from . import processes
 from .chain import flag, recommend
-from .drill import EVERY, PATIENCE, STEPS, Digests, kill_in_save, losses_of
+from .drill import EVERY, STEPS, Digests, complete, losses_of
 from .processes import most_ranks, named, refusal
 from .stage import Stage, StageConfig
 from .timing import describe, differences
 
-ON_DISK = 4  # checkpoints that the drill keeps at once, at most
-LAUNCHES = 3  # to meet a save
+ON_DISK = 5  # checkpoints that the drill keeps at once, at most
+TIMEOUT = 1800.0  # seconds for one task
+LAUNCHES = 3  # tries to kill a run during a save
 GROWTH = (2, 4, 10)  # times the parameters, for which saves and restores are predicted
 NEAR = 1e-3  # relative; between losses of kernels that are not deterministic
-RESTART = {  # the parts of a restart, in their order, by the name of the moment that ends them
-    "noticed": "noticed",
-    "started": "started",
-    "imported": "imported",
-    "joined": "ranks joined",
-    "set_up": "model built",
-    "restored": "verified and loaded",
+RESTART = {  # the parts of a restart in their order: the moment that ends each, and its name
+    "imported": "processes started, torch imported",
+    "restored": "model built, checkpoint loaded",
     "first_step": "first step",
 }
 CHECKS = {  # name: (wanted, advice)
@@ -56,11 +57,11 @@ CHECKS = {  # name: (wanted, advice)
         "look for tensors whose shape or content depends on the number of processes",
     ),
     "corrupt_newest": (
-        "a damaged checkpoint is never loaded, the one before it is",
+        "a damaged checkpoint is never loaded; the previous one is loaded instead",
         "restore only what its manifest and every hash confirm (checkpoint/manifest.py)",
     ),
     "killed_while_saving": (
-        "no more than one save lost, the same end, nothing left over",
+        "at most one save lost, the same end, nothing left over",
         "publish by one rename, when everything is on disk (checkpoint/publish.py)",
     ),
 }
@@ -79,7 +80,7 @@ def measure(config: StageConfig) -> int:
         if free < needed:
             raise UserError(
                 f"the drill needs about {in_units(needed)} in {run_dir} for {ON_DISK} checkpoints, "
-                f"and {in_units(free)} are free: make room there, or take another --run-dir"
+                f"and {in_units(free)} are free: make room there, or choose another --run-dir"
             )
         try:
             folder.mkdir()
@@ -90,7 +91,7 @@ def measure(config: StageConfig) -> int:
 
 
 def world_sizes(config: StageConfig, device: torch.device) -> tuple[int, int, str]:
-    """Processes to train on, a third number to load into (0: none), and why only one, if so."""
+    """Ranks to train on, another number to load into (0: none), and why only one, if so."""
     ranks, why_one = most_ranks(config, device)
     third = ranks + 1 if device.type == "cpu" else ranks // 2
     if ranks == 1 or not 1 < third <= config.train.global_batch_size or refusal(config, third):
@@ -99,9 +100,9 @@ def world_sizes(config: StageConfig, device: torch.device) -> tuple[int, int, st
 
 
 class Drill:
-    """The parts of the drill in `folder`. If one breaks down its check fails, and the rest goes on.
+    """The parts of the drill in `folder`, each compared with a run that nothing disturbs.
 
-    Everything is compared with one run that nothing disturbs.
+    If a part breaks down, its check fails and the rest goes on.
     """
 
     def __init__(self, stage: Stage, folder: Path) -> None:
@@ -125,30 +126,34 @@ class Drill:
 
     def run(self) -> None:
         """Run all parts."""
-        stage, folder, all_of_them = self.stage, self.folder, named(self.ranks, "process")
-        say(f"training {STEPS} steps undisturbed on {all_of_them}, saving every {EVERY}")
+        stage, folder, ranks = self.stage, self.folder, named(self.ranks, "process")
+        say(f"training {STEPS} steps undisturbed on {ranks}, saving every {EVERY}")
         digests = self.child(self.ranks, "train", "undisturbed")["digests"]
         before, end = (digests[str(step)] for step in (STEPS - EVERY, STEPS))
-        expected = Undisturbed(losses_of(folder / "undisturbed"), before, end, self.exact)
+        undisturbed = Undisturbed(losses_of(folder / "undisturbed"), before, end, self.exact)
         costs, restart = {}, {}
         with self.part("reshard"):
-            self.reshard(expected)
-        say(f"restoring into {all_of_them} that never trained, flipping bits, timing saves")
-        with self.part("roundtrip", "corrupt_newest"):
-            found = self.child(self.ranks, "examine", "undisturbed")
-            judge_roundtrip(stage, found["roundtrip"], expected)
-            good = f"a bit of each of {len(found['flips'])} files: noticed and named, the "
-            good += "checkpoint set aside, the one before it restored"
-            judge(stage, "corrupt_newest", [*filter(None, found["flips"])], good)
-            costs = found["costs"]
-        say("killing all ranks in mid-save and starting them again")
+            self.reshard(end)
+        say("flipping bits, timing saves")
+        with self.part("corrupt_newest"):
+            result = self.child(self.ranks, "damage", "undisturbed", "timed")
+            good = f"a bit of each of {len(result['flips'])} files: noticed and named, the "
+            good += "checkpoint set aside, the previous one restored"
+            judge(stage, "corrupt_newest", [*filter(None, result["flips"])], good)
+            costs = result["costs"]
+        say(f"resuming in {ranks} that never trained")
+        with self.part("roundtrip"):
+            shutil.rmtree(complete(folder / "undisturbed/checkpoints")[-1])
+            result = self.child(self.ranks, "resume", "undisturbed")
+            judge_roundtrip(stage, result, losses_of(folder / "undisturbed"), undisturbed)
+        say("killing the run during a save and starting it again")
         with self.part("killed_while_saving"):
-            restart = kill_and_restart(stage, self.start, folder, expected)
+            restart = kill_and_restart(stage, self.start, folder, undisturbed)
         if costs and restart:
             stage.figures |= {**costs, "restart_seconds": restart}
             conclude(stage)
 
-    def reshard(self, expected: "Undisturbed") -> None:
+    def reshard(self, end: Digests) -> None:
         """Load into other numbers of processes, each from what the one before saved."""
         source, chain, problems, refused = "undisturbed", [self.ranks], [], [self.why_one]
         for size in filter(None, (1, self.ranks, self.third) if self.ranks > 1 else ()):
@@ -157,35 +162,33 @@ class Drill:
             if "refused" in result:
                 refused.append(f"{size} cannot: {result['refused']}")
                 continue
-            if problem := differing(result["digests"], expected.end):
+            if problem := differing(result["digests"], end):
                 problems.append(f"on {size}: {problem}")
             if source != "undisturbed":
                 shutil.rmtree(self.folder / source)
             source = f"from-{size}"
             chain.append(size)
-        good = f"{' -> '.join(map(str, chain))} processes: {len(expected.end)} tensors bit for bit"
         tried = len(set(chain)) > 1
-        measured = "; ".join(filter(None, [good if tried else "", *refused]))
-        judge(self.stage, "reshard", problems, measured, measurable=tried)
+        good = f"{' -> '.join(map(str, chain))} processes: {len(end)} tensors bit for bit"
+        good = "; ".join(filter(None, [good if tried else "", *refused]))
+        judge(self.stage, "reshard", problems, good, measurable=tried)
 
     def child(self, ranks: int, *task: str) -> dict[str, Any]:
         """The result of a task of drill.py."""
-        return processes.run_task("drill", self.folder, *task, ranks=ranks, seconds=PATIENCE)
+        return processes.run_task("drill", self.folder, *task, ranks=ranks, seconds=TIMEOUT)
 
     def start(self) -> contextlib.AbstractContextManager:
-        """Processes for the run that is killed; torchrun starts them again, as by launch.sh."""
-        words, module = (str(self.folder), "train", "killed"), f"{__package__}.drill"
-        return processes.started(self.ranks, *words, module=module, restarts=1)
+        """Start the run that is killed."""
+        words = str(self.folder), "train", "killed"
+        return processes.started(self.ranks, *words, module=f"{__package__}.drill")
 
     @contextlib.contextmanager
-    def part(self, *checks: str) -> Iterator[None]:
-        """Fail these checks, unless they are made already, if a process inside breaks down."""
+    def part(self, check: str) -> Iterator[None]:
+        """Fail the check if a process inside breaks down."""
         try:
             yield
         except RankError as error:
-            problem = "; ".join(str(error).splitlines()[:3])
-            for name in set(checks) - {check["name"] for check in self.stage.checks}:
-                judge(self.stage, name, [problem])
+            judge(self.stage, check, ["; ".join(str(error).splitlines()[:3])])
 
 
 @dataclass(frozen=True)
@@ -219,8 +222,8 @@ class Undisturbed:
 def differing(digests: Digests, expected: Digests) -> str:
     """Which tensors are missing, new or not the same bit for bit; empty if none is."""
     names = sorted(digests.keys() | expected.keys())
-    found = [name for name in names if digests.get(name) != expected.get(name)]
-    return f"{len(found)} tensors differ, such as {found[0]}" if found else ""
+    names = [name for name in names if digests.get(name) != expected.get(name)]
+    return f"{len(names)} tensors differ, such as {names[0]}" if names else ""
 
 
 def judge(
@@ -233,56 +236,92 @@ def judge(
     stage.check(name, passed, measured=measured, wanted=wanted, advice=advice if measurable else "")
 
 
-def judge_roundtrip(stage: Stage, found: dict[str, Any], expected: Undisturbed) -> None:
-    """Restored into fresh processes: the same tensors, then the same steps."""
-    other_tensors = differing(found["restored"], expected.before)
-    restored = other_tensors or f"{len(expected.before)} tensors bit for bit"
-    problems, same = expected.compare(found["losses"], found["after"])
-    words = f"step {found['step']}: {restored}; {'; '.join(problems) or same}"
-    wrong = found["step"] != STEPS - EVERY or other_tensors or problems
+def judge_roundtrip(
+    stage: Stage, result: dict[str, Any], losses: dict[int, float], undisturbed: Undisturbed
+) -> None:
+    """Resumed in fresh processes: the same tensors, then the same steps."""
+    step, digests = result["restart"]["step"], result["digests"]
+    other_tensors = differing(digests[str(step)], undisturbed.before)
+    restored = other_tensors or f"{len(undisturbed.before)} tensors bit for bit"
+    last = [losses[step] for step in sorted(losses)][-EVERY:]
+    problems, same = undisturbed.compare(last, digests[str(STEPS)])
+    words = f"step {step}: {restored}; {'; '.join(problems) or same}"
+    wrong = step != STEPS - EVERY or other_tensors or problems
     judge(stage, "roundtrip", [words] if wrong else [], words)
 
 
 def kill_and_restart(
-    stage: Stage, launch: Callable[..., Any], folder: Path, expected: Undisturbed
+    stage: Stage, launch: Callable[[], Any], folder: Path, undisturbed: Undisturbed
 ) -> dict[str, float]:
-    """Kill the run FOLDER/killed in mid-save, have it start again and judge it.
+    """Kill the run FOLDER/killed during a save, start it again and judge how it ends.
 
-    Returns the seconds of the restart; none if no kill met a save.
+    Returns the seconds of the restart; none if no kill hit a save.
     """
-    run_dir, checkpoints = folder / "killed", folder / "killed/checkpoints"
-    restarted, what = False, "the restart after the kill"
+    run_dir, checkpoints, saving = folder / "killed", folder / "killed/checkpoints", None
     for _ in range(LAUNCHES):
         shutil.rmtree(run_dir, ignore_errors=True)
         with launch() as process:
-            if kill := kill_in_save(process, run_dir):
-                if restarted := process.poll() is None:
-                    processes.finish(process, what, PATIENCE)
-                break
-    else:
-        reason = f"no kill met a save in {LAUNCHES} launches: they are too short here"
+            killed_at = kill_in_save(process, checkpoints)
+        if killed_at and (saving := save_under_way(checkpoints)):
+            break
+    if not saving:
+        reason = f"no kill hit a save in {LAUNCHES} launches: saves are too short here"
         judge(stage, "killed_while_saving", [], reason, measurable=False)
         return {}
-    if not restarted:
-        with launch() as process:  # as a user starts it, so that its time can be told
-            processes.finish(process, what, PATIENCE)
+    interrupted, newest = step_of(saving), step_of(complete(checkpoints)[-1])
+    done = max(losses_of(run_dir))
+    with launch() as process:
+        processes.finish(process, "the restart after the kill", TIMEOUT)
     result = json.loads((folder / "train.json").read_text("utf-8"))
-    losses, restart, resumed = losses_of(run_dir), result["restart"], result["restart"]["step"]
-    in_order = [losses.get(step, math.nan) for step in sorted(expected.losses)]
-    problems, same = expected.compare(in_order, result["digests"][str(STEPS)])
-    if resumed != kill.newest:
-        problems.append(f"resumed from step {resumed}, not {kill.newest}")
-    if kill.saving - kill.newest > EVERY:
-        problems.append(f"only step {kill.newest} was published")
+    losses, resumed = losses_of(run_dir), result["restart"]["step"]
+    in_order = [losses.get(step, math.nan) for step in sorted(undisturbed.losses)]
+    problems, same = undisturbed.compare(in_order, result["digests"][str(STEPS)])
+    if resumed != newest:
+        problems.append(f"resumed from step {resumed}, not {newest}")
+    if interrupted - newest > EVERY:
+        problems.append(f"only step {newest} was published")
     if left := sorted(p.name for p in checkpoints.iterdir() if not PUBLISHED.fullmatch(p.name)):
         problems.append(f"left over: {', '.join(left)}")
-    again = f"{kill.done - resumed} steps done again"
-    good = f"1 kill, in the save of step {kill.saving}; {again}, {same}"
+    good = f"1 kill, in the save of step {interrupted}; {done - resumed} steps done again, {same}"
     judge(stage, "killed_while_saving", problems, good)
-    restart["noticed"] = kill.noticed
-    times = [kill.at, *(restart[part] for part in RESTART)]
+    times = [killed_at, *(result["restart"][part] for part in RESTART)]
     parts = {part: end - start for part, (start, end) in zip(RESTART, pairwise(times), strict=True)}
-    return {**parts, "total": restart["first_step"] - kill.at}
+    return {**parts, "total": times[-1] - times[0]}
+
+
+def kill_in_save(process: processes.Process, checkpoints: Path) -> float | None:
+    """Kill all processes of a run once a save has written a file: when; None if the run ended.
+
+    They are stopped first to look again: on a fast disk a save is over as soon as it is seen.
+    """
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=0.001)  # reads the output, so that no pipe gets full
+            processes.finish(process, "training to be killed", TIMEOUT)  # RankError if it failed
+            return None
+        if save_under_way(checkpoints):
+            processes.kill(process, signal.SIGSTOP)
+            if save_under_way(checkpoints):
+                killed_at = time.time()
+                processes.kill(process)
+                return killed_at
+            processes.kill(process, signal.SIGCONT)
+    raise RankError(f"a run of a few steps took more than {TIMEOUT:.0f} s")
+
+
+def save_under_way(checkpoints: Path) -> Path | None:
+    """The folder of a save that has written a file, once an earlier checkpoint is published."""
+    if not (published := complete(checkpoints)):
+        return None
+    folders = {file.parent for file in checkpoints.glob("*/*")}.difference(published)
+    begun = (f for f in folders if f.name.startswith(RESERVED) or PUBLISHED.fullmatch(f.name))
+    return next(begun, None)
+
+
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint, published or not."""
+    return int(folder.name.partition("step_")[2][:8])
 
 
 def best_interval(cost: float, failures: float, least: float = 0.0) -> float:
@@ -300,7 +339,7 @@ def lost_share(interval: float, cost: float, restart: float, failures: float) ->
 
 
 def conclude(stage: Stage) -> None:
-    """Say what saving and restarting cost, work out the interval between saves, and advise."""
+    """Say what saving and restarting cost, and advise how often to save."""
     config, figures = stage.config, stage.figures
     blocked, published = figures["blocked_seconds"], figures["save_seconds"]
     restart = figures["restart_seconds"]
@@ -309,43 +348,33 @@ def conclude(stage: Stage) -> None:
         f"first one for {1e3 * figures['blocked_first']:.2f} ms; it is published after "
         f"{describe(published)}"
     )
-    say(
-        f"from the kill to the next step {restart['total']:.1f} s: "
-        + ", ".join(f"{name} {restart[part]:.1f}" for part, name in RESTART.items())
-    )
-    cost, upload, load = blocked["median"], published["median"], figures["restore_seconds"]
+    parts = ", ".join(f"{name} {restart[part]:.1f}" for part, name in RESTART.items())
+    say(f"from the kill to the next step {restart['total']:.1f} s: {parts}")
+    upload, load = published["median"], figures["restore_seconds"]
     grown = (f"{n} times: {n * upload:.3g} s and {n * load:.3g} s" for n in GROWTH)
-    say(
-        "with more parameters, at the bandwidths measured here, a save is published after, and a "
-        f"restore takes: {'; '.join(grown)}"
-    )
-    step, hours = figures["step_seconds"]["median"], config.workflow.hours_between_failures
+    say(f"with more parameters a save and a restore take about, {'; '.join(grown)}")
+    cost, step = blocked["median"], figures["step_seconds"]["median"]
+    hours, every = config.workflow.hours_between_failures, config.checkpoint.every
     best = best_interval(cost, 3600 * hours, upload)
     figures |= {"interval_seconds": best, "hours_between_failures": hours}
-    chosen = config.checkpoint
-    setting, every = "checkpoint.every", chosen.every
-    if every == "auto":
-        setting, every = "checkpoint.auto_longest", chosen.auto_longest
-    every = every or config.train.steps
-    now, steps = every * step, max(1, math.ceil(best / step))
-    lost = lost_share(best, cost, restart["total"], 3600 * hours)
-    lost_now = lost_share(now, cost, restart["total"], 3600 * hours)
+    now, steps = (every or config.train.steps) * step, max(1, math.ceil(best / step))
+    lost, lost_now = (lost_share(t, cost, restart["total"], 3600 * hours) for t in (best, now))
     say(
         f"with a failure every {hours:g} h, save every {best:.3g} s: {steps} steps of "
         f"{1e3 * step:.3g} ms; {lost:.2%} of the time is lost then"
     )
     size = 10 ** max(0, len(str(steps)) - 2)  # nobody wants to save every 487 steps
     rounded = math.ceil(steps / size) * size
-    end = f" (this run of {config.train.steps} steps then saves only at its end)"
-    option = f"{flag(setting)} {rounded}{end if rounded >= config.train.steps else ''}"
     if now < upload:
         why = f"a save takes longer than the {every} steps between two, and waits"
     elif not 0.5 <= now / best <= 2:
         why = f"{lost:.2%} of the time is lost then, {lost_now:.2%} as it is"
     else:
         return
-    stage.advise(f"{option}: {why}")
-    recommend(stage, setting, rounded)
+    only_end = f" (this run of {config.train.steps} steps then saves only at its end)"
+    end = only_end if rounded >= config.train.steps else ""
+    stage.advise(f"{flag('checkpoint.every')} {rounded}{end}: {why}")
+    recommend(stage, "checkpoint.every", rounded)
 
 
 def say(text: str) -> None:

@@ -37,7 +37,7 @@ def main(folder: Path, fault: str) -> None:
         with open(log, "a") as file:
             file.write(json.dumps({"step": step, "loss": 1 / step}) + "\n")
         if step == first + 1:
-            marks = dict.fromkeys(("started", "imported", "joined", "set_up", "restored"), started)
+            marks = dict.fromkeys(("imported", "restored"), started)
             marks |= {"step": first, "first_step": time.time()}
         if step % EVERY == 0:
             save(checkpoints, step, fault)
