@@ -50,7 +50,6 @@ SHOWN = 6  # graph breaks or recompiles; the figures hold all
 Figures = dict[str, Any]
 Finding = dict[str, str]  # where (file:line) the compiler could not do as hoped, and the reason
 FirstSteps = tuple[np.ndarray, list[torch.Tensor]]  # losses, and the last gradients, on the host
-Speedups = dict[str, tuple[Interval, str]]  # by mode, with a word for each
 
 
 def measure(config: Config) -> int:
@@ -63,7 +62,7 @@ def measure(config: Config) -> int:
 
 def try_mode(config: Config, mode: str, folder: Path) -> Figures:
     """Measure one mode, cold and warm; the only figure may be "skipped" or "error", with why."""
-    # With fullgraph the first graph break would end it: all are wanted.
+    # With fullgraph the compiler would stop at the first graph break: the stage lists all.
     config = override(config, {"compile.mode": mode, "compile.fullgraph": False})
     print(f"     {mode}: compiling with an empty cache, and timing eager steps ...", flush=True)
     figures = run_apart("cold", config, folder)
@@ -93,40 +92,43 @@ def judge(stage: Stage, modes: dict[str, Figures]) -> None:
     """Turn what was measured into checks, figures and advice."""
     judge_compiling(stage, modes)
     compiled = {mode: figures for mode, figures in modes.items() if "graphs" in figures}
-    windows = {mode: figures["windows"] for mode, figures in compiled.items()}
-    speedups = {m: times_as_fast(each["eager"], each["compiled"]) for m, each in windows.items()}
-    for mode, (speedup, verdict) in speedups.items():
-        compiled[mode] |= {"speedup": speedup._asdict(), "verdict": verdict}
     stage.figures |= {"modes": compiled, "best": "none"}
-    if compiled:
-        judge_findings(stage, compiled)
-        judge_numerics(stage, compiled)
-        judge_speedup(stage, compiled, speedups)
-        hand_on(stage, speedups)
-    else:
+    if not compiled:
         for name in ("graph_breaks", "recompiles", "recompile_limit", "numerics", "speedup"):
             stage.check(name, None, measured="nothing was compiled", wanted="measured")
+        return
+    for name in ("graph_breaks", "recompiles"):
+        judge_findings(stage, compiled, name)
+    hit = in_words(compiled, "limits_hit")
+    stage.check(
+        "recompile_limit",
+        not hit,
+        measured="; ".join(hit) or "not hit",
+        wanted="not hit: beyond it a function runs eagerly",
+        advice="keep what the guards name from changing, or try --compile.dynamic True",
+    )
+    judge_numerics(stage, compiled)
+    judge_speed(stage, compiled)
 
 
 def judge_compiling(stage: Stage, modes: dict[str, Figures]) -> None:
-    """Every mode compiles and runs, cold and warm; without a C++ compiler nothing can be said."""
+    """Every mode compiles and runs, cold and warm; not measured without a C++ compiler."""
     parts, errors = [], []
     for mode, figures in modes.items():
         restart = figures.get("restart", {})
-        errors += [found["error"] for found in (figures, restart) if "error" in found]
+        errors += [each["error"] for each in (figures, restart) if "error" in each]
         if "graphs" not in figures:
             reason = figures.get("error") or f"not tried, {figures['skipped']}"
             parts.append(f"{mode}: {first_line(reason)}")
             continue
-        if not figures["graphs"]:
-            errors.append("no graph was compiled")
+        errors += [] if figures["graphs"] else ["no graph was compiled"]
         text = f"{mode}: {figures['compile_seconds']['cold']:.1f} s cold"
         if restart:
             warm = first_line(restart.get("error") or f"{restart['seconds']:.1f} s")
             text += f", {warm} with the project's compile cache"
         memory = in_units(figures["peak_memory_bytes"])
         parts.append(f"{text}, graphs {figures['graphs']}, peak memory {memory}")
-    passed, advice = not errors, "--compile.backend aot_eager (then eager) tells what is at fault"
+    passed, advice = not errors, "--compile.backend aot_eager (then eager) narrows the cause down"
     if any(map(NO_COMPILER.search, errors)):
         passed = None
         advice = "inductor needs a C++ compiler on a CPU (apt install g++) and Triton on a GPU"
@@ -134,31 +136,26 @@ def judge_compiling(stage: Stage, modes: dict[str, Figures]) -> None:
     stage.check("compiles", passed, measured=measured, wanted=wanted, advice=advice)
 
 
-def judge_findings(stage: Stage, compiled: dict[str, Figures]) -> None:
-    """Graph breaks and recompiles pass if each has its place and reason; their limit must hold."""
-    for name in ("graph_breaks", "recompiles"):
-        entries = [entry for figures in compiled.values() for entry in figures[name]]
-        passed = all(entry["where"] and entry["reason"] for entry in entries)
-        advice = f"TORCH_LOGS={name} with `train` shows what they are"
-        if entries and name == "graph_breaks" and stage.config.compile.fullgraph:
-            passed, advice = False, "--compile.fullgraph makes each of them an error"
-        lines = in_words(compiled, name)
-        if len(lines) > SHOWN:
-            lines[SHOWN:] = [f"{len(lines) - SHOWN} more"]
-        counts = ", ".join(f"{mode} {len(figures[name])}" for mode, figures in compiled.items())
-        measured = "; ".join([counts, *lines])
-        wanted = f"no {name.replace('_', ' ')}, or each with its place and reason"
-        stage.check(name, passed, measured=measured, wanted=wanted, advice=advice)
-    hit = in_words(compiled, "limits_hit")
-    measured, wanted = "; ".join(hit) or "not hit", "not hit: what reaches it runs eagerly after"
-    advice = "keep what the guards name from changing, or try --compile.dynamic True"
-    stage.check("recompile_limit", not hit, measured=measured, wanted=wanted, advice=advice)
+def judge_findings(stage: Stage, compiled: dict[str, Figures], name: str) -> None:
+    """Graph breaks or recompiles pass if each has its place and reason."""
+    findings = [finding for figures in compiled.values() for finding in figures[name]]
+    passed = all(finding["where"] and finding["reason"] for finding in findings)
+    advice = f"TORCH_LOGS={name} with `train` shows what they are"
+    if findings and name == "graph_breaks" and stage.config.compile.fullgraph:
+        passed, advice = False, "--compile.fullgraph makes each of them an error"
+    lines = in_words(compiled, name)
+    if len(lines) > SHOWN:
+        lines[SHOWN:] = [f"{len(lines) - SHOWN} more"]
+    counts = ", ".join(f"{mode} {len(figures[name])}" for mode, figures in compiled.items())
+    wanted = f"no {name.replace('_', ' ')}, or each with its place and reason"
+    measured = "; ".join([counts, *lines])
+    stage.check(name, passed, measured=measured, wanted=wanted, advice=advice)
 
 
 def in_words(compiled: dict[str, Figures], name: str) -> list[str]:
     """The findings of that name, each once, as in full: model.py:7: a print."""
-    found = [(mode, entry) for mode, figures in compiled.items() for entry in figures[name]]
-    lines = [f"{mode}: {e['where'] or 'place unknown'}: {e['reason']}" for mode, e in found]
+    findings = [(mode, each) for mode, figures in compiled.items() for each in figures[name]]
+    lines = [f"{mode}: {f['where'] or 'place unknown'}: {f['reason']}" for mode, f in findings]
     return list(dict.fromkeys(lines))
 
 
@@ -175,53 +172,53 @@ def judge_numerics(stage: Stage, compiled: dict[str, Figures]) -> None:
         all(d[name] <= limit[name] for d in apart.values() for name in limit),  # false for NaN
         measured=f"after {STEPS} steps, relative to eager: {'; '.join(parts)}",
         wanted=f"at most {limit['loss']:.0e} and {limit['gradients']:.0e}",
-        advice="do not train with a mode that differs; --compile.backend aot_eager tells whether "
+        advice="do not train with a mode that differs; --compile.backend aot_eager shows whether "
         "inductor's kernels are at fault",
     )
 
 
-def judge_speedup(stage: Stage, compiled: dict[str, Figures], speedups: Speedups) -> None:
-    """Say how fast each mode is, and advise one; every speedup passes that is not lost in noise."""
-    noisy = any(verdict == TOO_NOISY for _, verdict in speedups.values())
-    parts = [
-        f"{mode}: {verdict}, {speedup} times as fast as eager, "
-        f"{len(compiled[mode]['windows']['eager'])} pairs of windows, a step "
-        f"{describe(compiled[mode]['step_seconds'])}"
-        for mode, (speedup, verdict) in speedups.items()
-    ]
+def judge_speed(stage: Stage, compiled: dict[str, Figures]) -> None:
+    """Say how fast each mode is, advise the best and hand it on to the stages after this one."""
+    speedups: dict[str, Interval] = {}
+    parts, given, noisy = [], stage.config.compile.mode, False
+    for mode, figures in compiled.items():
+        windows = figures["windows"]
+        speedup, verdict = times_as_fast(windows["eager"], windows["compiled"])
+        figures |= {"speedup": speedup._asdict(), "verdict": verdict}
+        speedups[mode], noisy = speedup, noisy or verdict == TOO_NOISY
+        parts.append(
+            f"{mode}: {verdict}, {speedup} times as fast as eager, {len(windows['eager'])} pairs "
+            f"of windows, a step {describe(figures['step_seconds'])}"
+        )
     measured, wanted = "; ".join(parts), "measured, whatever it is"
     advice = "measure again when nothing else runs on this machine"
     stage.check("speedup", None if noisy else True, measured=measured, wanted=wanted, advice=advice)
-    faster = {mode: s for mode, (s, verdict) in speedups.items() if verdict == "faster"}
+    faster = [mode for mode in compiled if compiled[mode]["verdict"] == "faster"]
     best = next(iter(faster), "none")
-    if len(faster) > 1 and faster["full"].low > faster["blocks"].high:
+    if len(faster) > 1 and speedups["full"].low > speedups["blocks"].high:
         best = "full"  # else blocks, which compile sooner
     stage.figures["best"] = best
     if best != "none":
-        figures, (speedup, _) = compiled[best], speedups[best]
-        gain = figures["eager_step_seconds"]["median"] - figures["step_seconds"]["median"]
-        seconds = figures["compile_seconds"]["cold"]
-        steps = f" after {seconds / gain:,.0f} steps" if gain > 0 else ""
-        stage.advise(
-            f"train with --compile.mode {best}: {speedup} times as fast; the {seconds:.0f} s of a "
-            f"first compile are earned back{steps}"
-        )
+        stage.advise(f"train with --compile.mode {best}: {worth(compiled[best], speedups[best])}")
     elif not noisy:
         stage.advise("train with --compile.mode none: no mode is faster here")
     if breaks := in_words(compiled, "graph_breaks"):
         stage.advise(f"fewer graph breaks make it faster; begin with {breaks[0]}")
-
-
-def hand_on(stage: Stage, speedups: Speedups) -> None:
-    """Recommend the best mode to the stages after this one, if the gate holds; say what is not."""
-    best, given = stage.figures["best"], stage.config.compile.mode
-    if best == "none" and given in speedups and speedups[given][1] == "slower":
+    if best == "none" and compiled.get(given, {}).get("verdict") == "slower":
         recommend(stage, "compile.mode", "none")
-    for mode, (speedup, verdict) in speedups.items():
+    for mode, speedup in speedups.items():
         if mode != best:
-            reject(stage, "compile.mode", mode, verdict, speedup)
+            reject(stage, "compile.mode", mode, compiled[mode]["verdict"], speedup)
         elif mode != given:
             recommend(stage, "compile.mode", mode, speedup if given == "none" else None)
+
+
+def worth(figures: Figures, speedup: Interval) -> str:
+    """What a mode brings, and after how many steps the first compile has paid off."""
+    gain = figures["eager_step_seconds"]["median"] - figures["step_seconds"]["median"]
+    seconds = figures["compile_seconds"]["cold"]
+    steps = f" after {seconds / gain:,.0f} steps" if gain > 0 else ""
+    return f"{speedup} times as fast; the {seconds:.0f} s of a first compile pay off{steps}"
 
 
 def first_line(text: str) -> str:
@@ -271,9 +268,10 @@ def cold(config: Config) -> Figures:
 def warm(config: Config) -> Figures:
     """The same start again, with the compile cache that the cold one left."""
     first_steps(setup(config))
-    caches = (("inductor", "fxgraph_cache"), ("aot_autograd", "autograd_cache"))
+    counters = dynamo.counters
     hits, misses = (
-        sum(dynamo.counters[part][f"{cache}_{end}"] for part, cache in caches)
+        counters["inductor"][f"fxgraph_cache_{end}"]
+        + counters["aot_autograd"][f"autograd_cache_{end}"]
         for end in ("hit", "miss")
     )
     return {"seconds": compile_seconds(), "hits": hits, "misses": misses}

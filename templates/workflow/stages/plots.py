@@ -66,7 +66,7 @@ def memory_curve(axes: Axes, records: list[dict[str, Any]]) -> None:
         ("device_peak_bytes", "device, peak", BLUE),
         ("device_reserved_bytes", "device, reserved", VIOLET),
         ("host_bytes", "host", ORANGE),
-        ("staging_bytes", "of it copies for saves", GREEN),
+        ("staging_bytes", "host, copies for saves", GREEN),
     ):
         if found := [(r["step"], r[key] / 1e9) for r in records if r.get(key)]:
             axes.plot(*zip(*found, strict=True), color=color, label=label)

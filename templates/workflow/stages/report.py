@@ -31,6 +31,14 @@ log = logging.getLogger(__name__)
 Figures = dict[str, Any]
 POINTS = 2000  # of a curve: more are thinned out
 DISAGREE = 1.5  # times as long: more than noise between medians
+COMPILED = {"blocks": "block by block", "full": "as a whole"}  # by --compile.mode
+MOST_OF_A_STEP = {  # by the diagnosis of the profile stage
+    "input-bound": "waiting for data",
+    "host-bound": "Python on the host",
+    "kernel-bound": "computing",
+    "communication-bound": "communication between ranks",
+    "recompiling": "recompiling",
+}
 
 
 @dataclass
@@ -48,12 +56,15 @@ class Section:
     """The results before this one: when, status, and tiles."""
     tiles: list[tuple[str, str]] = field(default_factory=list)  # (what, value)
     rates: list[plots.Row] = field(default_factory=list)  # samples/s
+    eager: list[float] = field(default_factory=list)  # samples/s of steps that are not compiled
     plots: list[tuple[str, str | None]] = field(default_factory=list)  # (title, picture)
 
-    def rate(self, label: str, seconds: dict[str, float]) -> None:
+    def rate(self, label: str, seconds: dict[str, float], eager: bool = False) -> None:
         """Add a row to the plot of throughput."""
         batch = self.content["settings"]["train"]["global_batch_size"]
-        self.rates.append((label, *(batch / seconds[key] for key in ("median", "p90", "p10"))))
+        rate, *ends = (batch / seconds[key] for key in ("median", "p90", "p10"))
+        self.rates.append((label, rate, *ends))
+        self.eager += [rate] if eager else []
 
     def plot(self, title: str, paint: Callable[..., None], *figures: Any) -> None:
         """Add a plot, unless there is nothing to draw."""
@@ -171,37 +182,37 @@ def recommended(run_dir: Path) -> Figures:
 
 
 def of_baseline(section: Section, figures: Figures) -> None:
-    """Throughput of one eager process."""
+    """Throughput of one process without torch.compile."""
     if figures.get("step_seconds"):
-        section.rate("baseline, eager", figures["step_seconds"])
+        section.rate("not compiled (baseline)", figures["step_seconds"], eager=True)
     for key, what, shown in (
         ("samples_per_second", "samples/s", "{:,.0f}".format),
         ("tokens_per_second", "tokens/s", "{:,.0f}".format),
-        ("mfu", "MFU", "{:.1%}".format),
+        ("mfu", "of the device's peak (MFU)", "{:.1%}".format),
         ("matmul_share", "of the matmul peak", "{:.1%}".format),
         ("peak_memory_bytes", "peak memory", in_units),
     ):
         if figures.get(key):
-            section.tiles.append((f"{what}, eager", shown(figures[key])))
+            section.tiles.append((f"{what}, not compiled", shown(figures[key])))
 
 
 def of_compile(section: Section, figures: Figures) -> None:
     """Throughput of compiled code, and the speedup."""
-    modes = figures.get("modes", {})
+    modes, best = figures.get("modes", {}), figures.get("best")
     for mode, of_mode in modes.items():
         if of_mode.get("step_seconds"):
-            section.rate(f"compiled, {mode}", of_mode["step_seconds"])
+            section.rate(f"compiled, {COMPILED[mode]}", of_mode["step_seconds"])
         if of_mode.get("eager_step_seconds"):
-            section.rate(f"beside {mode}, eager", of_mode["eager_step_seconds"])
-    if best := modes.get(figures.get("best")):
-        what = f"speedup, compiled {figures['best']}"
-        section.tiles.append((what, f"{best['speedup']['value']:.2f}x"))
+            section.rate("the same, not compiled", of_mode["eager_step_seconds"], eager=True)
+    if best in modes:
+        speedup = modes[best]["speedup"]["value"]
+        section.tiles.append((f"times as fast, compiled {COMPILED[best]}", f"{speedup:.2f}"))
 
 
 def of_profile(section: Section, figures: Figures) -> None:
-    """What a step mostly is, and the operators in which its time goes."""
-    if figures.get("diagnosis"):
-        section.tiles.append(("a step is", figures["diagnosis"]))
+    """What takes most of a step, and the operators in which its time goes."""
+    if diagnosis := figures.get("diagnosis"):
+        section.tiles.append(("what takes most of a step", MOST_OF_A_STEP[diagnosis]))
     rows = [
         # Both ends of a long name: operators and their backward differ in the last letters.
         (name if len(name) <= 28 else f"{name[:17]}…{name[-10:]}", 100 * share)
@@ -252,17 +263,17 @@ SHOW = {
 def contradictions(sections: list[Section]) -> Iterator[str]:
     """A note for each group of measurements of the same eager steps that do not agree."""
     timed: dict[str, list[tuple[float, str]]] = {}
-    for it in sections:
-        for label, rate, *_ in it.rates:
-            if label.endswith("eager"):
-                timed.setdefault(str(with_effect(it.content)), []).append((rate, it.name))
+    for section in (s for s in sections if s.eager):
+        rates = [(rate, section.name) for rate in section.eager]
+        timed.setdefault(str(with_effect(section.content)), []).extend(rates)
     for slowest, fastest in ((min(group), max(group)) for group in timed.values()):
         if fastest[0] > DISAGREE * slowest[0]:
-            both = (f"{rate:,.1f} samples/s in {name}" for rate, name in (slowest, fastest))
+            both = " and ".join(
+                f"{rate:,.1f} samples/s in {name}" for rate, name in (slowest, fastest)
+            )
             yield (
-                f"The same eager steps made {' and '.join(both)}: other work held this machine "
-                "meanwhile. Compare figures of one stage only, or measure again with "
-                "--workflow.force."
+                f"The same eager steps made {both}: other work held this machine meanwhile. "
+                "Compare figures of one stage only, or measure again with --workflow.force."
             )
 
 
