@@ -7,12 +7,16 @@ communication, since the others wait for it there.
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import profile
 
 from ..config import Config
 from ..distributed import Group, World, join, leave
@@ -24,7 +28,7 @@ from ..train import State, setup, train_step
 from .chain import read_stage
 from .stage import Stage
 from .timing import record_steps, spread
-from .trace import PARTS, Breakdown, breakdown, read_trace
+from .trace import COMPILED, PARTS, Breakdown, breakdown, read_trace
 from .turns import Interval, median_interval
 
 log = logging.getLogger(__name__)
@@ -49,9 +53,10 @@ def measure(config: Config) -> int:
     state = setup(config, world)
     if world.rank == 0:
         print("     tracing some steps, then timing steps without a trace ...", flush=True)
-    traces = trace_steps(config.profile, config.directory / "traces", state)
+    tracer = trace_steps(config.profile, config.directory / "traces", state)
+    traces = tracer.written
     try:
-        ranks, problem = group.agree(lambda: read_back(traces)), ""
+        ranks, problem = group.agree(lambda: read_back(traces, tracer.averages)), ""
     except RankError as error:
         ranks, problem = [], f"not a whole trace: {error}"
     calls, steps = idle_costs(state, group)
@@ -71,15 +76,23 @@ def measure(config: Config) -> int:
     return stage.close()
 
 
-def trace_steps(config: ProfileConfig, directory: Path, state: State) -> list[Path]:
-    """Trace steps of a training that was set up; the files written."""
-    profiler = Profiler(replace(config, every=0), directory, state)
+class Tracer(Profiler):
+    """A profiler that keeps torch's averages over the last window."""
+
+    def _write(self, finished: profile) -> None:
+        super()._write(finished)
+        self.averages = finished.key_averages()
+
+
+def trace_steps(config: ProfileConfig, directory: Path, state: State) -> Tracer:
+    """Trace steps of a training that was set up."""
+    tracer = Tracer(replace(config, every=0), directory, state)
     snapshot = directory / f"memory_rank_{state.world.rank}.pickle"
-    with memory_snapshot(snapshot, state.world), profiler:
-        for _ in range(profiler.period * config.repeat):
+    with memory_snapshot(snapshot, state.world), tracer:
+        for _ in range(tracer.period * config.repeat):
             train_step(state, state.loader.next())
-            profiler.after_step(state)
-    return profiler.written
+            tracer.after_step(state)
+    return tracer
 
 
 @contextlib.contextmanager
@@ -100,13 +113,26 @@ def memory_snapshot(path: Path, world: World) -> Iterator[None]:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def read_back(traces: list[Path]) -> Breakdown:
+def read_back(traces: list[Path], averages: Iterable[Any] = ()) -> Breakdown:
     """Where the time of this rank's traced steps went."""
     windows = [breakdown(read_trace(path)) for path in traces]
     seconds = np.concatenate([window.seconds for window in windows])
-    compilations = sum(window.compilations for window in windows)
+    compilations, last = sum(window.compilations for window in windows), windows[-1]
     # Operators and the longest gap come from the last window.
-    return windows[-1]._replace(seconds=seconds, compilations=compilations)
+    operators = operators_of(averages, last.device, float(last.seconds.sum()))
+    return last._replace(seconds=seconds, compilations=compilations, operators=operators)
+
+
+def operators_of(averages: Iterable[Any], device: bool, seconds: float) -> list[dict[str, Any]]:
+    """The operators of traced steps, with their time on the GPU, or their own on the CPU."""
+    operators = []
+    for it in averages:
+        own = (it.self_device_time_total if device else it.self_cpu_time_total) / 1e6
+        annotation = it.is_user_annotation and not it.key.startswith(COMPILED)
+        if own and not annotation and it.device_type == DeviceType.CPU:  # not the kernels as well
+            operator = {"name": it.key, "self_seconds": own, "calls": it.count}
+            operators.append(operator | {"share": own / seconds})
+    return sorted(operators, key=itemgetter("self_seconds"), reverse=True)
 
 
 def idle_costs(state: State, group: Group) -> tuple[np.ndarray, np.ndarray]:

@@ -1,27 +1,15 @@
 """Where the time of traced steps went, according to the file that torch.profiler writes.
 
-It is JSON in Chrome's trace event format: complete events ("ph": "X") have a category, a name, a
-thread, a start and a duration in microseconds. Those that are used, as torch 2.13 writes them:
-
-- `ProfilerStep#n` (user_annotation): a step, on the thread that trains.
-- `waiting for data` (user_annotation): the loader at work, or waiting for its workers.
-- kernel, gpu_memcpy, gpu_memset: what a GPU did and when. NCCL's collectives are kernels.
-- cpu_op: an operator or a node of autograd, on the thread that called it. Compiled code is an
-  annotation, `## Call CompiledFxGraph …`.
-- `gloo:all_reduce` and the like, on a thread of gloo's from the call to the end of the collective.
-  The training thread waits for it inside no operator, or inside `_c10d_functional::wait_tensor`.
-- `_compile.compile_inner (dynamo_timed)`: the compiler compiled something.
-
-Each moment of a step belongs to one part: of all events that cover it, the one that comes first in
-ON_GPU or ON_CPU decides; a moment without any is the host's. So the parts add up to the step, and
-communication is only what no kernel hides.
+The file is JSON in Chrome's trace event format: complete events ("ph": "X") have a category, a
+name, a thread, a start and a duration in microseconds. Each moment of a step belongs to one part:
+of all events that cover it, the one that comes first in ON_GPU or ON_CPU decides; a moment without
+any is the host's. So the parts add up to the step, and communication is only what no kernel hides.
 """
 
 import gzip
 import json
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,23 +20,28 @@ from ..sampling import WAITING
 
 PARTS = ("data", "host", "kernels", "communication", "copies")
 HOST = PARTS.index("host")
-DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-ELSEWHERE = re.compile(r"(kernel|gpu_memcpy|gpu_memset) |\w+ (gloo|mpi|ucc):")  # any thread
-COMPILED = "## Call CompiledFxGraph"
-COMPILATION = "_compile.compile_inner (dynamo_timed)"
+# Events, as torch 2.13 names them: category, name.
+STEP = "user_annotation ProfilerStep#"  # a step, on the thread that trains
+COMPILATION = "_compile.compile_inner (dynamo_timed)"  # the compiler compiled something
+COMPILED = "## Call CompiledFxGraph"  # compiled code, an annotation
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # what a GPU did and when
+ELSEWHERE = re.compile(r"(kernel|gpu_memcpy|gpu_memset) |\w+ (gloo|mpi|ucc):")  # on any thread
 # Parts, and the category and name of the events that belong to them.
 ON_GPU = (
+    # NCCL's collectives are kernels, too.
     ("kernels", "kernel (?!.*(?i:nccl|nvshmem|multimem))|gpu_memset |gpu_memcpy .*DtoD"),
     ("communication", "kernel "),
     ("copies", "gpu_memcpy "),
-    ("data", f"user_annotation {WAITING}$"),
+    ("data", f"user_annotation {WAITING}$"),  # the loader at work, or waiting for its workers
 )
 ON_CPU = (
     ("data", f"user_annotation {WAITING}$"),
-    # Also inside an operator, as on sharded tensors.
+    # Also inside an operator: sharded tensors wait in `_c10d_functional::wait_tensor`.
     ("communication", r"cpu_op _?c10d(_functional)?(_autograd)?::"),
     # Nodes of autograd run operators, and hooks that may wait.
     ("kernels", rf"cpu_op (?!(torch::)?autograd::).*::|\w+ {COMPILED}"),
+    # `gloo:all_reduce` is on a thread of gloo's, from the call to the end of the collective. The
+    # training thread waits for it inside no operator.
     ("communication", r"\w+ (gloo|mpi|ucc):"),
 )
 
@@ -65,9 +58,8 @@ class Breakdown(NamedTuple):
     """Whether the trace shows a GPU at work."""
     longest_gap: tuple[float, str, str]
     """Seconds in which the host kept everything waiting, and the operators before and after."""
-    operators: list[dict[str, Any]]
-    """Name, self_seconds, calls and share of each, the largest first. The time is that on the GPU
-    if there is one, else on the CPU, without the operators that it called."""
+    operators: Sequence[dict[str, Any]] = ()
+    """Name, self_seconds, calls and share of each, the largest first, by torch's own account."""
 
     @property
     def shares(self) -> dict[str, float]:
@@ -84,20 +76,14 @@ def read_trace(path: Path) -> list[Event]:
 
 def breakdown(events: list[Event]) -> Breakdown:
     """Divide the steps of a trace into `PARTS`; ValueError if it holds no step."""
-    events = [
-        event
-        | {"end": event["ts"] + event["dur"], "text": f"{event['cat']} {event['name']}"}
-        | {"id": event.get("args", {}).get("External id")}
-        for event in sorted(events, key=lambda event: (event["ts"], -event["dur"]))
-    ]
-    steps = [e for e in events if e["text"].startswith("user_annotation ProfilerStep#")]
+    events = [e | {"end": e["ts"] + e["dur"], "text": f"{e['cat']} {e['name']}"} for e in events]
+    steps = sorted((e for e in events if e["text"].startswith(STEP)), key=itemgetter("ts"))
     if not steps:
         raise ValueError("it holds no step")
-    start, end = steps[0]["ts"], max(event["end"] for event in steps)
+    start, end = steps[0]["ts"], max(step["end"] for step in steps)
     events = [event for event in events if event["end"] > start and event["ts"] < end]
     thread = steps[0]["pid"], steps[0]["tid"]
-    on_thread = [event for event in events if (event["pid"], event["tid"]) == thread]
-    seen = on_thread + [event for event in events if ELSEWHERE.match(event["text"])]
+    seen = [e for e in events if (e["pid"], e["tid"]) == thread or ELSEWHERE.match(e["text"])]
     device = any(event["cat"] in DEVICE for event in events)
     claims = [  # the weakest first; an event may be there more than once
         (part, event)
@@ -106,21 +92,9 @@ def breakdown(events: list[Event]) -> Breakdown:
         if re.match(pattern, event["text"])
     ]
     seconds, gaps = divide(steps, claims)
-    calls: dict[str, list[float]] = defaultdict(list)
-    for name, own in device_calls(events) if device else host_calls(on_thread):
-        calls[name].append(own / 1e6)
-    operators = [
-        {"name": name, "self_seconds": (total := sum(own)), "calls": len(own)}
-        | {"share": float(total / seconds.sum())}
-        for name, own in calls.items()
-    ]
-    return Breakdown(
-        seconds,
-        sum(event["name"] == COMPILATION for event in events),
-        device,
-        typical_gap(gaps, [event for part, event in claims if part != "data"]),
-        sorted(operators, key=itemgetter("self_seconds"), reverse=True),
-    )
+    compilations = sum(event["name"] == COMPILATION for event in events)
+    gap = typical_gap(gaps, [event for part, event in claims if part != "data"])
+    return Breakdown(seconds, compilations, device, gap)
 
 
 def divide(
@@ -151,30 +125,6 @@ def typical_gap(gaps: list[np.ndarray], work: list[Event]) -> tuple[float, str, 
     after = max(earlier, key=itemgetter("end"))["name"] if earlier else "the first step's start"
     before = min(later, key=itemgetter("ts"))["name"] if later else "the last step's end"
     return length / 1e6, after, before
-
-
-def device_calls(events: list[Event]) -> Iterator[tuple[str, float]]:
-    """Operators and the microseconds of each kernel that they launched, found by "External id"."""
-    launchers = {event["id"]: event["name"] for event in events if event["cat"] == "cpu_op"}
-    for event in events:
-        if event["cat"] in DEVICE:  # without a launcher: of a CUDA graph
-            yield launchers.get(event["id"], event["name"]), event["dur"]
-
-
-def host_calls(on_thread: list[Event]) -> Iterator[tuple[str, float]]:
-    """Operators and the microseconds of each call, without what it called."""
-    nested = [e for e in on_thread if e["cat"] in ("cpu_op", "user_annotation")]
-    own = [event["dur"] for event in nested]
-    callers: list[int] = []
-    for i, event in enumerate(nested):
-        while callers and nested[callers[-1]]["end"] <= event["ts"]:
-            callers.pop()
-        if callers:
-            own[callers[-1]] -= event["dur"]
-        callers.append(i)
-    for event, microseconds in zip(nested, own, strict=True):
-        if event["cat"] == "cpu_op" or event["name"].startswith(COMPILED):
-            yield event["name"], microseconds
 
 
 def spans(events: Iterable[Event]) -> np.ndarray:
