@@ -312,14 +312,15 @@ def test_the_interval_is_advised(
 
 def test_what_kernels_that_are_not_deterministic_can_tell(on_one: Stand) -> None:
     def same(truth: Any, losses: list[float], end: dict[str, str]) -> bool:
-        problems, _ = truth.compare(losses, end)
+        problems, _ = truth.compare(dict(enumerate(losses, 1)), end)
         return not problems
 
     for exact, shift, near in ((True, 1e-7, False), (False, 1e-7, True), (False, 0.1, False)):
         truth = on_one.recovery.Undisturbed({1: 3.0, 2: 2.0}, {"w": "a"}, {"w": "b"}, exact)
-        assert same(truth, [2.0], {"w": "b"})
-        assert same(truth, [2.0 + shift], {"w": "b"}) == near
-        assert same(truth, [2.0], {"w": "c"}) != exact
+        assert same(truth, [3.0, 2.0], {"w": "b"})
+        assert same(truth, [3.0, 2.0 + shift], {"w": "b"}) == near
+        assert same(truth, [3.0, 2.0], {"w": "c"}) != exact
+        assert not same(truth, [3.0], {"w": "b"}), "a line is missing"
     truth = on_one.recovery.Undisturbed({1: 3.0, 2: math.nan}, {}, {}, exact=False)
     assert same(truth, [3.0, math.nan], {})
     assert not same(truth, [3.0 + 1e-7, 2.0], {})  # as where a line is missing

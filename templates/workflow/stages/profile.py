@@ -279,8 +279,9 @@ def on_host(share: float, rank: Breakdown, config: Config) -> str:
 
 def on_kernels(share: float, rank: Breakdown, config: Config) -> str:
     """The device computes, as it should."""
-    top = rank.operators[0]
-    text = f"{share:.0%} of a step is computing, {top['share']:.0%} in {top['name'][:48]}"
+    text = f"{share:.0%} of a step is computing"
+    for top in rank.operators[:1]:  # of a CUDA graph torch knows no operators
+        text += f", {top['share']:.0%} in {top['name'][:48]}"
     tries = try_compiling(config)
     if rank.device and config.train.precision == "fp32":
         tries.insert(0, "--train.precision bf16")

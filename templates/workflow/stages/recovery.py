@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -200,16 +200,19 @@ class Undisturbed:
     end: Digests
     exact: bool  # whether the same steps give the same bits on this device, with these settings
 
-    def compare(self, losses: Sequence[float], end: Digests) -> tuple[list[str], str]:
-        """The last losses and the final tensors of another run: (problems, what is the same).
+    def compare(self, losses: dict[int, float], end: Digests) -> tuple[list[str], str]:
+        """The losses and the final tensors of another run: (problems, what is the same).
 
         If not `exact`, only the losses can tell.
         """
-        expected = [self.losses[step] for step in sorted(self.losses)][-len(losses) :]
-        apart, other_tensors = differences(losses, expected).max(), differing(end, self.end)
-        problems, same = [], f"{len(losses)} losses bit for bit"
+        others = [losses.get(step, math.nan) for step in self.losses]
+        apart, other_tensors = (
+            differences(others, self.losses.values()).max(),
+            differing(end, self.end),
+        )
+        problems, same = [], f"{len(others)} losses bit for bit"
         if not self.exact and 0 < apart < NEAR:
-            same = f"{len(losses)} losses within {apart:.0e} (--train.deterministic: exactly)"
+            same = f"{len(others)} losses within {apart:.0e} (--train.deterministic: exactly)"
         elif apart:
             problems.append(f"losses differ by up to {apart:.0e}, relative")
         if not other_tensors:
@@ -243,8 +246,7 @@ def judge_roundtrip(
     step, digests = result["restart"]["step"], result["digests"]
     other_tensors = differing(digests[str(step)], undisturbed.before)
     restored = other_tensors or f"{len(undisturbed.before)} tensors bit for bit"
-    last = [losses[step] for step in sorted(losses)][-EVERY:]
-    problems, same = undisturbed.compare(last, digests[str(STEPS)])
+    problems, same = undisturbed.compare(losses, digests[str(STEPS)])
     words = f"step {step}: {restored}; {'; '.join(problems) or same}"
     wrong = step != STEPS - EVERY or other_tensors or problems
     judge(stage, "roundtrip", [words] if wrong else [], words)
@@ -273,10 +275,8 @@ def kill_and_restart(
     with launch() as process:
         processes.finish(process, "the restart after the kill", TIMEOUT)
     result = json.loads((folder / "train.json").read_text("utf-8"))
-    losses, resumed = losses_of(run_dir), result["restart"]["step"]
-    in_order = [losses.get(step, math.nan) for step in sorted(undisturbed.losses)]
-    problems, same = undisturbed.compare(in_order, result["digests"][str(STEPS)])
-    if resumed != newest:
+    problems, same = undisturbed.compare(losses_of(run_dir), result["digests"][str(STEPS)])
+    if (resumed := result["restart"]["step"]) != newest:
         problems.append(f"resumed from step {resumed}, not {newest}")
     if interrupted - newest > EVERY:
         problems.append(f"only step {newest} was published")

@@ -32,12 +32,13 @@ TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}  # relative
 FACTOR = 1.5  # between predicted and measured memory
 LEAST_WEAK = 0.8  # efficiency, between GPUs of one machine
 MOST = 1.25  # efficiency; caches give some tenths above 1, other load on the machine any
-PATIENCE = 3600.0  # seconds
+TIMEOUT = 3600.0  # seconds for one number of processes
 COMPARED = 12  # steps whose losses are compared
 TIMED, SECONDS = 30, 3.0  # timed steps, and seconds for them where steps are slow
-CANNOT_TELL = {
-    "cpu": "between machines, or on GPUs: here the processes share memory and caches",
-    "cuda": "between machines, whose network is slower",
+KINDS = ("strong", "weak")  # scaling: with the same global batch, with one that grows
+ELSEWHERE = {
+    "cpu": "across machines or on GPUs: here the processes share memory and caches",
+    "cuda": "across machines, whose network is slower",
 }
 Records = dict[int, dict[str, Any]]  # by the number of processes
 
@@ -51,30 +52,28 @@ def measure(config: StageConfig) -> int:
     records: Records = {}
     with tempfile.TemporaryDirectory() as folder:
         write_json(Path(folder) / "settings.json", to_json(config))
-        options = {"threads": threads, "seconds": PATIENCE}
+        options = {"threads": threads, "seconds": TIMEOUT}
         for ranks in sizes:
             print(f"     {named(ranks, 'process')}, {named(threads, 'thread')} each …", flush=True)
             try:
-                found = run_task("scale", Path(folder), str(ranks), ranks=ranks, **options)
+                records[ranks] = run_task("scale", Path(folder), str(ranks), ranks=ranks, **options)
             except RankError as error:
                 if "out of memory" not in str(error).lower():
                     raise
                 return give_up(stage, ranks)
-            records[ranks] = found
-            text = f"{found['strong']['samples_per_second']:,.0f} samples/s"
+            text = f"{records[ranks]['strong']['samples_per_second']:,.0f} samples/s"
             if ranks > 1:
-                text += f" with the same batch; {found['weak']['samples_per_second']:,.0f} "
-                text += f"samples/s with {ranks} times the batch"
+                grown = records[ranks]["weak"]["samples_per_second"]
+                text += f" with the same batch, {grown:,.0f} with a batch for each rank"
             print(f"     {text}", flush=True)
     if most > 1:
-        print(f"     this cannot tell how it goes {CANNOT_TELL[device.type]}", flush=True)
+        print(f"     this does not predict scaling {ELSEWHERE[device.type]}", flush=True)
     judge_losses(stage, records, reason)
-    for kind in ("strong", "weak"):
+    for kind in KINDS:
         judge_efficiency(stage, kind, records, reason, device.type, cores)
     judge_memory(stage, records)
-    wanted = max(2, config.workflow.ranks, most)
-    memory = records[1]["memory"], records[most]["memory"]
-    stage.advise(forecast.ddp_or_fsdp(config, *memory, wanted, device))
+    ranks, memory = max(2, config.workflow.ranks, most), [records[n]["memory"] for n in (1, most)]
+    stage.advise(forecast.ddp_or_fsdp(config, *memory, ranks, device))
     batch = config.train.global_batch_size
     stage.advise(f"learning rate: leave it, the global batch is {batch} on any number of ranks")
     stage.figures["ranks"] = records
@@ -104,9 +103,9 @@ def give_up(stage: Stage, ranks: int) -> int:
 
 def judge_losses(stage: Stage, records: Records, reason: str) -> None:
     """The first steps on any number of ranks give the losses and gradients of one."""
-    nature, most = records[1]["nature"], max(records)
-    wanted = "the order of sums apart, the same: within {losses:.0e} and {gradient_norms:.0e}"
-    wanted = wanted.format(**TOLERANCE)
+    nature, one = records[1]["nature"], records[1]
+    limits = "losses within {losses:.0e}, gradient norms within {gradient_norms:.0e}"
+    wanted = f"the same up to the order of sums: {limits.format(**TOLERANCE)}"
     if nature["statistics"]:
         reason = f"not applicable: {nature['statistics']} takes statistics of what each rank sees"
     elif nature["always_random"]:
@@ -118,17 +117,17 @@ def judge_losses(stage: Stage, records: Records, reason: str) -> None:
         key: max(
             difference(a, b)
             for record in records.values()
-            for a, b in zip(records[1][key], record[key], strict=True)
+            for a, b in zip(one[key], record[key], strict=True)
         )
         for key in TOLERANCE
     }
-    measured = "losses on 1 to {} ranks differ by at most {losses:.1e} (relative), gradient norms "
-    measured += "by {gradient_norms:.1e}"
     dropout = "; without dropout, which draws by rank" if nature["random"] else ""
     stage.check(
         "same_losses",
         all(apart[key] <= limit for key, limit in TOLERANCE.items()),
-        measured=f"{len(records[1]['losses'])} {measured.format(most, **apart)}{dropout}",
+        measured=f"{len(one['losses'])} losses on 1 to {max(records)} ranks differ by at most "
+        f"{apart['losses']:.1e} (relative), gradient norms by {apart['gradient_norms']:.1e}"
+        f"{dropout}",
         wanted=wanted,
         advice="look for what depends on the rank, or on how a batch is divided: a mean where "
         "compute_loss must return a sum, statistics of a batch, files read by rank",
