@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..files import flatten, open_to_write
+from ..files import flatten, open_to_write, to_json
 
 STATUS = {"preempted": "KILLED", "failed": "FAILED"}  # else FINISHED
 
@@ -38,16 +38,16 @@ class Tracker:
     parameters their first values (the artifact config.json has the newest).
     """
 
-    def __init__(self, config: TrackerConfig, run_dir: Path, settings: Any, step: int) -> None:
+    def __init__(self, config: Any, run_dir: Path, step: int) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # else it reports each table it makes
         from mlflow.entities import Metric, Param
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
-        self.metric = Metric
+        self.metric, settings = Metric, to_json(config)
         home = run_dir.resolve().parent
-        uri = config.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        uri = config.tracker.uri or os.environ.get("MLFLOW_TRACKING_URI")
         artifacts = None if uri else (home / "mlflow-artifacts").as_uri()
         self.client = MlflowClient(uri or f"sqlite:///{home / 'mlflow.db'}")
         note = run_dir / "mlflow.json"
@@ -56,7 +56,7 @@ class Tracker:
             with contextlib.suppress(MlflowException):  # it is in another store
                 run = self.client.get_run(json.loads(note.read_text("utf-8"))["id"])
         if run is None:
-            experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", config.experiment)
+            experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", config.tracker.experiment)
             known = self.client.get_experiment_by_name(experiment)
             number = known and known.experiment_id
             number = number or self.client.create_experiment(experiment, artifacts)
@@ -69,8 +69,8 @@ class Tracker:
         self.id = run.info.run_id
         self.client.update_run(self.id, "RUNNING")
         self.client.log_dict(self.id, settings, "config.json")
-        batch = settings["train"]["global_batch_size"]
-        self.logged = int(run.data.metrics.get("train/samples", 0)) // batch
+        samples = int(run.data.metrics.get("train/samples", 0))
+        self.logged = samples // config.train.global_batch_size
 
     def scalars(self, step: int, values: dict[str, float], time: float) -> None:
         """Log the line of a step, taken at `time` (seconds since 1970)."""
@@ -82,10 +82,6 @@ class Tracker:
     def sample(self, path: Path, step: int) -> None:
         """Keep a copy of the sample of a step, a text or a picture."""
         self.client.log_artifact(self.id, str(path), "samples")
-
-    def file(self, path: Path) -> None:
-        """Keep a copy of a file among the run's artifacts."""
-        self.client.log_artifact(self.id, str(path))
 
     def close(self, status: str) -> None:
         """End the log with the run's status."""

@@ -13,7 +13,3 @@ class TrackerConfig:
 def tracking(config: Any, run_dir: Path, step: int) -> tuple[Any, ...]:
     """The callbacks that log to the tracker."""
     return ()
-
-
-def log_report(run_dir: Path, config: Any, path: Path) -> None:
-    """Give a run's report to its tracker."""

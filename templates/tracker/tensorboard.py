@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import flatten, make_folder, open_to_write
+from ..files import flatten, make_folder, open_to_write, to_json
 from .samples import read_sample
 
 
@@ -16,23 +16,20 @@ class TrackerConfig:
 
 
 class Tracker:
-    """The log of a run, cut off after `step`; it has the records up to step `logged`.
+    """The log of a run, cut off after `step`; it has the records up to step `logged`."""
 
-    It stores float32. TensorBoard cannot store a file, so its path is logged.
-    """
-
-    def __init__(self, config: TrackerConfig, run_dir: Path, settings: Any, step: int) -> None:
+    def __init__(self, config: Any, run_dir: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         make_folder(folder := run_dir / "tensorboard")
         self.note = folder / "logged.json"
         known = json.loads(self.note.read_text("utf-8") or "{}") if self.note.exists() else {}
         self.logged = min(step, known.get("step", 0))
-        self.settings, self.tags = settings, set[str]()
+        self.settings, self.tags = to_json(config), set[str]()
         # Readers then ignore this step and later ones in the files of earlier starts.
         self.writer: Any = SummaryWriter(folder, purge_step=self.logged + 1)
-        if known.get("settings") != settings:
-            self._text("config", json.dumps(settings, indent=2), 0)
+        if known.get("settings") != self.settings:
+            self._text("config", json.dumps(self.settings, indent=2), 0)
         self._flush(self.logged)
 
     def scalars(self, step: int, values: dict[str, float], time: float) -> None:
@@ -54,10 +51,6 @@ class Tracker:
         image = Summary.Image(encoded_image_string=content, width=width, height=height)
         summary = Summary(value=[Summary.Value(tag="sample", image=image)])
         self.writer.file_writer.add_summary(summary, step)
-
-    def file(self, path: Path) -> None:
-        """Log the path of a file."""
-        self.writer.add_text(path.name, str(path.resolve()), self.logged)
 
     def close(self, status: str) -> None:
         """End the log with the run's status, and its settings for the HParams tab."""

@@ -9,22 +9,19 @@ import itertools
 import logging
 import queue
 import re
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..distributed import Group
 from ..errors import UserError
-from ..files import read_json, to_json
-from .directory import RunDirectory
+from ..files import read_json
 from .journal import finite, read_records
 from .logs import ONLY_IN_FILES
 from .samples import samples_of
 from .tracker_adapter import Tracker, TrackerConfig
 
-__all__ = ["TrackerConfig", "log_report", "tracking"]
+__all__ = ["TrackerConfig", "tracking"]
 log = logging.getLogger(__name__)
 LIMIT = 20.0  # seconds to wait for a tracker to open, and to close
 
@@ -35,19 +32,14 @@ def tracking(config: Any, run_dir: Path, step: int) -> "tuple[Tracking, ...]":
 
 
 class Tracking:
-    """A callback: hands each record to the tracker's thread.
-
-    `status` is the run's if it is over, and `settings` are those it was started with.
-    """
+    """A callback: hands each record to the tracker's thread."""
 
     harmless = True
 
-    def __init__(
-        self, config: Any, run_dir: Path, step: int, status: str = "running", settings: Any = None
-    ) -> None:
-        self.config, self.run_dir, self.step, self.status = config, run_dir, step, status
-        self.settings = settings or to_json(config)
-        self.items: queue.SimpleQueue[dict[str, Any] | Path | None] = queue.SimpleQueue()
+    def __init__(self, config: Any, run_dir: Path, step: int) -> None:
+        self.config, self.run_dir, self.step = config, run_dir, step
+        self.status = "preempted"
+        self.records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.opened, self.warned = threading.Event(), False
         self.thread = threading.Thread(target=self._work, daemon=True)
 
@@ -61,34 +53,29 @@ class Tracking:
     def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
         """Hand over the record of a step, if it has one."""
         if record and self.thread.is_alive():
-            self.items.put(dict(record))
+            self.records.put(dict(record))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if self.status == "running":
-            self.status = "failed" if kind else "preempted"
-            with contextlib.suppress(UserError):
-                if not kind and read_json(self.run_dir / "status.json").get("status") == "finished":
-                    self.status = "finished"
-        self.items.put(None)
+        with contextlib.suppress(UserError):
+            if kind or read_json(self.run_dir / "status.json").get("status") == "finished":
+                self.status = "failed" if kind else "finished"
+        self.records.put(None)
         self.thread.join(LIMIT if self.opened.is_set() else 0)
         if self.thread.is_alive():
             self._warn(f"it did not close within {LIMIT:.0f} s")
 
     def _work(self) -> None:
         opened: list[Tracker] = []
-        arguments = self.config.tracker, self.run_dir, self.settings, self.step
-        self._attempt(lambda: opened.append(Tracker(*arguments)))
+        self._attempt(lambda: opened.append(Tracker(self.config, self.run_dir, self.step)))
         self.opened.set()
         for tracker in opened:
             logged = tracker.logged
             before = read_records(self.run_dir, self.step) if self.step else ()  # earlier starts
-            for item in itertools.chain(before, iter(self.items.get, None)):
-                if isinstance(item, Path):
-                    self._attempt(tracker.file, item)
-                elif (step := item["step"]) > logged:
+            for record in itertools.chain(before, iter(self.records.get, None)):
+                if (step := record["step"]) > logged:
                     for path in samples_of(self.run_dir, step):
                         self._attempt(tracker.sample, path, step)
-                    self._attempt(tracker.scalars, step, scalars(item), item["time"])
+                    self._attempt(tracker.scalars, step, scalars(record), record["time"])
             self._attempt(tracker.close, self.status)
 
     def _attempt(self, call: Callable[..., object], *arguments: Any) -> None:
@@ -109,18 +96,3 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
     named = {name: value for name, value in record.items() if name not in ("step", "time")}
     figures = {name: v for name, value in named.items() for v in finite(value)}
     return {re.sub("^train/validation_", "validation/", f"train/{n}"): figures[n] for n in figures}
-
-
-def log_report(run_dir: Path, config: Any, path: Path) -> None:
-    """Give a run's report to its tracker, while the run itself is not training."""
-    if not config.track:
-        return
-    try:
-        with RunDirectory(run_dir, Group()):
-            settings, run = (read_json(run_dir / f"{name}.json") for name in ("config", "status"))
-            # A run whose status is "running" though nobody holds its directory was killed.
-            status = "failed" if run["status"] == "running" else run["status"]
-            with Tracking(config, run_dir, sys.maxsize, status, settings) as callback:
-                callback.items.put(path)
-    except UserError as error:
-        log.warning("the tracker did not get %s: %s", path.name, error)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..files import open_to_write
+from ..files import open_to_write, to_json
 from .samples import read_sample
 
 
@@ -32,34 +32,36 @@ class Tracker:
     that it has: steps that were rolled back keep their first figures.
     """
 
-    def __init__(self, config: TrackerConfig, run_dir: Path, settings: Any, step: int) -> None:
+    def __init__(self, config: Any, run_dir: Path, step: int) -> None:
         import wandb
 
-        ours: dict[str, Any] = {  # by W&B's variables; one that the user has set wins
-            "PROJECT": {"project": config.project},
-            "ENTITY": {"entity": config.entity},
-            "MODE": {"mode": config.mode},
-            "NAME": {"run_name": run_dir.name},
-            "RUN_GROUP": {"run_group": run_dir.parent.name},  # "runs", or the folder of a sweep
-            "DIR": {"root_dir": str(run_dir)},
-            "CONSOLE": {"console": "off"},
-            "SILENT": {"silent": True},
-            "INIT_TIMEOUT": {"init_timeout": 20},
-            "FINISH_TIMEOUT": {"finish_timeout": 15},
+        # By their variables, since one that the user has set wins.
+        mode = os.environ.get("WANDB_MODE", config.tracker.mode)
+        ours = {
+            "PROJECT": ("project", config.tracker.project),
+            "ENTITY": ("entity", config.tracker.entity),
+            "NAME": ("run_name", run_dir.name),
+            "RUN_GROUP": ("run_group", run_dir.parent.name),  # "runs", or the folder of a sweep
+            "DIR": ("root_dir", str(run_dir)),
+            "CONSOLE": ("console", "off"),
+            "SILENT": ("silent", True),
+            "INIT_TIMEOUT": ("init_timeout", 20),
+            "FINISH_TIMEOUT": ("finish_timeout", 15),
         }
-        unset = [field for name, field in ours.items() if f"WANDB_{name}" not in os.environ]
-        options = dict(item for field in unset for item in field.items())
+        unset = [ours[name] for name in ours if f"WANDB_{name}" not in os.environ]
+        options: dict[str, Any] = {"mode": mode, **dict(unset)}
         note = run_dir / "wandb.json"
         if not note.exists():
             with open_to_write(note) as file:
                 file.write(json.dumps({"id": uuid.uuid4().hex[:12]}) + "\n")
         name = json.loads(note.read_text("utf-8"))["id"]
         # Without a key it would ask for one, and training would wait.
-        if options.get("mode") == "online" and not wandb.login(prompt=False):
+        if mode == "online" and not wandb.login(prompt=False):
             raise RuntimeError("--tracker.mode online needs `wandb login` first")
-        self.older = set((run_dir / "wandb").glob(f"offline-run-*-{name}*"))
         self.run = wandb.init(id=name, resume="allow", settings=wandb.Settings(**options))
-        self.run.config.update(settings, allow_val_change=True)
+        folder = Path(self.run.dir).parent
+        self.older = set(folder.parent.glob(f"offline-run-*-{name}*")) - {folder}
+        self.run.config.update(to_json(config), allow_val_change=True)
         self.logged = self.run.starting_step - 1
 
     def scalars(self, step: int, values: dict[str, float], time: float) -> None:
@@ -76,15 +78,9 @@ class Tracker:
             sample = Html(f"<pre>{html.escape(read_sample(path).decode(errors='replace'))}</pre>")
         self.run.log({"sample": sample}, step=step, commit=False)
 
-    def file(self, path: Path) -> None:
-        """Put a copy of a file among the run's files."""
-        copy = shutil.copy(path, self.run.dir)
-        self.run.save(copy, base_path=self.run.dir, policy="now")
-
     def close(self, status: str) -> None:
         """End the log with the run's status."""
-        folder = Path(self.run.dir).parent
         self.run.summary["status"] = status
         self.run.finish(exit_code=int(status == "failed"))
-        for older in self.older - {folder}:
+        for older in self.older:
             shutil.rmtree(older)

@@ -340,31 +340,25 @@ def line_of(text: str, part: str) -> int:
     return max(n for n, line in enumerate(text.splitlines(), 1) if part in line)
 
 
-def test_numbers_of_numpy_are_one_line(edited: tuple[Path, str]) -> None:
+def test_numbers_of_numpy_are_told_how_to_be_converted(edited: tuple[Path, str]) -> None:
     advice = (
         "float64, as numpy makes it, meets float32 weights: convert it in data.py, as in "
         "torch.from_numpy(x).float()"
     )
     train = (sys.executable, "-m", HERE, "train", *TINY)
     folder, file, text = edit(edited, OF_NUMPY)
-    (*_, line) = lines = told(folder, *train, code=2)
-    assert re.fullmatch(rf"error: {file}:{line_of(text, '# here')}: .*Double.*; .*", line)
-    assert line.endswith(advice) and not any("Traceback" in line for line in lines)
+    lines = told(folder, *train, code=1)
+    assert lines[-1] == advice and "Double" in lines[-2]
+    assert any(f'File "{file}", line {line_of(text, "# here")}' in line for line in lines)
 
 
-def test_an_error_in_ones_own_files_shows_ones_own_frames(edited: tuple[Path, str]) -> None:
-    """And nothing else: on one process, on ranks, in a file of one's own making, with its cause."""
+def test_an_error_in_ones_own_files_has_its_traceback(edited: tuple[Path, str]) -> None:
+    """On one process, on ranks, with its cause; the file and the line of one's own come last."""
     folder, file, text = edit(edited, BROKEN)
     (layers := file.with_name("layers.py")).write_text(LAYERS)
+    cause = [f'  File "{layers}", line 3, in scaled', "    return model.no_such_thing"]
+    reason = "AttributeError: 'GPT' object has no attribute 'no_such_thing'"
     wanted = [
-        "Traceback (most recent call last):",
-        f'  File "{layers}", line 3, in scaled',
-        "    return model.no_such_thing",
-        "AttributeError: 'GPT' object has no attribute 'no_such_thing'",
-        "",
-        "The above exception was the direct cause of the following exception:",
-        "",
-        "Traceback (most recent call last):",
         f'  File "{file}", line {line_of(text, "scaled(model)")}, in compute_loss',
         "    return _compute(scaled(model), batch)",
         f'  File "{layers}", line 5, in scaled',
@@ -376,49 +370,12 @@ def test_an_error_in_ones_own_files_shows_ones_own_frames(edited: tuple[Path, st
         lines = told(folder, *command, "train", *TINY, code=1)
         lines = [line for line in lines if not re.fullmatch(r"[ ^~]+", line)]
         lines = [line.replace("'DistributedDataParallel'", "'GPT'") for line in lines]
-        start = lines.index(wanted[0])
-        assert lines[start : start + len(wanted)] == wanted, "\n".join(lines)
-        end = start + len(wanted)
-        if lines[end : end + len(wanted)] == [f"[rank 1] {wanted[0]}", *wanted[1:]]:
-            end += len(wanted)  # on a busy machine it may come to say so, too
-        rest = "\n".join(lines[end:])
-        assert ("exitcode  : 1" in rest) == (command == launch)  # torchrun's own report
-        assert "File" not in rest and (rest == "" or command == launch)
+        whole = "\n".join(lines)
+        places = [whole.find(text) for text in ("\n".join(cause), reason, "\n".join(wanted))]
+        assert places == sorted(places) and places[0] >= 0, whole
+        assert ("exitcode  : 1" in whole) == (command == launch)  # torchrun's own report
     log = (folder / "runs/default/logs/train.log").read_text()
     assert f"{HERE}/train.py" in log and "KeyError: 'no scale'" in log, "it has the whole of them"
-
-
-def test_an_error_in_our_own_files_shows_all(
-    project: Project, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nothing is left out of a traceback that comes through none of the user's files."""
-    errors = project.module("errors")
-    try:
-        project.module("sampling").shares("8", 1, 0, 1)
-    except TypeError as error:
-        text = errors._traceback(error.with_traceback(error.__traceback__.tb_next))
-    assert f"{HERE}/sampling.py" in text and text.endswith(" for //: 'str' and 'int'")
-
-
-def test_every_file_of_the_template_is_known_as_ours(
-    project: Project, stored: Project, tmp_path: Path
-) -> None:
-    """Else a traceback would show it as the user's."""
-    known = project.module("errors").OURS | {"model", "data", "source", "infer", "optim"}
-    known |= {"callbacks"}
-    text = bake(
-        tmp_path,
-        task="language_model",
-        samples="mixture",
-        text="tokenizer",
-        package_name=project.name,
-    )
-    found = set()
-    for folder, name in ((project.folder, project.name), (stored.folder, stored.name)):
-        for package in (folder / "src" / name, text / "src" / project.name):
-            paths = package.iterdir()
-            found |= {path.stem for path in paths if path.suffix == ".py" or path.is_dir()}
-    assert found - {"__pycache__"} == known
 
 
 OWN_DATA = """

@@ -27,7 +27,6 @@ EXCEPTIONS = {
     ("profiler.py", "finished.export_chrome_trace(str(temporary))"): "a name from `replacing`",
     ("run/journal.py", "os.truncate(self.path, self.written)"): "what `open_to_write` has opened",
     ("run/tracker_adapter.py", "SummaryWriter(folder)"): "names with the time, host and process",
-    ("run/tracker_adapter.py", "shutil.copy(path, self.run.dir)"): "a folder new with each start",
     ("workflow/drill.py", "open(path, 'r+b')"): "damage, in a run of the drill's own",
     ("workflow/plots.py", "figure.savefig(out)"): "into memory",
     ("workflow/tuning.py", "Path('/proc/self/clear_refs').write_text('5')"): "of the system",

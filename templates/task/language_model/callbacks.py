@@ -10,7 +10,7 @@ A callback has any of these methods; the loop calls those that are there (train.
 `state` is train.State: model, optimizer, step, config. A callback may also be a context manager,
 entered before the first step and left after the last one. An exception that it raises ends the run,
 unless its class sets `harmless = True`: then the exception becomes one warning and the callback is
-left out from there on. Figures that it adds to `figures` in the first process are logged with the
+disabled from there on. Figures that it adds to `figures` in the first process are logged with the
 others. Random numbers drawn here do not change the steps' own.
 """
 

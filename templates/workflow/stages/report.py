@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import logging
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -13,13 +12,11 @@ from typing import Any
 from jinja2 import Environment
 from markupsafe import Markup, escape
 
-from ..config import load
 from ..errors import UserError, command_for, printable
 from ..files import flatten, open_to_write, read_json, replacing
 from ..run.hardware import in_units
 from ..run.journal import finite, parsed
 from ..run.samples import read_sample, samples_of
-from ..run.tracker import log_report
 from . import STAGES, plots, with_effect
 from .chain import RECOMMENDED, interval, read_stage, result_in
 from .compare import earlier_results
@@ -27,7 +24,6 @@ from .recovery import RESTART
 from .stage import PACKAGE
 from .timing import spread
 
-log = logging.getLogger(__name__)
 Figures = dict[str, Any]
 POINTS = 2000  # of a curve: more are thinned out
 DISAGREE = 1.5  # times as long: more than noise between medians
@@ -73,18 +69,13 @@ class Section:
 
 
 def publish_report(run_dir: Path) -> Path:
-    """Write RUN_DIR/report.html, and hand it to the tracker of a run that has trained."""
-    path, settings, page = run_dir / "report.html", run_dir / "config.json", page_of(run_dir)
+    """Write RUN_DIR/report.html."""
+    path, page = run_dir / "report.html", page_of(run_dir)
     try:
         with replacing(path) as temporary, open_to_write(temporary, errors="replace") as file:
             file.write(page)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error}") from None
-    if settings.exists():
-        try:
-            log_report(run_dir, load(settings), path)
-        except (UserError, KeyError, ValueError) as error:  # the run left damaged files
-            log.warning("the tracker did not get %s: %s", path.name, error)
     return path
 
 

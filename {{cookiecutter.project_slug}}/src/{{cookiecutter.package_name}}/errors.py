@@ -11,12 +11,6 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-HERE = Path(__file__).parent
-# The rest of this package is the user's own: a traceback shows it, and leaves these out.
-OURS = {"__init__", "__main__", "checkpoint", "compile", "config", "device", "distributed"}
-OURS |= {"ema", "errors", "files", "fingerprint", "loading", "loss", "mixture", "profiler", "run"}
-OURS |= {"sampling", "schedule", "text", "tokens", "train", "workflow"}
-
 
 class UserError(ValueError):
     """An error the user can fix."""
@@ -47,11 +41,6 @@ def exit_code(command: Callable[[], int]) -> int:
     """
     try:
         code = command()
-    except (UserError, RankError, PermissionError) as error:
-        code = 2 if isinstance(error, UserError) else 1
-        distributed = sys.modules.get("torch.distributed")
-        joined = distributed and distributed.is_initialized()
-        _report(f"error: {error}", joined and not getattr(error, "agreed", False))
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # nobody reads on, as after `--help | head`
@@ -61,15 +50,13 @@ def exit_code(command: Callable[[], int]) -> int:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
         line = _in_one_line(error)
-        code, text = (2, f"error: {line}") if line else (1, _traceback(error))
-        if isinstance(error, OSError) and error.filename:
-            line = text = f"error: {error}"  # it says enough; a run's log has the traceback
-        if "RANK" in os.environ and "gloo" in str(error) and "by peer" in str(error):
-            text = "error: this rank cannot go on, since another one is gone"
         if not line and "RANK" not in os.environ:
-            sys.excepthook = lambda *_: print(text, file=sys.stderr)  # a debugger sees it all
-            raise
-        _report(text, not line)
+            raise  # Python prints the traceback, or a debugger stops here
+        code = 2 if isinstance(error, UserError | ModuleNotFoundError) else 1
+        distributed = sys.modules.get("torch.distributed")
+        joined = distributed and distributed.is_initialized()
+        alone = joined and not getattr(error, "agreed", False)
+        _report(line or traceback.format_exc().rstrip(), not line or alone)
     if "RANK" in os.environ:
         # Leave at once: finalisers of the process group may wait for ranks that are gone, and
         # threads of libraries may abort the interpreter, after which torchrun would restart all.
@@ -83,12 +70,29 @@ def exit_code(command: Callable[[], int]) -> int:
     return code
 
 
+def _in_one_line(error: Exception) -> str:
+    """The line that says all about an error; nothing for one that needs its traceback."""
+    text = str(error)
+    if isinstance(error, UserError | RankError) or (isinstance(error, OSError) and error.filename):
+        return f"error: {text}"
+    if isinstance(error, ModuleNotFoundError):
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        install = f"`{sys.executable} -m pip install -e .` installs what pyproject.toml names"
+        return f"error: {at.filename}:{at.lineno}: {text}; {install}"
+    if "RANK" in os.environ and "gloo" in text and "by peer" in text:
+        return "error: this rank cannot continue, since another one is gone"
+    if isinstance(error, RuntimeError) and "double" in text.lower():
+        advice = "convert it in data.py, as in torch.from_numpy(x).float()"
+        error.add_note(f"float64, as numpy makes it, meets float32 weights: {advice}")
+    return ""
+
+
 def printable(text: str) -> str:
     """A text as it is shown: what a file says must not command a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
-def _report(text: str, on_any_rank: object = False) -> None:
+def _report(text: str, on_any_rank: object) -> None:
     text = printable(text)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(text, file=sys.stderr)
@@ -96,35 +100,3 @@ def _report(text: str, on_any_rank: object = False) -> None:
     time.sleep(1.0)  # the first rank may report it for all; the launcher then ends this one
     if on_any_rank:
         print(f"[rank {os.environ['RANK']}] {text}", file=sys.stderr)
-
-
-def _is_own(frame: traceback.FrameSummary) -> bool:
-    """Whether it is in a file of the user's: neither ours, nor Python's, nor installed."""
-    path = Path(frame.filename)
-    if path.is_relative_to(HERE):
-        return path.relative_to(HERE).parts[0].removesuffix(".py") not in OURS
-    return path.is_absolute() and not any(map(path.is_relative_to, (sys.prefix, sys.base_prefix)))
-
-
-def _traceback(error: Exception) -> str:
-    """A traceback of the user's own files alone, if it comes through any."""
-    whole = part = traceback.TracebackException.from_exception(error)
-    while part:
-        part.stack[:] = [*filter(_is_own, part.stack)] or part.stack
-        part = part.__cause__ or part.__context__
-    return "".join(whole.format()).rstrip()
-
-
-def _in_one_line(error: Exception) -> str:
-    """What to do about an error that many projects meet; nothing for any other."""
-    stack = traceback.extract_tb(error.__traceback__)
-    at = ([*filter(_is_own, stack)] or stack)[-1]
-    text = f"{at.filename}:{at.lineno}: {error}".partition("\n")[0]
-    if isinstance(error, ModuleNotFoundError):
-        return f"{text}; `{sys.executable} -m pip install -e .` installs what pyproject.toml names"
-    if isinstance(error, RuntimeError) and "double" in str(error).lower():
-        return (
-            f"{text}; float64, as numpy makes it, meets float32 weights: convert it in data.py, "
-            "as in torch.from_numpy(x).float()"
-        )
-    return ""

@@ -5,7 +5,6 @@ A bad step changes nothing: the optimizer does not step, and buffers that forwar
 """
 
 import dataclasses
-import itertools
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -36,33 +35,31 @@ def step_unless(bad: torch.Tensor | bool, optimizer: torch.optim.Optimizer) -> N
 
 
 class RunningBuffers:
-    """Restores persistent buffers when a step is skipped.
+    """Restores persistent buffers, such as batch statistics, when a step is skipped.
 
-    Forward has written non-finite values into running statistics, where they would stay. Buffers
-    that forward leaves as they are in the first step cost nothing from then on.
+    Buffers that forward does not change in the first step cost nothing from then on.
     """
 
     def __init__(self, model: nn.Module) -> None:
         saved = model.state_dict(keep_vars=True)
         self.buffers = [buffer for name, buffer in model.named_buffers() if name in saved]
         self.kept: list[torch.Tensor] = []
-        self.chosen = False  # whether only those are left that forward writes
+        self.chosen = False  # whether the lists hold only buffers that forward writes
 
     def keep(self) -> None:
-        """Copy the buffers; to be called before forward."""
+        """Copy the buffers; call it before forward."""
         if not self.kept:
             self.kept = [buffer.detach().clone() for buffer in self.buffers]
         elif self.buffers:
             torch._foreach_copy_(self.kept, self.buffers)
 
     def put_back(self, bad: torch.Tensor | bool) -> None:
-        """Restore the buffers of `keep` if `bad` is set; waits for the device once in a run."""
+        """Restore the copies if `bad` is set; waits for the device in the first step only."""
         if not self.chosen:
             # By value: batch normalisation writes past the version counters. NaN equals nothing.
-            pairs = zip(self.buffers, self.kept, strict=True)
-            written = [not torch.equal(buffer, kept) for buffer, kept in pairs]
-            self.buffers = [*itertools.compress(self.buffers, written)]
-            self.kept = [*itertools.compress(self.kept, written)]
+            pairs = [*zip(self.buffers, self.kept, strict=True)]
+            pairs = [(buffer, kept) for buffer, kept in pairs if not torch.equal(buffer, kept)]
+            self.buffers, self.kept = ([pair[i] for pair in pairs] for i in (0, 1))
             self.chosen = True
         if isinstance(bad, torch.Tensor):
             for buffer, kept in zip(self.buffers, self.kept, strict=True):
@@ -72,7 +69,7 @@ class RunningBuffers:
 
 
 class SkippedSteps:
-    """A callback: warns of bad steps; `limit` of them in a row end the run (0: never)."""
+    """A callback: warns of skipped steps; `limit` of them in a row end the run (0: never)."""
 
     def __init__(self, limit: int, group: Group) -> None:
         self.limit, self.rank = limit, group.rank
@@ -96,25 +93,25 @@ class SkippedSteps:
 
 
 class StopAtBadStep:
-    """A callback for `--train.on-bad-step stop`: UserError, with the samples, after a bad step.
+    """A callback for `--train.on-bad-step stop`: UserError naming the samples of a bad step.
 
-    The host waits for the device at each step. A bad step is skipped, so the weights are still what
-    they were: halves of its batch are tried as steps that change nothing, down to single samples.
+    The host waits for the device at each step. A bad step is skipped, so the weights are unchanged:
+    a binary search repeats it on parts of the batch, as steps that change nothing.
     """
 
     def __init__(self, train_step: Callable[..., None], group: Group) -> None:
         self.train_step, self.group = train_step, group
 
     def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
-        """Look at the step just done (its count moves to the log line, where there is one)."""
+        """Check the step just done (at a log step, its count has moved into the record)."""
         if not (record["skipped_steps"] if record else int(state.bad_steps)):
             return
         step = state.step - 1
-        log.info("step %d was not finite: looking for the samples that make it so", state.step)
+        log.info("step %d was not finite: searching its batch for the cause", state.step)
         ids = state.loader.source.order.ids(step).tolist()
         with self.group.patience("search for bad samples"):
             bad = self._search(state, step, 0, len(ids))
-        samples = f"samples {', '.join(str(ids[place]) for place in bad)} make it so, each alone"
+        samples = f"samples {', '.join(str(ids[index]) for index in bad)} make it so, each alone"
         together = f"no sample makes it so alone, only all of the batch together: {ids[:64]}"
         error = UserError(
             f"the loss or the gradient of step {state.step} is not finite; "
@@ -125,25 +122,22 @@ class StopAtBadStep:
         raise error
 
     def _search(self, state: Any, step: int, low: int, high: int) -> list[int]:
-        """Places in the batch, from `low` to below `high`, whose samples are bad on their own."""
-        if not self._is_bad(state, step, low, high):
+        """Indices in batch[low:high] of the samples that are bad on their own."""
+        micro_batch, world = state.config.train.micro_batch_size, state.world
+        plan = [
+            Share(slice(part.start + low, part.stop + low), weight)
+            for part, weight in shares(high - low, micro_batch, world.rank, world.size)
+        ]
+        if not try_step(self.train_step, state, step, plan).bad_steps:
             return []
         if high - low == 1:
             return [low]
         middle = (low + high) // 2
         return self._search(state, step, low, middle) + self._search(state, step, middle, high)
 
-    def _is_bad(self, state: Any, step: int, low: int, high: int) -> bool:
-        micro_batch, world = state.config.train.micro_batch_size, state.world
-        plan = [
-            Share(slice(places.start + low, places.stop + low), weight)
-            for places, weight in shares(high - low, micro_batch, world.rank, world.size)
-        ]
-        return bool(try_step(self.train_step, state, step, plan).bad_steps)
-
 
 def try_step(train_step: Callable[..., None], state: Any, step: int, plan: list[Share]) -> Any:
-    """Take a step on a part of a batch that changes nothing; the state with what was found."""
+    """Take a step, on a part of a batch, that changes nothing; returns its copy of the state."""
     frozen = SimpleNamespace(
         param_groups=[dict(group) for group in state.optimizer.param_groups],
         zero_grad=state.optimizer.zero_grad,

@@ -27,47 +27,43 @@ def methods(callbacks: list[Any]) -> Iterator[list[Callable[..., None]]]:
 
 
 class Harmless:
-    """A callback whose errors do not end the run: the first is a warning, then it is left out."""
+    """A callback whose errors do not end the run: the first is a warning, and disables it."""
 
     def __init__(self, callback: Any) -> None:
-        self.callback, self.failed = callback, False
-        self.stack = contextlib.ExitStack()
+        self.callback, self.failed, self.entered = callback, False, False
         for name in METHODS:
             if hasattr(callback, name):
-                setattr(self, name, functools.partial(self._call, getattr(callback, name)))
+                setattr(self, name, functools.partial(self._call, name))
 
     def __enter__(self) -> "Harmless":
-        if hasattr(self.callback, "__enter__"):
-            self._call(self.stack.enter_context, self.callback)
+        self._call("__enter__")
+        self.entered = not self.failed
         return self
 
     def __exit__(self, *exception: Any) -> None:
         """Leave it if it was entered, even after an error."""
-        if self.failed:
-            with contextlib.suppress(Exception):
-                self.stack.__exit__(*exception)
-        self._call(self.stack.__exit__, *exception)
+        if self.entered:
+            self._call("__exit__", *exception)
 
-    def _call(self, method: Callable[..., object], *arguments: Any) -> None:
-        if self.failed:
-            return
+    def _call(self, name: str, *arguments: Any) -> None:
         try:
-            method(*arguments)
+            if hasattr(self.callback, name) and (name == "__exit__" or not self.failed):
+                getattr(self.callback, name)(*arguments)
         except Exception as error:
+            if not self.failed:
+                kind = type(self.callback).__name__
+                log.warning("%s is disabled after an error; training continues: %r", kind, error)
             self.failed = True
-            name = type(self.callback).__name__
-            log.warning("%s is left out from here on, training is not: %r", name, error)
 
 
 class GarbageCollection:
     """A callback: Python's cycle collector runs at log steps only, where the host waits anyway.
 
-    Elsewhere it would stop one process, and all that wait for it, at a random moment. Reference
-    counts free almost all that a step drops.
+    Elsewhere it would stop one rank, and all that wait for it, at a random moment.
     """
 
     def __enter__(self) -> "GarbageCollection":
-        """Turn the collector off; what is there by now stays for the run."""
+        """Turn the collector off; objects made so far stay for the run."""
         gc.collect()
         gc.freeze()
         gc.disable()
