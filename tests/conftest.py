@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ PROJECT = "{{cookiecutter.project_slug}}"
 # One thread for each worker of pytest-xdist and each process it starts: more threads than cores
 # slow each other down. torch reads this when it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Where a test has more threads, those that wait give way to the other workers.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # Machines differ in speed: no deadline. Hypothesis draws the same examples each time, so
 # that no change fails by chance: `pytest --hypothesis-profile anew` draws others.
@@ -194,38 +198,65 @@ def drill(
     """
     from benchmarks.common import free_ports
 
-    each = json.dumps(list(zip(free_ports(len(jobs)), jobs, strict=True)))
-    command = [sys.executable, str(ROOT / "tests/project/drills/forks.py"), script, each]
-    return run(
-        [*command, *sources], timeout, PYTHONPATH=os.pathsep.join(map(str, sources.values()))
-    )
+    path, output = os.pathsep.join(map(str, sources.values())), ""
+    for port, (ranks, *words) in zip(free_ports(len(jobs)), jobs, strict=True):
+        command = [sys.executable, str(ROOT / "tests/project/drills" / script), *map(str, words)]
+        names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        world = dict(zip(names, ("127.0.0.1", str(port), str(ranks), str(ranks)), strict=True))
+        each = [{**world, "RANK": str(it), "LOCAL_RANK": str(it)} for it in range(int(ranks))]
+        output += run_together(
+            command, timeout, [{"PYTHONPATH": path, **it} for it in each or [{}]]
+        )
+    return output
 
 
 def run(command: list[str], timeout: float, **environment: str) -> str:
-    """The output of a command that succeeds; nothing that it has started is left behind.
+    """The output of a command that succeeds; nothing that it has started is left behind."""
+    return run_together(command, timeout, [environment])
 
-    Of one that hangs, the output ends with where each thread of each of its processes stands.
+
+def run_together(command: list[str], timeout: float, environments: list[dict[str, str]]) -> str:
+    """The output of processes that all succeed, one for each environment.
+
+    When one fails the others are killed. When they hang, the output ends with where each thread of
+    each of them stands.
     """
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONFAULTHANDLER": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGABRT)
-            output, _ = process.communicate(timeout=120)
-            output = f"{command} hangs after {timeout} s\n{output}"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output
+    with tempfile.TemporaryFile("w+", errors="replace") as log, contextlib.ExitStack() as stack:
+        processes = []
+        for environment in environments:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONFAULTHANDLER": "1", **environment},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            stack.callback(process.wait)
+            stack.callback(signal_session, process, signal.SIGKILL)
+            processes.append(process)
+        problem, end = "", time.monotonic() + timeout
+        while not problem and any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes):
+                break
+            if time.monotonic() > end:
+                problem = f"{command} hangs after {timeout} s\n"
+                for process in processes:
+                    signal_session(process, signal.SIGABRT)
+                for process in processes:
+                    process.wait(timeout=120)
+            time.sleep(0.01)
+        failed = problem or any(process.poll() for process in processes)
+        log.seek(0)
+        output = problem + log.read()
+    assert not failed, output
     return output
+
+
+def signal_session(process: subprocess.Popen[bytes], number: int) -> None:
+    """Signal a process and all that it has started, as far as they are there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def run_module(*arguments: str) -> None:

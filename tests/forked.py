@@ -1,7 +1,8 @@
 """Commands of renders as forks of a process that has imported torch: 0.1 s for a start, not 3 s.
 
-In the tests `subprocess.Popen` is the class below. It starts `python -m` of a render's package from
-a fork server; whatever else is to be started, and what could tell the difference, starts as always.
+In the tests `subprocess.Popen` is the class below. It starts `python -m` of a render's package, and
+scripts of project/drills, from a fork server; whatever else is to be started, and what could tell
+the difference, starts as always.
 The real starts are tested by launch.sh and by the commands of the READMEs, which a shell starts.
 
 The server is a child of the process that asks: what it starts through an intermediate process that
@@ -12,6 +13,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import io
@@ -25,6 +27,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +37,13 @@ PRELOADED = (
 )
 # Variables that are read before a command's own code: where they differ, it is started anew.
 READ_EARLY = re.compile(
-    "(TORCH(?!ELASTIC|_DISABLE_SHARE|INDUCTOR_CACHE)|ATEN|MKL|KMP|LD_|ONEDNN|DNNL|MALLOC|CUDA"
+    "(TORCH(?!ELASTIC|_DISABLE_SHARE|INDUCTOR_CACHE)|ATEN|MKL|KMP|GOMP|OMP_(?!NUM_THREADS$)|LD_"
+    "|ONEDNN|DNNL|MALLOC|CUDA"
     "|LANG|LC_|PYTHON(?!PATH$|FAULTHANDLER$|UNBUFFERED$))"
 )
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
+DRILLS = Path(__file__).parent / "project/drills"
 HEADER = 8  # bytes: the length of a request, the process id of a reply
-EARLY = {name: value for name, value in os.environ.items() if READ_EARLY.match(name)}
 OWNER = os.getpid()  # the server is of this process: no child of it may ask for one
 started_anew = subprocess.Popen
 lock = threading.Lock()
@@ -76,20 +80,33 @@ class Popen(started_anew):
             self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
 
+def read_early(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that count before a command's own code runs."""
+    return {name: value for name, value in environment.items() if READ_EARLY.match(name)}
+
+
+@functools.cache
+def early_here() -> dict[str, str]:
+    """Those of this process, when it starts the first command: the server has the same."""
+    return read_early(os.environ)
+
+
 def forkable(args: Any, environment: dict[str, str], folder: str) -> bool:
-    """Whether it is a command of a render, in an environment like this one."""
+    """Whether it is a command of a render or a drill, in an environment like this one."""
     if isinstance(args, str | bytes | os.PathLike) or "OMP_NUM_THREADS" not in environment:
         return False
     words = [word for word in map(os.fspath, args) if word != "-u"]
-    if len(words) < 3 or words[:2] != [sys.executable, "-m"]:
+    if len(words) < 2 or words[0] != sys.executable:
         return False
-    early = {name: value for name, value in environment.items() if READ_EARLY.match(name)}
+    is_drill = Path(words[1]).parent == DRILLS
+    if not is_drill and (len(words) < 3 or words[1] != "-m"):
+        return False
     entries = [folder, *environment.get("PYTHONPATH", "").split(os.pathsep)]
-    package = words[2].partition(".")[0]
+    package = "" if is_drill else words[2].partition(".")[0]
     return (
-        early == EARLY
+        read_early(environment) == early_here()
         and os.getpid() == OWNER
-        and any(Path(entry, package, "train.py").exists() for entry in entries)
+        and (is_drill or any(Path(entry, package, "train.py").exists() for entry in entries))
         and not any(Path(entry, "sitecustomize.py").exists() for entry in entries)
     )
 
@@ -167,8 +184,12 @@ def become(words: list[str], environment: dict[str, str], folder: str, group: in
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[:0] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-    unbuffered = "-u" in words or "PYTHONUNBUFFERED" in environment
+    sys.orig_argv = words
+    words = [word for word in words[1:] if word != "-u"]
+    sys.argv[:] = words[1:] if words[0] == "-m" else words
+    first = folder if words[0] == "-m" else str(DRILLS)
+    sys.path[:0] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    unbuffered = "-u" in sys.orig_argv or "PYTHONUNBUFFERED" in environment
     for name, own in (("stdout", 1), ("stderr", 2)):  # the server's may be files, not pipes
         raw: Any = open(own, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
         lines = own == 2 or os.isatty(1)
@@ -177,9 +198,6 @@ def become(words: list[str], environment: dict[str, str], folder: str, group: in
     if "PYTHONFAULTHANDLER" in environment:
         faulthandler.enable()
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-    sys.orig_argv = words
-    words = [word for word in words if word != "-u"]
-    sys.argv[:] = [words[2], *words[3:]]
 
 
 def main() -> None:
@@ -194,7 +212,12 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_NAME, b"python")
     code: Any = 0
     try:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        if Path(sys.argv[0]).parent == DRILLS:
+            # What is here is set aside already, and need not be taken back and set aside again.
+            gc.freeze = gc.unfreeze = lambda: None
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        else:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     except SystemExit as end:
         code = end.code
     except BaseException:

@@ -1,6 +1,6 @@
 """Save as often as a share of the time allows, with a rank that is slow to save; then undisturbed.
 
-Usage: auto_interval.py FOLDER PACKAGE (by forks.py). Ranks that did not agree on when to save would
+Usage: auto_interval.py FOLDER PACKAGE (by `drill`). Ranks that did not agree on when to save would
 hang.
 """
 

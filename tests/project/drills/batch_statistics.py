@@ -1,6 +1,6 @@
 """Batch statistics that differ between ranks are one when a validation looks at them.
 
-Usage: batch_statistics.py PACKAGE (by forks.py, on two ranks)
+Usage: batch_statistics.py PACKAGE (by `drill`, on two ranks)
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """A user's callbacks on several ranks: all of them are called on each, and a sample is printed.
 
-Usage: callbacks.py FOLDER PACKAGE (by forks.py, on two ranks)
+Usage: callbacks.py FOLDER PACKAGE (by `drill`, on two ranks)
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """Write checkpoints with several renders in one process, or read all that were written with each.
 
-Usage: cross_load.py write|read FOLDER PACKAGE... (by forks.py)
+Usage: cross_load.py write|read FOLDER PACKAGE... (by `drill`)
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """Ranks that see other data, or other weights to start from, must all be told, and none hang.
 
-Usage: disagree.py FOLDER PACKAGE (by forks.py, on two ranks)
+Usage: disagree.py FOLDER PACKAGE (by `drill`, on two ranks)
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """Train several renders in one process to a step, from wherever they stand.
 
-Usage: elastic.py FOLDER RUN STEPS PACKAGE... (by forks.py)
+Usage: elastic.py FOLDER RUN STEPS PACKAGE... (by `drill`)
 """
 
 import importlib

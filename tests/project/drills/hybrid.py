@@ -1,6 +1,6 @@
 """DDP, FSDP and copies of sharded models (HSDP) do the same, and read each other's checkpoints.
 
-Usage: hybrid.py FOLDER DDP_PACKAGE FSDP_PACKAGE (by forks.py, on four ranks)
+Usage: hybrid.py FOLDER DDP_PACKAGE FSDP_PACKAGE (by `drill`, on four ranks)
 """
 
 import importlib

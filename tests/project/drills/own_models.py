@@ -1,6 +1,6 @@
 """Train models of one's own in several renders: compiled or not, interrupted and resumed.
 
-Usage: own_models.py FOLDER PACKAGE... (by forks.py). A package is named after the model and the
+Usage: own_models.py FOLDER PACKAGE... (by `drill`). A package is named after the model and the
 variant; runs go to FOLDER/<ranks>/<package>.
 """
 

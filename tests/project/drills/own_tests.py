@@ -1,6 +1,6 @@
 """Some of the tests of a render, in this process.
 
-Usage: own_tests.py PROJECT TEST... (by forks.py)
+Usage: own_tests.py PROJECT TEST... (by `drill`)
 """
 
 import os

@@ -1,6 +1,6 @@
 """Ranks of unequal speed: which one is reported as the slowest, and what each log holds.
 
-Usage: pace.py FOLDER DDP_PACKAGE FSDP_PACKAGE (by forks.py, on three ranks)
+Usage: pace.py FOLDER DDP_PACKAGE FSDP_PACKAGE (by `drill`, on three ranks)
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """Profiles on several ranks: a slow all-reduce, and a rank that comes late, must both be named.
 
-Usage: profiled.py FOLDER DDP_PACKAGE FSDP_PACKAGE (by forks.py, on two ranks)
+Usage: profiled.py FOLDER DDP_PACKAGE FSDP_PACKAGE (by `drill`, on two ranks)
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """Train renders beside the reference of plain_loop.py, and say in what they differ.
 
-Usage: reference.py FOLDER PACKAGE... (by forks.py). FOLDER holds the references and settings.json
+Usage: reference.py FOLDER PACKAGE... (by `drill`). FOLDER holds the references and settings.json
 (for each package the name of its reference, and its settings); FOLDER/<ranks>.json gets the
 differences by package.
 

@@ -1,6 +1,6 @@
 """Train renders undisturbed, and again from the middle: the same weights, moments and losses.
 
-Usage: resumed.py FOLDER PACKAGE... (by forks.py). The models have dropout and batch statistics.
+Usage: resumed.py FOLDER PACKAGE... (by `drill`). The models have dropout and batch statistics.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """Train on a stream for each rank, and again from the middle, on as many ranks and on others.
 
-Usage: streams.py FOLDER PACKAGE... (by forks.py). On two ranks it trains, and goes on from the
+Usage: streams.py FOLDER PACKAGE... (by `drill`). On two ranks it trains, and goes on from the
 middle to the same bits; any other number of ranks has to be refused.
 """
 

@@ -1,6 +1,6 @@
 """Train with Muon, an average of the weights and a mixture of data, and again from the middle.
 
-Usage: together.py FOLDER PACKAGE... (by forks.py). FOLDER has text in `letters` and in `digits`.
+Usage: together.py FOLDER PACKAGE... (by `drill`). FOLDER has text in `letters` and in `digits`.
 The first job of a folder trains undisturbed, whose end is kept for the later ones, which may be on
 another number of ranks. Each then goes on from the middle: to the same bits on as many ranks.
 """
