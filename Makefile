@@ -1,4 +1,5 @@
-# `make demo` shows what the template gives, `make test` tests it, `make torture` tries to break it,
+# `make demo` shows what the template gives, `make quick` checks it in a minute, `make test` tests all
+# of it, `make torture` tries to break it,
 # `make matrix` trains every combination of answers, `make mutants` breaks a render place by place,
 # `make compat` tries other releases of torch and Python, `make benchmark` and `make gpu` measure it.
 PYTHON ?= python3
@@ -16,12 +17,19 @@ TEST := $(DEMO) pillow scikit-learn pytest pytest-xdist pytest-timeout hypothesi
 # The peers have an environment of their own, so that tests and demo go without them.
 PEERS := build/benchmark
 TOPICS := loop save restore sampler shards optimizer startup restart workflow
-TORTURE := crash_points kill_storm elastic damage hostile_files entrances resources stops store
+TORTURE ?= crash_points kill_storm elastic damage hostile_files entrances resources stops store
 
-.PHONY: demo test torture matrix mutants compat lint docs benchmark gpu clean
+# Releases of torch to try; empty: those of scripts/compat.py.
+TORCH ?=
+
+.PHONY: demo quick test torture matrix mutants compat lint docs benchmark gpu clean
 
 demo: $(VENV)/.demo
 	@scripts/demo.sh $(abspath $(BIN))
+
+# Lint, renders, and one life of each parallelism: after each change.
+quick: $(VENV)/.test
+	@$(BIN)/python -m scripts.quick
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest
@@ -40,7 +48,7 @@ mutants: $(VENV)/.test
 
 # Half an hour and some GB: other releases of torch and Python, each in an environment of its own.
 compat: $(VENV)/.test
-	@$(BIN)/python -m scripts.compat
+	@$(BIN)/python -m scripts.compat $(if $(TORCH),--torch $(TORCH))
 
 # The tests and figures of one CUDA device, with the torch that PYTHON has; NANOGPT is a clone to measure beside.
 gpu:

@@ -1,0 +1,73 @@
+"""The workflows of this repository and of a render: pinned, bounded, and of targets that exist."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT, bake
+from tests.stress import page
+
+FOLDER = ROOT / ".github/workflows"
+WORKFLOWS = sorted(path.name for path in FOLDER.iterdir())
+
+
+def assert_pinned_and_bounded(path: Path) -> dict[str, Any]:
+    """What holds for every workflow; returns it."""
+    text = path.read_text("utf-8")
+    workflow = yaml.safe_load(text)
+    assert workflow["permissions"] == {"contents": "read"}
+    for job in workflow["jobs"].values():
+        assert 0 < job["timeout-minutes"] <= 180
+    uses = re.findall(r"uses: (.*)", text)
+    assert uses
+    for used in uses:
+        assert re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", used), used
+    return workflow
+
+
+def versions(path: Path) -> set[str]:
+    """The actions that a workflow uses, with their versions."""
+    return {*re.findall(r"uses: (.*)", path.read_text("utf-8"))}
+
+
+def targets() -> set[str]:
+    """The targets of the Makefile."""
+    return {*re.findall(r"^(\w+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)}
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_workflow_runs_targets_of_the_makefile(name: str) -> None:
+    workflow = assert_pinned_and_bounded(FOLDER / name)
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    made = {m[1] for it in steps if (m := re.match(r"make (\w+)", it.get("run", "")))}
+    wanted = {"ci.yml": {"quick", "test"}, "nightly.yml": {"torture", "matrix", "compat"}}
+    assert made == wanted[name] and made < targets()
+    assert versions(FOLDER / name) == versions(FOLDER / "ci.yml")
+
+
+def test_each_night_every_topic_is_tried_with_the_newest_torch() -> None:
+    workflow = yaml.safe_load((FOLDER / "nightly.yml").read_text("utf-8"))
+    on = workflow[True]  # YAML 1.1 reads `on` so
+    assert on.keys() == {"schedule", "workflow_dispatch"}
+    assert re.fullmatch(r"\d+ \d+ \* \* \*", on["schedule"][0]["cron"])
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    told = re.search(r"^TORTURE \?= (.*)$", makefile, re.MULTILINE)
+    assert told
+    topics = workflow["jobs"]["torture"]["strategy"]["matrix"]["topic"]
+    assert topics == told[1].split() and {*topics} == {*page.TOPICS}
+    assert workflow["jobs"]["compat"]["steps"][-1]["run"] == "make compat TORCH=newest"
+
+
+def test_the_workflow_of_a_render(tmp_path: Path) -> None:
+    project = bake(tmp_path)
+    assert_pinned_and_bounded(project / ".github/workflows/ci.yml")
+    assert versions(project / ".github/workflows/ci.yml") == versions(FOLDER / "ci.yml")
+
+
+def test_contributing_says_when_to_run_each_target() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    told = {*re.findall(r"make (\w+)", text)}
+    assert targets() - {"clean", "demo"} <= told <= targets()
