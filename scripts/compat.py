@@ -38,7 +38,6 @@ RENDERS: dict[str, dict[str, str]] = {
 # Every name of torch, and one of pickle, that a render uses although it is private. A test compares
 # this list with the renders. What a later torch lacks has to be replaced there.
 ELASTIC = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent"
-SUBPROCESS = "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler"
 PRIVATE = (
     "pickle._Unpickler",
     "torch._dynamo",
@@ -55,7 +54,6 @@ PRIVATE = (
     "torch._inductor.config",
     "torch._inductor.utils.fresh_cache",
     "torch.autograd._profiler_enabled",
-    "torch.cuda._is_in_bad_fork",
     "torch.cuda.memory._dump_snapshot",
     "torch.cuda.memory._record_memory_history",
     "torch.distributed.ProcessGroup._get_sequence_number_for_group",
@@ -71,9 +69,6 @@ PRIVATE = (
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
     f"{ELASTIC}._monitor_workers",
     f"{ELASTIC}._remaining_restarts",
-    f"{SUBPROCESS}._popen",
-    f"{SUBPROCESS}._stderr",
-    f"{SUBPROCESS}._stdout",
     # Of a build with NCCL, and without it.
     "torch._C._distributed_c10d._dump_nccl_trace|torch._C._distributed_c10d._dump_fr_trace",
 )

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -84,28 +85,45 @@ def test_who_stops_hears_no_more_but_its_children_do(project: Project) -> None:
 
 
 def test_a_job_of_many_ranks_makes_room_for_its_connections(
-    project: Project, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few ranks change nothing; many connect as needed and may open more files, if allowed to."""
+    """Few ranks change nothing; many connect as needed, unless the user says otherwise."""
     world, lazy = project.module("distributed.world"), "TORCH_GLOO_LAZY_INIT"
-    files, set_to = world.resource.RLIMIT_NOFILE, []
-    monkeypatch.setattr(world.resource, "setrlimit", lambda *limits: set_to.append(limits))
-
-    def left(ranks: int, soft: int, hard: int) -> tuple[list[tuple[int, tuple[int, int]]], bool]:
-        monkeypatch.setattr(world.resource, "getrlimit", lambda _: (soft, hard))
-        set_to.clear(), caplog.clear()
-        world.make_room(ranks)
-        return list(set_to), bool(caplog.records)
-
+    monkeypatch.setattr(world, "die_with_the_launcher", lambda: None)
+    monkeypatch.setattr(world.dist, "init_process_group", lambda *_, **options: None)
+    for name in ("get_rank", "get_world_size"):
+        monkeypatch.setattr(world.dist, name, lambda: 0)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_ADDR", "elsewhere")
     monkeypatch.setenv(lazy, "")  # and as it was before, afterwards
-    monkeypatch.delenv(lazy)
-    assert left(world.MANY_RANKS - 1, 1024, 1 << 20) == ([], False) and lazy not in os.environ
-    assert left(1000, 1024, 1 << 20) == ([(files, (5024, 1 << 20))], False)
-    assert os.environ[lazy] == "1"
-    assert left(1000, 1024, world.resource.RLIM_INFINITY)[0][0][1][0] == 5024
-    assert left(1000, 8192, 1 << 20) == ([], False)
-    assert left(1000, 1024, 4096) == ([(files, (4096, 4096))], True)
-    assert left(1000, 4096, 4096) == ([], True)
-    monkeypatch.setenv(lazy, "0")
-    left(1000, 1024, 1 << 20)
-    assert os.environ[lazy] == "0"
+
+    def set_for(ranks: int, own: str | None = None) -> str | None:
+        monkeypatch.delenv(lazy, raising=False)
+        if own:
+            monkeypatch.setenv(lazy, own)
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        world.join(SimpleNamespace(timeout_minutes=1), "cpu")
+        return os.environ.get(lazy)
+
+    assert set_for(world.MANY_RANKS - 1) is None
+    assert set_for(1000) == "1"
+    assert set_for(1000, own="0") == "0"
+
+
+def test_ranks_may_open_as_many_files_as_the_system_allows(project: Project) -> None:
+    """`ulimit -n` in the process that launch.sh becomes; a refusal changes nothing."""
+    (project.folder / "python").write_text("#!/bin/sh\nulimit -Sn; ulimit -Hn\n")
+    (project.folder / "python").chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(project.folder / "python")}
+    for lower in ("ulimit -Sn 256", "ulimit -Sn 256; ulimit -Hn 512"):
+        command = f"{lower}; exec bash launch.sh -n 1 train"
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=project.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        soft, hard = done.stdout.split()
+        assert soft == hard and not done.stderr

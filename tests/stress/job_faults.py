@@ -4,8 +4,8 @@ JOB_FAULTS in the environment says what, as JSON: "at" a moment ("start-up", "va
 "step"), touch the file "mark" and wait for "seconds" (0: loop for ever; none: until a stop signal
 is heard, or the mark's namesake with .go is there), though not before "step", only on "rank", and
 each time or "once". That rank may also take the folder "own_disk" for its working directory, as if
-it were on another machine. "patience": seconds in place of PATIENCE. "poison": a sample whose loss
-is not finite. "deaf": stop signals are not heard, which is to be noticed.
+it were on another machine. "patience": seconds in place of PHASE_LIMIT. "poison": a sample whose
+loss is not finite. "deaf": stop signals are not heard, which is to be noticed.
 """
 
 import importlib
@@ -32,7 +32,7 @@ def arm(training: Any) -> None:
     stop.Stop._handle = hearing(stop.Stop._handle, what.get("deaf"))
     if "patience" in what:
         watchdog = importlib.import_module(f"{__package__}.distributed.watchdog")
-        watchdog.PATIENCE = timedelta(seconds=what["patience"])
+        watchdog.PHASE_LIMIT = timedelta(seconds=what["patience"])
     if "poison" in what:
         sampling.fetch = poisoned(sampling.fetch, what["poison"])
         training.compute_loss = spoiled(training.compute_loss)

@@ -141,7 +141,7 @@ def test_without_proc_a_launcher_is_known_by_its_number(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     launcher = project.module("distributed").launcher()
-    assert launcher.startswith(f"started by {os.getppid()} () on ")
+    assert launcher.startswith(f"started by {os.getppid()} ()")
 
 
 ORPHAN = """

@@ -117,9 +117,8 @@ CONDITIONAL: dict[str, Condition] = {
         every(f"{PACKAGE}/workflow", "scale memory_forecast"),
         lambda a: stages(a) and ranks(a),
     ),
-    **dict.fromkeys(
-        every(f"{PACKAGE}/distributed", "world agreement watchdog output launch"), ranks
-    ),
+    **dict.fromkeys(every(f"{PACKAGE}/distributed", "world agreement watchdog launch"), ranks),
+    f"{PACKAGE}/distributed/stragglers.py": lambda a: ranks(a) and a["cluster"] != "none",
     **dict.fromkeys(
         every(f"{PACKAGE}/checkpoint", "disk object_store object_streams upload"),
         lambda a: a["storage"] == "object_store",
@@ -165,10 +164,11 @@ OWNERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         every(
             f"{PACKAGE}/distributed",
-            "__init__ parallel world agreement watchdog output launch",
+            "parallel world agreement watchdog launch",
         ),
         ("parallelism",),
     ),
+    **dict.fromkeys(every(f"{PACKAGE}/distributed", "__init__ stragglers"), RANKS_AND_CLUSTER),
     **dict.fromkeys(every(f"{PACKAGE}/checkpoint", "writer dcp_writer"), ("checkpoint",)),
     **dict.fromkeys(
         every(f"{PACKAGE}/checkpoint", "storage paths disk object_store object_streams upload"),

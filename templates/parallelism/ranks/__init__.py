@@ -1,7 +1,7 @@
-"""The ranks of a run: joining, agreeing, stopping, noticing hangs and stragglers."""
+"""The ranks of a run: joining, agreeing, stopping, noticing what hangs."""
 
 from .agreement import Group as Group
-from .watchdog import watchdog as watchdog
+from .watchdog import monitors as monitors
 from .world import World as World
 from .world import join as join
 from .world import launcher as launcher

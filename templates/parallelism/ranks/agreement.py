@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -17,23 +18,21 @@ from torch import nn
 
 from ..errors import RankError, UserError
 from ..files import naming, open_to_write
-from .output import redirected
-from .world import PATIENCE, World
+from .world import PHASE_LIMIT, World
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@contextlib.contextmanager
-def kept(errors: list[UserError | RankError]) -> Iterator[None]:
-    """Keep the error of the block by its message: not every error can be sent."""
+def _attempt(action: Callable[[], T]) -> tuple[T | None, UserError | RankError | None]:
+    """The result of `action` and its error, by its message: not every error can be sent."""
     try:
-        yield
+        return action(), None
     except (UserError, RankError) as error:
-        errors.append((UserError if isinstance(error, UserError) else RankError)(str(error)))
+        return None, (UserError if isinstance(error, UserError) else RankError)(str(error))
     except Exception as error:
         log.debug("the other ranks only get the message of this error", exc_info=True)
-        errors.append(RankError(f"{type(error).__name__}: {error}"))
+        return None, RankError(f"{type(error).__name__}: {error}")
 
 
 class Group:
@@ -42,15 +41,17 @@ class Group:
     It has a gloo group of its own, so that it never waits behind the device's collectives.
     """
 
+    console: TextIO | None = None  # of a rank whose stderr is redirected into its log
+
     def __init__(self, world: World | None = None) -> None:
         self.rank, self.size = (world.rank, world.size) if world else (0, 1)
-        self.step_limit = world.step_limit if world else PATIENCE
-        self.patient, self.resumed = 1, 0.0  # start-up, until the watchdog has seen a first step
+        self.step_limit = world.step_limit if world else PHASE_LIMIT
+        self.phases, self.resumed = 1, 0.0  # start-up, until the watchdog has seen a first step
         self.maxima: Callable[[], list[float]] | None = None
         self.doing = "step"
         self.process_group: Any = None
         if world and world.distributed:
-            self.process_group = dist.new_group(backend="gloo", timeout=PATIENCE)
+            self.process_group = dist.new_group(backend="gloo", timeout=PHASE_LIMIT)
             # new_group has no barrier: rank 0 could leave, and its store with it, too early.
             dist.barrier(self.process_group)
 
@@ -58,45 +59,59 @@ class Group:
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return f"rank {self.rank} of {self.size}, restarts so far: {restarts}, "
 
-    def printing_to(self, file: TextIO, console: Any) -> contextlib.AbstractContextManager:
-        """Redirect what other ranks than 0 print to `file`; `console` is their log's handler."""
-        return redirected(file, console) if self.rank else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def printing_to(self, file: TextIO, handler: Any) -> Iterator[None]:
+        """Redirect what other ranks than 0 print to `file`; `handler` keeps logging to the console.
+
+        By descriptor, so that what libraries print, and the stacks of a crash, are in it, too.
+        """
+        if self.rank == 0:
+            yield
+            return
+        with open(os.dup(1), "wb") as out, open(os.dup(2), "w", encoding="utf-8") as err:
+            _print_to(file.fileno(), file.fileno())
+            handler.stream = self.console = err
+            try:
+                yield
+            finally:
+                _print_to(out.fileno(), err.fileno())
+                handler.stream = self.console = None
+
+    def say(self, text: str) -> None:
+        """Print to the console and to a redirected stderr, without waiting for a lock."""
+        if self.console:
+            print(text, file=self.console, flush=True)  # first: the other one is on a disk
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
-    def patience(self, doing: str) -> Iterator[None]:
-        """Allow inside what may take longer than a step: a validation, a save (watchdog.py)."""
-        self.patient, self.doing = self.patient + 1, doing
+    def phase(self, doing: str) -> Iterator[None]:
+        """Allow PHASE_LIMIT for the block: a validation, a save (watchdog.py)."""
+        self.phases, self.doing = self.phases + 1, doing
         try:
             yield
         finally:
             self.resumed = time.monotonic()  # first, for the watchdog's thread
-            self.patient, self.doing = self.patient - 1, "step"
+            self.phases, self.doing = self.phases - 1, "step"
 
     def agree(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank; rank 0 gets all results, the others their own in a list.
 
         RankError on every rank, naming those that failed, when it failed on any.
         """
-        result, errors = None, []
-        with kept(errors):
-            result = action()
-        outcome = result, errors
-        gathered = [outcome]
+        outcome: Any = _attempt(action)
+        gathered: Any = [outcome]
         if self.process_group is not None:
             gathered = [outcome] * self.size if self.rank == 0 else None
             dist.gather_object(outcome, gathered, group_dst=0, group=self.process_group)
-        failures = {rank: errors[0] for rank, (_, errors) in enumerate(gathered or []) if errors}
+        failures = {rank: error for rank, (_, error) in enumerate(gathered or []) if error}
         _raise_if(self._broadcast(failures))
         return [result for result, _ in gathered or [outcome]]
 
     def from_first(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 only and give its result to all; RankError on all if it failed."""
-        result, errors = None, []
-        with kept(errors):
-            if self.rank == 0:
-                result = action()
-        result, errors = self._broadcast((result, errors))
-        _raise_if(dict(enumerate(errors)))
+        result, error = self._broadcast(_attempt(action) if self.rank == 0 else None)
+        _raise_if({0: error} if error else {})
         return result
 
     def any(self, flag: bool) -> bool:
@@ -167,9 +182,10 @@ class Group:
         The watchdog ends a hang, and names a rank, within the limit, 30 s and twice the longest
         step. This limit is for when its thread hangs as well, on a disk that went with a machine.
         """
-        if self.patient:
-            return PATIENCE
-        return min(2 * self.step_limit + timedelta(minutes=1), max(PATIENCE, 2 * self.step_limit))
+        if self.phases:
+            return PHASE_LIMIT
+        limit = 2 * self.step_limit
+        return min(limit + timedelta(minutes=1), max(PHASE_LIMIT, limit))
 
     def _broadcast(self, value: Any) -> Any:
         if self.process_group is None:
@@ -177,6 +193,14 @@ class Group:
         box = [value]
         dist.broadcast_object_list(box, group_src=0, group=self.process_group)
         return box[0]
+
+
+def _print_to(out: int, err: int) -> None:
+    """Point this process's stdout and stderr at these descriptors."""
+    for number, target, stream in ((1, out, sys.stdout), (2, err, sys.stderr)):
+        with contextlib.suppress(OSError):
+            stream.flush()
+        os.dup2(target, number)
 
 
 def _raise_if(errors: dict[int, UserError | RankError]) -> None:

@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import types
 from typing import Any
 
@@ -101,8 +102,8 @@ def on_one_machine(folder: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    # For the ranks: none lives on if this process is killed while they start (world.py).
-    os.environ["LAUNCHER_PID"] = str(os.getpid())
+    # For the ranks (world.py): this process may be gone before they look who started them.
+    os.environ |= {"LAUNCHER_PID": str(os.getpid()), "LAUNCHER_STARTED": f"{time.time():.0f}"}
     api._terminate_process_handler = stop_once
     for logger in (api.logger, agents.logger):
         logger.addFilter(tells_more)

@@ -5,12 +5,9 @@ machines only the cluster knows the right network: if the wrong one is chosen, s
 NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME or NCCL_IB_HCA.
 """
 
-import contextlib
 import ctypes
 import gc
-import logging
 import os
-import resource
 import signal
 import socket
 import sys
@@ -18,7 +15,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,9 +26,7 @@ from ..errors import UserError
 if TYPE_CHECKING:
     from .parallel import ParallelConfig
 
-log = logging.getLogger(__name__)
-
-PATIENCE = timedelta(minutes=30)
+PHASE_LIMIT = timedelta(minutes=30)
 """Limit of start-up, a validation or a save: a slow disk is no reason to end a run."""
 
 LOOPBACK = "127.0.0.1"
@@ -49,13 +43,11 @@ NCCL = {
     # The flight recorder keeps the last collectives, each with the line that began it. Since 2.9
     # torch does so by default; watchdog.py relies on it.
     "TORCH_FR_BUFFER_SIZE": "2000",
-    # Written when NCCL itself gives up on a collective, which is later than the watchdog does.
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
 
-TRACE = "collectives_rank_"  # the flight recorder's files
-MANY_RANKS = 128  # from here on gloo connects ranks as needed
-GLOO_GROUPS, OTHER_FILES = 4, 1024  # groups of a rank, one to spare; open files of all else
+# gloo connects every rank with every other when a group is made: with fewer ranks than these that
+# takes a second or two. From there on it connects two ranks when they first talk.
+MANY_RANKS, ON_MANY_RANKS = 128, {"TORCH_GLOO_LAZY_INIT": "1"}
 TOLD_WITHIN = 5.0  # seconds; torchrun looks for machines that want to join ten times a second
 
 
@@ -67,7 +59,7 @@ class World:
     size: int
     device: torch.device
     distributed: bool = False
-    step_limit: timedelta = PATIENCE
+    step_limit: timedelta = PHASE_LIMIT
     """A step that takes longer is a hang (watchdog.py)."""
 
     def check_batch(self, samples: int) -> None:
@@ -86,10 +78,8 @@ def launcher() -> str | None:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    pid, began = os.getppid(), ""
-    with contextlib.suppress(OSError):  # process numbers are used again: add the time of its start
-        began = _stat(pid)[19]
-    return f"started by {pid} ({began}) on {socket.gethostname()}"
+    since = os.environ.get("LAUNCHER_STARTED", "")  # by launch.py: process numbers are used again
+    return f"started by {os.getppid()} ({since}) on {socket.gethostname()}"
 
 
 def join(config: "ParallelConfig", device_name: str) -> World:
@@ -102,10 +92,11 @@ def join(config: "ParallelConfig", device_name: str) -> World:
         raise UserError("--parallel.timeout-minutes must be positive")
     die_with_the_launcher()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    make_room(ranks)
+    if ranks >= MANY_RANKS:
+        prefer(ON_MANY_RANKS)
     # A save may hold up a collective for longer than a step may take. When a collective times out,
     # NCCL ends the process without an explanation: let the watchdog be first, which names the rank.
-    options: dict[str, Any] = {"timeout": max(PATIENCE, 2 * step_limit)}
+    options: dict[str, Any] = {"timeout": max(PHASE_LIMIT, 2 * step_limit)}
     shared_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # of torchrun
     if os.environ["MASTER_ADDR"] == LOOPBACK and not shared_store:
         options |= {"rank": rank, "world_size": ranks, "store": _store_on_loopback(rank)}
@@ -148,17 +139,12 @@ def regrouping(told_to_stop: Callable[[], bool]) -> bool:
 def die_with_the_launcher() -> None:
     """Ask the kernel to end this process when torchrun is killed (Linux; else: watchdog.py)."""
     if sys.platform == "linux":
-        PR_SET_PDEATHSIG, parent = 1, os.getppid()
+        PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        # It may have been killed before that, while this process imported torch for seconds.
-        gone = os.getppid() != parent
-        if pid := os.environ.get("LAUNCHER_PID"):
-            try:
-                gone = gone or _stat(pid)[0] in "ZX"  # a zombie
-            except (FileNotFoundError, ProcessLookupError):
-                gone = True
-        if gone:
-            sys.exit("the launcher is gone")
+    # It may have been killed before that, while this process imported torch for seconds.
+    parent = str(os.getppid())
+    if os.environ.get("LAUNCHER_PID", parent) != parent:
+        sys.exit("the launcher is gone")
 
 
 def prefer(settings: dict[str, str]) -> None:
@@ -167,45 +153,10 @@ def prefer(settings: dict[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
-def traces_in(run_dir: Path) -> dict[str, str]:
-    """Let NCCL's flight recorder write into the run, not into the machine's /tmp."""
-    return {"TORCH_FR_DUMP_TEMP_FILE": str(run_dir.resolve() / TRACE)}
-
-
-def make_room(ranks: int) -> None:
-    """Prepare this process for the connections of a job of `ranks`, before it joins.
-
-    gloo connects every rank with every other when a group is made: a file descriptor per rank and
-    group, where 1,024 in all is a common limit, and as many look-ups in the ranks' one store. With
-    fewer than MANY_RANKS that takes a second or two. From there on, gloo connects two ranks when
-    they first talk: rank 0 with all, others with a few.
-    """
-    if ranks < MANY_RANKS:
-        return
-    prefer({"TORCH_GLOO_LAZY_INIT": "1"})
-    files = OTHER_FILES + GLOO_GROUPS * ranks
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY not in (soft, hard) and hard < files:
-        log.warning(
-            "%d ranks may need %d open files in a process, and the hard limit is %d: have it "
-            "raised (ulimit -H -n)",
-            *(ranks, files, hard),
-        )
-        files = hard
-    if soft != resource.RLIM_INFINITY and soft < files:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-
-
 def _store_on_loopback(rank: int) -> dist.Store:
     """The ranks' store of a job on one machine: torch's own would listen on all interfaces."""
     port, options = int(os.environ["MASTER_PORT"]), {}
     if rank == 0:
         listener = socket.create_server((LOOPBACK, port), backlog=4096)
         options = {"is_master": True, "master_listen_fd": listener.detach()}
-    return dist.TCPStore(LOOPBACK, port, timeout=PATIENCE, wait_for_workers=False, **options)
-
-
-def _stat(pid: int | str) -> list[str]:
-    """A process's state, parent, and so on (Linux)."""
-    text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
-    return text.rpartition(")")[2].split()  # its name, which may hold anything, comes before
+    return dist.TCPStore(LOOPBACK, port, timeout=PHASE_LIMIT, wait_for_workers=False, **options)

@@ -42,12 +42,12 @@ class Group:
     def __str__(self) -> str:
         return ""
 
-    def printing_to(self, file: object, console: object) -> contextlib.AbstractContextManager:
+    def printing_to(self, file: object, handler: object) -> contextlib.AbstractContextManager:
         """Print to the console."""
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def patience(self, doing: str) -> Iterator[None]:
+    def phase(self, doing: str) -> Iterator[None]:
         """Take as long as it takes: nobody waits for this process."""
         self.doing = doing
         yield
@@ -101,8 +101,8 @@ def regrouping(told_to_stop: Callable[[], bool]) -> bool:
     return False
 
 
-def watchdog(
+def monitors(
     run_dir: Path, world: World, group: Group, module: nn.Module
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Nobody waits for this process, so nothing watches over it."""
+    """Nobody waits for this process, so nothing watches it."""
     return (), ()

@@ -60,7 +60,7 @@ def main(folder: Path, packages: list[str]) -> None:
     for name, (which, where, slow) in CASES.items():
         training, configuration, sampling, logs, pace = (
             importlib.import_module(f"{packages[which]}.{module}")
-            for module in ("train", "config", "sampling", "run.logs", "distributed.watchdog")
+            for module in ("train", "config", "sampling", "run.logs", "distributed.stragglers")
         )
         pace.time = CLOCK
         logs.log_to_console()
@@ -97,7 +97,7 @@ def cut_off(package: str, world: Any) -> None:
     group.exchange([0, 0])
     if world.size - 1 != RANK:
         group.exchange([0, 0])  # of before: all have sent it, or will
-        agreement.PATIENCE = timedelta(seconds=0.5)
+        agreement.PHASE_LIMIT = timedelta(seconds=0.5)
         try:
             group.exchange([0, 0])
         except errors.RankError as error:

@@ -19,7 +19,7 @@ from .compile import Compiling, checkpoint_activations, compile_model
 from .config import Config
 from .data import build_datasets
 from .device import move, set_up_torch
-from .distributed import Group, World, join, leave, parallel, watchdog
+from .distributed import Group, World, join, leave, monitors, parallel
 from .distributed.stop import Stop
 from .ema import averaged_weights, keep_average
 from .errors import RankError, UserError
@@ -224,7 +224,7 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         run_dir = stack.enter_context(RunDirectory(config.directory, group, config.fresh, far))
         stack.push(lambda kind, error, trace: record_stop(error, stop, run_dir, state))
         # The watchdog also watches the restore, which waits for the other ranks.
-        watching, after_journal = watchdog(run_dir.path, world, group, state.module)
+        watching, after_journal = monitors(run_dir.path, world, group, state.module)
         callbacks = [*enter([hardware.MemoryUse(), *watching], stack)]
         checkpointer = stack.enter_context(start(state, run_dir.path, group))
         owed = owes_validation(state, checkpointer, run_dir.path, group)
@@ -246,7 +246,7 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
 
         def validated(record: dict[str, Any]) -> dict[str, float]:
             """Validate, and add the figures to the record; {} if a stop cuts it short."""
-            with group.patience("validation"), journal.paused():
+            with group.phase("validation"), journal.paused():
                 figures = validate_averaged(state, lambda: stop.poll(checkpointer.failed)[0])
                 for call in after_validation if figures else ():
                     call(state, figures)
@@ -283,13 +283,13 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
                 call(state, record)
             if state.step == settings.steps or checkpointer.due(state.step, validate_now, waits):
                 # After the record is written: a resume cuts metrics.jsonl back to the checkpoint.
-                with group.patience("save"):
+                with group.phase("save"):
                     journal.sync()
                     checkpointer.save(state.step, (record or {}).get("validation_loss"))
         if stop_signal:
             text = "%s: saving step %d, then stopping"
             log.info(text, signal.Signals(stop_signal).name, state.step)
-        with group.patience("save"):
+        with group.phase("save"):
             journal.sync()
             checkpointer.finish(state.step)
         status = stop.outcome(stop_signal)

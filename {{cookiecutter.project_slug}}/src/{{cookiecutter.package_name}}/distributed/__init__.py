@@ -1,1 +1,1 @@
-# {% include "parallelism/" ~ ("single" if cookiecutter.parallelism == "single" else "ranks") ~ "/__init__.py" %}
+# {% include "parallelism/" ~ ("single" if cookiecutter.parallelism == "single" else "ranks" if cookiecutter.cluster == "none" else "cluster") ~ "/__init__.py" %}

@@ -109,7 +109,7 @@ class StopAtBadStep:
         step = state.step - 1
         log.info("step %d was not finite: searching its batch for the cause", state.step)
         ids = state.loader.source.order.ids(step).tolist()
-        with self.group.patience("search for bad samples"):
+        with self.group.phase("search for bad samples"):
             bad = self._search(state, step, 0, len(ids))
         samples = f"samples {', '.join(str(ids[index]) for index in bad)} make it so, each alone"
         together = f"no sample makes it so alone, only all of the batch together: {ids[:64]}"

@@ -1,0 +1,9 @@
+"""The ranks of a run: joining, agreeing, stopping, noticing hangs and stragglers."""
+
+from .agreement import Group as Group
+from .stragglers import monitors as monitors
+from .world import World as World
+from .world import join as join
+from .world import launcher as launcher
+from .world import leave as leave
+from .world import regrouping as regrouping
