@@ -50,13 +50,13 @@ def test_a_start_says_what_it_is(
     assert said(caplog) == [
         "model  32,928 parameters, float32 on cpu, ranks: 1",
         "data   109 samples of 32 tokens, 6 for validation",
-        "batch  8 samples; 5 steps are 0.37 epochs",
+        "batch  8 samples; 5 steps (less than one epoch)",
         "run    runs/first, new",
     ]
     caplog.clear()
     project("train", *project.settings, "--train.steps", "20", "--name", "first")
     assert said(caplog)[2:] == [
-        "batch  8 samples; 20 steps are 1.47 epochs",
+        "batch  8 samples; 20 steps (1.47 epochs)",
         "run    runs/first, resumed at step 5",
     ]
     caplog.clear()

@@ -180,7 +180,7 @@ def test_a_start_that_cannot_write_names_the_file_once(
     monkeypatch.setattr(rundir, "write_json", no_status)
     said = project.refuses("train", *options, "2")
     assert f"Input/output error: '{tmp_path}/" in said and begins.strip(".-") in said
-    assert "does not say" not in caplog.text
+    assert "status.json cannot be written" not in caplog.text
 
 
 def test_a_run_appends_to_its_log_and_one_that_never_began_leaves_none(project: Project) -> None:

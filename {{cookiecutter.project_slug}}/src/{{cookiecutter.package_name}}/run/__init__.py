@@ -1,1 +1,1 @@
-"""What a run keeps: its directory, log, journal, and what it knows of its machine."""
+"""A run's directory, logs, metrics and callbacks, and the machine that it runs on."""

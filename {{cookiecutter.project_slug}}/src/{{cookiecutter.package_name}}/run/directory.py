@@ -1,4 +1,4 @@
-"""The directory a run lives in: one writer at a time, seen by all processes, never overwritten."""
+"""A run's directory: one writer at a time, seen by all ranks, never overwritten."""
 
 import contextlib
 import errno
@@ -24,11 +24,11 @@ LOGS = "logs"
 
 
 class RunDirectory:
-    """Holds a run directory and keeps its logs; `fresh` first sets an old run of the name aside.
+    """Locks a run directory and opens its logs; `fresh` first renames an old run of that name.
 
     The lock is a POSIX record lock: unlike flock it is not inherited by forked loader workers,
     which would hold it after the trainer was killed. `apart`: the machines need not share the
-    directory, since the checkpoints are elsewhere.
+    directory, since the checkpoints are in a store.
     """
 
     lock: Any = None  # the open file, while it is held
@@ -40,7 +40,7 @@ class RunDirectory:
         self.origin: dict[str, Any] = {}  # the machine and the versions
 
     def __enter__(self) -> "RunDirectory":
-        """Take the directory; UserError when another run has it, or not all processes see it."""
+        """Lock the directory; UserError when another run has it, or not all ranks see it."""
         launchers = [str(name) for name in self.group.agree(launcher) if name]
         self.group.from_first(lambda: self._take(launchers))
         if self.apart:
@@ -79,17 +79,14 @@ class RunDirectory:
         self.begun = True
 
     def record_status(self, status: str, **details: Any) -> None:
-        """Write to status.json how the run ended, if not by an error.
-
-        Where it cannot be written, that is a warning: the checkpoints are what counts.
-        """
-        self.begun = False  # `__exit__` has no more to say
+        """Write to status.json how the run ended; a warning where that fails."""
+        self.begun = False  # so `__exit__` does not overwrite it
         if self.group.rank == 0:
             try:
                 self._write_status(status, **details)
                 log.info("%s: %s", status, details, extra=ONLY_IN_FILES)
             except OSError as error:
-                log.warning("status.json does not say that the run %s: %s", status, error)
+                log.warning("status.json cannot be written (%s): %s", status, error)
 
     def record_again(self, config: dict[str, Any], status: str, step: int) -> None:
         """Record how a run ended before this start, unless its files are here and say so."""
@@ -117,10 +114,10 @@ class RunDirectory:
             return LogFile(path)
 
     def _take(self, launchers: list[str]) -> None:
-        # A job that torchrun restarts must resume its run, and not set it aside as an old one.
+        # A job that torchrun restarts must resume its run, and not rename it as an old one.
         ours = not self._lock().isdisjoint(launchers)
         for path in self.path.glob(".nonce-*"):  # of a start that failed or was killed
-            if not path.is_dir():  # a folder is none of ours
+            if path.is_file():
                 path.unlink()
         if self.fresh and not ours and set(os.listdir(self.path)) > {".lock"}:
             names = (self.path.with_name(f"{self.path.name}.old-{n}") for n in range(1, 10_000))
@@ -134,14 +131,14 @@ class RunDirectory:
             self.lock.flush()
 
     def _is_there(self, lock: IO[str]) -> bool:
-        """Whether the file that was opened is still the one of that name."""
+        """Whether the open lock file is still the one in the directory."""
         try:
             return os.path.samestat(os.fstat(lock.fileno()), os.stat(self.path / ".lock"))
         except FileNotFoundError:
             return False
 
     def _lock(self) -> set[str]:
-        """Lock the directory; returns the launchers of the process that had it last."""
+        """Lock the directory; returns the launchers of the process that held it last."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with naming(self.path / ".lock"):
@@ -158,7 +155,7 @@ class RunDirectory:
                 raise UserError(f"{self.path} is on a file system without locks: {error}") from None
             advice = "wait for it or stop it, or choose another --name"
             raise UserError(f"{self.path} is in use by {owner}: {advice}") from None
-        if not self._is_there(file):  # another run has set the directory aside since, or removed it
+        if not self._is_there(file):  # another run has renamed or removed the directory since
             file.close()
             return self._lock()
         self.lock = file

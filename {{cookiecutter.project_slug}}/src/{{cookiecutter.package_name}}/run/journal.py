@@ -1,4 +1,4 @@
-"""A run's figures: computed at log steps, written to metrics.jsonl, shown on the console."""
+"""A run's metrics: computed at log steps, written to metrics.jsonl, shown on the console."""
 
 import contextlib
 import json
@@ -26,11 +26,11 @@ METRICS = "metrics.jsonl"
 
 
 class Journal:
-    """A callback: metrics.jsonl and the progress bar, in the first process.
+    """A callback: writes metrics.jsonl and shows progress, on rank 0.
 
     The file has one object per line, and only whole lines. It is synced before each save: a power
-    loss costs only lines after the newest checkpoint, whose steps are done again. On a terminal
-    there is a bar; where output is recorded, a line per log step instead.
+    loss costs only lines after the newest checkpoint, whose steps are done again. Progress is a
+    bar on a terminal, elsewhere a line per log step.
     """
 
     def __init__(self, run_dir: Path, state: Any, group: Group) -> None:
@@ -63,7 +63,7 @@ class Journal:
                     os.truncate(self.path, self.written)  # leave no half a line
 
     def record(self, state: Any) -> dict[str, Any]:
-        """The figures since the record before, the same in all processes; waits for the device."""
+        """The metrics since the last record, the same on all ranks; waits for the device."""
         figures = means(state.sums, state.metrics)
         bad, norm = int(state.bad_steps), float(state.grad_norm)
         state.sums, state.bad_steps = 0.0, 0
@@ -96,7 +96,7 @@ class Journal:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count what happens meanwhile (validation) as training."""
+        """Leave the time of the block (a validation) out of the step time."""
         started = time.perf_counter()
         yield
         self.mark = (self.mark[0], self.mark[1] + time.perf_counter() - started, *self.mark[2:])
@@ -178,7 +178,7 @@ class Journal:
 
 
 def read_records(run_dir: Path, last_step: int = sys.maxsize) -> Iterator[dict[str, Any]]:
-    """The lines of metrics.jsonl up to a step; an unreadable line is left out."""
+    """The records of metrics.jsonl up to a step, without unreadable lines."""
     path = run_dir / METRICS
     with contextlib.suppress(OSError), open(path if path.is_file() else os.devnull, "rb") as file:
         yield from filter(None, (parsed(line, last_step) for line in file))
@@ -192,7 +192,7 @@ def validated_at(run_dir: Path, step: int) -> dict[str, float]:
 
 
 def summary(run_dir: Path, last_step: int) -> list[str]:
-    """A run's throughput and its last validation, up to a step."""
+    """The lines that sum a run up: median throughput and last validation, up to a step."""
     rates = {name: array("d") for name in ("samples_per_second", "tokens_per_second", "mfu")}
     lines, record = [], {}
     for record in read_records(run_dir, last_step):
@@ -207,21 +207,21 @@ def summary(run_dir: Path, last_step: int) -> list[str]:
 
 
 def finite(value: Any) -> tuple[float, ...]:
-    """A figure of a record as a number that can be shown, or nothing."""
+    """A value of a record as a float in a tuple, () if it is no finite number."""
     with contextlib.suppress(TypeError, OverflowError):
         return (float(value),) if math.isfinite(value) else ()
     return ()
 
 
 def _validation(record: dict[str, Any]) -> dict[str, float]:
-    """The validation's figures in a record, as people read them."""
+    """The validation metrics of a record, by names as people read them."""
     named = {name: value for name, value in record.items() if name.startswith("validation_")}
     return {name[11:].replace("_", " "): v for name, value in named.items() for v in finite(value)}
 
 
 def parsed(line: str | bytes, last_step: int = sys.maxsize) -> dict[str, Any] | None:
-    """A line up to a step as a record; None if it cannot be read."""
-    # A run that was killed can leave half a line, a disk anything.
+    """A line as a record; None if it cannot be read or is of a later step."""
+    # A killed run can leave half a line, a bad disk anything.
     with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         record = json.loads(line)
         return record if type(record["step"]) is int and record["step"] <= last_step else None
@@ -229,14 +229,16 @@ def parsed(line: str | bytes, last_step: int = sys.maxsize) -> dict[str, Any] | 
 
 
 def introduce(state: Any, run_dir: Path) -> None:
-    """Log what is about to be trained, on what, and where it is kept."""
+    """Log the model, the data, the batch and the run directory."""
     config, world = state.config.train, state.world
     cuda, dtype = world.device.type == "cuda", str(state.compute_dtype).removeprefix("torch.")
     device = torch.cuda.get_device_name(world.device) if cuda else world.device
     size = sum(parameter.numel() for parameter in state.model.parameters())
     samples, batch = state.loader.size, config.global_batch_size
     amount = f"{samples:,} samples" if samples else "a stream"
-    epochs = f"{config.steps * batch / samples:,.2f} epochs" if samples else "a part of it"
+    epochs = config.steps * batch / samples if samples else 0.0
+    length = f"({epochs:,.2f} epochs)" if epochs > 1 else "(less than one epoch)"
+    steps = f"{config.steps} steps {length if samples else ''}".rstrip()
     tokens = getattr(state.spec, "tokens_per_sample", None)
     drawn = state.loader.source.order.drawn(config.steps).items()
     mix = ", ".join(f"{count / config.steps / batch:.1%} {name}" for name, count in drawn)
@@ -244,7 +246,7 @@ def introduce(state: Any, run_dir: Path) -> None:
         f"model  {size:,} parameters, {dtype} on {device}, ranks: {world.size}",
         f"data   {amount}{f' of {tokens:,} tokens' if tokens else ''}, "
         f"{len(state.validation):,} for validation",
-        f"batch  {batch:,} samples{mix and f' ({mix})'}; {config.steps} steps are {epochs}",
+        f"batch  {batch:,} samples{mix and f' ({mix})'}; {steps}",
         f"run    {run_dir}, {f'resumed at step {state.step}' if state.step else 'new'}",
     ):
         log.info("%s", line)

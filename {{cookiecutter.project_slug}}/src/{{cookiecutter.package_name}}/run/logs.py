@@ -1,10 +1,10 @@
 """Logs: the console, and the files in a run's logs/.
 
-    console          the first process: everything; the others: errors
-    train.log        the first process, appended to by each start of the run
-    rank_<n>.log     the others, each its own file: their log, and whatever else they print
+    console          rank 0: everything; other ranks: errors
+    train.log        rank 0; each start of the run appends to it
+    rank_<n>.log     another rank: its log, and whatever else it prints
 
-The traceback that ended a process is in its file, and so are the stacks of one that crashed.
+A rank's file also has the traceback that ended it, or the stacks of a crash.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from ..errors import UserError, printable
 from ..files import open_to_write
 
 PACKAGE = logging.getLogger(__name__.partition(".")[0])
-ONLY_IN_FILES = {"only_in_files": True}  # `extra` of a record that the console shows otherwise
+ONLY_IN_FILES = {"only_in_files": True}  # `extra` of a record that the console leaves out
 
 
 class Console(logging.Handler):
@@ -34,14 +34,14 @@ class Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record to the console."""
         if not hasattr(record, *ONLY_IN_FILES):
-            from tqdm import tqdm  # here, since a Python without it is to be told so in one line
+            from tqdm import tqdm  # late: a Python without it gets one line, not a traceback
 
             label = "" if record.levelno < logging.WARNING else f"{record.levelname}: "
             tqdm.write(printable(label + self.format(record)), file=self.stream or sys.stderr)
 
 
 class LogFile(logging.FileHandler):
-    """A file that records are appended to; a failing disk does not end the run here."""
+    """A file that records are appended to; a disk that fails does not end the run."""
 
     stream: TextIO
 
@@ -52,7 +52,6 @@ class LogFile(logging.FileHandler):
         self.setFormatter(form)
 
     def _open(self) -> TextIO:
-        """Open it, if it is no link."""
         return open_to_write(self.baseFilename, "a")
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -65,7 +64,7 @@ class LogFile(logging.FileHandler):
 
 
 def log_to_console() -> None:
-    """Show this package's log: everything of the first process, errors of the others."""
+    """Show this package's log on the console: all records of rank 0, errors of other ranks."""
     rank = int(os.environ.get("RANK", "0"))
     console = Console(logging.ERROR if rank else logging.INFO)
     console.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s" if rank else "%(message)s"))
@@ -75,9 +74,10 @@ def log_to_console() -> None:
 
 @contextlib.contextmanager
 def logging_to(file: LogFile, who: object) -> Iterator[Console | None]:
-    """Meanwhile write the log to `file`, too; its first line says `who` logs. Yields the console.
+    """Write the log to `file`, too, from a first line with `who` logs on; yields the console.
 
-    Python's warnings and crashes only after `log_to_console`: else they are the caller's.
+    After `log_to_console` the file also gets Python's warnings and the stacks of a crash; in a
+    caller's own process these stay the caller's.
     """
     console = next((handler for handler in PACKAGE.handlers if isinstance(handler, Console)), None)
     with contextlib.ExitStack() as stack:
