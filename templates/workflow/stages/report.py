@@ -189,7 +189,7 @@ def of_baseline(section: Section, figures: Figures) -> None:
 
 def of_compile(section: Section, figures: Figures) -> None:
     """Throughput of compiled code, and the speedup."""
-    modes, best = figures.get("modes", {}), figures.get("best")
+    modes, best = figures.get("modes", {}), figures.get("best", "none")
     for mode, of_mode in modes.items():
         if of_mode.get("step_seconds"):
             section.rate(f"compiled, {COMPILED[mode]}", of_mode["step_seconds"])

@@ -72,8 +72,8 @@ def measure(config: StageConfig) -> int:
     for kind in KINDS:
         judge_efficiency(stage, kind, records, reason, device.type, cores)
     judge_memory(stage, records)
-    ranks, memory = max(2, config.workflow.ranks, most), [records[n]["memory"] for n in (1, most)]
-    stage.advise(forecast.ddp_or_fsdp(config, *memory, ranks, device))
+    one, last, ranks = records[1], records[most], max(2, config.workflow.ranks, most)
+    stage.advise(forecast.ddp_or_fsdp(config, one["memory"], last["memory"], ranks, device))
     batch = config.train.global_batch_size
     stage.advise(f"learning rate: leave it, the global batch is {batch} on any number of ranks")
     stage.figures["ranks"] = records
