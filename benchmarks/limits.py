@@ -13,7 +13,7 @@ STATE = {  # what grows with ranks and with tensors
     "plan" + CPU: "index made of what all ranks wrote, on rank 0, s",
     "plan_again" + CPU: "… when nothing has changed, on every rank, s",
     "check" + CPU: "check that parts make up each tensor, on rank 0, s",
-    "gather_bytes": "what lies where, gathered on rank 0, MB",
+    "gather_bytes": "plans, gathered on rank 0, MB",
     "index" + CPU: "index (`.metadata`) pickled and written, on rank 0, s",
     "index_bytes": "index, MB",
     "peak_bytes": "memory of rank 0's process at most, MB",

@@ -1,10 +1,10 @@
 """What saving and restoring costs as ranks are added: plans, index, manifest, names in a directory.
 
-Ranks are simulated on one core: what each would say of its parts is made here and given to the
-rendered project's own code, as are the files that they would write. What is saved is one block of
-Llama 3 405B with AdamW's two moments; the whole model has 126. Its state is sharded over all ranks
-(FSDP), or over groups of 64 ranks that are copies of each other (HSDP), each of which then writes a
-part of what they hold alike, as `share_of` has it.
+Ranks are simulated on one core: what each would say of its parts is made here and given to DCP's
+planner, and the files that they would write to the rendered project's own code. What is saved is
+one block of Llama 3 405B with AdamW's two moments; the whole model has 126. Its state is sharded
+over all ranks (FSDP), or over groups of 64 ranks that are copies of each other (HSDP), each of
+which then writes a part of what they hold alike, as `share_of` has it.
 
 CPU time is measured, on a machine with other work. Python's garbage collector is off, as it is
 while a run trains.
@@ -29,7 +29,10 @@ from typing import Any
 import torch
 from torch import Size, float32
 from torch.distributed.checkpoint import planner
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    _validate_global_plan,
+)
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -129,32 +132,36 @@ class Clock:
 
 
 def save(ranks: int, shards: int, blocks: int, folder: Path, clock: Clock) -> list[int]:
-    """What rank 0 does for a save; returns the bytes of each rank's file."""
-    writing = importlib.import_module(f"{PACKAGE}.checkpoint.dcp_writer")
-    planned = enumerate(plans(ranks, shards, blocks))
-    parts = [writing.located(plan, written(plan, rank)) for rank, plan in planned]
-    sent = [pickle.dumps(writing.packed(own)) for own in parts]
+    """What rank 0 does for a save, by DCP's planner; returns the bytes of each rank's file."""
+    planned = list(plans(ranks, shards, blocks))
+    results = [written(plan, rank) for rank, plan in enumerate(planned)]
+    sent = [pickle.dumps(plan) for plan in planned]
     clock.found["plans_bytes"] = sum(map(len, sent))
     clock.found["gather_bytes"] = ranks * max(map(len, sent))  # torch pads them to one size
-    index = clock("plan", lambda: writing.index_of([pickle.loads(message) for message in sent]))
-    entries = index.state_dict_metadata.values()
-    whole = clock("check", lambda: all(writing.make_up(e.size, e.chunks) for e in entries))
-    assert whole
+    first = DefaultSavePlanner()
+    _, index = clock("plan", lambda: first.create_global_plan([*map(pickle.loads, sent)]))
+    clock("check", lambda: _validate_global_plan(planned, index))  # a part of it
     for kind in ("cpu_seconds", "seconds"):
         clock.found[f"plan_{kind}"] -= clock.found[f"check_{kind}"]
+    entries = index.state_dict_metadata.values()
     clock.found["chunks"] = sum(len(entry.chunks) for entry in entries)
-    state, again = {name: torch.empty(1) for name, _ in tensors(blocks)}, list(parts[0])
+    state = {name: torch.empty(1) for name, _ in tensors(blocks)}
 
     def unchanged() -> bool:
         mine = DefaultSavePlanner()
         mine.set_up_planner(state, is_coordinator=True)
         mine.create_local_plan()
-        return parts[0] == again
+        return planned[0].items == planned[0].items
 
     assert clock("plan_again", unchanged)
-    clock("index", lambda: (folder / ".metadata").write_bytes(pickle.dumps(index)))
+
+    def write_index() -> None:
+        index.storage_data = {each.index: each.storage_data for own in results for each in own}
+        (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+    clock("index", write_index)
     clock.found["index_bytes"] = (folder / ".metadata").stat().st_size
-    return [sum(part.length for part in own) for own in parts]
+    return [sum(each.storage_data.length for each in own) for own in results]
 
 
 def sha256_of(path: Path) -> str:

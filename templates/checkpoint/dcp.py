@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..distributed import Group
-from .dcp_writer import PartsSaver, share_of, write_tensors
+from .dcp_writer import DcpSaver, share_of, write_tensors
 from .publish import Write
 from .storage import StorageConfig
 from .tensors import Tensors, refuse_nan
@@ -22,8 +22,8 @@ __all__ = ["CheckpointConfig", "Writer", "write_tensors"]
 class CheckpointConfig(StorageConfig):
     """Saved in parts, by all ranks at once."""
 
-    threads: int = 1
-    """Files that each rank writes in parallel; 1: one by one, as many as its bytes are worth."""
+    threads: int = 0
+    """Files that each rank writes at a time (0: one for each 32 MB, up to 4)"""
 
 
 class Writer:
@@ -31,14 +31,13 @@ class Writer:
 
     stages = False
     staged_bytes = 0
-    seconds_beside = 0.0
-    failed = busy = False
+    failed = False
 
     def __init__(
         self, config: CheckpointConfig, group: Group, model: nn.Module, device: torch.device
     ) -> None:
         self.group, self.model = group, model
-        self.saver = PartsSaver(group, config.threads)
+        self.saver = DcpSaver(group, config.threads)
 
     def save(self, tensors: Tensors, publish: Callable[[Write], object]) -> None:
         """Save the tensors; `publish` publishes what the function given to it writes."""

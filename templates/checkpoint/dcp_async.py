@@ -6,7 +6,6 @@ writes, hashes and publishes, over a process group of its own. One save is in fl
 failure waits in `failed` until the loop's control word has carried it to every rank.
 """
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ import torch
 from torch import nn
 
 from ..distributed import Group, parallel
-from .dcp_writer import PartsSaver, share_of, write_tensors
+from .dcp_writer import DcpSaver, share_of, write_tensors
 from .publish import Write
 from .storage import StorageConfig
-from .tensors import Path, Tensors, nest, refuse_nan, walk
+from .tensors import Keys, Tensors, nest, refuse_nan, walk
 
 __all__ = ["CheckpointConfig", "Writer", "write_tensors"]
 
@@ -29,8 +28,8 @@ __all__ = ["CheckpointConfig", "Writer", "write_tensors"]
 class CheckpointConfig(StorageConfig):
     """Saved in parts, by all ranks at once, while training goes on."""
 
-    threads: int = 1
-    """Files that each rank writes in parallel; 1: one by one, as many as its bytes are worth."""
+    threads: int = 0
+    """Files that each rank writes at a time (0: one for each 32 MB, up to 4)"""
 
 
 class Writer:
@@ -47,26 +46,19 @@ class Writer:
         self, config: CheckpointConfig, group: Group, model: nn.Module, device: torch.device
     ) -> None:
         self.group, self.model, self.device = group, model, device
-        self.saver = PartsSaver(group, config.threads)
-        self.buffers: dict[Path, torch.Tensor] = {}
+        self.saver = DcpSaver(group, config.threads)
+        self.buffers: dict[Keys, torch.Tensor] = {}
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.event: torch.Event | None = None
         self.staged: Future[None] | None = None
-        self.upload: Future[None] | None = None
-        self.seconds_beside = 0.0
-        """What the thread has computed, on a CPU, where the steps could do with it."""
+        self.writing: Future[None] | None = None
         begin = partial(torch.cuda.set_device, device) if self.stream else None  # else on GPU 0
         self.thread = ThreadPoolExecutor(1, "checkpoint", begin)
 
     @property
     def failed(self) -> bool:
         """Whether the save in flight has failed, as far as this rank knows by now."""
-        return bool(self.upload and self.upload.done() and self.upload.exception())
-
-    @property
-    def busy(self) -> bool:
-        """Whether a save is in flight."""
-        return bool(self.upload and not self.upload.done())
+        return bool(self.writing and self.writing.done() and self.writing.exception())
 
     @property
     def staged_bytes(self) -> int:
@@ -84,28 +76,25 @@ class Writer:
                 self.event.synchronize()
             refuse_nan(copies, self.model)
 
-        def upload() -> None:
-            started = time.thread_time()
+        def write() -> None:
             self.group.agree(complete)  # before DCP's collectives, where a missing rank would hang
             publish(lambda folder: self.saver.write(folder, copies))
-            if self.device.type == "cpu":
-                self.seconds_beside += time.thread_time() - started
 
-        self.upload = self.thread.submit(upload)
+        self.writing = self.thread.submit(write)
 
     def before_optimizer_step(self) -> None:
         """Wait until the tensors may change."""
         if self.staged is not None:
-            self.staged.exception()  # raised by the upload
+            self.staged.exception()  # raised by `write`
             if self.event is not None:  # holds back what the device does next, not the host
                 torch.cuda.current_stream(self.device).wait_event(self.event)
             self.staged = None
 
     def settle(self) -> None:
         """Wait for the save in flight; raises what it raised."""
-        if self.upload is not None:
-            upload, self.upload, self.staged = self.upload, None, None
-            upload.result()
+        if self.writing is not None:
+            writing, self.writing, self.staged = self.writing, None, None
+            writing.result()
 
     def close(self) -> None:
         """End the thread."""

@@ -28,8 +28,7 @@ class Writer:
 
     stages = False
     staged_bytes = 0
-    seconds_beside = 0.0
-    failed = busy = False
+    failed = False
 
     def __init__(
         self, config: CheckpointConfig, group: Group, model: nn.Module, device: torch.device

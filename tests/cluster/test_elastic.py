@@ -78,7 +78,7 @@ def test_who_stops_hears_no_more_but_its_children_do(project: Project) -> None:
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         with stops.Stop(group) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
-            assert stop.poll() == (signal.SIGTERM, False, False)
+            assert stop.poll() == (signal.SIGTERM, False)
         assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -44,7 +44,6 @@ KILLS_LAUNCHED = (
     *("one rank", "all ranks", "one rank", "one rank"),
     *("launcher", "launcher at the start", "all ranks"),
 )
-AUTO = {"checkpoint.every": "auto", "checkpoint.auto_share": 1.0, "checkpoint.auto_longest": EVERY}
 FORKED = "A forked run computes the bits of a started one"
 Part = Callable[[Findings, Counter[str]], None]
 
@@ -129,8 +128,6 @@ def attempt(findings: Findings) -> None:
             for name in () if found.bounded else names:
                 if not name.startswith("single"):
                     storm(name, f"{name}_3", found, hits, 3).kill(8)
-                if name.endswith("async"):
-                    storm(name, f"{name}_auto", found, hits, **AUTO).kill(12)
                 if name in COMPILED:
                     compiled = {"compile.mode": "blocks"}
                     storm(name, f"{name}_c", found, hits, COMPILED[name], **compiled).kill(4)

@@ -30,8 +30,8 @@ def _hides_errors(package: str) -> None:
 
 
 def _loses_threads(package: str) -> None:
-    writer = module(package, "checkpoint.dcp_writer").PartsWriter
-    writer.lost = property(lambda self: [], lambda self, errors: None)
+    writer = module(package, "checkpoint.dcp_writer").DcpWriter
+    writer.errors = property(lambda self: [], lambda self, errors: None)
 
 
 def _leaves_rubbish(package: str) -> None:
@@ -56,8 +56,14 @@ def _publishes_what_failed(package: str) -> None:
 
 def _leaks_descriptors(package: str) -> None:
     publisher = module(package, "checkpoint.publish").Publisher
-    finish = publisher.finish
-    publisher.finish = lambda self, path: (KEPT.append(path.open()), finish(self, path))[1]
+    write_files = publisher.write_files
+
+    def leaky(self: Any, reserved: str, write: Any) -> Any:
+        entries = write_files(self, reserved, write)
+        KEPT.extend((self.directory / reserved / name).open() for name in entries)
+        return entries
+
+    publisher.write_files = leaky
 
 
 def _never_stops(package: str) -> None:

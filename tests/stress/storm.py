@@ -118,8 +118,6 @@ class Storm:
     undisturbed: Contents = field(default_factory=dict)
     expected: dict[int, tuple[float, float]] = field(default_factory=dict)
     seconds: float = 0.0
-    auto: bool = False
-    """Whether the plan saves as soon as the save before is durable."""
     chains: int = 0
     target: tuple[str, int, str | None] | None = None
     """Whom to kill, in which rank's which phase, if that shall not be drawn."""
@@ -130,11 +128,9 @@ class Storm:
 
     def __post_init__(self) -> None:
         """Run it undisturbed."""
-        self.steps, every = (
+        self.steps, self.every = (
             self.plan.settings[name] for name in ("train.steps", "checkpoint.every")
         )
-        self.auto = every == "auto"
-        self.every = self.plan.settings["checkpoint.auto_longest"] if self.auto else every
         self.folder.mkdir(parents=True)
         started = time.monotonic()
         run_dir = self.folder / "undisturbed"
@@ -146,8 +142,7 @@ class Storm:
         self.seconds = time.monotonic() - started
         self.undisturbed, self.expected = self.contents(run_dir), losses(run_dir)
         assert len(self.expected) == self.steps
-        every = 1 if self.auto else self.every  # by checkpoint.keep_every
-        assert sorted(self.undisturbed) == list(range(every, self.steps + 1, every))
+        assert sorted(self.undisturbed) == list(range(self.every, self.steps + 1, self.every))
 
     def kill(self, times: int) -> None:
         """Chains of kills, until there were so many."""
@@ -244,8 +239,6 @@ class Storm:
         allowed = self.every + (done - saving if saving else 0)
         lost = done - newest if done else 0
         self.hits["lost"] += max(0, lost)
-        if self.auto:
-            self.hits.update({"auto kills": 1, "auto lost": max(0, lost)})
         self.hits["most lost"] = max(self.hits["most lost"], lost)
         problem = f"{place}: {lost} steps, {allowed} allowed" if lost > allowed else None
         self.tally(LOST).count(problem)

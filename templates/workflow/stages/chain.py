@@ -29,8 +29,7 @@ from .turns import TOO_NOISY, Interval, in_turns, times_as_fast, with_reading, w
 
 RECOMMENDED = "recommended"  # workflow/recommended.json and .toml
 # What a stage may recommend: no damaged file can set anything else.
-SETTINGS = ("train.micro_batch_size", "train.loader_workers", "compile.mode")
-SETTINGS += ("checkpoint.every", "checkpoint.auto_longest")
+SETTINGS = ("train.micro_batch_size", "train.loader_workers", "compile.mode", "checkpoint.every")
 NOT_TRAINED = {"workflow", "fresh", "name", "run_dir"}  # settings that recommended.toml leaves out
 TIMEOUT = 1800.0  # seconds
 SHAPE = dict.fromkeys(("figures", "settings", "machine", "versions"), dict)

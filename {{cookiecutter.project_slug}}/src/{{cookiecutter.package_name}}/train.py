@@ -260,7 +260,7 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
         while cut_short or state.step < settings.steps:
             # Flags that any rank raised, as of the step before: all ranks act at the same step
             # and none waits for another.
-            stop_signal, save_failed, waits = stop.poll(checkpointer.failed, checkpointer.waits)
+            stop_signal, save_failed = stop.poll(checkpointer.failed)
             if save_failed:
                 checkpointer.settle()  # raises on all ranks, or warns (--checkpoint.on-failure)
             if stop_signal:
@@ -281,7 +281,7 @@ def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
                 cut_short = not validation  # then the poll above ends the run, at the last step too
             for call in after_step:
                 call(state, record)
-            if state.step == settings.steps or checkpointer.due(state.step, validate_now, waits):
+            if state.step == settings.steps or checkpointer.due(state.step):
                 # After the record is written: a resume cuts metrics.jsonl back to the checkpoint.
                 with group.phase("save"):
                     journal.sync()

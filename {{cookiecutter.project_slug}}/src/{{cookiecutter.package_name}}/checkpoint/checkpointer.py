@@ -7,7 +7,6 @@ and hands what writes this rank's files to the publisher.
 
 import contextlib
 import logging
-import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Set
@@ -69,8 +68,6 @@ class Checkpointer:
         self.staged_by = world.size if Writer.stages else 0
         """Ranks that share the copies of a state in host memory."""
         self.blocked_seconds = 0.0
-        self.began: float | None = None  # of training, by `perf_counter`
-        self.spent_before = math.inf  # when the last save began; what one costs nobody knows yet
         self.last_tried = 0  # the step of it
         self.last_saved: int | None = None
         self.last_good: int | None = None  # published for certain
@@ -82,31 +79,9 @@ class Checkpointer:
         """Whether this rank knows of a save in flight that failed."""
         return self.writer.failed
 
-    @property
-    def waits(self) -> bool:
-        """Whether, for all that this rank knows, the next save had better wait ("auto").
-
-        Until the last one is durable, and its like can be paid for out of the time gone by. Saves
-        cost the time that training is blocked and, on a CPU, the seconds of computing that go on
-        beside the steps.
-        """
-        if self.config.every != "auto":
-            return False
-        now = time.perf_counter()
-        self.began = self.began or now
-        spent = self.blocked_seconds + self.writer.seconds_beside
-        allowed = self.config.auto_share * (now - self.began)
-        return self.writer.busy or 2 * spent - self.spent_before > allowed
-
-    def due(self, step: int, validated: bool, waits: bool) -> bool:
-        """Whether to save after this step; `waits`: of any rank, as of the step before."""
-        config, since = self.config, step - self.last_tried
-        if config.every != "auto":
-            return config.every > 0 and step % config.every == 0
-        if validated or (config.keep_every and step % config.keep_every == 0):
-            return True
-        # What was agreed on right after a save is from before it.
-        return (since > 1 and not waits) or 0 < config.auto_longest <= since
+    def due(self, step: int) -> bool:
+        """Whether to save after this step."""
+        return self.config.every > 0 and step % self.config.every == 0
 
     def save(self, step: int, validation_loss: float | None = None) -> None:
         """Save a checkpoint of `step`, once; RankError, on every rank, when any rank failed.
@@ -118,7 +93,6 @@ class Checkpointer:
         if step == self.last_saved:
             return
         self._warn_of_waiting(self.blocked_seconds - before, step)
-        self.spent_before = self.blocked_seconds + self.writer.seconds_beside
         self.last_tried = step
         facts = {
             **self.facts,

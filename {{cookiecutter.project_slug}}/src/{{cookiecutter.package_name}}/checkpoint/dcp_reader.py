@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, filesystem, metadata
 
 from ..distributed import Group
+from ..errors import RankError
 from . import DCP_INDEX, CheckpointError
 from .manifest import reading
 from .paths import open_regular
@@ -60,10 +61,13 @@ class DcpDirectory:
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
         """Copy into live tensors, each rank the parts that it holds; a collective call."""
         group.agree(lambda: check_shapes(self.forms, targets))
-        with dcp_errors(f"reading {self.path}"), warnings.catch_warnings():
+        group.agree(lambda: self._read(dict(targets), group))
+
+    def _read(self, targets: dict[str, torch.Tensor], group: Group) -> None:
+        with own_failure(f"reading {self.path}", group.rank), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # DCP warns when there is only one process
             dcp.load(
-                dict(targets),
+                targets,
                 storage_reader=SafeReader(self.path, self.index),
                 planner=TensorPlanner(),
                 process_group=group.process_group,
@@ -92,16 +96,19 @@ class TensorPlanner(dcp.DefaultLoadPlanner):
 
 
 @contextlib.contextmanager
-def dcp_errors(doing: str) -> Iterator[None]:
-    """CheckpointError in place of DCP's own, which is no Exception; all ranks raise it."""
+def own_failure(doing: str, rank: int) -> Iterator[None]:
+    """Of what DCP raises on all ranks, raise what failed on this one, as a RankError.
+
+    DCP's own error is no Exception. For use inside `Group.agree`, by which the other ranks fail.
+    """
     try:
         yield
     except CheckpointException as error:
-        failures = (failure for failure, _ in dict(sorted(error.failures.items())).values())
-        texts = dict.fromkeys(f"{each}" or type(each).__name__ for each in failures)
-        failed = CheckpointError(f"{doing} failed: {'; '.join(texts)}")
-        failed.agreed = True
-        raise failed from error
+        if failure := error.failures.get(rank):
+            if isinstance(failure[0], RankError):
+                raise failure[0] from error
+            text = f"{doing} failed: {type(failure[0]).__name__}: {failure[0]}"
+            raise CheckpointError(text) from error
 
 
 class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no method for BUILD

@@ -55,13 +55,8 @@ Found = tuple[Place, dict[str, Any]]  # a checkpoint and its manifest
 class RetentionConfig:
     """When to save, and which checkpoints to keep."""
 
-    every: int | Literal["auto"] = 100
-    """Save every this many steps (0: only at the end and when asked to stop), or "auto": again as
-    soon as the save before is durable, as long as `auto_share` is kept."""
-    auto_share: float = 0.01
-    """Of "auto": the part of the time that saves may cost."""
-    auto_longest: int = 0
-    """Of "auto": the most steps between two saves, whatever they cost (0: any number)."""
+    every: int = 100
+    """Save every this many steps (0: only at the end and when asked to stop)"""
     keep: int = 3
     """Keep this many of the newest checkpoints, and the best by validation."""
     keep_every: int = 0
@@ -72,19 +67,13 @@ class RetentionConfig:
 
     def __post_init__(self) -> None:
         """Check the values (UserError)."""
-        steps = (0 if self.every == "auto" else self.every, self.keep_every, self.auto_longest)
-        if min(steps) < 0 or self.keep < 1:
-            raise UserError(
-                "checkpoint: every, keep-every and auto-longest must be >= 0, keep must be >= 1"
-            )
-        if not 0 < self.auto_share <= 1:
-            raise UserError("--checkpoint.auto-share must be above 0 and at most 1")
+        if min(self.every, self.keep_every) < 0 or self.keep < 1:
+            raise UserError("checkpoint: every and keep-every must be >= 0, keep must be >= 1")
 
     def most_at_once(self, steps: int) -> int:
         """The most checkpoints there can be in a run of so many steps: one is being written."""
         kept = self.keep + 2 + (steps // self.keep_every if self.keep_every else 0)
-        every = 1 if self.every == "auto" else self.every
-        return min(kept, 1 + (steps // every if every else 0))
+        return min(kept, 1 + (steps // self.every if self.every else 0))
 
 
 class Publisher:

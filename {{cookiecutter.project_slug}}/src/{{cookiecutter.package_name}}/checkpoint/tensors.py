@@ -20,11 +20,11 @@ from ..errors import UserError
 from . import CheckpointError
 
 Tensors = dict[str, Any]  # nested: {"model": {name: tensor}, "optimizer": {name: {key: tensor}}}
-Path = tuple[str, ...]  # the keys that lead to a tensor
+Keys = tuple[str, ...]  # those that lead to a tensor
 GROUPS = "param_groups."  # by place: what an optimizer keeps in its groups
 
 
-def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+def walk(tree: Any, path: Keys = ()) -> Iterator[tuple[Keys, torch.Tensor]]:
     """The tensors of a nested dictionary, each with the keys that lead to it."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
@@ -33,7 +33,7 @@ def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
         yield path, tree
 
 
-def nest(pairs: Iterable[tuple[Path, torch.Tensor]]) -> Tensors:
+def nest(pairs: Iterable[tuple[Keys, torch.Tensor]]) -> Tensors:
     """The opposite of `walk`."""
     tree: Tensors = {"model": {}, "optimizer": {}}
     for path, tensor in pairs:

@@ -47,16 +47,15 @@ class Stop:
         if kind is None:
             self.group.settle()
 
-    def poll(self, failed: bool = False, waits: bool = False) -> tuple[int, bool, bool]:
-        """Agree on a stop signal (or 0), and on whether a save failed, or has to wait, on any rank.
+    def poll(self, failed: bool = False) -> tuple[int, bool]:
+        """Agree on a stop signal (or 0), and on whether a save failed on any rank.
 
         What the ranks agree on is what they knew at the poll before, so that none waits. Only the
         first poll waits: a stop during start-up takes effect before the first step.
         """
         self.polled = True
-        flags = [self.signal or 0, int(failed), int(waits)]
-        stop_signal, any_failed, any_waits = self.group.exchange(flags)
-        return stop_signal, bool(any_failed), bool(any_waits)
+        stop_signal, any_failed = self.group.exchange([self.signal or 0, int(failed)])
+        return stop_signal, bool(any_failed)
 
     def outcome(self, stop_signal: int) -> Literal["finished", "preempted", "regrouping"]:
         """How a run that has saved everything ended, by the signal that the ranks agreed on."""
