@@ -1,4 +1,4 @@
-"""Checkpoints travel: between renders, as one file and back, and through torch's own converter."""
+"""Checkpoints travel: between renders, as one file and back; weights come from anywhere."""
 
 import json
 import resource
@@ -59,30 +59,17 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 
 def test_a_checkpoint_leaves_and_comes_back(project: Project, tmp_path: Path) -> None:
-    """As one file, by torch's converter there and back, as safetensors: it ends where it would."""
+    """As one file, and from that as a run: it ends where it would."""
     run, whole = project.folder / "runs/default", tmp_path / "whole.pt"
     project("export", "--step", "3", "--to", str(whole))
-    sources = {whole: ()}
-    if (run / "checkpoints/step_00000003/.metadata").exists():
-        torchs_own, like = tmp_path / "torch.pt", ("--like", str(run))
-        convert("dcp_to_torch", run / "checkpoints/step_00000003", torchs_own)
-        assert "--like" in project.refuses(
-            "export", "--source", str(torchs_own), "--to", str(tmp_path / "refused")
-        )
-        sources[torchs_own] = (*like, "--step", "3")
-    convert("torch_to_dcp", whole, tmp_path / "dcp")
-    safe = tmp_path / "whole.safetensors"
-    project("export", "--step", "3", "--to", str(safe), "--optimizer", "True")
-    sources |= {tmp_path / "dcp": (), safe: ()}
-    for i, (source, options) in enumerate(sources.items()):
-        back = tmp_path / f"back-{i}"
-        project("export", "--source", str(source), "--to", str(back), *options)
-        project("verify", "--run-dir", str(back))
-        assert same(project.tensors(back), project.tensors(run, 3)), source
-        project("train", *project.settings, *SIX_STEPS, "--run-dir", str(back))
-        assert same(project.tensors(back), project.trained), source
-        line = project.refuses("export", "--source", str(source), "--to", str(back), *options)
-        assert "nothing is overwritten" in line
+    back = tmp_path / "back"
+    project("export", "--source", str(whole), "--to", str(back))
+    project("verify", "--run-dir", str(back))
+    assert same(project.tensors(back), project.tensors(run, 3))
+    project("train", *project.settings, *SIX_STEPS, "--run-dir", str(back))
+    assert same(project.tensors(back), project.trained)
+    line = project.refuses("export", "--source", str(whole), "--to", str(back))
+    assert "nothing is overwritten" in line
     content = whole.read_bytes()
     assert "nothing is overwritten" in project.refuses("export", "--to", str(whole))
     assert whole.read_bytes() == content
@@ -118,8 +105,10 @@ def test_weights_come_from_anywhere(project: Project, tmp_path: Path) -> None:
     project("export", "--to", str(tmp_path / "ours.pt"))
     convert("torch_to_dcp", tmp_path / "ours.pt", tmp_path / "dcp")
     run = project.folder / "runs/default"
+    if (run / "checkpoints/step_00000003/.metadata").exists():
+        convert("dcp_to_torch", run / "checkpoints/step_00000006", tmp_path / "torch.pt")
     origins = [*tmp_path.iterdir(), run, sorted(run.glob("checkpoints/step_*"))[-1]]
-    assert len(origins) == 9
+    assert len(origins) in (9, 10)
     model = project.module("train").setup(project.config()).model
     load = project.module("checkpoint.transfer").load_weights
     group = project.module("distributed").Group()
@@ -182,9 +171,8 @@ def test_nothing_is_taken_for_what_it_is_not(
     line = project.refuses("export", "--source", str(whole), "--step", "3", "--to", str(run))
     assert "of step 6, not 3" in line
     line = project.refuses("export", "--source", str(weights), "--to", str(run))
-    assert "--optimizer False" in line
+    assert "--init-from" in line
     assert not run.exists()
-    project("export", "--source", str(weights), "--optimizer", "False", "--to", str(run))
     with safe_open(weights, "pt") as file:
         assert "text.txt" not in str(file.metadata())  # no settings, and no paths
     theirs = tmp_path / "theirs"
@@ -219,7 +207,7 @@ def test_a_crafted_note_is_none(project: Project, tmp_path: Path, note: str) -> 
     content = torch.frombuffer(bytearray(note.encode()), dtype=torch.uint8)
     torch.save({"model": weights, "note": content}, tmp_path / "file.pt")
     source, target = str(tmp_path / "file.pt"), str(tmp_path / "run")
-    assert "--like" in project.refuses("export", "--source", source, "--to", target)
+    assert "does not say which run" in project.refuses("export", "--source", source, "--to", target)
 
 
 def test_another_model_is_not_used_with_old_weights(

@@ -137,10 +137,7 @@ ENTRANCES = (
         ".safetensors",
         TEXT,
         ("x.safetensors",),
-        (
-            f"{TINY} {ON[TEXT]} --run-dir other --init-from x.safetensors",
-            "export --source x.safetensors --to copy --optimizer False",
-        ),
+        (f"{TINY} {ON[TEXT]} --run-dir other --init-from x.safetensors",),
         ("texts",),
     ),
     Entrance(

@@ -18,8 +18,10 @@ EXCEPTIONS = {
     ("checkpoint/paths.py", "path.open('wb')"): "in a temporary folder, new under a random name",
     ("checkpoint/dcp_writer.py", "path.open(mode)"): RESERVED,
     ("checkpoint/writer.py", "path.open('wb')"): RESERVED,
-    ("checkpoint/transfer.py", "open(temporary, 'xb')"): "a random name, and only if it is new",
-    ("checkpoint/transfer.py", "save_file(named, file)"): "what `write_file` has just created",
+    ("checkpoint/transfer.py", "open(temporary, 'xb')"): "a name from `replacing`",
+    ("checkpoint/transfer.py", "save_file(tensors[MODEL], temporary, metadata={'format': 'pt'})"): (
+        "what `write_file` has just created"
+    ),
     ("checkpoint/object_store.py", "self.store.open(self.path, 'wb')"): "a store has no links",
     ("distributed/agreement.py", "open(os.dup(1), 'wb')"): "a descriptor",
     ("distributed/agreement.py", "open(os.dup(2), 'w')"): "a descriptor",

@@ -33,7 +33,6 @@ from .tensors import check_shapes, flat, printable
 
 log = logging.getLogger(__name__)
 SAFETENSORS = ".safetensors"
-NOTE = "note"
 
 
 class Source(Protocol):
@@ -75,12 +74,10 @@ def load_torch(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def load_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a file of safetensors, and its own note as one more (see transfer.py)."""
+    """The tensors of a file of safetensors."""
     with safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118 - not a dictionary
             yield name, file.get_tensor(name)
-        if note := (file.metadata() or {}).get(NOTE):
-            yield NOTE, torch.frombuffer(bytearray(note.encode()), dtype=torch.uint8)
 
 
 def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:

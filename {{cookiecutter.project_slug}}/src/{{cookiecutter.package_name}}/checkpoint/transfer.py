@@ -1,14 +1,12 @@
 """Weights from elsewhere, and checkpoints exported as one file and imported from one.
 
-A file made here has a note beside its tensors: manifest and settings of the run as JSON, in a
-tensor of bytes (safetensors: in the header). It survives the conversions by `python -m
-torch.distributed.checkpoint.format_utils`, and makes a file a checkpoint to resume from.
+A .pt file made here has a note beside its tensors: manifest and settings of the run as JSON, in a
+tensor of bytes. So it is a checkpoint to resume from.
 """
 
 import contextlib
 import json
 import os
-import uuid
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +20,16 @@ from torch import nn
 from ..distributed import Group
 from ..ema import EMA
 from ..errors import UserError
-from ..files import read_json, sync_directory, write_json
+from ..files import read_json, replacing, sync_directory, write_json
 from ..run.directory import RunDirectory
 from .manifest import reading
-from .paths import Place, fingerprint_of
+from .paths import Place, fingerprint_of, release_copies
 from .publish import Publisher, RetentionConfig
-from .reader import NOTE, SAFETENSORS, OneFile, Source, find_checkpoint, open_tensors
-from .tensors import Tensors, flat, forms_of, nest
+from .reader import SAFETENSORS, Source, find_checkpoint, open_tensors
+from .tensors import Tensors, forms_of, nest
 from .writer import write_tensors
 
-MODEL, OPTIMIZER = "model", "optimizer"
+MODEL, OPTIMIZER, NOTE = "model", "optimizer", "note"
 Weights = Literal["last", "ema"]
 FILES = (".pt", ".pth", SAFETENSORS)
 OF_ONE_CHECKPOINT = ("step", "files", "folder", "format_version", "digest")  # not for another
@@ -42,17 +40,14 @@ class ExportConfig:
     """What to write, and where."""
 
     to: Path
-    """FILE.pt (torch.save), FILE.safetensors, or a directory for a run to go on in."""
+    """FILE.pt (torch.save, with the optimizer's state), FILE.safetensors (weights alone), or a
+    directory for a run that resumes there"""
     step: int | None = None
-    """Take the checkpoint of this step (default: the newest good one)."""
+    """Step of the checkpoint (default: the newest good one)"""
     source: Path | None = None
-    """Take another run, checkpoint, DCP directory or file than the run of that name."""
-    like: Path | None = None
-    """The run (with --step) or checkpoint that the source comes from, if that does not say so."""
-    optimizer: bool | None = None
-    """With the optimizer's state (default: yes, except for safetensors)."""
+    """Another run, checkpoint or exported file than the run of that name"""
     weights: Weights = "last"
-    """ema: their average (--optim.ema) in place of the last ones."""
+    """ema: their average (--optim.ema) in place of the last ones"""
 
 
 def export(run_dir: Path, options: ExportConfig) -> str:
@@ -72,29 +67,20 @@ def export(run_dir: Path, options: ExportConfig) -> str:
     with reading(path):
         source = open_tensors(path, manifest)
         note = note_of(where, path, manifest) or read_note(source)
-        if options.like and not note:
-            note = note_of(options.like, *find_checkpoint(options.like, options.step))
         if not note:
             raise UserError(
-                f"{path} does not say which run and step it is of: name a checkpoint of that run "
-                "with --like (or take the weights alone into a new run: train --init-from)"
+                f"{path} does not say which run and step it is of: only checkpoints and .pt files "
+                f"that `export` has made do. Begin a run with its weights: train --init-from {path}"
             )
         if options.step not in (None, step := note["manifest"]["step"]):
             raise UserError(f"{path} is of step {step}, not {options.step}")
-        if (with_optimizer := options.optimizer) is None:
-            with_optimizer = target.suffix != SAFETENSORS
         parameters = note["manifest"]["identity"]["parameters"]
-        tensors = read_state(source, parameters, with_optimizer, options.weights)
-    what = f"{len(tensors[MODEL])} tensors of the model"
-    if with_optimizer:
-        if not tensors[OPTIMIZER]:
-            raise UserError(
-                f"{path} has no state of an optimizer: training would not go on as it was. To take "
-                "the weights all the same, and start its state afresh: --optimizer False"
-            )
-        what += f", the optimizer's state of {len(tensors[OPTIMIZER])}"
+        whole = target.suffix != SAFETENSORS
+        tensors = read_state(source, parameters, whole, options.weights)
     (write_file if is_file else import_as_run)(target, tensors, note)
-    return f"{target}: step {step} from {path}; {what}"
+    release_copies()
+    what = f", the optimizer's state of {len(tensors[OPTIMIZER])}" if whole else ""
+    return f"{target}: step {step} from {path}; {len(tensors[MODEL])} tensors of the model{what}"
 
 
 def load_weights(
@@ -138,8 +124,9 @@ def load_weights(
     lists["there but not wanted"] = saved.keys() - ours.keys()
     texts = [f"{what}: {', '.join(sorted(names))}" for what, names in lists.items() if names]
     if texts and strict:
-        raise UserError(f"{path} does not fit this model to the letter; {'; '.join(texts)}")
+        raise UserError(f"{path} does not match this model exactly; {'; '.join(texts)}")
     source.read({saved[name]: ours[name] for name in common}, group)
+    release_copies()
     return "; ".join([f"{len(common)} tensors from {path}", *texts])
 
 
@@ -210,14 +197,13 @@ def read_state(
                 name, _, key = full.removeprefix(f"{OPTIMIZER}.").rpartition(".")
                 names[OPTIMIZER, name, key] = full
     tensors = read_new(source, names.values())
-    return nest((path, tensors[full]) for path, full in names.items())
+    return nest((keys, tensors[full]) for keys, full in names.items())
 
 
 def read_new(source: Source, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Tensors of those names, on the host; of a file they are mapped: nothing is copied yet."""
-    if isinstance(source, OneFile):
-        return {name: source.forms[name] for name in names}
-    tensors = {name: torch.empty_like(source.forms[name], device="cpu") for name in names}
+    """Tensors of those names, in new memory on the host."""
+    forms = {name: source.forms[name] for name in names}
+    tensors = {name: torch.empty(form.shape, dtype=form.dtype) for name, form in forms.items()}
     source.read(tensors, Group())
     return tensors
 
@@ -229,9 +215,9 @@ def import_as_run(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None
     facts["identity"] = {**facts["identity"], "parameters": forms_of(tensors[MODEL])}
     with RunDirectory(run_dir, group) as directory:
         if config := note["config"]:
-            kept = config.get("checkpoint", {})
-            here = {k: v for k, v in kept.items() if k not in ("url", "local_first")}  # on disk
-            write_json(run_dir / "config.json", {**config, "checkpoint": here})
+            settings = config.get("checkpoint", {})
+            here = {k: v for k, v in settings.items() if k not in ("url", "local_first")}
+            write_json(run_dir / "config.json", {**config, "checkpoint": here})  # on disk
         publisher = Publisher(run_dir / "checkpoints", RetentionConfig(), group)
         publisher.publish(step, lambda folder: write_tensors(folder, tensors, group), facts)
         directory.record_status("imported", step=step)
@@ -239,34 +225,19 @@ def import_as_run(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None
 
 def write_file(target: Path, tensors: Tensors, note: dict[str, Any]) -> None:
     """Write a file that is whole or not there, by its name of safetensors or of torch.save."""
-    temporary = target.with_name(f".{uuid.uuid4().hex[:8]}-{target.name}")
     try:
-        with open(temporary, "xb") as file:
-            mode = os.fstat(file.fileno()).st_mode  # safetensors would make it private
-            if target.suffix == SAFETENSORS:
-                write_safetensors(temporary, tensors, note)
-            else:
-                content = torch.frombuffer(bytearray(json.dumps(note).encode()), dtype=torch.uint8)
-                torch.save({**{k: v for k, v in tensors.items() if v}, NOTE: content}, file)
-        os.chmod(temporary, mode)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.link(temporary, target)  # fails if another process was faster, unlike a rename
+        with replacing(target) as temporary:
+            with open(temporary, "xb") as file:
+                mode = os.fstat(file.fileno()).st_mode  # safetensors would make it private
+                if target.suffix == SAFETENSORS:
+                    save_file(tensors[MODEL], temporary, metadata={"format": "pt"})
+                else:
+                    content = bytearray(json.dumps(note).encode())
+                    noted = {**tensors, NOTE: torch.frombuffer(content, dtype=torch.uint8)}
+                    torch.save(noted, file)
+            os.chmod(temporary, mode)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
         sync_directory(target.parent)
     except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch, of a full disk
         raise UserError(f"{target} cannot be written: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_safetensors(file: Path, tensors: Tensors, note: dict[str, Any]) -> None:
-    """Write weights under plain names, and any state of the optimizer as a checkpoint names it."""
-    if not tensors[OPTIMIZER]:  # for use elsewhere, where the settings (and paths) are no use
-        note = {**note, "config": {}}
-    named = tensors[MODEL] | dict(flat({OPTIMIZER: tensors[OPTIMIZER]}))
-    seen: set[int] = set()
-    for name, tensor in named.items():  # the format knows no tensor of two names
-        address = tensor.untyped_storage().data_ptr()
-        named[name] = tensor.clone() if address in seen else tensor.contiguous()
-        seen.add(address)
-    save_file(named, file, metadata={"format": "pt", NOTE: json.dumps(note)})
