@@ -21,7 +21,6 @@ from ..distributed import Group, parallel
 from ..files import naming
 from . import CheckpointError
 from .dcp_reader import own_failure
-from .manifest import reading
 from .tensors import Tensors, nest, walk
 
 # A restore hashes several files at once, so a rank that has much to write divides it.
@@ -78,7 +77,6 @@ class DcpWriter(dcp.FileSystemWriter):
         # The publisher syncs the files. Copying ahead would make the training stream wait.
         super().__init__(folder, sync_files=False, thread_count=files, per_thread_copy_ahead=0)
         cast(Any, self.fs).create_stream = self.create
-        self.folder = folder
         self.errors: list[Exception] = []
         self.names: list[str] = []
 
@@ -98,29 +96,20 @@ class DcpWriter(dcp.FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         """Write this rank's files."""
-        with reading(self.folder, "writing"):
-            results = super().write_data(plan, planner)
-            self._raise_kept()
-            if len(results.value()) < len(plan.items):
-                raise CheckpointError(
-                    f"writing {self.folder} failed: a thread did not end its file"
-                )
+        results = super().write_data(plan, planner)
+        if self.errors:
+            raise self.errors[0]
+        if len(results.value()) < len(plan.items):
+            raise CheckpointError("a thread of DCP did not end its file")
         return results
 
     def finish(self, metadata: metadata.Metadata, results: list[Any]) -> None:
         """Write the index, on rank 0."""
-        with reading(self.folder, "writing"):
-            try:
-                super().finish(metadata, results)
-            finally:
-                self._raise_kept()
-
-    def storage_meta(self) -> None:
-        """Nothing: the index need not say where on this machine it was written."""
-
-    def _raise_kept(self) -> None:
-        if self.errors:
-            raise self.errors[0]
+        try:
+            super().finish(metadata, results)
+        finally:
+            if self.errors:
+                raise self.errors[0]
 
 
 def forget_plans(cache: str) -> None:

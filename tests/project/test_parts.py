@@ -46,7 +46,7 @@ def test_plans_are_kept_while_nothing_has_changed(
         lambda self, plans: (planned.append(1), create(self, plans))[1],
     )
 
-    def saved(plans: bool, by: Any = saver, **tensors: torch.Tensor) -> bytes:
+    def saved(plans: bool, by: Any = saver, **tensors: torch.Tensor) -> None:
         before, folder = len(planned), tmp_path / str(next(number))
         folder.mkdir()
         tree = {"model": tensors, "optimizer": {"w": {"step": torch.tensor(3.0)}}}
@@ -59,11 +59,10 @@ def test_plans_are_kept_while_nothing_has_changed(
         plain = {"model": {n: torch.empty_like(t) for n, t in tensors.items()}}
         dcp.load(plain, checkpoint_id=folder, no_dist=True)  # torch's own reader
         assert all(torch.equal(plain["model"][name], t) for name, t in tensors.items())
-        return (folder / ".metadata").read_bytes()
 
     w, b = torch.randn(5, 3), torch.randn(4)
-    first = saved(True, w=w, b=b)
-    assert saved(False, w=w + 1, b=b) == first
+    saved(True, w=w, b=b)
+    saved(False, w=w + 1, b=b)
     saved(True, w=w.bfloat16(), b=b)
     saved(True, w=w.T.contiguous(), b=b)
     saved(True, w=w.T.contiguous())
@@ -134,7 +133,7 @@ def test_an_error_of_any_thread_fails_the_save(
     (tmp_path / "stumble").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(dcp.DefaultSavePlanner, "resolve_data", stumble)
-        with pytest.raises(error, match="a thread did not end its file"):
+        with pytest.raises(error, match="a thread of DCP did not end its file"):
             writing.DcpSaver(Group()).write(tmp_path / "stumble", tensors)
 
 

@@ -134,6 +134,10 @@ class Config(RunLocation):
                 raise UserError(f"--init-from {self.init_from}: there is nothing there")
 
 
+GONE = ("checkpoint.auto_share", "checkpoint.auto_longest")  # in files of earlier releases
+AUTO = ("checkpoint.every", "auto")
+
+
 def preset(name: str = "default", kind: type[C] = Config) -> C:
     """The settings of a preset; UserError lists the presets when there is none of that name."""
     if name not in PRESETS:
@@ -152,6 +156,11 @@ def load(path: Path, kind: type[C] = Config, start: str = "default") -> C:
         return on_disk(from_json(kind(), path, leave_out=OF_ONE_RUN))
     config = preset(start, kind)
     changes = read_toml(path)
+    if gone := [n for n, value in changes.items() if n in GONE or (n, value) == AUTO]:
+        log.info(
+            "left out of %s, as there are no such settings any more: %s", path, ", ".join(gone)
+        )
+        changes = {name: value for name, value in changes.items() if name not in gone}
     if kind is Config:  # a run's own settings, from a file for the stages, too
         changes = {n: value for n, value in changes.items() if not n.startswith("workflow.")}
     try:
@@ -222,7 +231,7 @@ def _replace(part: Any, changes: dict[str, Any], unknown: dict[str, Any], prefix
     """Change a part of the settings; names that it does not have go to `unknown`."""
     types, values = typing.get_type_hints(type(part)), {}
     for name, value in changes.items():
-        if name not in types:
+        if name not in types or (prefix + name, value) == AUTO:
             unknown.update(flatten({prefix + name: value}))
         elif not dataclasses.is_dataclass(types[name]):
             values[name] = _checked(prefix + name, value, types[name])

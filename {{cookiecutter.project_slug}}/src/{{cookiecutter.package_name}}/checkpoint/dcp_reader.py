@@ -105,10 +105,9 @@ def own_failure(doing: str, rank: int) -> Iterator[None]:
         yield
     except CheckpointException as error:
         if failure := error.failures.get(rank):
-            if isinstance(failure[0], RankError):
-                raise failure[0] from error
-            text = f"{doing} failed: {type(failure[0]).__name__}: {failure[0]}"
-            raise CheckpointError(text) from error
+            known = isinstance(failure[0], OSError | RankError)
+            kind = "" if known else f"{type(failure[0]).__name__}: "
+            raise CheckpointError(f"{doing} failed: {kind}{failure[0]}") from error
 
 
 class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no method for BUILD
