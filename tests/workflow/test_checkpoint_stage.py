@@ -285,6 +285,7 @@ def interval(single: Project) -> Any:
         (100, 300, 1.0, "only at its end"),
         (400, 1000, 50.0, "a save takes longer than the 400 steps"),
         (1000, 9000, 200.0, "--checkpoint.every 2000: a save takes longer"),
+        (0, 1000, 200.0, "a save takes longer than the 1000 steps"),
     ],
 )
 def test_the_interval_is_advised(

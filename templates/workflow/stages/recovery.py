@@ -354,10 +354,11 @@ def conclude(stage: Stage) -> None:
     grown = (f"{n} times: {n * upload:.3g} s and {n * load:.3g} s" for n in GROWTH)
     say(f"with more parameters a save and a restore take about, {'; '.join(grown)}")
     cost, step = blocked["median"], figures["step_seconds"]["median"]
-    hours, every = config.workflow.hours_between_failures, config.checkpoint.every
+    hours = config.workflow.hours_between_failures
+    every = config.checkpoint.every or config.train.steps
     best = best_interval(cost, 3600 * hours, upload)
     figures |= {"interval_seconds": best, "hours_between_failures": hours}
-    now, steps = (every or config.train.steps) * step, max(1, math.ceil(best / step))
+    now, steps = every * step, max(1, math.ceil(best / step))
     lost, lost_now = (lost_share(t, cost, restart["total"], 3600 * hours) for t in (best, now))
     say(
         f"with a failure every {hours:g} h, save every {best:.3g} s: {steps} steps of "
