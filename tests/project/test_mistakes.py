@@ -175,7 +175,10 @@ def test_a_spec_without_a_fingerprint_is_one_line(
 
     monkeypatch.setattr(training, "build_datasets", forgetful)
     said = project.refuses("train", *project.settings, "--run-dir", str(tmp_path / "run"))
-    assert "the spec of build_datasets (data.py) needs a `fingerprint`" in said and "\n" not in said
+    assert (
+        "`fingerprint` in the spec of build_datasets (data.py): expected str, not NoneType" in said
+        and "\n" not in said
+    )
 
 
 def test_a_store_of_another_run_says_what_to_type(stored: Project, tmp_path: Path) -> None:
@@ -210,7 +213,7 @@ def test_what_is_no_optimizer_is_one_line(
     build = training.build_optimizer
     monkeypatch.setattr(training, "build_optimizer", lambda *given: [build(*given)])
     said = project.refuses("train", *project.settings, "--run-dir", str(tmp_path / "run"))
-    assert said == "build_optimizer (optim.py) returned a list: wanted one Optimizer"
+    assert said == "what build_optimizer (optim.py) returns: expected Optimizer, not list"
 
 
 @pytest.mark.parametrize(("length", "plain"), [(None, False), (100, False), (9, True)])

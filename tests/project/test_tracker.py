@@ -479,13 +479,14 @@ def test_settings_of_the_users_own_win(home: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_only_the_first_rank_of_a_tracked_run_has_one(project: Project) -> None:
-    training, distributed = project.module("train"), project.module("distributed")
+    distributed, runner = project.module("distributed"), project.module("run.callback_runner")
 
     def trackers(rank: int, **changes: Any) -> int:
         world = distributed.World(rank, 2, torch.device("cpu"))
         state = SimpleNamespace(config=project.config(**changes), world=world, step=0)
         group = distributed.Group()
-        callbacks = training.callbacks_of(state, project.folder / "runs/nothing", group, ())
+        folder = project.folder / "runs/nothing"
+        callbacks = runner.built_in(state, lambda *step: None, folder, group, ())
         return sum(type(callback).__name__ == "Tracking" for callback in callbacks)
 
     assert (trackers(0), trackers(1), trackers(0, track=False)) == (1, 0, 0)

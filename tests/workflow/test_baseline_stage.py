@@ -204,7 +204,7 @@ def test_a_loss_that_is_none_is_refused(
     compute = training.compute_loss
     monkeypatch.setattr(training, "compute_loss", lambda model, batch: compute(model, batch).total)
     said = project.refuses("train", "--run-dir", str(tmp_path / "run"))
-    assert "compute_loss returned a Tensor: it must return a LossSum" in said
+    assert "what compute_loss (model.py) returns: expected LossSum, not Tensor" in said
 
 
 def test_slow_data_is_found(

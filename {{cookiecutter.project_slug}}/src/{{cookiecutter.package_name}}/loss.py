@@ -20,14 +20,10 @@ class LossSum(NamedTuple):
     """Further sums, whose means are reported: over `count`, or as in (sum, count of its own)."""
 
 
-def checked(loss: LossSum) -> LossSum:
-    """The result of compute_loss; UserError when it is no LossSum."""
-    if not isinstance(loss, LossSum):
-        raise UserError(
-            f"compute_loss returned a {type(loss).__name__}: it must return a LossSum, with the "
-            "sum of the losses, how many they are, and sums of metrics (loss.py)"
-        )
-    return loss
+def returned(value: object, kind: type, what: str) -> None:
+    """UserError unless one of your functions returned a value of this kind."""
+    if not isinstance(value, kind):
+        raise UserError(f"{what}: expected {kind.__name__}, not {type(value).__name__}")
 
 
 def loss_vector(loss: LossSum) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,38 +13,26 @@ import torch
 from torch import Tensor, nn
 
 from . import callbacks as own
+from . import sampling
 from .checkpoint.checkpointer import Checkpointer, agree_on_identity, identity_of
-from .checkpoint.transfer import load_weights
-from .compile import Compiling, checkpoint_activations, compile_model
+from .compile import checkpoint_activations, compile_model
 from .config import Config
 from .data import build_datasets
 from .device import move, set_up_torch
 from .distributed import Group, World, join, leave, monitors, parallel
 from .distributed.stop import Stop
 from .ema import averaged_weights, keep_average
-from .errors import RankError, UserError
-from .files import to_json
-from .loss import checked, judge_step, loss_vector, means
+from .loss import LossSum, judge_step, loss_vector, means, returned
 from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer
-from .profiler import Profiler, annotated
+from .profiler import annotated
 from .run import hardware
-from .run.bad_steps import RunningBuffers, SkippedSteps, StopAtBadStep, step_unless, try_step
-from .run.callback_runner import GarbageCollection, enter, methods
+from .run.bad_steps import RunningBuffers, step_unless, try_step
+from .run.callback_runner import built_in, enter, methods
 from .run.directory import RunDirectory
 from .run.journal import Journal, introduce, validated_at
-from .run.tracker import tracking
-from .sampling import (
-    Loader,
-    Share,
-    check_dataset,
-    fetch,
-    fixed_subset,
-    open_loader,
-    seed_step,
-    shares,
-)
-from .schedule import set_schedule
+from .sampling import Loader, Share, fetch, fixed_subset, seed_step, shares
+from .schedule import schedule_facts, set_schedule
 
 log = logging.getLogger(__name__)
 
@@ -91,14 +79,11 @@ def setup(config: Config, world: World | None = None) -> State:
     world.check_batch(batch_size)
     set_up_torch(settings.seed, settings.deterministic)
     train, validation, spec = build_datasets(config)
-    if not isinstance(getattr(spec, "fingerprint", None), str):
-        raise UserError(
-            "the spec of build_datasets (data.py) needs a `fingerprint`: a text that "
-            "another data set does not have, as `fingerprint` in files.py makes it"
-        )
-    check_dataset(validation, "validation")
+    identity = getattr(spec, "fingerprint", None)
+    returned(identity, str, "`fingerprint` in the spec of build_datasets (data.py)")
+    sampling.check_dataset(validation, "validation")
     plan = shares(batch_size, settings.micro_batch_size, world.rank, world.size)
-    loader = open_loader(train, settings, plan, world)
+    loader = sampling.open_loader(train, settings, plan, world)
 
     model = build_model(config, spec)
     peak = hardware.peak_flops(world.device)
@@ -112,9 +97,7 @@ def setup(config: Config, world: World | None = None) -> State:
     dtype = settings.compute_dtype(world.device)
     module = parallel.place(model, blocks(model), config.parallel, world, dtype).train()
     optimizer = build_optimizer(config.optim, model)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        kind = type(optimizer).__name__
-        raise UserError(f"build_optimizer (optim.py) returned a {kind}: wanted one Optimizer")
+    returned(optimizer, torch.optim.Optimizer, "what build_optimizer (optim.py) returns")
     if config.optim.ema:
         keep_average(optimizer)
     parts = config, world, spec, model, module, optimizer, plan, loader, validation, dtype
@@ -135,7 +118,8 @@ def train_step(state: State, batches: list[Any]) -> None:
     for i, (share, batch) in enumerate(zip(state.plan, batches, strict=True)):
         with parallel.accumulate(state.module, last=i == len(batches) - 1):
             with annotated("forward"), parallel.autocast(world, state.compute_dtype):
-                loss = checked(compute_loss(state.module, move(batch, world.device)))
+                loss = compute_loss(state.module, move(batch, world.device))
+                returned(loss, LossSum, "what compute_loss (model.py) returns")
             with annotated("backward"):
                 # A rank without samples left has one at weight 0: ranks must take part alike.
                 (loss.total if share.weight == 1 else loss.total * share.weight).backward()
@@ -215,108 +199,106 @@ def run(config: Config, callbacks: Iterable[Any] = (), world: World | None = Non
     return result
 
 
-def _run(config: Config, world: World, more: Iterable[Any] = ()) -> Result:
-    group, settings = Group(world), config.train
+def _run(config: Config, world: World, own_callbacks: Iterable[Any]) -> Result:
+    group = Group(world)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(Stop(group))  # first, since a stop signal may come early
         state = setup(config, world)
         far = config.checkpoint.far
         run_dir = stack.enter_context(RunDirectory(config.directory, group, config.fresh, far))
-        stack.push(lambda kind, error, trace: record_stop(error, stop, run_dir, state))
+        stack.push(lambda kind, error, trace: run_dir.record_stop(error, stop.signal, state))
         # The watchdog also watches the restore, which waits for the other ranks.
         watching, after_journal = monitors(run_dir.path, world, group, state.module)
         callbacks = [*enter([hardware.MemoryUse(), *watching], stack)]
         checkpointer = stack.enter_context(start(state, run_dir.path, group))
-        owed = owes_validation(state, checkpointer, run_dir.path, group)
-        if state.step >= settings.steps and not owed:
+        validation = group.from_first(lambda: validated_at(run_dir.path, state.step))
+        owed = owes_validation(state, checkpointer, validation)
+        if state.step >= config.train.steps and not owed:
             checkpointer.close()
-            run_dir.record_again(to_json(config), "finished", state.step)
-            return Result("already finished", state.step, validated_at(run_dir.path, state.step))
-        run_dir.begin(to_json(config), state.step, world.device)
+            run_dir.record_again(config, "finished", state.step)
+            return Result("already finished", state.step, validation)
+        run_dir.begin(config, state.step, world.device)
         introduce(state, run_dir.path)
         stack.callback(state.loader.close)
         journal = Journal(run_dir.path, state, group)
         writing = (journal, *after_journal)  # only rank 0 writes: no part of a step for stragglers
-        callbacks += enter([*callbacks_of(state, run_dir.path, group, writing), *more], stack)
-        before_step, after_step, after_validation = methods(callbacks)
-
+        callbacks += enter(built_in(state, train_step, run_dir.path, group, writing), stack)
+        callbacks += enter([*own.callbacks(config, run_dir.path), *own_callbacks], stack)
         with journal.paused():
             first = state.plan[:1]
             parallel.warm_up(state.module, lambda: try_step(train_step, state, state.step, first))
-
-        def validated(record: dict[str, Any]) -> dict[str, float]:
-            """Validate, and add the figures to the record; {} if a stop cuts it short."""
-            with group.phase("validation"), journal.paused():
-                figures = validate_averaged(state, lambda: stop.poll(checkpointer.failed)[0])
-                for call in after_validation if figures else ():
-                    call(state, figures)
-            record.update(figures)
-            return figures
-
-        validation, stop_signal = {}, 0
-        if owed and (validation := validated(record := journal.last)):
-            journal.rewrite_last(record)
-        cut_short = owed and not validation
-        while cut_short or state.step < settings.steps:
-            # Flags that any rank raised, as of the step before: all ranks act at the same step
-            # and none waits for another.
-            stop_signal, save_failed = stop.poll(checkpointer.failed)
-            if save_failed:
-                checkpointer.settle()  # raises on all ranks, or warns (--checkpoint.on-failure)
-            if stop_signal:
-                break
-            batches = state.loader.next()
-            for call in before_step:
-                call(state)
-            train_step(state, batches)
-
-            log_now, validate_now = (
-                state.step == settings.steps or (every > 0 and state.step % every == 0)
-                for every in (settings.log_every, settings.validate_every)
-            )
-            # Only here the host waits for the device.
-            record = journal.record(state) if log_now or validate_now else None
-            if validate_now and record:
-                validation = validated(record)
-                cut_short = not validation  # then the poll above ends the run, at the last step too
-            for call in after_step:
-                call(state, record)
-            if state.step == settings.steps or checkpointer.due(state.step):
-                # After the record is written: a resume cuts metrics.jsonl back to the checkpoint.
-                with group.phase("save"):
-                    journal.sync()
-                    checkpointer.save(state.step, (record or {}).get("validation_loss"))
-        if stop_signal:
-            text = "%s: saving step %d, then stopping"
-            log.info(text, signal.Signals(stop_signal).name, state.step)
+        stop_signal, validation = _loop(state, group, stop, journal, callbacks, owed)
         with group.phase("save"):
             journal.sync()
             checkpointer.finish(state.step)
-        status = stop.outcome(stop_signal)
-        blocked = checkpointer.blocked_seconds
+        status, blocked = stop.outcome(stop_signal), checkpointer.blocked_seconds
         run_dir.record_status(status, step=state.step, checkpoint_blocked_seconds=blocked)
         return Result(status, state.step, validation)
 
 
-def record_stop(
-    error: BaseException | None, stop: Stop, run_dir: RunDirectory, state: State
-) -> None:
-    """Record a stop whose last step is not saved: by a second Ctrl-C, or by a store that hangs.
+def _loop(
+    state: State, group: Group, stop: Stop, journal: Journal, callbacks: list[Any], owed: bool
+) -> tuple[int, dict[str, float]]:
+    """Train until the last step is validated, or a stop signal; that signal, the last validation.
 
-    To be called once the checkpointer has ended.
+    `owed`: first validate the step that the run resumes from.
     """
-    if isinstance(error, KeyboardInterrupt):
-        reason = f"stopped at once in step {state.step + 1}"
-    elif isinstance(error, RankError) and stop.signal is not None:
-        reason = f"preempted at step {state.step}, which was not saved: {error}"
-    else:
-        return
-    if run_dir.begun:
-        saved = state.checkpointer and state.checkpointer.last_good
-        run_dir.record_status("preempted", step=state.step, saved_step=saved, reason=reason)
-        if run_dir.group.rank == 0:
-            what = "no step is saved" if saved is None else f"step {saved} is saved"
-            log.warning("%s; %s. To resume: the same command again", reason, what)
+    settings, checkpointer = state.config.train, state.checkpointer
+    assert checkpointer
+    before_step, after_step, after_validation = methods(callbacks)
+
+    def evaluate() -> dict[str, float]:
+        """Validate, and call the callbacks; {} if a stop signal cuts it short."""
+        with group.phase("validation"), journal.paused():
+            figures = validate_averaged(state, lambda: stop.poll(checkpointer.failed)[0])
+            for call in after_validation if figures else ():
+                call(state, figures)
+        return figures
+
+    validation = evaluate() if owed else {}
+    journal.amend(validation)
+    # A stop signal during the last validation: the poll below must see it, too.
+    while state.step < settings.steps or not validation:
+        # Flags that any rank raised, as of the step before: all ranks act at the same step and
+        # none waits for another.
+        stop_signal, save_failed = stop.poll(checkpointer.failed)
+        if save_failed:
+            checkpointer.settle()  # raises on all ranks, or warns (--checkpoint.on-failure)
+        if stop_signal:
+            text = "%s: saving step %d, then stopping"
+            log.info(text, signal.Signals(stop_signal).name, state.step)
+            return stop_signal, validation
+        batches = state.loader.next()
+        for call in before_step:
+            call(state)
+        train_step(state, batches)
+
+        record = None
+        validate_now = is_due(state, settings.validate_every)
+        if validate_now or is_due(state, settings.log_every):
+            record = journal.record(state)  # only here the host waits for the device
+        if validate_now and record:
+            record |= (validation := evaluate())
+        for call in after_step:
+            call(state, record)
+        if is_due(state, state.config.checkpoint.every):
+            # After the record is written: a resume cuts metrics.jsonl back to the checkpoint.
+            with group.phase("save"):
+                journal.sync()
+                checkpointer.save(state.step, (record or {}).get("validation_loss"))
+    return 0, validation
+
+
+def is_due(state: State, every: int) -> bool:
+    """Whether to do after this step what is done at the last step and at multiples of `every`."""
+    return state.step == state.config.train.steps or (every > 0 and state.step % every == 0)
+
+
+def owes_validation(state: State, checkpointer: Checkpointer, recorded: dict[str, float]) -> bool:
+    """Whether a stop signal cut the validation short of the step that the run resumes from."""
+    saved = checkpointer.restored.get("validation_loss") is not None
+    done = state.step == 0 or saved or recorded
+    return not done and is_due(state, state.config.train.validate_every)
 
 
 def start(state: State, run_dir: Path, group: Group) -> Checkpointer:
@@ -330,8 +312,7 @@ def start(state: State, run_dir: Path, group: Group) -> Checkpointer:
         data=state.spec.fingerprint,
     )
     agree_on_identity(identity, group)
-    schedule = to_json(config.optim) | {"steps": config.train.steps}
-    facts = {"identity": identity, "schedule": schedule}
+    facts = {"identity": identity, "schedule": schedule_facts(config)}
     checkpointer = state.checkpointer = Checkpointer(
         *(run_dir, config.checkpoint, state.world, state.model, state.optimizer, facts),
         partial(state.loader.position, group),
@@ -343,32 +324,8 @@ def start(state: State, run_dir: Path, group: Group) -> Checkpointer:
         kept = config.checkpoint.most_at_once(config.train.steps)
         group.from_first(lambda: hardware.check_disk(needed, kept, run_dir))
     if state.step == 0 and (origin := config.init_from):
+        from .checkpoint.transfer import load_weights
+
         log.info("weights: %s", load_weights(origin, state.model, None, group, config.init_strict))
     state.loader.resume(state.step, checkpointer.restored, group)
     return checkpointer
-
-
-def owes_validation(state: State, checkpointer: Checkpointer, run_dir: Path, group: Group) -> bool:
-    """Whether a stop cut the validation of the step short from which the run goes on."""
-    every, step = state.config.train.validate_every, state.step
-    due = step == state.config.train.steps or (every > 0 and step % every == 0)
-    if step == 0 or not due or checkpointer.restored.get("validation_loss") is not None:
-        return False
-    return group.from_first(lambda: not validated_at(run_dir, step))
-
-
-def callbacks_of(state: State, run_dir: Path, group: Group, writing: tuple) -> Iterator[Any]:
-    """The callbacks of a run after the watchdog's, in the order in which they are called."""
-    config = state.config
-    if config.train.on_bad_step == "stop":
-        yield StopAtBadStep(train_step, group)
-    yield SkippedSteps(config.train.max_bad_steps, group)
-    yield from writing  # the record, to which the callbacks before may have added figures
-    yield GarbageCollection()
-    if config.track and state.world.rank == 0:
-        yield from tracking(config, run_dir, state.step)
-    if config.profile.every:
-        yield Profiler(config.profile, run_dir / "traces", state)
-    if config.compile.mode != "none":
-        yield Compiling()
-    yield from own.callbacks(config, run_dir)

@@ -1,14 +1,39 @@
-"""How the loop enters and calls its callbacks; callbacks.py says what they are."""
+"""The callbacks of a run, and how the loop calls them; callbacks.py says what they are."""
 
 import contextlib
 import functools
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
+
+from ..compile import Compiling
+from ..distributed import Group
+from ..profiler import Profiler
+from .bad_steps import SkippedSteps, StopAtBadStep
+from .tracker import tracking
 
 log = logging.getLogger(__name__)
 METHODS = ("before_step", "after_step", "after_validation")
+
+
+def built_in(
+    state: Any, train_step: Callable[..., None], run_dir: Path, group: Group, writing: tuple
+) -> Iterator[Any]:
+    """The callbacks between the watchdog's and your own, in the order in which they are called."""
+    config = state.config
+    if config.train.on_bad_step == "stop":
+        yield StopAtBadStep(train_step, group)
+    yield SkippedSteps(config.train.max_bad_steps, group)
+    yield from writing  # the record, to which the callbacks before may have added figures
+    yield GarbageCollection()
+    if config.track and state.world.rank == 0:
+        yield from tracking(config, run_dir, state.step)
+    if config.profile.every:
+        yield Profiler(config.profile, run_dir / "traces", state)
+    if config.compile.mode != "none":
+        yield Compiling()
 
 
 def enter(callbacks: Iterable[Any], stack: contextlib.ExitStack) -> Iterator[Any]:

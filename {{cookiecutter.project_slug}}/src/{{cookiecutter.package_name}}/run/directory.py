@@ -14,8 +14,8 @@ from typing import IO, Any
 import torch
 
 from ..distributed import Group, launcher
-from ..errors import UserError
-from ..files import make_folder, naming, open_to_write, read_json, write_json
+from ..errors import RankError, UserError
+from ..files import make_folder, naming, open_to_write, read_json, to_json, write_json
 from .hardware import where_measured
 from .logs import ONLY_IN_FILES, LogFile, logging_to
 
@@ -68,13 +68,13 @@ class RunDirectory:
                     self.path.rmdir()
             self.lock.close()
 
-    def begin(self, config: dict[str, Any], step: int, device: torch.device) -> None:
+    def begin(self, config: Any, step: int, device: torch.device) -> None:
         """Write the settings, and that the run is under way from `step`; RankError if it cannot.
 
         From now on status.json names the machine and the versions, too.
         """
         self.origin = where_measured(device)
-        self.group.from_first(lambda: write_json(self.path / "config.json", config))
+        self.group.from_first(lambda: write_json(self.path / "config.json", to_json(config)))
         self.group.from_first(lambda: self._write_status("running", step=step))
         self.begun = True
 
@@ -88,7 +88,7 @@ class RunDirectory:
             except OSError as error:
                 log.warning("status.json cannot be written (%s): %s", status, error)
 
-    def record_again(self, config: dict[str, Any], status: str, step: int) -> None:
+    def record_again(self, config: Any, status: str, step: int) -> None:
         """Record how a run ended before this start, unless its files are here and say so."""
         found: dict[str, Any] = {}
         with contextlib.suppress(UserError):
@@ -97,9 +97,29 @@ class RunDirectory:
             self.record_status(status, step=step)
         if self.group.rank == 0 and not (settings := self.path / "config.json").exists():
             try:
-                write_json(settings, config)  # those by which its checkpoints are found elsewhere
+                write_json(
+                    settings, to_json(config)
+                )  # those by which its checkpoints are found elsewhere
             except OSError as error:
                 log.warning("config.json is not there: %s", error)
+
+    def record_stop(self, error: BaseException | None, signal: int | None, state: Any) -> None:
+        """Record a stop whose last step is not saved: by a second Ctrl-C, or a save that failed.
+
+        To be called once the checkpointer has ended.
+        """
+        if isinstance(error, KeyboardInterrupt):
+            reason = f"stopped at once in step {state.step + 1}"
+        elif isinstance(error, RankError) and signal is not None:
+            reason = f"preempted at step {state.step}, which was not saved: {error}"
+        else:
+            return
+        if self.begun:
+            saved = state.checkpointer and state.checkpointer.last_good
+            self.record_status("preempted", step=state.step, saved_step=saved, reason=reason)
+            if self.group.rank == 0:
+                what = "no step is saved" if saved is None else f"step {saved} is saved"
+                log.warning("%s; %s. To resume: the same command again", reason, what)
 
     def _write_status(self, status: str, **details: Any) -> None:
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -37,8 +37,6 @@ class Journal:
         self.path, self.group, self.first_step = run_dir / METRICS, group, state.step
         self.total, self.samples = state.config.train.steps, state.config.train.global_batch_size
         self.tokens = getattr(state.spec, "tokens_per_sample", None)
-        self.last: dict[str, Any] = {"step": state.step}  # the record of the first step
-        self.without_last: int | None = None  # the length of the file without it
         self.first = group.rank == 0
         self.lines = self.first and not sys.stderr.isatty()
 
@@ -108,11 +106,16 @@ class Journal:
             self._write(record)
             self._show(record, state.metrics[:1])
 
-    def rewrite_last(self, record: dict[str, Any]) -> None:
-        """Write a record in the place of `last`, with what was found since."""
-        if self.first:
-            self._write({"time": time.time(), **record}, self.without_last)
-            self._show_validation(record)
+    def amend(self, figures: dict[str, float]) -> None:
+        """Add figures, if any, to the record of the step that the run resumed from."""
+
+        def add() -> None:
+            self.file.close()
+            self._open(figures)
+            self._show_validation({"step": self.first_step, **figures})
+
+        if figures:
+            self.group.from_first(add)
 
     def sync(self) -> None:
         """Make the lines so far durable."""
@@ -122,8 +125,7 @@ class Journal:
             except OSError as error:
                 log.warning("metrics.jsonl cannot be synced: %s", error)
 
-    def _open(self) -> None:
-        length = 0
+    def _open(self, figures: dict[str, float] | None = None) -> None:
         with naming(self.path):
             if self.path.is_file():  # what is there otherwise, `open_to_write` refuses
                 with (
@@ -133,24 +135,19 @@ class Journal:
                 ):
                     for line in before:
                         if record := parsed(line, self.first_step):
-                            if record["step"] == self.first_step:
-                                self.last, self.without_last = record, length
-                            length += kept.write(line.rstrip(b"\n") + b"\n")
+                            if figures and record["step"] == self.first_step:
+                                line = json.dumps(record | figures).encode()
+                            kept.write(line.rstrip(b"\n") + b"\n")
                     kept.flush()
                     os.fsync(kept.fileno())
             self.file = open_to_write(self.path, "a", buffering=1 << 20)
             sync_directory(self.path.parent)
         self.written, self.behind = self.file.tell(), False
 
-    def _write(self, record: dict[str, Any], length: int | None = None) -> None:
-        """Append a line now, or with the lines after it if the system refuses.
-
-        `length`: cut the file to it first.
-        """
+    def _write(self, record: dict[str, Any]) -> None:
+        """Append a line now, or with the lines after it if the system refuses."""
         odd = [name for name, v in record.items() if isinstance(v, float) and not math.isfinite(v)]
         try:
-            if length is not None:
-                self.file.truncate(length)
             self.file.write(json.dumps(record | dict.fromkeys(odd)) + "\n")
             self.file.flush()  # what it cannot write it keeps, and continues there next time
             self.written, self.behind = self.file.tell(), False

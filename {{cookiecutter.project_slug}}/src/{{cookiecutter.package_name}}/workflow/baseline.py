@@ -14,7 +14,7 @@ from torch import Tensor
 from ..config import Config, override
 from ..device import move, synchronize
 from ..distributed import join, leave, parallel
-from ..loss import checked, loss_vector
+from ..loss import LossSum, loss_vector, returned
 from ..model import compute_loss
 from ..run.hardware import forward_flops, in_units, peak_flops, peak_memory
 from ..sampling import fetch, seed_step
@@ -227,7 +227,8 @@ def evaluate(
         seed_step(state.config.train.seed, len(found), world.rank, world.device)
         batch = move(fetch(state.loader.source.dataset, ids), world.device)
         with torch.no_grad(), parallel.autocast(world, state.compute_dtype):
-            loss = checked(compute_loss(state.module, batch))
+            loss = compute_loss(state.module, batch)
+            returned(loss, LossSum, "what compute_loss (model.py) returns")
         found.append(loss_vector(loss).double().cpu())
         names = ["loss", "count"]
         for name, metric in loss.metrics.items():
