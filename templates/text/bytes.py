@@ -1,12 +1,23 @@
 """Text to tokens and back: a token is a byte. Tokens of your own files are numbers here."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .errors import UserError
 
 if TYPE_CHECKING:
     from .data import Spec
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """Settings of text: none, as a token is a byte."""
+
+
+def fingerprint_of_text(config: TextConfig, spec: "Spec") -> str:
+    """The fingerprint of the data, which `TextConfig` does not change."""
+    return spec.fingerprint
 
 
 def encode(text: str, spec: "Spec") -> list[int]:

@@ -5,16 +5,50 @@ A tokenizer is a tokenizer.json of the package of that name, which the command `
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from .errors import UserError
+from .files import fingerprint, read_json
 
 if TYPE_CHECKING:
     from .data import Spec
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """Settings of documents."""
+
+    end_of_text: int = -1
+    """Token that ends a document in .bin files (GPT-2: 50256). Text files end with a zero byte."""
+    documents: Literal["together", "separate"] = "together"
+    """separate: mask attention across documents."""
+
+
+def end_of_text(config: TextConfig, spec: "Spec") -> int:
+    """The token that ends a document; UserError if it is not known."""
+    end, note = config.end_of_text, spec.folder / "tokens.json"
+    if spec.encoding == "bytes":
+        end = 0
+    elif spec.encoding:
+        end = read_json(note).get("end_of_text")
+    if type(end) is not int or not 0 <= end < spec.vocabulary:
+        raise UserError(
+            "--data.documents separate needs the token that ends a document: give "
+            "--data.end-of-text (GPT-2: 50256)"
+        )
+    return end
+
+
+def fingerprint_of_text(config: TextConfig, spec: "Spec") -> str:
+    """The fingerprint of the data, another one with separate documents."""
+    if config.documents == "together":
+        return spec.fingerprint
+    return fingerprint(spec.fingerprint, end_of_text(config, spec))
 
 
 def encode(text: str, spec: "Spec") -> list[int]:
@@ -23,7 +57,9 @@ def encode(text: str, spec: "Spec") -> list[int]:
         return list(text.encode() or b"\n")
     if tokenizer := tokenizer_of(spec):
         tokenizer.encode_special_tokens = True  # what reads like a special token is text
-        return tokenizer.encode(text, add_special_tokens=False).ids or [spec.end_of_text]
+        return tokenizer.encode(text, add_special_tokens=False).ids or [
+            end_of_text(TextConfig(), spec)
+        ]
     words = text.split()
     if not words or not all(w.isdecimal() and int(w) < spec.vocabulary for w in words):
         raise UserError(f'--prompt: wanted tokens below {spec.vocabulary}, as in --prompt "1 2 3"')

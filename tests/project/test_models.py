@@ -18,6 +18,11 @@ VOCABULARY = 256
 text = project_fixture("model_of_text", parallelism="single", checkpoint="dcp")
 
 
+tokens = project_fixture(
+    "model_of_tokens", parallelism="single", checkpoint="dcp", text="tokenizer"
+)
+
+
 image = project_fixture(
     "model_of_images", task="image_classifier", parallelism="single", checkpoint="torch_save"
 )
@@ -197,9 +202,9 @@ def separate(project: Project) -> torch.nn.Module:
     return model_of(project, data__documents="separate").eval()
 
 
-def test_documents_do_not_see_each_other(text: Project) -> None:
+def test_documents_do_not_see_each_other(tokens: Project) -> None:
     """Each has the logits that it has alone, its positions starting anew."""
-    model = separate(text)
+    model = separate(tokens)
     rows = torch.randint(1, VOCABULARY, (3, 32))
     ends = [(4, 17), (0, 31), (9, 10)]
     for row, places in zip(rows, ends, strict=True):
@@ -217,11 +222,11 @@ def test_documents_do_not_see_each_other(text: Project) -> None:
         assert torch.equal(model(other)[0, 5:], together[0, 5:])
         assert not torch.equal(model(other)[0, :5], together[0, :5])
         one = torch.randint(1, VOCABULARY, (1, 32))  # of one document all is as ever
-        torch.testing.assert_close(model(one), model_of(text).eval()(one), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model(one), model_of(tokens).eval()(one), rtol=1e-4, atol=1e-5)
 
 
 def test_documents_are_separate_in_a_run_and_the_rest_is_said(
-    text: Project, tmp_path: Path
+    tokens: Project, tmp_path: Path
 ) -> None:
     for name, content in (("one", "what is this? " * 40), ("two", "it is that. " * 40)):
         (tmp_path / name).write_text(content)
@@ -232,8 +237,8 @@ def test_documents_are_separate_in_a_run_and_the_rest_is_said(
     folder.mkdir()
     for name in ("one", "two"):
         (tmp_path / name).rename(folder / f"{name}.txt")
-    text(*words, *run, "--data.path", str(folder), "--compile.mode", "none")
+    tokens(*words, *run, "--data.path", str(folder), "--compile.mode", "none")
     resumed = [word for word in words if "documents" not in word and word != "separate"]
-    assert "data" in text.refuses(*resumed, *run, "--data.path", str(folder))
-    tokens = ("--data.path", str(tmp_path / "tokens.bin"), "--data.vocabulary", "2000")
-    assert "--data.end-of-text" in text.refuses(*words, *tokens, "--name", "of_tokens")
+    assert "data" in tokens.refuses(*resumed, *run, "--data.path", str(folder))
+    binary = ("--data.path", str(tmp_path / "tokens.bin"), "--data.vocabulary", "2000")
+    assert "--data.end-of-text" in tokens.refuses(*words, *binary, "--name", "of_tokens")

@@ -22,7 +22,7 @@ LAYERS = (
     {"workflow"},
     {"train", "infer", "tokens"},  # what is done with a model, by its settings
     {"config"},
-    {"model", "data", "source", "optim", "callbacks", "text"},
+    {"model", "gpt", "data", "source", "optim", "callbacks", "text"},
     {"compile", "profiler", "checkpoint", "run", "mixture", "sampling", "map_style", "ema"},
     {"distributed"},
     {"loss", "schedule", "errors", "files", "device"},

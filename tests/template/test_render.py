@@ -104,6 +104,7 @@ CONDITIONAL: dict[str, Condition] = {
     f"{PACKAGE}/checkpoint/dcp_writer.py": lambda a: a["checkpoint"] != "torch_save",
     **dict.fromkeys(every(PACKAGE, "mixture source"), lambda a: a["samples"] == "mixture"),
     f"{PACKAGE}/map_style.py": lambda a: a["samples"] == "stream",
+    f"{PACKAGE}/gpt.py": lambda a: (a["task"], a["text"]) == ("language_model", "tokenizer"),
     f"{PACKAGE}/text.py": lambda a: a["task"] == "language_model",
     f"{PACKAGE}/tokens.py": lambda a: (a["task"], a["text"]) == ("language_model", "tokenizer"),
     f"{PACKAGE}/run/tracker_adapter.py": lambda a: a["tracker"] != "none",
@@ -157,10 +158,10 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "LICENSE": ("license",),
     "launch.sh": ("parallelism",),
     "tests/test_ranks.py": ("parallelism",),
-    **dict.fromkeys(every(PACKAGE, "model infer callbacks optim"), ("task",)),
+    **dict.fromkeys(every(PACKAGE, "infer callbacks optim"), ("task",)),
     **dict.fromkeys(every(PACKAGE, "data source"), ("task", "samples")),
     **dict.fromkeys(every(PACKAGE, "sampling map_style mixture"), ("samples",)),
-    **dict.fromkeys(every(PACKAGE, "text tokens"), ("task", "text")),
+    **dict.fromkeys(every(PACKAGE, "model gpt text tokens"), ("task", "text")),
     **dict.fromkeys(
         every(
             f"{PACKAGE}/distributed",

@@ -20,13 +20,14 @@ from torch import Tensor
 
 from .errors import UserError
 from .files import check_regular, fingerprint, fingerprint_files, read_json
+from .text import TextConfig, fingerprint_of_text
 
 if TYPE_CHECKING:
     from .config import Config
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(TextConfig):
     """Text, or tokens."""
 
     path: Path | None = None
@@ -35,10 +36,6 @@ class DataConfig:
     """Tokens that the model sees at once."""
     vocabulary: int = 0
     """Of .bin files: how many different tokens there can be (GPT-2: 50257). Text has 256 bytes."""
-    end_of_text: int = -1
-    """Of .bin files: the token that ends a document (GPT-2: 50256). Of text: a zero byte."""
-    documents: Literal["together", "separate"] = "together"
-    """separate: in a sample of several documents a token sees its own only."""
     token_type: Literal["uint16", "uint32"] = "uint16"
     """Of .bin files: tokens one after the other, little-endian, no header, as nanoGPT has them."""
 
@@ -55,8 +52,6 @@ class Spec:
     """What the model has to know of the data, and what identifies it."""
 
     vocabulary: int
-    end_of_text: int
-    """The token that ends a document (-1: not known)."""
     encoding: str
     """What the tokens are: "bytes", or a digest of their tokenizer ("": not known)."""
     folder: Path = field(compare=False)
@@ -82,16 +77,9 @@ def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
         parts = [[f for f in files if f.name.startswith("val") is val] for val in (False, True)]
         identity = fingerprint_files(folder, files, data.context, data.token_type)
     else:
-        data = replace(data, vocabulary=256, end_of_text=0)
+        data = replace(data, vocabulary=256)
         parts = read_text(folder, "" if data.path else ".py")
         identity = fingerprint(*parts[0], *parts[1], data.context)
-    if data.documents == "separate":
-        identity = fingerprint(identity, data.end_of_text)
-        if not 0 <= data.end_of_text < data.vocabulary:
-            raise UserError(
-                "--data.documents separate needs to know the token that ends a document: give "
-                "--data.end-of-text (GPT-2: 50256)"
-            )
     training, validation = (
         Chunks(part, data.context, data.vocabulary, data.token_type) for part in parts
     )
@@ -105,8 +93,8 @@ def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
             f"{data.context}: give more data, or a smaller --data.context"
         )
     place = folder if folder.is_dir() else folder.parent
-    spec = Spec(data.vocabulary, data.end_of_text, encoding, place, data.context, identity)
-    return training, validation, spec
+    spec = Spec(data.vocabulary, encoding, place, data.context, identity)
+    return training, validation, replace(spec, fingerprint=fingerprint_of_text(data, spec))
 
 
 VALIDATION_SHARE = 20  # one in so many: of the text files, or of the samples
@@ -193,12 +181,11 @@ def described(folder: Path, data: DataConfig) -> tuple[DataConfig, str]:
     if not path.exists():
         return data, ""
     note = read_json(path)
-    count, kind, end = (note.get(name) for name in ("vocabulary", "token_type", "end_of_text"))
-    if type(count) is not int or type(end) is not int or kind not in ("uint16", "uint32"):
+    count, kind = note.get("vocabulary"), note.get("token_type")
+    if type(count) is not int or kind not in ("uint16", "uint32"):
         raise UserError(f"{path} does not say what the tokens beside it are")
     count = max(count, data.vocabulary)  # for a round number, which is faster
-    changes = {"vocabulary": count, "token_type": kind, "end_of_text": end}
-    return replace(data, **changes), str(note.get("tokenizer"))
+    return replace(data, vocabulary=count, token_type=kind), str(note.get("tokenizer"))
 
 
 def check_token_files(files: list[Path], vocabulary: int, kind: str) -> None:

@@ -105,84 +105,54 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     return torch.cat([first * cosines - second * sines, first * sines + second * cosines], dim=-1)
 
 
-def own_documents(tokens: Tensor, end_of_text: int) -> Any:
-    """What each of tokens [batch, time] may see: itself and those before it in its own document.
-
-    True where it may, [batch, 1, time, time]; on CUDA a BlockMask, whose kernels leave out what is
-    hidden. Rotary positions are relative, so that those of a document begin with it.
-    """
-    ends = (tokens == end_of_text).long()
-    documents = ends.cumsum(1) - ends  # the end is a part of what it ends
-    if not tokens.is_cuda:
-        return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (documents[row, query] == documents[row, key])
-
-    rows, time = tokens.shape
-    return create_block_mask(visible, rows, None, time, time, tokens.device)
-
-
 class Attention(nn.Module):
     """Causal self-attention by PyTorch's fused kernels."""
 
-    def __init__(self, config: ModelConfig, separate: bool) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.heads, self.dropout = config.heads, config.dropout
-        if separate:  # the import is one of torch's compiler
-            from torch.nn.attention.flex_attention import flex_attention
-
-            self.flex_attention = torch.compile(flex_attention)
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x: Tensor, table: Tensor, mask: Any) -> Tensor:
-        """Attend, to all before it or as in `own_documents`; x is [batch, time, width]."""
+    def forward(self, x: Tensor, table: Any) -> Tensor:
+        """Attend to all positions before; x is [batch, time, width]."""
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in self.qkv(x).chunk(3, dim=-1)
         )
         q, k = rotate(q, table), rotate(k, table)
-        if isinstance(mask, Tensor | None):
-            dropout, causal = self.dropout if self.training else 0.0, mask is None
-            y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal)
-        else:  # which has no dropout of its own
-            y = self.flex_attention(q, k, v, block_mask=mask)
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
     """Attention, then a perceptron, each on a normalised copy of the residual stream."""
 
-    def __init__(self, config: ModelConfig, separate: bool) -> None:
+    def __init__(self, config: ModelConfig, attention: type[Attention]) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(config.width), nn.RMSNorm(config.width)
-        self.attention = Attention(config, separate)
+        self.attention = attention(config)
         self.up = nn.Linear(config.width, 4 * config.width, bias=False)
         self.down = nn.Linear(4 * config.width, config.width, bias=False)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, table: Tensor, mask: Any) -> Tensor:
+    def forward(self, x: Tensor, table: Any) -> Tensor:
         """One layer; x is [batch, time, width]."""
-        x = x + self.dropout(self.attention(self.norm1(x), table, mask))
+        x = x + self.dropout(self.attention(self.norm1(x), table))
         hidden = F.relu(self.up(self.norm2(x))).square()  # as good as GELU, and cheap everywhere
         return x + self.dropout(self.down(hidden))
 
 
 class GPT(nn.Module):
-    """Tokens in, logits of the next token out; input and output share one embedding.
+    """Tokens in, logits of the next token out; input and output share one embedding."""
 
-    With `end_of_text` no token sees what is before the last one of these.
-    """
+    attention = Attention
 
-    def __init__(
-        self, config: ModelConfig, vocabulary: int, context: int, end_of_text: int | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig, vocabulary: int, context: int) -> None:
         super().__init__()
-        self.end_of_text, separate = end_of_text, end_of_text is not None
         self.embedding = nn.Embedding(vocabulary, config.width)
-        self.blocks = nn.ModuleList(Block(config, separate) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, self.attention) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width)
         # Worked out, not learned: not part of a checkpoint.
         table = rotary(context, config.width // config.heads)
@@ -196,16 +166,14 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [batch, time, vocabulary] for tokens [batch, time]."""
         x = self.embedding(tokens)
-        mask = None if self.end_of_text is None else own_documents(tokens, self.end_of_text)
         for block in self.blocks:
-            x = block(x, self.table, mask)
+            x = block(x, self.table)
         return F.linear(self.norm(x), self.embedding.weight)
 
 
 def build_model(config: "Config", spec: "Spec") -> nn.Module:
     """The model, on the CPU, initialised from torch's global random numbers."""
-    end_of_text = spec.end_of_text if config.data.documents == "separate" else None
-    return GPT(config.model, spec.vocabulary, config.data.context, end_of_text)
+    return GPT(config.model, spec.vocabulary, config.data.context)
 
 
 def compute_loss(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
