@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 MODEL = Path(__file__).parent / "mlp"
 PACKAGE = "my_training_run"  # of a default render
+TASKS: tuple[str, ...] = tuple(json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["task"])
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from string import Template
 from typing import Any
 
 from . import shards
-from .common import RESULTS, ROOT
+from .common import RESULTS, ROOT, TASKS
 from .goodput import GROUP, NETWORK
 from .limits import limits
 
@@ -164,7 +164,8 @@ def restart(found: Series) -> list[str]:
 def workflow(found: Series) -> list[str]:
     """The stages of the workflow."""
     lines = []
-    for task in ("language_model", "image_classifier"):
+    measured = [task for task in TASKS if any(name.startswith(task) for name in found)]
+    for task in measured:
         of_task = {n.removeprefix(f"{task}, "): s for n, s in found.items() if n.startswith(task)}
         total = of_task["all stages: duration"]["median"]
         idle = of_task["profiler between its windows, of a step"]["median"]

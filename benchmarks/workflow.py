@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .common import PACKAGE, benchmark, render, series
-
-TASKS = ("language_model", "image_classifier")
+from .common import PACKAGE, TASKS, benchmark, render, series
 
 
 def run_stages(source: Path, run_dir: Path, *command: str) -> dict[str, Any]:

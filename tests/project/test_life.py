@@ -20,22 +20,29 @@ from typing import Any
 
 import pytest
 
+from tests import tasks
 from tests.conftest import Project, bake, drill
 from tests.stress.jobs import rank_of
 
 PACKAGE = "my_training_run"
+TASKS = tuple(tasks.TASKS)
 VARIANTS = [
-    ("language_model", "ddp", "dcp_async", "MIT", "tensorboard"),
-    ("image_classifier", "ddp", "dcp", "Apache-2.0", "wandb"),
-    ("language_model", "ddp", "torch_save", "none", "none"),
-    ("image_classifier", "fsdp", "dcp_async", "BSD-3-Clause", "mlflow"),
-    ("language_model", "fsdp", "dcp", "none", "none"),
-    ("image_classifier", "fsdp", "torch_save", "MIT", "none"),
-    ("image_classifier", "single", "dcp_async", "none", "tensorboard"),
-    ("language_model", "single", "dcp", "Apache-2.0", "none"),
-    ("image_classifier", "single", "torch_save", "BSD-3-Clause", "none"),
+    (TASKS[number % len(TASKS)], *others)
+    for number, others in enumerate(
+        [
+            ("ddp", "dcp_async", "MIT", "tensorboard"),
+            ("ddp", "dcp", "Apache-2.0", "wandb"),
+            ("ddp", "torch_save", "none", "none"),
+            ("fsdp", "dcp_async", "BSD-3-Clause", "mlflow"),
+            ("fsdp", "dcp", "none", "none"),
+            ("fsdp", "torch_save", "MIT", "none"),
+            ("single", "dcp_async", "none", "tensorboard"),
+            ("single", "dcp", "Apache-2.0", "none"),
+            ("single", "torch_save", "BSD-3-Clause", "none"),
+        ]
+    )
 ]
-# Among them every parallelism, every kind of checkpoint and both tasks.
+# Among them every parallelism, every kind of checkpoint and every task, be it two or three.
 TESTED_WHOLE = (VARIANTS[0], VARIANTS[5], VARIANTS[7])
 DEPENDENT = (
     "test_an_interrupted_run_goes_on_exactly[15]",
@@ -226,14 +233,16 @@ def test_a_resume_is_exact_on_any_number_of_ranks(tmp_path: Path) -> None:
     From three ranks on the order of a sum shows: a start then takes one step that changes nothing.
     """
     sources = {}
-    for task, checkpoint in (("language_model", "dcp_async"), ("image_classifier", "torch_save")):
+    checkpoints = itertools.cycle(("dcp_async", "torch_save"))
+    for task, checkpoint in zip(TASKS, checkpoints, strict=False):
         name = f"exact_{task}"
         answers = {"task": task, "checkpoint": checkpoint, "package_name": name}
         sources[name] = bake(tmp_path / name, **answers) / "src"
     jobs = [(ranks, str(tmp_path / str(ranks)), *sources) for ranks in (2, 3, 5)]
     output = drill("resumed.py", *jobs, sources=sources)
-    for ranks, warm_up in ((2, 0), (3, 4), (5, 4)):
-        assert f"{ranks} ranks: 2 resumed, {2 * (16 + 8) + warm_up} steps" in output
+    for ranks, warm_up in ((2, 0), (3, 1), (5, 1)):
+        steps = len(TASKS) * (16 + warm_up + 8 + warm_up)
+        assert f"{ranks} ranks: {len(TASKS)} resumed, {steps} steps" in output
 
 
 @pytest.mark.parametrize("variant", TESTED_WHOLE, ids="-".join)
@@ -283,11 +292,8 @@ def test_the_commands_of_its_readme_work(tmp_path: Path) -> None:
     """
     elsewhere = re.compile("NNODES|s3://|" + "|".join(f" {it}$" for it in ("workflow", *STAGES)))
     typed: list[str] = []
-    for task, parallelism in (
-        ("language_model", "ddp"),
-        ("image_classifier", "fsdp"),
-        ("language_model", "single"),
-    ):
+    parallelisms = ("ddp", "fsdp", "single")
+    for task, parallelism in zip(itertools.cycle(TASKS), parallelisms, strict=False):
         project = bake(tmp_path / task / parallelism, task=task, parallelism=parallelism)
         lines = commands_of(project)
         new = [line for line in lines if line not in typed and not elsewhere.search(line)]
@@ -302,7 +308,7 @@ def test_the_commands_of_its_readme_work(tmp_path: Path) -> None:
     assert commands == {word for line in typed for word in line.split() if word in commands}
 
 
-@pytest.mark.parametrize("task", ["language_model", "image_classifier"])
+@pytest.mark.parametrize("task", TASKS)
 def test_unusable_data_is_told_in_one_line(
     tmp_path: Path, task: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,6 @@
 """What a run computes is what a loop by hand computes (plain_loop.py), step by step."""
 
 import json
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 
-from tests.conftest import Project, bake, drill
+from tests.conftest import ROOT, Project, bake, drill
 from tests.project import plain_loop
 from tests.project.drills.reference import too_large
+from tests.tasks import TASKS, Task
 
 # Seven samples on two or three ranks, two at a time, are uneven shares and a padded micro-batch.
 # The rate rises and falls within the steps; the clip is below some norms and above others.
@@ -37,15 +36,9 @@ SETTINGS: dict[str, Any] = {
 # Enough to notice a mistake: on two ranks the first pads its share of three samples, too.
 FEW = {"train.steps": 10, "train.global_batch_size": 3, "train.micro_batch_size": 1}
 FEW |= {"train.validate_every": 5, "optim.warmup_steps": 3, "train.validate_samples": 0}
-OWN: dict[str, dict[str, Any]] = {
-    "language_model": {"optim.name": "muon", "optim.momentum": 0.9},
-    "image_classifier": {},
-}
 FEW |= {"optim.name": "adamw"}
-METRIC = {"language_model": "bits_per_byte", "image_classifier": "accuracy"}
-FILE = {"language_model": "text.txt", "image_classifier": "digits.npz"}
-TASKS = list(METRIC)
 
+BROKEN = "language_model"
 # Each of these went unnoticed once: the file, what stands there, what is put in its place.
 BREAKAGES = {
     "no_warm_up": ("schedule.py", "highest * (step + 1) / config.warmup_steps", "highest"),
@@ -65,16 +58,11 @@ BREAKAGES = {
 }
 
 
-def make_data(folder: Path) -> None:
-    """Letters and digits, of which a tenth of a second trains 30 steps."""
-    letters = random.Random(0).choices(b"etaoin shrdlu\n", k=250 * plain_loop.CONTEXT)
-    (folder / FILE["language_model"]).write_bytes(bytes(letters))
-    digits = load_digits()
-    images = digits.images[:200].astype(np.uint8)
-    np.savez(folder / FILE["image_classifier"], images=images, labels=digits.target[:200])
+def test_each_task_has_its_entry() -> None:
+    assert [*TASKS] == json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["task"]
 
 
-def reference(project: Project, task: str, settings: dict[str, Any]) -> tuple:
+def reference(project: Project, task: Task, settings: dict[str, Any]) -> tuple:
     """Trace and weights at the start of the loop by hand, and the metric's name."""
     config, sampling = project.module("config"), project.module("sampling")
     path = Path(settings["data.path"])
@@ -82,9 +70,8 @@ def reference(project: Project, task: str, settings: dict[str, Any]) -> tuple:
     state = project.module("train").setup(own)
     start = {name: p.detach().clone() for name, p in state.model.named_parameters()}
     size, seed = settings["train.global_batch_size"], own.train.seed
-    read = plain_loop.text if task == "language_model" else plain_loop.arrays
-    training, validation = read(path)
-    count = len(training if task == "language_model" else training[0])
+    training, validation = task.read(path)
+    count = task.count(training)
     # As the docstring of sampling.py has it: a permutation of each epoch, one after the other.
     orders = [
         sampling.Permutation(count, sampling.stream_key(seed, 0, epoch))(np.arange(count))
@@ -94,32 +81,29 @@ def reference(project: Project, task: str, settings: dict[str, Any]) -> tuple:
 
     def batch(step: int) -> Any:
         positions = range(step * size, (step + 1) * size)
-        ids = order[list(positions)]
-        if task == "language_model":
-            return training[ids]
         keys = sampling.sample_keys(seed, np.array(positions)).tolist()
-        return plain_loop.shifted(training[0][ids], keys), training[1][ids]
+        return task.batch(training, order[list(positions)], keys)
 
-    trace = plain_loop.train(start, getattr(plain_loop, task), batch, validation, settings)
-    return vars(trace), start, METRIC[task]
+    trace = plain_loop.train(start, task.loss, batch, validation, settings)
+    return vars(trace), start, task.metric
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The data, the references, settings.json, and a render for each package that it names."""
     folder, plans = tmp_path_factory.mktemp("reference"), {}
-    make_data(folder)
-    for task in TASKS:
-        settings = SETTINGS | OWN[task] | {"data.path": str(folder / FILE[task])}
-        ddp, fsdp = f"ddp_{task}", f"fsdp_{task}"
-        plans |= {ddp: (task, settings), fsdp: (task, settings)}
-        bake(folder / fsdp, task=task, parallelism="fsdp", package_name=fsdp, tracker="none")
-        with Project.imported(folder / ddp, ddp, task=task, tracker="none") as project:
-            torch.save(reference(project, task, settings), folder / f"{task}.pt")
-            if task == "language_model":
+    for name, task in TASKS.items():
+        task.make_data(folder / task.file)
+        settings = SETTINGS | task.settings | {"data.path": str(folder / task.file)}
+        ddp, fsdp = f"ddp_{name}", f"fsdp_{name}"
+        plans |= {ddp: (name, settings), fsdp: (name, settings)}
+        bake(folder / fsdp, task=name, parallelism="fsdp", package_name=fsdp, tracker="none")
+        with Project.imported(folder / ddp, ddp, task=name, tracker="none") as project:
+            torch.save(reference(project, task, settings), folder / f"{name}.pt")
+            if name == BROKEN:
                 few = settings | FEW
                 torch.save(reference(project, task, few), folder / "few.pt")
-                plans |= {name: ("few", few) for name in ("whole", *BREAKAGES)}
+                plans |= {it: ("few", few) for it in ("whole", *BREAKAGES)}
     (folder / "settings.json").write_text(json.dumps(plans))
     return folder
 
@@ -155,7 +139,7 @@ def test_any_number_of_ranks_computes_what_one_loop_does(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def found_broken(folder: Path) -> dict[str, dict[str, float]]:
     """What two ranks compute otherwise with each breakage, and with none."""
-    original, sources = folder / "ddp_language_model/my-training-run/src/ddp_language_model", {}
+    original, sources = folder / f"ddp_{BROKEN}/my-training-run/src/ddp_{BROKEN}", {}
     for name in ("whole", *BREAKAGES):
         sources[name] = folder / "broken" / name
         package = shutil.copytree(original, sources[name] / name)

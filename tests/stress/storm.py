@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import render
+from benchmarks.common import TASKS, render
 
 from .common import Findings, Tally
 from .forked_jobs import DONE, PATIENCE, PHASES, PID, RESTORED, SAVING, Job, Plan
 
-TASKS = ("language_model", "image_classifier")
 PARALLELISMS = ("single", "ddp", "fsdp")
 CHECKPOINTS = ("torch_save", "dcp", "dcp_async")
 WHOM = ("one rank", "all ranks", "launcher")
@@ -55,7 +54,11 @@ def renders(folder: Path) -> dict[str, Path]:
     ):
         name = f"{parallelism}_{checkpoint}"
         (folder / name).mkdir(parents=True)
-        answers = {"parallelism": parallelism, "checkpoint": checkpoint, "task": TASKS[i % 2]}
+        answers = {
+            "parallelism": parallelism,
+            "checkpoint": checkpoint,
+            "task": TASKS[i % len(TASKS)],
+        }
         sources[name] = render(folder / name, package_name=name, tracker="none", **answers)
         sys.path.insert(0, str(sources[name]))
     return sources
