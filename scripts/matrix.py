@@ -144,7 +144,7 @@ def combinations(template: Path, bounded: bool, wanted: dict[str, str]) -> list[
         longest = max(map(len, choices))
         diagonal = [tuple(c[k % len(c)] for c in choices) for k in range(longest)]
         smallest = "language_model bytes numbered single torch_save disk none baseline"
-        fullest = "language_model tokenizer stream fsdp dcp_async object_store mlflow stages"
+        fullest = "language_model tokenizer stream fsdp dcp_async object_store mlflow full"
         drawn = [*diagonal, smallest.split(), fullest.split()]
     sets = [dict(zip(QUESTIONS, answers, strict=True)) for answers in drawn]
     return [answers for answers in sets if wanted.items() <= answers.items()]

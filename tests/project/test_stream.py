@@ -11,7 +11,9 @@ import torch
 
 from tests.conftest import Project, bake, drill, project_fixture
 
-project = project_fixture("of_a_stream", parallelism="single", checkpoint="dcp", samples="stream")
+project = project_fixture(
+    "of_a_stream", parallelism="single", checkpoint="dcp", samples="stream", workflow="full"
+)
 counted = project_fixture("of_numbers", parallelism="single", checkpoint="torch_save")
 
 

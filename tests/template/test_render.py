@@ -70,7 +70,7 @@ SMALLEST = {
 }
 FULLEST = {
     **{"parallelism": "fsdp", "storage": "object_store", "tracker": "mlflow"},
-    **{"cluster": "kubernetes", "text": "tokenizer", "samples": "stream"},
+    **{"cluster": "kubernetes", "text": "tokenizer", "samples": "stream", "workflow": "full"},
 }
 RENDERS = choose_renders()
 PACKAGE = "src/my_training_run"
@@ -84,7 +84,7 @@ def ranks(answers: dict[str, str]) -> bool:
 
 def stages(answers: dict[str, str]) -> bool:
     """Whether a project has the stages of the workflow behind the baseline."""
-    return answers["workflow"] == "stages"
+    return answers["workflow"] != "baseline"
 
 
 def every(folder: str, names: str, suffix: str = ".py") -> list[str]:
@@ -92,8 +92,8 @@ def every(folder: str, names: str, suffix: str = ".py") -> list[str]:
     return [f"{folder}/{name}{suffix}" for name in names.split()]
 
 
-STAGE_FILES = "chain compare expected turns tuning compile profile trace recovery drill processes "
-STAGE_FILES += "report plots"
+STAGE_FILES = "chain interleaved compile profile trace recovery drill processes report plots"
+FULL_FILES = "compare expected tuning"
 # Every file that only some renders have, and when.
 CONDITIONAL: dict[str, Condition] = {
     "LICENSE": lambda a: a["license"] != "none",
@@ -127,6 +127,10 @@ CONDITIONAL: dict[str, Condition] = {
     **dict.fromkeys(
         every(f"{PACKAGE}/workflow", STAGE_FILES),
         stages,
+    ),
+    **dict.fromkeys(
+        every(f"{PACKAGE}/workflow", FULL_FILES),
+        lambda a: a["workflow"] == "full",
     ),
 }
 ALWAYS = {
@@ -177,7 +181,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(every(f"{PACKAGE}/run", "tracker tracker_adapter"), ("tracker",)),
     **dict.fromkeys(
-        every(f"{PACKAGE}/workflow", STAGE_FILES),
+        every(f"{PACKAGE}/workflow", f"{STAGE_FILES} {FULL_FILES}"),
         ("workflow",),
     ),
     f"{PACKAGE}/workflow/__init__.py": ("workflow",),

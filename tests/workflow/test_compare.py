@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import Project, project_fixture
 
-project = project_fixture("compared")
+project = project_fixture("compared", workflow="full")
 
 
 def result(project: Project, folder: Path, seconds: float = 0.1, **changes: Any) -> Path:
@@ -227,8 +227,8 @@ def test_the_baseline_is_held_to_what_a_team_expects(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     monkeypatch.chdir(project.folder)
-    monkeypatch.setattr(project.module("workflow.turns"), "SECONDS", 0.01)
-    monkeypatch.setattr(project.module("workflow.turns"), "WINDOW", 0.001)
+    monkeypatch.setattr(project.module("workflow.interleaved"), "SECONDS", 0.01)
+    monkeypatch.setattr(project.module("workflow.interleaved"), "WINDOW", 0.001)
     file = tmp_path / "expected.toml"
     words = ["baseline", *project.settings, "--run-dir", str(tmp_path), "--workflow.expect"]
     dispatch = project.module("__main__").dispatch
@@ -241,6 +241,18 @@ def test_the_baseline_is_held_to_what_a_team_expects(
     assert dispatch([*words, str(file)]) == 0
     shown = capsys.readouterr().out
     assert "ok   expected_losses" in shown and "ok   expected_throughput" in shown
+
+
+def test_an_expectation_is_checked_each_time(project: Project, tmp_path: Path) -> None:
+    """Another file, or other figures in it, change no setting that a measurement follows from."""
+    result(project, tmp_path)
+    chain, config = project.module("workflow.chain"), project.config(run_dir=tmp_path)
+    held = project.config(run_dir=tmp_path, workflow__expect=tmp_path / "expected.toml")
+    assert chain.reusable_status(config, "baseline") == "pass"
+    assert chain.reusable_status(held, "baseline") is None
+    assert chain.with_effect(project.module("workflow.stage").origin(held)) == chain.with_effect(
+        project.module("workflow.stage").origin(config)
+    )
 
 
 def test_what_falls_short_of_the_expected_fails(project: Project, tmp_path: Path) -> None:

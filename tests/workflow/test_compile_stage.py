@@ -143,9 +143,9 @@ def cold(project: Project, tmp_path: Path, **changes: Any) -> dict[str, Any]:
 @pytest.fixture
 def quick(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short windows."""
-    turns = project.module("workflow.turns")
-    monkeypatch.setattr(turns, "WINDOW", 0.01)
-    monkeypatch.setattr(turns, "SECONDS", 0.1)
+    interleaved = project.module("workflow.interleaved")
+    monkeypatch.setattr(interleaved, "WINDOW", 0.01)
+    monkeypatch.setattr(interleaved, "SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -301,14 +301,14 @@ def test_an_error_of_the_compiler_is_a_finding(
 
 
 def test_speedups_need_more_than_noise(project: Project) -> None:
-    turns = project.module("workflow.turns")
+    interleaved = project.module("workflow.interleaved")
     noise = [1 + 0.05 * (-1) ** k for k in range(12)]
-    assert turns.times_as_fast([2 * x for x in noise], [1.0] * 12)[1] == "faster"
-    assert turns.times_as_fast(noise, [1.0] * 12)[1] == "within noise"
+    assert interleaved.speedup_of([2 * x for x in noise], [1.0] * 12)[1] == "faster"
+    assert interleaved.speedup_of(noise, [1.0] * 12)[1] == "within noise"
     wild = [1 + 0.6 * (-1) ** k for k in range(12)]
-    assert turns.times_as_fast(wild, [1.0] * 12)[1] == "too noisy to tell"
-    assert turns.times_as_fast([0.8 * x for x in noise], [1.0] * 12)[1] == "slower"
-    speedup, _ = turns.times_as_fast([2.0] * 12, [1.0] * 12)
+    assert interleaved.speedup_of(wild, [1.0] * 12)[1] == "too noisy to tell"
+    assert interleaved.speedup_of([0.8 * x for x in noise], [1.0] * 12)[1] == "slower"
+    speedup, _ = interleaved.speedup_of([2.0] * 12, [1.0] * 12)
     assert (speedup.low, speedup.value, speedup.high) == (2.0, 2.0, 2.0)
 
 

@@ -170,10 +170,10 @@ def test_what_is_no_trace_is_refused(project: Project, traces: Any, tmp_path: Pa
 def test_idle_overhead_both_ways(
     project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    turns, stage = project.module("workflow.turns"), project.module("workflow.profile")
+    stage = project.module("workflow.profile")
     gate = project.module("workflow.stage").Stage("profile", project.config(run_dir=tmp_path))
     for interval in ((0.001, 0.0009, 0.0011), (0.03, 0.02, 0.04), (0.01, 0.008, 0.012)):
-        stage.judge_idle(gate, turns.Interval(*interval), 1e-6)
+        stage.judge_idle(gate, stage.Interval(*interval), 1e-6)
     found = [check["status"] for check in gate.checks]
     assert found == ["pass", "fail", "not_measured"]
     assert "too noisy here" in gate.checks[2]["measured"]

@@ -16,7 +16,9 @@ from tests.project.test_life import PACKAGE, STAGES, commands_of, finish, start
 
 TINY = ("--preset", "tiny", "--device", "cpu", "--model.layers", "1", "--data.path", "text.txt")
 # What is typed stays: without it scale and the drill would compile in each of their processes.
-COMMAND = ("workflow", *TINY, "--workflow.keep-going", "--compile.mode", "none")
+# So rare a failure that another interval between saves is recommended on any machine.
+RARE = ("--workflow.hours-between-failures", "1000")
+COMMAND = ("workflow", *TINY, "--workflow.keep-going", "--compile.mode", "none", *RARE)
 
 
 class Whole(NamedTuple):
@@ -136,15 +138,14 @@ def test_what_the_stages_recommend_is_measured_together(whole: Whole) -> None:
     file = "runs/default/workflow/recommended.toml"
     assert set(checks) == {"together"} and f"train --config {file}\n" in whole.output
     assert all(f"     {link}" in whole.output for link in content["figures"]["settings"])
-    # The micro-batch that the baseline recommends reaches all others; what is typed stays.
-    size = content["settings"]["train"]["micro_batch_size"]
-    for name in ("compile", "profile", "scale", "checkpoint"):
-        settings = whole.stage(name)[0]["settings"]
-        assert settings["train"]["micro_batch_size"] == size
-        assert settings["compile"]["mode"] == "none"
+    # The interval that the drill recommends is there; what is typed stays.
+    every = content["settings"]["checkpoint"]["every"]
+    assert every != whole.stage("checkpoint")[0]["settings"]["checkpoint"]["every"]
+    for name in (*STAGES, "recommended"):
+        assert whole.stage(name)[0]["settings"]["compile"]["mode"] == "none"
     project = whole.run_dir.parents[1]
     command = ("train", "--config", file, "--name", "again", "--train.steps", "3")
     with start(project, sys.executable, "-m", PACKAGE, *command) as process:
         assert "finished at step 3" in finish(process)
     used = json.loads((project / "runs/again/config.json").read_text("utf-8"))
-    assert used["train"]["micro_batch_size"] == size
+    assert used["checkpoint"]["every"] == every

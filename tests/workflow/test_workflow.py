@@ -141,11 +141,10 @@ def test_another_setting_makes_a_measurement_stale(project: Project, tmp_path: P
     def is_current(content: dict[str, Any], **changes: Any) -> bool:
         path.write_text(json.dumps(content))
         config = project.config(**same, **changes)
-        return project.module("workflow").earlier_status(config, "baseline") == "pass"
+        return project.module("workflow.chain").reusable_status(config, "baseline") == "pass"
 
     assert is_current(content)
     assert not is_current(content, workflow__force=True)
-    assert not is_current(content, workflow__expect=tmp_path / "expected.toml")
     for change in ({"train__seed": 1}, {"model__width": 64}, {"workflow__ranks": 3}):
         assert not is_current(content, **change)
     assert not is_current({**content, "code": "another"})
@@ -157,7 +156,7 @@ def test_another_setting_makes_a_measurement_stale(project: Project, tmp_path: P
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60))
 def test_a_median_lies_in_its_interval(project: Project, values: list[float]) -> None:
-    found = project.module("workflow.turns").median_interval(values)
+    found = project.module("workflow.interleaved").median_interval(values)
     assert min(values) <= found.low <= found.value <= found.high <= max(values)
 
 
@@ -165,7 +164,7 @@ def test_the_interval_of_a_median_covers_it(project: Project) -> None:
     """Of many samples of a known distribution, 95 % have the true median in their interval."""
     import numpy as np
 
-    median_interval = project.module("workflow.turns").median_interval
+    median_interval = project.module("workflow.interleaved").median_interval
     generator = np.random.default_rng(0)
     for size in (8, 9, 15, 40):
         found = [median_interval(generator.exponential(size=size)) for _ in range(600)]
@@ -181,13 +180,14 @@ class Conducted:
         self.project, self.run_dir = project, run_dir
         self.ran: list[str] = []
         self.outcomes: dict[str, Any] = {}
-        workflow = project.module("workflow")
-        patch.setattr(project.module("workflow.processes"), "start", self.start)
-        patch.setattr(workflow.signal, "signal", lambda *_: None)
+        chain = project.module("workflow.chain")
+        patch.setattr(chain, "subprocess", SimpleNamespace(Popen=self.start))
+        patch.setattr(chain.signal, "signal", lambda *_: None)
 
-    def start(self, package: str, name: str, *words: str, piped: bool) -> Any:
+    def start(self, command: list[str], **_: Any) -> Any:
         """Stands in for the start of a process."""
-        assert package == "gated" and not piped
+        python, *options, package, name = command[:5]
+        assert (python, options, package) == (sys.executable, ["-u", "-m"], "gated")
         self.ran.append(name)
         outcome = self.outcomes.get(name, True)
         if outcome == "broken":
@@ -272,7 +272,10 @@ def test_the_commands_can_be_listed_without_torch(project: Project) -> None:
         timeout=300,
     )
     *names, torch_is_imported = outcome.stdout.split()
-    assert names[-3:] == ["workflow", "compare", "report"] and torch_is_imported == "False"
+    assert (
+        names[-5:] == ["profile", "scale", "checkpoint", "workflow", "report"]
+        and torch_is_imported == "False"
+    )
 
 
 def test_who_is_stopped_twice_leaves_once(project: Project) -> None:

@@ -302,10 +302,10 @@ def test_the_commands_work_on_a_finished_run(tmp_path: Path, capfd, monkeypatch)
         assert command("infer", "--step", "20")
     settings = ("--config", str(tmp_path / "config.json"))
     if "profile" in STAGES:
-        from {{ cookiecutter.package_name }}.workflow import turns
+        from {{ cookiecutter.package_name }}.workflow import interleaved
 
-        monkeypatch.setattr(turns, "SECONDS", 0.1)  # what is measured does not matter here
-        monkeypatch.setattr(turns, "WINDOW", 0.01)
+        monkeypatch.setattr(interleaved, "SECONDS", 0.1)  # what is measured does not matter here
+        monkeypatch.setattr(interleaved, "WINDOW", 0.01)
         assert "top operators" in command("profile", *settings)
         assert list((tmp_path / "traces").glob("*.json.gz"))
     assert "deterministic" in command("baseline", *settings, codes=(0, 1))  # 1: a slow machine

@@ -32,10 +32,10 @@ from ..model import blocks
 from ..run.hardware import in_units, peak_memory
 from ..train import State, setup
 from .chain import recommend, reject
+from .interleaved import TOO_NOISY, Interval, speedup_of, time_interleaved, without_loader
 from .processes import run_task
 from .stage import Stage, StageConfig
 from .timing import describe, has_drawn, record_steps, spread
-from .turns import TOO_NOISY, Interval, in_turns, times_as_fast, without_reading
 
 MODES = ("blocks", "full")
 TIMEOUT = 1800.0  # seconds for one process
@@ -183,7 +183,7 @@ def judge_speed(stage: Stage, compiled: dict[str, Figures]) -> None:
     parts, given, noisy = [], stage.config.compile.mode, False
     for mode, figures in compiled.items():
         windows = figures["windows"]
-        speedup, verdict = times_as_fast(windows["eager"], windows["compiled"])
+        speedup, verdict = speedup_of(windows["eager"], windows["compiled"])
         figures |= {"speedup": speedup._asdict(), "verdict": verdict}
         speedups[mode], noisy = speedup, noisy or verdict == TOO_NOISY
         parts.append(
@@ -303,14 +303,14 @@ def difference(eager: FirstSteps, compiled: FirstSteps) -> dict[str, float]:
 
 
 def time_windows(state: State) -> Figures:
-    """Time windows of eager and compiled steps in turns."""
-    device, compiled = state.world.device, without_reading(state)
+    """Time interleaved windows of eager and compiled steps."""
+    device, compiled = state.world.device, without_loader(state)
 
     def eager(steps: int) -> float:
         with eagerly(state.model):
             return compiled(steps)
 
-    windows = in_turns({"eager": eager, "compiled": compiled})
+    windows = time_interleaved({"eager": eager, "compiled": compiled})
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     compiled(1)

@@ -20,9 +20,9 @@ from ..errors import RankError, UserError
 from ..run.hardware import usable_cores
 from .stage import PACKAGE, StageConfig
 
-Process = subprocess.Popen[str]
 # Variables by which torchrun tells a process its rank: the stage may have them, its children not.
 OF_TORCHRUN = re.compile("TORCHELASTIC|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME|MASTER_")
+Process = subprocess.Popen[str]
 
 
 def most_ranks(config: StageConfig, device: torch.device) -> tuple[int, str]:
@@ -68,15 +68,9 @@ def leave(number: int, frame: types.FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def start(*words: str, piped: bool, **environment: str) -> Process:
-    """Start `python -m words`; if `piped`, in its own session, its output for `communicate`."""
-    command = [sys.executable, "-u", "-m", *words]
-    inherited = {name: value for name, value in os.environ.items() if not OF_TORCHRUN.match(name)}
-    variables = inherited | environment
-    if not piped:
-        return subprocess.Popen(command, env=variables, text=True)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env=variables, start_new_session=True, **pipes)
+def plain_environment() -> dict[str, str]:
+    """The environment of a process that is no rank of this one's torchrun."""
+    return {name: value for name, value in os.environ.items() if not OF_TORCHRUN.match(name)}
 
 
 @contextlib.contextmanager
@@ -90,7 +84,7 @@ def started(
     """`python -m module arguments`, as one plain process, or as several `ranks` under torchrun.
 
     Each rank has `threads` threads (default: its share of the cores). The output goes to a pipe.
-    When the block ends, by SIGTERM too, all that it started is killed.
+    When the block ends, by SIGTERM or Ctrl-C too, all that it started is killed.
     """
     words = [module, *arguments]
     if ranks > 1:
@@ -103,7 +97,15 @@ def started(
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch.sh sets it
     earlier_handler = signal.signal(signal.SIGTERM, leave)
     try:
-        process = start(*words, piped=True, **environment)
+        # In a session of its own: Ctrl-C reaches this process only, which then ends all others.
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-m", *words],
+            env=plain_environment() | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
         try:
             yield process
         finally:

@@ -26,10 +26,10 @@ from ..profiler import ProfileConfig, Profiler
 from ..run.hardware import usable_cores
 from ..train import State, setup, train_step
 from .chain import read_stage
+from .interleaved import Interval, median_interval
 from .stage import Stage
 from .timing import record_steps, spread
 from .trace import COMPILED, PARTS, Breakdown, breakdown, read_trace
-from .turns import Interval, median_interval
 
 log = logging.getLogger(__name__)
 SECONDS, MOST_STEPS = 5.0, 200  # to measure what an idle profiler costs

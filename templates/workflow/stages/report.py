@@ -17,9 +17,8 @@ from ..files import flatten, open_to_write, read_json, replacing
 from ..run.hardware import in_units
 from ..run.journal import finite, parsed
 from ..run.samples import read_sample, samples_of
-from . import STAGES, plots, with_effect
-from .chain import RECOMMENDED, interval, read_stage, result_in
-from .compare import earlier_results
+from . import STAGES, earlier_results, plots
+from .chain import RECOMMENDED, interval, read_stage, result_in, with_effect
 from .recovery import RESTART
 from .stage import PACKAGE
 from .timing import spread

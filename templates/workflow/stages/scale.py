@@ -23,10 +23,10 @@ from ..files import to_json, write_json
 from ..run.hardware import in_units, usable_cores
 from ..train import State, setup, train_step
 from . import memory_forecast as forecast
+from .interleaved import median_interval
 from .processes import most_ranks, named, refusal, run_task
 from .stage import Stage, StageConfig
 from .timing import difference, has_drawn, record_steps
-from .turns import median_interval
 
 TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}  # relative
 FACTOR = 1.5  # between predicted and measured memory

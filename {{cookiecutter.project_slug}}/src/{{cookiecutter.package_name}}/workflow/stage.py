@@ -75,7 +75,6 @@ class Stage:
 
     def close(self) -> int:
         """Write workflow/<stage>.json; 0 unless a check failed."""
-        seconds = time.perf_counter() - self.started
         content = {
             "stage": self.name,
             "status": self.status,
@@ -84,7 +83,7 @@ class Stage:
             # JSON has no word for NaN and infinity, which become null.
             "figures": json.loads(json.dumps(self.figures), parse_constant=lambda _: None),
             **origin(self.config),
-            "seconds": round(seconds, 2),
+            "seconds": round(time.perf_counter() - self.started, 2),
             "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         write_json(self.file, content)

@@ -16,9 +16,9 @@ from ..train import State
 from . import baseline
 from .chain import recommend, reject, typed_settings
 from .expected import hold_to, read_expected
+from .interleaved import WINDOWS, Way, speedup_of, time_interleaved, with_loader, without_loader
 from .stage import Stage, StageConfig
 from .timing import Steps, record_steps
-from .turns import TURNS, Way, in_turns, times_as_fast, with_reading, without_reading
 
 BUDGET = 60.0  # seconds for all sizes
 NEAR_BEST = 0.97  # of the best throughput: as good, if it takes less memory
@@ -49,7 +49,7 @@ def try_micro_batches(stage: Stage, state: State) -> None:
     for size in sizes_to_try(given, train.global_batch_size, a_step):
         plan, why = shares(train.global_batch_size, size, state.world.rank, state.world.size), ""
         try:
-            way = without_reading(dataclasses.replace(state, plan=plan))
+            way = without_loader(dataclasses.replace(state, plan=plan))
             peaks[size] = peak_of(way, state)
         except Exception as error:  # out of memory, or a limit of a kernel
             if size == given:
@@ -68,7 +68,7 @@ def try_micro_batches(stage: Stage, state: State) -> None:
             break
     if len(ways) < 2:
         return
-    seconds = in_turns(ways)
+    seconds = time_interleaved(ways)
     median = {int(size): float(np.median(each)) for size, each in seconds.items()}
     rates = {size: train.global_batch_size / median[size] for size in sorted(median)}
     parts = [f"{size}: {rates[size]:,.0f} samples/s, {in_units(peaks[size])}" for size in rates]
@@ -79,7 +79,7 @@ def try_micro_batches(stage: Stage, state: State) -> None:
     stage.figures["micro_batch"] = figures
     alike = not any(isinstance(module, _BatchNorm) for module in state.model.modules())
     for size in sorted(set(median) - {given}):
-        speedup, verdict = times_as_fast(seconds[str(given)], seconds[str(size)])
+        speedup, verdict = speedup_of(seconds[str(given)], seconds[str(size)])
         if size == best and verdict == "faster" and alike:
             recommend(stage, "train.micro_batch_size", size, speedup)
         elif size == best < given and peaks[size] < NEAR_BEST * peaks[given]:
@@ -97,7 +97,7 @@ def sizes_to_try(given: int, most: int, step_seconds: float) -> list[int]:
     """
     larger = [given << i for i in range(1, most.bit_length()) if given << i < most]
     wanted = [given, *larger, *[most] * (given < most), given // 2, given // 4]
-    affordable = {n for n in wanted[: int(BUDGET / (TURNS[0] * step_seconds))] if n}
+    affordable = {n for n in wanted[: int(BUDGET / (WINDOWS[0] * step_seconds))] if n}
     return sorted(affordable, key=lambda size: (size != given, size > given, size))
 
 
@@ -133,9 +133,9 @@ def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | Non
     if not counts:
         return None
     print(f"     trying loader workers: {', '.join(map(str, counts))} ...", flush=True)
-    ways = {str(given): with_reading(reading(given))}
+    ways = {str(given): with_loader(reading(given))}
     for count in counts:
-        way = with_reading(reading(count))
+        way = with_loader(reading(count))
         try:
             way(1)
         except Exception as error:  # what cannot be read in another process
@@ -146,9 +146,9 @@ def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | Non
     counts = [count for count in counts if str(count) in ways]
     if not counts:
         return None
-    seconds = in_turns(ways, multiple=counts[-1])
+    seconds = time_interleaved(ways, multiple=counts[-1])
     median = {count: float(np.median(seconds[str(count)])) for count in counts}
-    compared = {n: times_as_fast(seconds[str(given)], seconds[str(n)]) for n in counts}
+    compared = {n: speedup_of(seconds[str(given)], seconds[str(n)]) for n in counts}
     faster = [count for count in counts if compared[count][1] == "faster"]
     good = [n for n in faster if NEAR_BEST * median[n] <= min(median[it] for it in faster)]
     best = min(good, default=None)
@@ -168,11 +168,11 @@ def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | Non
 def workers_to_try(given: int, waited: float, seconds: float, device: torch.device) -> list[int]:
     """Two numbers of loader workers above the given one that may end a wait, as time allows.
 
-    Of the numbers, and the given one, the largest is a multiple: see `with_reading`.
+    Of the numbers, and the given one, the largest is a multiple: see `with_loader`.
     """
     sharing = torch.cuda.device_count() if device.type == "cuda" else 1  # ranks of this machine
     enough = math.ceil(max(1, given) / max(0.01, 1 - waited))  # if each has a core
     most = min(enough, max(4, 2 * usable_cores() // sharing))
-    longest = BUDGET / (3 * TURNS[0] * seconds)  # window, in steps of so many seconds
+    longest = BUDGET / (3 * WINDOWS[0] * seconds)  # window, in steps of so many seconds
     counts = [max(1, given) << power for power in range(7)]
     return [n for n in counts if given < n < 2 * most and n <= longest][-2:]

@@ -1,8 +1,8 @@
 """What is better or worse in one run, or in one result of a stage, than in another.
 
 A difference counts when what most values of a figure lie in (p10 to p90) is apart: medians of the
-same code differ by more from one measurement to the next than their intervals tell. Of figures that
-were measured in turns the 95 % intervals count, of one that was measured once a change by `ONCE`.
+same code differ by more from one measurement to the next than their intervals tell. Of interleaved
+measurements the 95 % intervals count, of a figure that was measured once a change by `ONCE`.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from ..errors import UserError, printable
 from ..files import make_folder, read_json, write_json
 from ..run.hardware import in_units
 from ..run.journal import finite, read_records
-from . import STAGES, settings_with_effect
-from .chain import read_stage, result_in
+from . import STAGES
+from .chain import read_stage, result_in, settings_with_effect
+from .interleaved import Interval, median_interval
 from .stage import stage_file
 from .timing import difference, spread
-from .turns import Interval, median_interval
 
 KEPT = 10  # results of a stage
 NOISE, ONCE, LOSSES = 0.03, 0.3, 0.01  # relative

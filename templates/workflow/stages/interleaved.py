@@ -1,4 +1,4 @@
-"""Ways to take the same steps, timed in turns; intervals tell a difference from noise."""
+"""Time several ways to take the same steps, interleaved; intervals tell a difference from noise."""
 
 import contextlib
 import itertools
@@ -14,7 +14,7 @@ from ..device import synchronize
 from ..train import State, train_step
 
 WINDOW, SECONDS = 0.2, 6.0  # of a window of steps, and of all windows together
-TURNS = (6, 15)  # windows of each way: at least (for a 95 % interval), and at most
+WINDOWS = (6, 15)  # of each way: at least (for a 95 % interval), and at most
 NOISE = 1.2  # an interval whose ends are this far apart cannot tell what is faster
 TOO_NOISY = "too noisy to tell"
 BATCHES = 4  # read before anything is timed
@@ -34,19 +34,19 @@ class Interval(NamedTuple):
         return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
 
 
-def in_turns(ways: dict[str, Way], multiple: int = 1) -> dict[str, list[float]]:
-    """Seconds per step of each way, by windows in turns, so that other load meets all alike.
+def time_interleaved(ways: dict[str, Way], multiple: int = 1) -> dict[str, list[float]]:
+    """Seconds per step of each way, window by window in turn, so that other load meets all alike.
 
     Each window has a multiple of `multiple` steps.
     """
     slowest = max(min(way(multiple) for _ in range(2)) for way in ways.values())
     steps = multiple * math.ceil(min(100, WINDOW / slowest) / multiple)
-    turns = int(np.clip(round(SECONDS / (len(ways) * steps * slowest)), *TURNS))
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(turns):
-        for name in sorted(ways, reverse=turn % 2 == 0):
-            found[name].append(ways[name](steps))
-    return found
+    windows = int(np.clip(round(SECONDS / (len(ways) * steps * slowest)), *WINDOWS))
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for window in range(windows):
+        for name in sorted(ways, reverse=window % 2 == 0):
+            seconds[name].append(ways[name](steps))
+    return seconds
 
 
 def median_interval(values: Sequence[float] | np.ndarray) -> Interval:
@@ -62,7 +62,7 @@ def median_interval(values: Sequence[float] | np.ndarray) -> Interval:
     return Interval(float(np.median(ordered)), float(ordered[rank]), float(ordered[-1 - rank]))
 
 
-def times_as_fast(before: Sequence[float], after: Sequence[float]) -> tuple[Interval, str]:
+def speedup_of(before: Sequence[float], after: Sequence[float]) -> tuple[Interval, str]:
     """How many times as fast the steps are, from pairs of windows, and a word for it."""
     speedup = median_interval(np.array(before) / np.array(after))
     if speedup.low > 1 or speedup.high < 1:
@@ -70,17 +70,17 @@ def times_as_fast(before: Sequence[float], after: Sequence[float]) -> tuple[Inte
     return speedup, "within noise" if speedup.high < NOISE * speedup.low else TOO_NOISY
 
 
-def without_reading(state: State) -> Way:
+def without_loader(state: State) -> Way:
     """Steps on a few batches that were read before: neither reading nor loader workers count."""
     batches = [state.loader.of(step, state.plan) for step in range(BATCHES)]
     return partial(_seconds, state, lambda: batches[state.step % len(batches)])
 
 
-def with_reading(state: State) -> Way:
+def with_loader(state: State) -> Way:
     """Steps as in training, with loader workers that end with the window.
 
-    Else they would read ahead while another way has its turn. All of them deliver their first batch
-    at the same time, so only a multiple of their number shows the pace of training.
+    Else they would read ahead during the windows of another way. All of them deliver their first
+    batch at the same time, so only a multiple of their number shows the pace of training.
     """
 
     def take(steps: int) -> float:
