@@ -14,7 +14,6 @@ RESERVED = "in a folder of the publisher's, made anew under a random name"
 EXCEPTIONS = {
     ("files.py", "open(path, mode, opener=regular, **options)"): "the one function",
     ("checkpoint/publish.py", "open(reservation / MANIFEST, 'wb')"): RESERVED,
-    ("checkpoint/paths.py", "copy.open('wb')"): "in a temporary folder, new under a random name",
     ("checkpoint/paths.py", "path.open('wb')"): "in a temporary folder, new under a random name",
     ("checkpoint/dcp_writer.py", "path.open(mode)"): RESERVED,
     ("checkpoint/writer.py", "path.open('wb')"): RESERVED,

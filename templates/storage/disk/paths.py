@@ -77,11 +77,6 @@ def local_folder(path: Path, group: Group | None = None) -> Path:
     return path
 
 
-def local_file(path: Path) -> Path:
-    """A file as one on disk: itself."""
-    return path
-
-
 def fetch(path: Path, again: bool = False) -> None:
     """Nothing to fetch: every file is on disk."""
 

@@ -18,6 +18,8 @@ ELSEWHERE = dict.fromkeys(("checkpoint.url", "checkpoint.local_first"), "storage
 class StorageConfig(RetentionConfig):
     """Checkpoints on disk."""
 
+    far = False  # they are in the run directory
+
 
 def open_storage(
     run_dir: Path, config: StorageConfig, group: Group, identity: dict[str, Any] | None

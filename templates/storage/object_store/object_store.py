@@ -142,9 +142,9 @@ class RemotePath:
         return self.path.rpartition("/")[2]
 
     @property
-    def suffix(self) -> str:
-        """The name's extension, with its dot."""
-        return Path(self.name).suffix
+    def parent(self) -> "RemotePath":
+        """The folder that it is in."""
+        return RemotePath(self.store, self.path.rpartition("/")[0])
 
     def is_symlink(self) -> bool:
         """A store has no links."""

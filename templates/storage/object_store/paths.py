@@ -96,16 +96,6 @@ def local_folder(path: Place, group: Group | None = None) -> Path:
     return copies[path]
 
 
-def local_file(path: Place) -> Path:
-    """A file as one on disk: an object is fetched."""
-    if not isinstance(path, RemotePath):
-        return path
-    copy = local_folder(path) / path.name  # errors name the file
-    with path.open() as file, copy.open("wb") as target:
-        shutil.copyfileobj(file, target, PART)
-    return copy
-
-
 def fetch(path: Path, again: bool = False) -> None:
     """Copy a file into its `local_folder`, if that is of a store."""
     for source, folder in copies.items():

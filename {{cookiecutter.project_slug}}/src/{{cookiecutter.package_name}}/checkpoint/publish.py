@@ -63,7 +63,6 @@ class RetentionConfig:
     """Also keep for good each checkpoint whose step is a multiple of this (0: none)."""
     on_failure: Literal["stop", "continue"] = "stop"
     """After a failed save: "stop" ends training, "continue" goes on to the next save."""
-    far = False  # whether the run directory has no checkpoints of its own: of an object store
 
     def __post_init__(self) -> None:
         """Check the values (UserError)."""

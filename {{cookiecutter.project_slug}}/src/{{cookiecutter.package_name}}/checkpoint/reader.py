@@ -24,7 +24,6 @@ from .paths import (
     checkpoints_of,
     fetch,
     listing,
-    local_file,
     local_folder,
     located,
     published,
@@ -83,7 +82,8 @@ def load_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:
     """Open a checkpoint that is verified; or, with manifest {}, a file or directory of tensors."""
     if path.is_file():
-        return OneFile(local_file(path))
+        fetch(file := local_folder(path.parent) / path.name)
+        return OneFile(file)
     folder, files = local_folder(data_of(path, manifest)), manifest.get("files")
     for name in () if files else listing(path):
         fetch(folder / name)
