@@ -151,7 +151,7 @@ ALWAYS = {
     ),
     *every(
         f"{PACKAGE}/run",
-        "__init__ bad_steps callback_runner directory hardware journal logs memory samples tracker",
+        "__init__ bad_steps callback_runner directory hardware journal logs samples tracker",
     ),
     *every(f"{PACKAGE}/workflow", "__init__ baseline stage timing"),
 }
