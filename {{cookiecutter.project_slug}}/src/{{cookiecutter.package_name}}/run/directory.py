@@ -97,9 +97,7 @@ class RunDirectory:
             self.record_status(status, step=step)
         if self.group.rank == 0 and not (settings := self.path / "config.json").exists():
             try:
-                write_json(
-                    settings, to_json(config)
-                )  # those by which its checkpoints are found elsewhere
+                write_json(settings, to_json(config))  # they name the store of its checkpoints
             except OSError as error:
                 log.warning("config.json is not there: %s", error)
 
