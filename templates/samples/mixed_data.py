@@ -22,7 +22,7 @@ class DataConfig(source.DataConfig):
     """What is read, and how."""
 
     mix: str = ""
-    """Train on several sources below `path`, by weight: "a=0.7,b=0.3" (default: on one, `path`)."""
+    """Weights of the sources below `path`: "a=0.7,b=0.3" (default: `path` is the one source)."""
 
 
 def build_datasets(config: "Config") -> tuple[Any, Any, Spec]:

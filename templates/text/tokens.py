@@ -47,15 +47,15 @@ class TokensConfig:
     """What to encode, and how."""
 
     text: Path
-    """A folder of text and of JSON lines (.jsonl), or one such file. A text file is a document."""
+    """A folder of text files (a document each) and JSON lines (.jsonl), or one such file."""
     to: Path
-    """The folder to make: token files, tokenizer.json, and tokens.json, which describes them."""
+    """Folder to create, with token files, tokenizer.json and tokens.json, which describes them."""
     field: str = "text"
-    """The field of a JSON line that has the text; each line is a document."""
+    """Field of a JSON line with the text; each line is a document."""
     tokenizer: Path | None = None
-    """A tokenizer.json to encode by (default: one is trained from the text: BPE over bytes)."""
+    """tokenizer.json to use (default: train byte-level BPE on the text)."""
     vocabulary: int = 8192
-    """Tokens of a tokenizer that is trained."""
+    """Vocabulary size of a trained tokenizer."""
     end_of_text: str = "<|endoftext|>"
     """The token that ends each document."""
 

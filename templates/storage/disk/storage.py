@@ -9,8 +9,7 @@ from .paths import Place, checkpoints_of, located
 from .publish import Publisher, RetentionConfig
 
 C = TypeVar("C")
-__all__ = ["ELSEWHERE", "Place", "StorageConfig", "located", "on_disk", "open_storage"]
-ELSEWHERE = dict.fromkeys(("checkpoint.url", "checkpoint.local_first"), "storage=object_store")
+__all__ = ["Place", "StorageConfig", "located", "on_disk", "open_storage"]
 """Settings that other projects have, with the answer that they need."""
 
 

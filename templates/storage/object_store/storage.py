@@ -38,8 +38,7 @@ from .tensors import identity_differences, offer_weights
 from .upload import UploadingPublisher, send
 
 log = logging.getLogger(__name__)
-__all__ = ["ELSEWHERE", "Place", "StorageConfig", "located", "on_disk", "open_storage"]
-ELSEWHERE: dict[str, str] = {}
+__all__ = ["Place", "StorageConfig", "located", "on_disk", "open_storage"]
 """Settings that other projects have, with the answer that they need."""
 OWNER = "owner.json"
 ATTEMPT = re.compile(r"[0-9a-f]{8}")

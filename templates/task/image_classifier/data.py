@@ -30,13 +30,13 @@ class DataConfig:
     """Images with a class each."""
 
     path: Path | None = None
-    """An .npz of `images` and `labels`, or a folder with one per class (default: the digits)."""
+    """An .npz of `images` and `labels`, or a folder of class folders (default: the digits)."""
     size: int = 0
-    """Scale and crop the images of a folder to so many pixels a side (0: all have one size)."""
+    """Side to scale and crop images of a folder to, in pixels (0: all have one size)."""
     channels: Literal[0, 1, 3] = 0
-    """Of the images of a folder, grey or in colour (0: as the first one)."""
+    """Channels of images of a folder: 1 grey, 3 colour (0: like the first image)."""
     max_shift: int = 1
-    """Move each training image by up to this many pixels, another way each time it is seen."""
+    """Largest random shift of training images, in pixels."""
 
     def __post_init__(self) -> None:
         """Check the values (UserError)."""

@@ -23,7 +23,7 @@ class InferConfig:
     """Which images to look at."""
 
     samples: int = 6
-    """Draw this many validation images, with what the model says of them."""
+    """Validation images to draw, with predictions."""
 
 
 def infer(model: nn.Module, spec: "Spec", config: Config, options: InferConfig) -> None:

@@ -26,7 +26,7 @@ class ModelConfig:
     layers: int = 4
     width: int = 64
     groups: int = 8
-    """Of the group norms (Wu and He, 2018), which unlike batch norm look at one sample only."""
+    """Groups of the group norms (Wu and He, 2018), which do not mix samples as batch norm does."""
     dropout: float = 0.1
 
     def __post_init__(self) -> None:

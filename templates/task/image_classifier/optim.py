@@ -17,7 +17,7 @@ class OptimConfig(ScheduleConfig):
     beta1: float = 0.9
     beta2: float = 0.95
     clip: float = 1.0
-    """Gradients are scaled down to this norm (0: never)."""
+    """Gradient norm to clip to (0: off)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

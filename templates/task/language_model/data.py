@@ -33,11 +33,11 @@ class DataConfig(TextConfig):
     path: Path | None = None
     """A text file, a .bin file of tokens, or a folder (default: the Python standard library)."""
     context: int = 128
-    """Tokens that the model sees at once."""
+    """Context length, in tokens."""
     vocabulary: int = 0
-    """Of .bin files: how many different tokens there can be (GPT-2: 50257). Text has 256 bytes."""
+    """Vocabulary size of .bin files (GPT-2: 50257); text has 256 bytes."""
     token_type: Literal["uint16", "uint32"] = "uint16"
-    """Of .bin files: tokens one after the other, little-endian, no header, as nanoGPT has them."""
+    """Integer type of .bin files (little-endian tokens without a header, as in nanoGPT)."""
 
     def __post_init__(self) -> None:
         """Check the values (UserError)."""

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class InferConfig:
-    """What to go on from, and how."""
+    """Prompt and sampling."""
 
     prompt: str = "def "
-    """Text; of a model of token files without a tokenizer the tokens, as in "15496 11 995"."""
+    """Text to continue; token numbers ("15496 11 995") for token files without a tokenizer."""
     tokens: int = 300
-    """How many to generate; a token of text is a byte."""
+    """Tokens to generate."""
     temperature: float = 0.8
-    """0 takes the likeliest token each time; higher is more daring."""
+    """Sampling temperature (0: always the most likely token)."""
     top_k: int = 40
-    """Choose among this many likeliest tokens (0: all)."""
+    """Most likely tokens to sample from (0: all)."""
     seed: int = 0
 
 

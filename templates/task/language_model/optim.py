@@ -19,14 +19,14 @@ class OptimConfig(ScheduleConfig):
     """The optimizer, and the schedule of its rate."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """muon: for the matrices of the blocks; the other parameters have AdamW either way."""
+    """Optimizer; muon updates the matrices of the blocks, AdamW everything else."""
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
     momentum: float = 0.95
-    """Of Muon."""
+    """Momentum of Muon."""
     clip: float = 1.0
-    """Gradients are scaled down to this norm (0: never)."""
+    """Gradient norm to clip to (0: off)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -116,9 +116,9 @@ def infer(arguments: list[str]) -> int:
         """The run, its checkpoint, and the input."""
 
         step: int | None = None
-        """Use the checkpoint of this step (default: the newest good one)."""
+        """Step of the checkpoint (default: the newest good one)."""
         weights: Weights = "last"
-        """ema: their average (--optim.ema) in place of the last ones."""
+        """Weights to use: the last ones, or their EMA (--optim.ema)."""
         device: str = "auto"
 
     options = parse("infer", Inference, arguments)

@@ -32,13 +32,13 @@ class CompileConfig:
     """torch.compile."""
 
     mode: Literal["none", "blocks", "full"] = "none"
-    """Nothing, each repeated block (compiles once for all of them), or the whole model."""
+    """What to compile: nothing, each repeated block (once for all of them), or the whole model."""
     fullgraph: bool = False
     """Treat a graph break as an error."""
     dynamic: bool | None = None
-    """Shapes: dynamic from the start (true), never (false), or once they are seen to vary."""
+    """Dynamic shapes: from the start (true), never (false), or once they vary (default)."""
     backend: str = "inductor"
-    """"eager" and "aot_eager" help to find the part of the compiler that is at fault."""
+    """Backend of torch.compile; "eager" and "aot_eager" help to debug the compiler."""
 
 
 def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:

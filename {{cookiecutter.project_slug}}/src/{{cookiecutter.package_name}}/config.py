@@ -8,7 +8,7 @@ import difflib
 import logging
 import tomllib
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from .checkpoint.checkpointer import CheckpointConfig
-from .checkpoint.storage import ELSEWHERE, located, on_disk
+from .checkpoint.storage import located, on_disk
 from .compile import CompileConfig
 from .data import DataConfig
 from .distributed.parallel import ParallelConfig
@@ -30,9 +30,13 @@ from .run.tracker import TrackerConfig
 
 log = logging.getLogger(__name__)
 C = TypeVar("C")
-# Parts whose settings depend on the answers of a render, or did in an earlier release.
-OF_AN_ANSWER = ("parallel", "checkpoint", "compile", "tracker")
 OF_ONE_RUN = ("name", "run_dir", "fresh", "init_from", "init_strict", "workflow")
+# Settings of other answers and of earlier releases: a file that has them is loaded without them.
+OF_AN_ANSWER = {"parallel", "checkpoint", "compile", "tracker"}  # parts, in a config.json
+GONE = {"checkpoint.auto_share", "checkpoint.auto_longest", "checkpoint.every"}
+GONE |= {"data.documents", "data.end_of_text", "workflow.expect"}
+ELSEWHERE = dict.fromkeys(("checkpoint.url", "checkpoint.local_first"), "storage=object_store")
+ELSEWHERE |= {"data.documents": "text=tokenizer", "workflow.expect": "workflow=full"}
 
 
 @dataclass(frozen=True)
@@ -40,30 +44,30 @@ class TrainConfig:
     """The loop."""
 
     steps: int = 300
-    """Optimizer steps in all; raise it to train a finished run further."""
+    """Total optimizer steps; raise it to train a finished run further."""
     global_batch_size: int = 32
-    """Samples per optimizer step over all processes. It fixes the order of samples for the run."""
+    """Samples per optimizer step over all ranks; fixed for the run, like the order of samples."""
     micro_batch_size: int = 32
-    """The most samples in one forward of a process; gradients are accumulated accordingly."""
+    """Samples per forward on each rank; the rest of the batch is accumulated."""
     log_every: int = 10
     validate_every: int = 100
     """Steps between validations (0: never)."""
     validate_samples: int = 0
-    """Validate on this many samples, the same ones each time (0: all)."""
+    """Validation samples, the same ones each time (0: all)."""
     seed: int = 0
     deterministic: bool = False
-    """Only deterministic kernels: on CUDA a resume is then bit-exact, and steps are slower."""
+    """Deterministic kernels: bit-exact resume on CUDA, slower steps."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Of matrix products; weights and optimizer stay float32. auto: bf16 where CUDA has it."""
+    """Autocast dtype; weights and optimizer stay float32 (auto: bf16 on GPUs that have it)."""
     activation_checkpointing: bool = False
-    """Keep only each block's input for backward: less memory, a third more compute."""
+    """Recompute each block in backward: less memory, a third more compute."""
     loader_workers: int = 0
-    """Processes that read data ahead (0: read in the loop, best for data in memory)."""
+    """DataLoader workers per rank (0: read in the loop, best for data in memory)."""
     on_bad_step: Literal["skip", "stop"] = "skip"
-    """A step with a non-finite loss or gradient is skipped; "stop": it ends the run and names the
-    samples at fault, for which the host waits for the device at each step."""
+    """What to do at a non-finite loss or gradient: skip the step, or stop and name the samples at
+    fault (the host then waits for the device at each step)."""
     max_bad_steps: int = 20
-    """End the run after this many skipped steps in a row (0: never)."""
+    """Skipped steps in a row that end the run (0: never)."""
 
     def __post_init__(self) -> None:
         positive = ("steps", "global_batch_size", "micro_batch_size", "log_every")
@@ -85,9 +89,9 @@ class RunLocation:
     """The run, by name or directory."""
 
     name: str = "default"
-    """Starting a run of the same name again resumes it."""
+    """Name of the run; the same name resumes it."""
     run_dir: Path | None = None
-    """Where the run lives (default: runs/NAME)."""
+    """Run directory (default: runs/NAME)."""
 
     @property
     def directory(self) -> Path:
@@ -105,15 +109,15 @@ class Config(RunLocation):
     """One training run."""
 
     fresh: bool = False
-    """Set the old run of this name aside and start over."""
+    """Move an old run of this name aside and start over."""
     device: str = "auto"
-    """auto (a GPU where there is one), cpu, cuda, cuda:1, mps."""
+    """auto (a GPU if there is one), cpu, cuda, cuda:1 or mps."""
     init_from: Path | None = None
-    """Start at step 0 from the weights of this run, checkpoint, .pt or .safetensors file."""
+    """Run, checkpoint, .pt or .safetensors file whose weights to start from, at step 0."""
     init_strict: bool = False
-    """Refuse weights to start from that lack a tensor or have one too many."""
+    """Fail on missing or unexpected tensors in --init-from."""
     track: bool = True
-    """Log to the experiment tracker, too."""
+    """Log to the experiment tracker."""
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -134,43 +138,33 @@ class Config(RunLocation):
                 raise UserError(f"--init-from {self.init_from}: there is nothing there")
 
 
-GONE = ("checkpoint.auto_share", "checkpoint.auto_longest")  # in files of earlier releases
-AUTO = ("checkpoint.every", "auto")
-
-
 def preset(name: str = "default", kind: type[C] = Config) -> C:
-    """The settings of a preset; UserError lists the presets when there is none of that name."""
+    """The settings of a preset; UserError for an unknown one."""
     if name not in PRESETS:
-        raise UserError(f"--preset {name}: there is none of that name; try {', '.join(PRESETS)}")
+        raise UserError(f"--preset {name}: unknown preset; choose from {', '.join(PRESETS)}")
     return override(override(kind(), PRESETS["default"]), PRESETS[name])
 
 
 def load(path: Path, kind: type[C] = Config, start: str = "default") -> C:
-    """A preset, overridden by TOML with any of the settings, or by a run's config.json.
+    """A preset overridden by a TOML file, or the settings of a run's config.json.
 
     The latter without what names that run (its name, its store). A setting that it lacks is newer
-    than it, and has its own default: a preset's may have become another one since.
+    and has its default, not a preset's, which may have changed since.
     """
     path = path / "config.json" if path.is_dir() else path
     if path.suffix != ".toml":
         return on_disk(from_json(kind(), path, leave_out=OF_ONE_RUN))
-    config = preset(start, kind)
     changes = read_toml(path)
-    if gone := [n for n, value in changes.items() if n in GONE or (n, value) == AUTO]:
-        log.info(
-            "left out of %s, as there are no such settings any more: %s", path, ", ".join(gone)
-        )
-        changes = {name: value for name, value in changes.items() if name not in gone}
     if kind is Config:  # a run's own settings, from a file for the stages, too
         changes = {n: value for n, value in changes.items() if not n.startswith("workflow.")}
     try:
-        return override(config, changes)
+        return override(preset(start, kind), changes, GONE)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The settings in a TOML file by their dotted names; UserError if it is none."""
+    """The settings in a TOML file by their dotted names; UserError if it cannot be read."""
     try:
         named = dict(flatten(tomllib.loads(path.read_text("utf-8"))))
     except (OSError, ValueError, RecursionError) as error:
@@ -180,50 +174,43 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def from_json(config: C, path: Path, leave_out: Iterable[str] = ()) -> C:
-    """Override `config` by a JSON file, except for the top-level names in `leave_out`.
-
-    Settings of another answer are left out, with one line that names them; UserError for any other
-    that this project does not have.
-    """
-    unknown: dict[str, Any] = {}
+    """Override `config` by a JSON file, except for the top-level names in `leave_out`."""
     try:
         content = {k: value for k, value in read_json(path).items() if k not in leave_out}
-        config = _replace(config, content, unknown)
+        return _merged(config, content, GONE | OF_AN_ANSWER)
     except UserError as error:
         raise UserError(f"{path} is not a config.json that can be used: {error}") from None
-    for name in unknown:
-        if name.partition(".")[0] not in OF_AN_ANSWER:
-            raise UserError(f"{path}: {name} is not a setting of this project")
-    if unknown:
-        # With the answer to which projects have the setting, if the run made use of it.
-        names = [
-            f"{name} ({ELSEWHERE[name]})" if value and name in ELSEWHERE else name
-            for name, value in unknown.items()
-        ]
-        text = "left out of %s, as this project has no such settings: %s"
-        log.info(text, path, ", ".join(names))
-    return config
 
 
-def override(config: C, changes: dict[str, Any]) -> C:
+def override(config: C, changes: dict[str, Any], ignored: Set[str] = frozenset()) -> C:
     """Change settings by dotted names, as in {"train.steps": 20}; UserError for unknown names.
 
     Changes to one part are made together, since a part may check settings against each other.
     """
     tree: dict[str, Any] = {}
-    unknown: dict[str, Any] = {}
     for name, value in changes.items():
         *path, last = name.split(".")
         node = tree
         for key in path:
             node = node.setdefault(key, {})
         node[last] = value
+    return _merged(config, tree, ignored)
+
+
+def _merged(config: C, tree: dict[str, Any], ignored: Set[str]) -> C:
+    """Change settings by nested names; UserError for unknown ones, but one line for `ignored`."""
+    unknown: dict[str, Any] = {}
     config = _replace(config, tree, unknown)
+    for name in unknown:
+        if not {name, name.partition(".")[0]} & ignored:
+            near = difflib.get_close_matches(name, dict(flatten(to_json(config))), 1)
+            advice = f": did you mean {near[0]}?" if near else ""
+            raise UserError(f"{name} is not a setting of this project{advice}")
     if unknown:
-        name = next(iter(unknown))
-        near = difflib.get_close_matches(name, dict(flatten(to_json(config))), 1)
-        advice = f": did you mean {near[0]}?" if near else ""
-        raise UserError(f"{name} is not a setting of this project{advice}")
+        # With the answer to which projects have the setting, if the run made use of it.
+        answers = {name: f" ({ELSEWHERE[name]})" for name in unknown if name in ELSEWHERE}
+        names = [name + (answers.get(name, "") if unknown[name] else "") for name in unknown]
+        log.info("settings that this project does not have are ignored: %s", ", ".join(names))
     return config
 
 
@@ -231,7 +218,8 @@ def _replace(part: Any, changes: dict[str, Any], unknown: dict[str, Any], prefix
     """Change a part of the settings; names that it does not have go to `unknown`."""
     types, values = typing.get_type_hints(type(part)), {}
     for name, value in changes.items():
-        if name not in types or (prefix + name, value) == AUTO:
+        # checkpoint.every was "auto" in earlier releases.
+        if name not in types or (prefix + name, value) == ("checkpoint.every", "auto"):
             unknown.update(flatten({prefix + name: value}))
         elif not dataclasses.is_dataclass(types[name]):
             values[name] = _checked(prefix + name, value, types[name])

@@ -32,17 +32,17 @@ class ProfileConfig:
     """Which steps to trace: `wait`, `warmup`, then `active` ones, `repeat` times."""
 
     every: int = 0
-    """While training, trace a window every this many steps (0: never)."""
+    """Steps between traced windows in training (0: never)."""
     wait: int = 2
     warmup: int = 2
-    """Steps with the profiler on whose events are thrown away (its start-up is slow)."""
+    """Warm-up steps, not recorded (the profiler starts slowly)."""
     active: int = 3
-    """Traced steps; more make a trace heavy."""
+    """Steps to trace; more make large files."""
     repeat: int = 1
     shapes: bool = True
     memory: bool = True
     with_stack: bool = False
-    """Python's frames and the modules, too: a trace ten times as heavy."""
+    """Record Python frames and modules: traces ten times as large."""
 
     def __post_init__(self) -> None:
         if self.active < 1 or self.repeat < 1 or min(self.wait, self.warmup, self.every) < 0:

@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """A linear warm-up, a cosine decay."""
+    """Learning-rate schedule: linear warm-up, cosine decay."""
 
     learning_rate: float = 1e-3
-    """The highest rate of the schedule."""
+    """Peak learning rate."""
     scaling: Literal["none", "sqrt", "linear"] = "none"
-    """Scale the learning rate with train.global-batch-size / base-batch-size: by the square root
-    (usual for Adam) or linearly (usual for SGD). The number of processes has no effect."""
+    """How the rate grows with train.global-batch-size / base-batch-size: sqrt (usual for Adam) or
+    linear (usual for SGD). The number of ranks has no effect."""
     base_batch_size: int = 256
-    """The global batch that `learning_rate` was tuned for."""
+    """Global batch size that the learning rate was tuned for."""
     warmup_steps: int = 20
     final_fraction: float = 0.1
-    """The schedule ends at this fraction of the learning rate."""
+    """Final learning rate, as a fraction of the peak."""
     ema: float = 0.0
-    """Keep an average of the weights that decays by this factor a step, 0.999 for example (0: no).
-    It is validated, too; `export` and `infer` take it with --weights ema."""
+    """EMA decay per step, such as 0.999 (0: off). The average is validated, too; `export` and
+    `infer` take it with --weights ema."""
 
     def __post_init__(self) -> None:
         if not 0 < self.learning_rate < math.inf or self.warmup_steps < 0:

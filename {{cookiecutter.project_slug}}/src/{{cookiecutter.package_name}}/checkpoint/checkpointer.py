@@ -1,6 +1,6 @@
 """When a run saves, what it restores, and which checkpoints it may go on from.
 
-A `Checkpointer` owns a writer (writer.py: the answer to "How it saves checkpoints") and a publisher
+A `Checkpointer` owns a writer (writer.py: the answer to "Checkpoint format") and a publisher
 (publish.py). The loop calls `save`; the writer takes the tensors, at once or in the background,
 and hands what writes this rank's files to the publisher.
 """
@@ -78,10 +78,6 @@ class Checkpointer:
     def failed(self) -> bool:
         """Whether this rank knows of a save in flight that failed."""
         return self.writer.failed
-
-    def due(self, step: int) -> bool:
-        """Whether to save after this step."""
-        return self.config.every > 0 and step % self.config.every == 0
 
     def save(self, step: int, validation_loss: float | None = None) -> None:
         """Save a checkpoint of `step`, once; RankError, on every rank, when any rank failed.
