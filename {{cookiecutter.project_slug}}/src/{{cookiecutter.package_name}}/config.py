@@ -35,8 +35,8 @@ OF_ONE_RUN = ("name", "run_dir", "fresh", "init_from", "init_strict", "workflow"
 OF_AN_ANSWER = {"parallel", "checkpoint", "compile", "tracker"}  # parts, in a config.json
 GONE = {"checkpoint.auto_share", "checkpoint.auto_longest", "checkpoint.every"}
 GONE |= {"data.documents", "data.end_of_text", "workflow.expect"}
-ELSEWHERE = dict.fromkeys(("checkpoint.url", "checkpoint.local_first"), "storage=object_store")
-ELSEWHERE |= {"data.documents": "text=tokenizer", "workflow.expect": "workflow=full"}
+ELSEWHERE = {"checkpoint.url": "storage=object_store", "data.documents": "text=tokenizer"}
+ELSEWHERE |= {"checkpoint.local_first": "storage=object_store", "workflow.expect": "workflow=full"}
 
 
 @dataclass(frozen=True)

@@ -188,11 +188,8 @@ def validate_averaged(state: State, stopped: Callable[[], object]) -> dict[str, 
 
 
 def run(config: Config, callbacks: Iterable[Any] = (), world: World | None = None) -> Result:
-    """Train from the newest checkpoint in the run directory to `config.train.steps`.
-
-    `callbacks` are called after the ones in callbacks.py, which describes them; `world` as in
-    `setup`.
-    """
+    """Train from the newest checkpoint to `config.train.steps`; `world` as in `setup`."""
+    # `callbacks` are called after those of callbacks.py, which says what they are.
     world = world or join(config.parallel, config.device)
     result = _run(config, world, callbacks)
     leave(world)  # only here, as the frame that held the model and the optimizer is gone
@@ -227,7 +224,7 @@ def _run(config: Config, world: World, own_callbacks: Iterable[Any]) -> Result:
         with journal.paused():
             first = state.plan[:1]
             parallel.warm_up(state.module, lambda: try_step(train_step, state, state.step, first))
-        stop_signal, validation = _loop(state, group, stop, journal, callbacks, owed)
+        stop_signal, validation = _loop(state, checkpointer, stop, journal, callbacks, owed)
         with group.phase("save"):
             journal.sync()
             checkpointer.finish(state.step)
@@ -237,33 +234,30 @@ def _run(config: Config, world: World, own_callbacks: Iterable[Any]) -> Result:
 
 
 def _loop(
-    state: State, group: Group, stop: Stop, journal: Journal, callbacks: list[Any], owed: bool
+    state: State, saves: Checkpointer, stop: Stop, journal: Journal, callbacks: list, owed: bool
 ) -> tuple[int, dict[str, float]]:
-    """Train until the last step is validated, or a stop signal; that signal, the last validation.
-
-    `owed`: first validate the step that the run resumes from.
-    """
-    settings, checkpointer = state.config.train, state.checkpointer
-    assert checkpointer
+    """Train until the last step is validated or a stop signal; that signal, the last figures."""
+    group, settings = stop.group, state.config.train
     before_step, after_step, after_validation = methods(callbacks)
 
     def evaluate() -> dict[str, float]:
         """Validate, and call the callbacks; {} if a stop signal cuts it short."""
         with group.phase("validation"), journal.paused():
-            figures = validate_averaged(state, lambda: stop.poll(checkpointer.failed)[0])
+            figures = validate_averaged(state, lambda: stop.poll(saves.failed)[0])
             for call in after_validation if figures else ():
                 call(state, figures)
         return figures
 
+    # `owed`: a stop signal cut the validation short of the step that the run resumes from.
     validation = evaluate() if owed else {}
     journal.amend(validation)
     # A stop signal during the last validation: the poll below must see it, too.
     while state.step < settings.steps or not validation:
         # Flags that any rank raised, as of the step before: all ranks act at the same step and
         # none waits for another.
-        stop_signal, save_failed = stop.poll(checkpointer.failed)
+        stop_signal, save_failed = stop.poll(saves.failed)
         if save_failed:
-            checkpointer.settle()  # raises on all ranks, or warns (--checkpoint.on-failure)
+            saves.settle()  # raises on all ranks, or warns (--checkpoint.on-failure)
         if stop_signal:
             text = "%s: saving step %d, then stopping"
             log.info(text, signal.Signals(stop_signal).name, state.step)
@@ -285,7 +279,7 @@ def _loop(
             # After the record is written: a resume cuts metrics.jsonl back to the checkpoint.
             with group.phase("save"):
                 journal.sync()
-                checkpointer.save(state.step, (record or {}).get("validation_loss"))
+                saves.save(state.step, (record or {}).get("validation_loss"))
     return 0, validation
 
 
@@ -296,9 +290,8 @@ def is_due(state: State, every: int) -> bool:
 
 def owes_validation(state: State, checkpointer: Checkpointer, recorded: dict[str, float]) -> bool:
     """Whether a stop signal cut the validation short of the step that the run resumes from."""
-    saved = checkpointer.restored.get("validation_loss") is not None
-    done = state.step == 0 or saved or recorded
-    return not done and is_due(state, state.config.train.validate_every)
+    done = recorded or checkpointer.restored.get("validation_loss") is not None
+    return state.step > 0 and not done and is_due(state, state.config.train.validate_every)
 
 
 def start(state: State, run_dir: Path, group: Group) -> Checkpointer:
