@@ -187,7 +187,18 @@ def workflow(found: Series) -> list[str]:
     return lines
 
 
-TOPICS = (loop, save, restore, sampler, optimizer, startup, restart, workflow)
+def busy(found: Series) -> list[str]:
+    """Beside other work."""
+    rate = {name: entry["median"] for name, entry in found.items()}
+    alone, beside = (rate[f"as rendered, {where}"] for where in ("alone", "beside others"))
+    unbound = rate["without a bound, alone"]
+    return [
+        verdict("Alone, slower than without a bound", 100 * (1 - alone / unbound), 3, "%"),
+        verdict("Beside a busy process per core, of the time alone", alone / beside, 3, "times"),
+    ]
+
+
+TOPICS = (loop, save, restore, sampler, optimizer, startup, restart, busy, workflow)
 
 
 def page(results: Path) -> str:
@@ -199,7 +210,10 @@ def page(results: Path) -> str:
 
 def section(results: Path, judge: Callable[[Series], list[str]]) -> str:
     """One topic: the verdicts, the table, and on what it was measured."""
-    result = json.loads((results / f"{judge.__name__}.json").read_text("utf-8"))
+    path = results / f"{judge.__name__}.json"
+    if not path.exists():
+        return "Not measured yet."
+    result = json.loads(path.read_text("utf-8"))
     machine, settings = result["machine"], result["settings"]
     packages = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     chosen = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in settings.items())

@@ -1,0 +1,87 @@
+"""Samples per second of the default run alone, and beside a busy process on every core.
+
+python -m benchmarks.busy [--smoke]
+
+OpenMP's waiting threads spin, by default for long, and so keep other work off the cores. A render
+bounds that (SPIN_COUNT in its `__main__.py`): *as rendered*. Here it runs with other bounds as
+well, each in turns, in an environment that says nothing else about it.
+"""
+
+import contextlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .common import PACKAGE, benchmark, render, series
+
+VALUES: dict[str, dict[str, str]] = {
+    "as rendered": {},
+    # Any setting of Intel's library keeps the render from setting one, and GNU's ignores it.
+    "without a bound": {"KMP_BLOCKTIME": "200"},
+    **{f"GOMP_SPINCOUNT={count}": {"GOMP_SPINCOUNT": count} for count in ("100", "1000", "10000")},
+    "OMP_WAIT_POLICY=PASSIVE": {"OMP_WAIT_POLICY": "PASSIVE"},
+}
+OF_OPENMP = re.compile("OMP_|GOMP_|KMP_")
+SETTINGS = ("--device", "cpu", "--no-track", "--checkpoint.every", "0", "--train.log-every", "5")
+SETTINGS += ("--train.validate-every", "0", "--train.validate-samples", "1")
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """So many processes that compute all the time."""
+    command = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(command) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in others:
+            process.kill()
+            process.wait()
+
+
+def speed(source: Path, run_dir: Path, preset: str, steps: int, setting: dict[str, str]) -> float:
+    """Samples per second, the median of a run's log lines but the first."""
+    words = ("train", "--preset", preset, "--train.steps", str(steps), "--run-dir", str(run_dir))
+    plain = {name: value for name, value in os.environ.items() if not OF_OPENMP.match(name)}
+    subprocess.run(
+        [sys.executable, "-m", PACKAGE, *words, *SETTINGS],
+        check=True,
+        capture_output=True,
+        env=plain | {"PYTHONPATH": str(source)} | setting,
+    )
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text("utf-8").splitlines())
+    return statistics.median([line["samples_per_second"] for line in lines][1:])
+
+
+def measure(folder: Path, smoke: bool) -> dict[str, Any]:
+    """Run after run, the settings in turns."""
+    rounds, steps, preset = (1, 10, "tiny") if smoke else (5, 60, "default")
+    values = [*VALUES.items()][: 1 if smoke else None]  # without a bound it could take minutes
+    source, found = render(folder), dict[str, list[float]]()
+    for round_ in range(rounds):
+        for number, (name, setting) in enumerate(values):
+            for beside in (0, cores()):
+                run_dir = folder / f"runs/{round_}-{number}-{beside}"
+                with busy(beside):
+                    figure = speed(source, run_dir, preset, steps, setting)
+                where = "beside others" if beside else "alone"
+                found.setdefault(f"{name}, {where}", []).append(figure)
+    return {
+        "settings": {"rounds": rounds, "steps": steps},
+        "series": {name: series(values, "samples/s") for name, values in found.items()},
+    }
+
+
+if __name__ == "__main__":
+    benchmark("busy", measure, ("torch", "numpy", "tyro"))
