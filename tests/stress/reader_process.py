@@ -153,8 +153,8 @@ class Reader:
                 checkpointer.close()
 
         def export() -> int:
-            to = where.parent / "out.safetensors"
-            text = self.travel.export(where, self.travel.ExportConfig(to=to, optimizer=True))
+            to = where.parent / "out.pt"  # with the optimizer's state
+            text = self.travel.export(where, self.travel.ExportConfig(to=to))
             return int(text.partition(": step ")[2].split()[0])
 
         def weights() -> int:

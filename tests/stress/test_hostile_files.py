@@ -15,10 +15,10 @@ def test_hostile_files_do_nothing_and_would_be_noticed(tmp_path: Path) -> None:
 
     for path in paths:  # as DCP itself reads its index
         module = next(path.glob("*/checkpoint/dcp_reader.py"))
-        safe = "IndexUnpickler(io.BytesIO(content)).load()"
+        safe = "IndexUnpickler(file).load()"
         text = module.read_text()
         assert safe in text
-        module.write_text(text.replace(safe, "pickle.loads(content)"))
+        module.write_text(text.replace(safe, "pickle.load(file)"))
     broken = Findings(True, tmp_path)
     hostile_files.probe(broken, paths, mutants=0, stop=120)
     executed = next(it for it in broken.tallies if it.promise == hostile_files.EXECUTED).violations
