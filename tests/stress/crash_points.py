@@ -41,14 +41,14 @@ BREAKAGES = {
         ),
     ],
     "renamed_before_files_are_synced": [
-        ("            os.fsync(written.fileno())\n", ""),
+        ("                os.fsync(written.fileno())\n", ""),
         (
             "os.rename(reservation, target)\n",
             "os.rename(reservation, target)\n"
             '        [os.fsync(os.open(target / n, os.O_RDONLY)) for n in manifest["files"]]\n',
         ),
     ],
-    "no_file_synced": [("            os.fsync(written.fileno())\n", "")],
+    "no_file_synced": [("                os.fsync(written.fileno())\n", "")],
     "manifest_not_synced": [("            os.fsync(file.fileno())\n", "")],
     "name_of_the_run_not_synced": [
         ("                sync_directory(parent)", "                pass")

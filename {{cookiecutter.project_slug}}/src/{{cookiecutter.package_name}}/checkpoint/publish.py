@@ -198,10 +198,10 @@ class Publisher:
         """Write this rank's files and make them durable; their entries in the manifest."""
         folder, entries = self.directory / reserved, {}
         for name in write(folder):
-            with naming(folder / name), open(folder / name, "rb", buffering=0) as file:
-                os.fsync(file.fileno())
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-                entries[name] = {"size": file.tell(), "sha256": sha256}
+            with naming(folder / name), open(folder / name, "rb", buffering=0) as written:
+                os.fsync(written.fileno())
+                sha256 = hashlib.file_digest(written, "sha256").hexdigest()
+                entries[name] = {"size": written.tell(), "sha256": sha256}
         return entries
 
     def commit(self, reserved: str, manifest: dict[str, Any]) -> None:
