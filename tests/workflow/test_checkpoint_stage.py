@@ -52,7 +52,10 @@ class Stand:
         """No processes: the tasks run here, one after the other, and nothing is killed."""
 
         def child(drill: Any, ranks: int, task: str, *words: str) -> dict[str, Any]:
-            self.drill.main([str(drill.folder), task, *words])
+            try:
+                self.drill.main([str(drill.folder), task, *words])
+            except Exception as error:  # what ends a process is a RankError to the stage
+                raise self.project.module("errors").RankError(str(error)) from error
             return json.loads((drill.folder / f"{task}.json").read_text())
 
         def kill(*arguments: Any) -> Any:
