@@ -35,10 +35,10 @@ def naming(path: Any) -> Iterator[None]:
 
 
 def check_regular(files: Iterable[Path]) -> None:
-    """UserError for a pipe, at which a reader waits, a device, a folder, or a link to nothing."""
+    """UserError for a pipe, where a reader would wait, a device, a folder or a broken link."""
     for file in files:
         if not file.is_file():
-            raise UserError(f"{file} is no regular file, or a link to nothing: remove it")
+            raise UserError(f"{file} is not a regular file, or is a broken link: remove it")
 
 
 def to_json(settings: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; UserError, in one line, for anything else."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise ValueError("it is no regular file")  # at a pipe a reader would wait
+            raise ValueError("it is no regular file")  # a reader would wait at a pipe
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict):
             raise ValueError("it holds no object")
