@@ -380,7 +380,7 @@ def test_what_is_not_there_is_not_read(image: Project, text: Project, tmp_path: 
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.txt").write_text("was ever woman in this humour wooed? " * 99)
     os.mkfifo(tmp_path / "text/b.txt")  # whose reader would wait
-    with pytest.raises(text.module("errors").UserError, match=r"b\.txt is no regular file"):
+    with pytest.raises(text.module("errors").UserError, match=r"b\.txt is not a regular file"):
         text.module("data").build_datasets(text.config(data__path=tmp_path / "text"))
 
 
