@@ -36,7 +36,7 @@ def save(folder: Path, packages: list[str]) -> None:
         training = importlib.import_module(f"{name}.train")
         config = settings(name, folder / name, text)
         world = world or training.join(config.parallel, "cpu")
-        training._run(config, world)
+        training._run(config, world, [])
     training.leave(world)
 
 

@@ -36,7 +36,7 @@ def main(folder: Path, package: str) -> None:
         ),
     ):
         try:
-            training._run(config.override(ground, changes), world)
+            training._run(config.override(ground, changes), world, [])
         except error as found:
             assert words in str(found) and found.agreed, found
             told += 1

@@ -28,7 +28,7 @@ def main(folder: Path, run: str, steps: int, packages: list[str]) -> None:
             },
         )
         world = world or training.join(settings.parallel, "cpu")
-        training._run(settings, world)
+        training._run(settings, world, [])
     training.leave(world)
 
 
