@@ -57,6 +57,7 @@ PRIVATE = (
     "torch.cuda.memory._dump_snapshot",
     "torch.cuda.memory._record_memory_history",
     "torch.distributed.ProcessGroup._get_sequence_number_for_group",
+    "torch.distributed.checkpoint.default_planner.DefaultSavePlanner._cached_plans_key",
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "torch.distributed.checkpoint.planner.SavePlanner._cached_all_plans",
     "torch.distributed.checkpoint.planner.SavePlanner._cached_final_save_plan",

@@ -39,7 +39,7 @@ RENDERS = {
     "default": {},
     "fullest": {
         **{"parallelism": "fsdp", "storage": "object_store", "tracker": "mlflow"},
-        "cluster": "kubernetes",
+        **{"cluster": "kubernetes", "workflow": "full"},
     },
 }
 BLOCK = re.compile(r"(<!-- cut: (\w+)(.*?) -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)

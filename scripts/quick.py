@@ -33,7 +33,7 @@ SMALLEST = {
 }
 FULLEST = {
     **{"parallelism": "fsdp", "storage": "object_store", "tracker": "mlflow"},
-    **{"cluster": "kubernetes", "text": "tokenizer", "samples": "stream"},
+    **{"cluster": "kubernetes", "text": "tokenizer", "samples": "stream", "workflow": "full"},
 }
 RENDERS = {
     **{"smallest": SMALLEST, "default": {}, "fullest": FULLEST},

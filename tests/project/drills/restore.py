@@ -1,6 +1,6 @@
 """Which files of a checkpoint each rank verifies as it restores one.
 
-Usage: restore.py FOLDER PACKAGE... (by forks.py)
+Usage: restore.py FOLDER PACKAGE... (by `drill`)
 """
 
 import importlib
