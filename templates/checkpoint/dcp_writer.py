@@ -133,7 +133,7 @@ def share_of(tensors: Tensors, rank: int, size: int) -> Tensors:
     loads: dict[int, list[int]] = {}
     mine = set()
     for path, tensor in sorted(pairs, key=lambda pair: -pair[1].nbytes):
-        copies, place = parallel.copies(tensor, rank, size)
+        copies, place = parallel.replicas(tensor, rank, size)
         load = loads.setdefault(copies, [0] * copies)
         lightest = load.index(min(load))
         load[lightest] += tensor.nbytes + 4096  # a small tensor has its cost too

@@ -68,6 +68,6 @@ def gather(tree: Tensors, group: Group) -> Tensors:
         if isinstance(value, dict):
             gathered[key] = gather(value, group)
         else:
-            whole = parallel.whole(value)
+            whole = parallel.full_tensor(value)
             gathered[key] = whole.cpu() if group.rank == 0 else None
     return gathered

@@ -352,7 +352,7 @@ parsed = functools.cache(Source)  # most files are the same in all renders
 def imports_of(path: Path) -> list[tuple[Path, tuple[str, ...]]]:
     """The modules of the same package that a file imports from, with the names.
 
-    Of a module that is imported whole, the names are its attributes, as in `parallel.place`.
+    Of a module that is imported whole, the names are its attributes, as in `parallel.wrap`.
     """
     result, source = [], parsed(path.read_text("utf-8"))
     for node in source.imports:

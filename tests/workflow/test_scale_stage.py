@@ -290,9 +290,9 @@ def test_a_model_without_blocks_is_told_which_parts_to_shard(
         caplog.clear()
         world = SimpleNamespace(distributed=True, rank=rank, size=2)
         model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-        parallel.place(model, [], sharded.config().parallel, world, torch.float32)
+        parallel.wrap(model, [], sharded.config().parallel, world, torch.float32)
         assert (one_unit(model) in caplog.text) == named
-        parallel.place(model, [model[0]], sharded.config().parallel, world, torch.float32)
+        parallel.wrap(model, [model[0]], sharded.config().parallel, world, torch.float32)
         assert caplog.text.count("blocks(model)") == named
     parts = nn.ModuleDict({"small": nn.Sequential(nn.Linear(2, 2), nn.ReLU())})
     parts["large"] = nn.ModuleList([nn.Linear(9, 9), nn.Linear(9, 9)])

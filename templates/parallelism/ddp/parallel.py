@@ -33,7 +33,7 @@ def check_ranks(config: ParallelConfig, ranks: int) -> None:
     """UserError when the work cannot be spread over so many processes; any number will do."""
 
 
-def place(
+def wrap(
     model: nn.Module,
     blocks: Iterable[nn.Module],
     config: ParallelConfig,
@@ -97,18 +97,18 @@ def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor."""
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor: each rank has it."""
     return tensor
 
 
-def like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """A whole `source`, laid out over the ranks as `target` is."""
+def shard_like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Shard a full `source` as `target` is sharded: it is not."""
     return source
 
 
-def copies(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
-    """How many ranks hold the same part of a tensor as this one, and its place among them."""
+def replicas(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
+    """How many ranks hold the same part of a tensor as this one, and its index among them."""
     return size, rank
 
 
@@ -127,18 +127,18 @@ def divide_work(
     if not dist.is_initialized():
         return work(matrices)
     ranks, results = dist.get_world_size(), [*matrices]
-    by_size = sorted(range(len(matrices)), key=lambda place: -matrices[place].numel())
+    by_size = sorted(range(len(matrices)), key=lambda index: -matrices[index].numel())
     parts = [by_size[rank::ranks] for rank in range(ranks)]
-    done = work([matrices[place] for place in parts[dist.get_rank()]])
+    done = work([matrices[index] for index in parts[dist.get_rank()]])
     sent = []
-    for rank, places in enumerate(parts[: len(matrices)]):
+    for rank, indices in enumerate(parts[: len(matrices)]):
         mine = rank == dist.get_rank()
-        each = done if mine else [matrices[place] for place in places]
+        each = done if mine else [matrices[index] for index in indices]
         flat = torch.cat([matrix.flatten() for matrix in each])
-        sent.append((places, flat, dist.broadcast(flat, rank, async_op=True)))
-    for places, flat, transfer in sent:
+        sent.append((indices, flat, dist.broadcast(flat, rank, async_op=True)))
+    for indices, flat, transfer in sent:
         transfer.wait()
-        sizes = [matrices[place].numel() for place in places]
-        for place, result in zip(places, flat.split(sizes), strict=True):
-            results[place] = result.view_as(matrices[place])
+        sizes = [matrices[index].numel() for index in indices]
+        for index, result in zip(indices, flat.split(sizes), strict=True):
+            results[index] = result.view_as(matrices[index])
     return results

@@ -49,7 +49,7 @@ def check_ranks(config: ParallelConfig, ranks: int) -> None:
         raise UserError(f"--parallel.replicate {config.replicate} does not divide {ranks} ranks")
 
 
-def place(
+def wrap(
     model: nn.Module,
     blocks: Iterable[nn.Module],
     config: ParallelConfig,
@@ -150,31 +150,31 @@ def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return DTensor(part, tensor._spec, requires_grad=False)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor, gathered: to be called on all ranks."""
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather the full tensor: to be called on all ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """A whole `source`, the same on all ranks, laid out over them as `target` is."""
+def shard_like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Shard a full `source`, the same on all ranks, as `target` is sharded."""
     if not isinstance(target, DTensor):
         return source
     mesh, placements = target.device_mesh, target.placements
     return distribute_tensor(source, mesh, placements, src_data_rank=None)  # without sending it
 
 
-def copies(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
-    """How many ranks hold the same part of a tensor as this one, and its place among them."""
+def replicas(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
+    """How many ranks hold the same part of a tensor as this one, and its index among them."""
     if not isinstance(tensor, DTensor):
         return size, rank
-    count, place = 1, 0
+    count, index = 1, 0
     mesh = tensor.device_mesh
     for length, mine, placement in zip(
         mesh.shape, mesh.get_coordinate() or (), tensor.placements, strict=True
     ):
         if placement.is_replicate():
-            count, place = count * length, place * length + mine
-    return count, place
+            count, index = count * length, index * length + mine
+    return count, index
 
 
 def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
@@ -199,22 +199,22 @@ def divide_work(
     mesh = like[0].device_mesh
     group, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
     results = [*matrices]
-    by_size = sorted(range(len(matrices)), key=lambda place: -like[place].numel())
+    by_size = sorted(range(len(matrices)), key=lambda index: -like[index].numel())
     for first in range(0, len(matrices), ranks):
-        places = by_size[first : first + ranks]  # rank i works on the i-th
-        sent = torch.cat([matrices[place].flatten() for place in places])
-        sizes = [matrices[place].numel() for place in places] + [0] * (ranks - len(places))
+        indices = by_size[first : first + ranks]  # rank i works on the i-th
+        sent = torch.cat([matrices[index].flatten() for index in indices])
+        sizes = [matrices[index].numel() for index in indices] + [0] * (ranks - len(indices))
         rows: list[int] = [0] * ranks
         mine = dist.get_rank(group)
-        if mine < len(places):
-            shape = like[places[mine]].shape
+        if mine < len(indices):
+            shape = like[indices[mine]].shape
             parts = torch.empty(shape, device="meta").chunk(ranks)
             rows[: len(parts)] = [part.numel() for part in parts]
         received = sent.new_empty(sum(rows))
         dist.all_to_all_single(received, sent, rows, sizes, group)
-        if mine < len(places):
+        if mine < len(indices):
             received = work([received.view(shape)])[0].flatten()
         dist.all_to_all_single(sent, received, sizes, rows, group)
-        for place, result in zip(places, sent.split(sizes), strict=False):
-            results[place] = result.view_as(matrices[place])
+        for index, result in zip(indices, sent.split(sizes), strict=False):
+            results[index] = result.view_as(matrices[index])
     return results

@@ -28,7 +28,7 @@ def check_ranks(config: ParallelConfig, ranks: int) -> None:
         )
 
 
-def place(
+def wrap(
     model: nn.Module,
     blocks: Iterable[nn.Module],
     config: ParallelConfig,
@@ -70,18 +70,18 @@ def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor."""
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor."""
     return tensor
 
 
-def like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """A whole `source`, laid out as `target` is."""
+def shard_like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Shard a full `source` as `target` is sharded: it is not."""
     return source
 
 
-def copies(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
-    """How many processes hold a tensor, and the place of this one among them."""
+def replicas(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
+    """How many processes hold a tensor, and the index of this one among them."""
     return 1, 0
 
 

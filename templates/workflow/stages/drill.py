@@ -201,7 +201,9 @@ def digests_of(state: State, group: Group) -> Digests:
     parallel.agree_on_buffers(state.model, state.world)
     digests = {}
     for name, tensor in flat(state.checkpointer.tensors()):
-        content = parallel.whole(tensor).detach().cpu().contiguous().flatten().view(torch.uint8)
+        content = (
+            parallel.full_tensor(tensor).detach().cpu().contiguous().flatten().view(torch.uint8)
+        )
         digests[name] = hashlib.sha256(content.numpy().data).hexdigest()
     ranks = group.agree(lambda: digests)
     return {name: " ".join(sorted({other[name] for other in ranks})) for name in digests}

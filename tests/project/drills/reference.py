@@ -33,7 +33,7 @@ def measure(package: str, settings: Any, world: Any) -> dict[str, Any]:
 
     def weights_of(state: Any) -> dict[str, torch.Tensor]:
         named = state.model.named_parameters()
-        return {name: parallel.whole(p.detach()).clone() for name, p in named}
+        return {name: parallel.full_tensor(p.detach()).clone() for name, p in named}
 
     def begin(state: Any) -> None:
         if state.step == 0:

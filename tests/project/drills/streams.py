@@ -59,7 +59,7 @@ def end_of_run(package: str, settings: Any, world: Any) -> tuple[list[int], dict
     def watch(state: Any, record: Any) -> None:
         if state.step == STEPS:
             for key, tensor in naming.flat(state.checkpointer.tensors()):
-                found[key] = training.parallel.whole(tensor).detach().clone()
+                found[key] = training.parallel.full_tensor(tensor).detach().clone()
 
     training._run(settings, world, [SimpleNamespace(after_step=watch)])
     dist.barrier()

@@ -95,7 +95,7 @@ def setup(config: Config, world: World | None = None) -> State:
         checkpoint_activations(blocks(model))
     compile_model(model, blocks(model), config.compile)
     dtype = settings.compute_dtype(world.device)
-    module = parallel.place(model, blocks(model), config.parallel, world, dtype).train()
+    module = parallel.wrap(model, blocks(model), config.parallel, world, dtype).train()
     optimizer = build_optimizer(config.optim, model)
     returned(optimizer, torch.optim.Optimizer, "what build_optimizer (optim.py) returns")
     if config.optim.ema:

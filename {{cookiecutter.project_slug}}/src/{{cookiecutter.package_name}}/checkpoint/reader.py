@@ -59,7 +59,7 @@ class OneFile(Source):
         def copy() -> None:
             check_shapes(self.forms, targets)
             for name, target in targets.items():
-                target.copy_(parallel.like(self.forms[name], target))
+                target.copy_(parallel.shard_like(self.forms[name], target))
 
         group.agree(copy)
 

@@ -74,7 +74,7 @@ def expected_memory(model: nn.Module, optimizer: torch.optim.Optimizer, staged_b
         state += int(factor * size)
         checkpoint += tensor.nbytes + int(factor * tensor.nbytes)
         if staged_by:
-            staging += int((1 + factor) * size) // parallel.copies(tensor, 0, staged_by)[0]
+            staging += int((1 + factor) * size) // parallel.replicas(tensor, 0, staged_by)[0]
     return Memory(parameters, gradients, state, staging, checkpoint, guessed)
 
 
