@@ -56,7 +56,7 @@ class Tracker:
             with contextlib.suppress(MlflowException):  # it is in another store
                 run = self.client.get_run(json.loads(note.read_text("utf-8"))["id"])
         if run is None:
-            experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", config.tracker.experiment)
+            experiment: str = os.environ.get("MLFLOW_EXPERIMENT_NAME") or config.tracker.experiment
             known = self.client.get_experiment_by_name(experiment)
             number = known and known.experiment_id
             number = number or self.client.create_experiment(experiment, artifacts)
