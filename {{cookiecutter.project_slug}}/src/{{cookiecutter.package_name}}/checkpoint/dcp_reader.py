@@ -107,7 +107,9 @@ def own_failure(doing: str, rank: int) -> Iterator[None]:
         if failure := error.failures.get(rank):
             known = isinstance(failure[0], OSError | RankError)
             kind = "" if known else f"{type(failure[0]).__name__}: "
-            raise CheckpointError(f"{doing} failed: {kind}{failure[0]}") from error
+            reason = f"{failure[0]}".rpartition("WeightsUnpickler error: ")[2].strip()
+            text = f"{doing} failed: {kind}{reason.partition(chr(10))[0]}"
+            raise CheckpointError(text) from error
 
 
 class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no method for BUILD
@@ -141,4 +143,6 @@ def read_index(path: Path, files: Iterable[str]) -> metadata.Metadata:
         index = IndexUnpickler(file).load()
     if odd := {info.relative_path for info in index.storage_data.values()} - {*files}:
         raise pickle.UnpicklingError(f"{DCP_INDEX} points to {odd.pop()!a:.200}")
+    for name in {info.relative_path for info in index.storage_data.values()}:
+        open_regular(path / name).close()  # DCP would follow a link
     return index
