@@ -403,33 +403,6 @@ def test_the_report_can_be_looked_at(project: Project, tmp_path: Path, capsys) -
     assert seen["pictures"][0]["width"] == 0 and len(console) == 1
 
 
-def test_stages_that_contradict_each_other_are_remarked_on(
-    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after other work held the machine during one of them."""
-    modes = FIGURES["compile"]["modes"]
-
-    def note(eager: float, **changes: Any) -> str:
-        full = {**modes["full"], "eager_step_seconds": spread(eager)}
-        monkeypatch.setitem(FIGURES["compile"], "modes", {"full": full})
-        write_stage(project, tmp_path, "baseline")
-        path = write_stage(project, tmp_path, "compile")
-        content = json.loads(path.read_text())
-        path.write_text(json.dumps(content | changes))
-        project("report", "--run-dir", str(tmp_path))
-        found = re.search("The same eager steps.*", (tmp_path / "report.html").read_text("utf-8"))
-        return found[0].partition("</p>")[0] if found else ""
-
-    assert note(0.06) == note(0.08) == note(0.05) == ""
-    assert note(0.01) == (
-        "The same eager steps made 133.3 samples/s in baseline and 800.0 samples/s in compile: "
-        "other work held this machine meanwhile. Compare figures of one stage only, or measure "
-        "again with --workflow.force."
-    )
-    assert "8.0 samples/s in compile and 133.3 samples/s in baseline" in note(1.0)
-    assert note(0.01, code="other") == "", "other code may be faster"
-
-
 def test_what_is_not_finite_is_null(project: Project, tmp_path: Path) -> None:
     """As any reader of JSON wants it, and as the report can draw it."""
     stage = project.module("workflow.stage").Stage("baseline", project.config(run_dir=tmp_path))

@@ -18,14 +18,13 @@ from ..run.hardware import in_units
 from ..run.journal import finite, parsed
 from ..run.samples import read_sample, samples_of
 from . import STAGES, earlier_results, plots
-from .chain import RECOMMENDED, interval, read_stage, result_in, with_effect
+from .chain import RECOMMENDED, interval, read_stage, result_in
 from .recovery import RESTART
 from .stage import PACKAGE
 from .timing import spread
 
 Figures = dict[str, Any]
 POINTS = 2000  # of a curve: more are thinned out
-DISAGREE = 1.5  # times as long: more than noise between medians
 COMPILED = {"blocks": "block by block", "full": "as a whole"}  # by --compile.mode
 MOST_OF_A_STEP = {  # by the diagnosis of the profile stage
     "input-bound": "waiting for data",
@@ -51,15 +50,13 @@ class Section:
     """The results before this one: when, status, and tiles."""
     tiles: list[tuple[str, str]] = field(default_factory=list)  # (what, value)
     rates: list[plots.Row] = field(default_factory=list)  # samples/s
-    eager: list[float] = field(default_factory=list)  # samples/s of steps that are not compiled
     plots: list[tuple[str, str | None]] = field(default_factory=list)  # (title, picture)
 
-    def rate(self, label: str, seconds: dict[str, float], eager: bool = False) -> None:
-        """Add a row to the plot of throughput."""
+    def rate(self, label: str, seconds: dict[str, float] | None) -> None:
+        """Add a row to the plot of throughput, if the seconds of a step are known."""
         batch = self.content["settings"]["train"]["global_batch_size"]
-        rate, *ends = (batch / seconds[key] for key in ("median", "p90", "p10"))
-        self.rates.append((label, rate, *ends))
-        self.eager += [rate] if eager else []
+        if seconds:
+            self.rates.append((label, *(batch / seconds[key] for key in ("median", "p90", "p10"))))
 
     def plot(self, title: str, paint: Callable[..., None], *figures: Any) -> None:
         """Add a plot, unless there is nothing to draw."""
@@ -100,7 +97,6 @@ def page_of(run_dir: Path) -> str:
     measured = [it.content for it in sections if it.content]
     newest = max(measured, key=lambda content: content["measured_at"], default={})
     tiles = [tile for it in sections for tile in it.tiles]
-    notes += contradictions(sections)
     for record in [r for r in records if r.get("validation_loss") is not None][-1:]:
         what = f"validation loss, step {record['step']}"
         tiles.insert(0, (what, f"{record['validation_loss']:.4f}"))
@@ -150,31 +146,28 @@ def section(run_dir: Path, name: str) -> Section:
 def earlier(run_dir: Path, name: str, last: str) -> Iterator[tuple[str, str, dict[str, str]]]:
     """The results of a stage before the last one, the newest first."""
     for path in reversed(earlier_results(run_dir, name)):
-        it = Section(name, "", "")
-        with contextlib.suppress(Exception):  # what cannot be shown is not, whatever is in it
-            it.content = content = result_in(path, name)
-            SHOW[name](it, content["figures"])
+        view = Section(name, "", "")
+        with contextlib.suppress(Exception):  # it may be of an older version of this project
+            view.content = content = result_in(path, name)
+            SHOW[name](view, content["figures"])
             if (when := content["measured_at"]) != last:
-                yield when, content["status"], dict(it.tiles)
+                yield when, content["status"], dict(view.tiles)
 
 
 def recommended(run_dir: Path) -> Figures:
     """What the stages recommend, and how many times as fast it is; {} if that is not known."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+    content = None
+    with contextlib.suppress(UserError):
         content = read_stage(run_dir, RECOMMENDED)
-        if content and content["status"] != "fail":
-            figures, certain = content["figures"], content["status"] == "pass"
-            settings = [str(each) for each in figures.get("settings", [])]
-            factor = interval(figures.get("factor")) if certain else None
-            found = {"settings": settings, "factor": factor, "file": str(figures.get("file"))}
-            return found if settings else {}
-    return {}
+    if not content or content["status"] == "fail" or not content["figures"].get("settings"):
+        return {}
+    factor = content["figures"].get("factor") if content["status"] == "pass" else None
+    return content["figures"] | {"factor": interval(factor)}
 
 
 def of_baseline(section: Section, figures: Figures) -> None:
     """Throughput of one process without torch.compile."""
-    if figures.get("step_seconds"):
-        section.rate("not compiled (baseline)", figures["step_seconds"], eager=True)
+    section.rate("not compiled (baseline)", figures.get("step_seconds"))
     for key, what, shown in (
         ("samples_per_second", "samples/s", "{:,.0f}".format),
         ("tokens_per_second", "tokens/s", "{:,.0f}".format),
@@ -190,10 +183,8 @@ def of_compile(section: Section, figures: Figures) -> None:
     """Throughput of compiled code, and the speedup."""
     modes, best = figures.get("modes", {}), figures.get("best", "none")
     for mode, of_mode in modes.items():
-        if of_mode.get("step_seconds"):
-            section.rate(f"compiled, {COMPILED[mode]}", of_mode["step_seconds"])
-        if of_mode.get("eager_step_seconds"):
-            section.rate("the same, not compiled", of_mode["eager_step_seconds"], eager=True)
+        section.rate(f"compiled, {COMPILED[mode]}", of_mode.get("step_seconds"))
+        section.rate("the same, not compiled", of_mode.get("eager_step_seconds"))
     if best in modes:
         speedup = modes[best]["speedup"]["value"]
         section.tiles.append((f"times as fast, compiled {COMPILED[best]}", f"{speedup:.2f}"))
@@ -248,23 +239,6 @@ SHOW = {
     "scale": of_scale,
     "checkpoint": of_checkpoint,
 }
-
-
-def contradictions(sections: list[Section]) -> Iterator[str]:
-    """A note for each group of measurements of the same eager steps that do not agree."""
-    timed: dict[str, list[tuple[float, str]]] = {}
-    for section in (s for s in sections if s.eager):
-        rates = [(rate, section.name) for rate in section.eager]
-        timed.setdefault(str(with_effect(section.content)), []).extend(rates)
-    for slowest, fastest in ((min(group), max(group)) for group in timed.values()):
-        if fastest[0] > DISAGREE * slowest[0]:
-            both = " and ".join(
-                f"{rate:,.1f} samples/s in {name}" for rate, name in (slowest, fastest)
-            )
-            yield (
-                f"The same eager steps made {both}: other work held this machine meanwhile. "
-                "Compare figures of one stage only, or measure again with --workflow.force."
-            )
 
 
 def overview(sections: list[Section], records: list[Figures]) -> list[tuple[str, str | None]]:
