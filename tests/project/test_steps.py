@@ -216,15 +216,6 @@ def test_no_number_is_too_small_to_be_looked_at(image: Project) -> None:
             tensors.refuse_nan({"model": {"w": values}}, nn.Module())
 
 
-def test_what_checkpoints_take_is_said(
-    image: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO):
-        image.module("train").run(image.config(run_dir=tmp_path, data__path=None, train__steps=1))
-    (line,) = [text for text in caplog.messages if text.startswith("a checkpoint takes")]
-    assert "at once" in line and "are free in" in line
-
-
 @pytest.mark.parametrize("ema", [0.0, 0.9])
 def test_a_checkpoint_takes_what_was_foretold(
     image: Project, text: Project, tmp_path: Path, ema: float
@@ -236,20 +227,20 @@ def test_a_checkpoint_takes_what_was_foretold(
     needed = hardware.expected_memory(state.model, state.optimizer, 0)
     assert needed.parameters - 4 * parameters == sum(b.nbytes for b in state.model.buffers())
     assert needed.gradients == 4 * parameters and needed.optimizer == 8 * parameters
-    assert needed.checkpoint == needed.parameters + needed.optimizer and not needed.guessed
-    assert "copies" not in str(needed)
+    assert needed.staging == 0 and not needed.guessed and "copies" not in str(needed)
     staged = hardware.expected_memory(state.model, state.optimizer, 1)
-    assert staged.staging == needed.checkpoint and "copies for checkpoints" in str(staged)
+    assert staged.staging == needed.parameters + needed.optimizer
+    assert "copies for checkpoints" in str(staged)
     headers = ((image, 40_000, {"data__path": None}), (text, 120_000, {}))
     for project, most, changes in headers:
-        run_dir = tmp_path / project.name
-        settings = {"run_dir": run_dir, "train__steps": 2, "optim__ema": ema, **changes}
-        project.module("train").run(project.config(**settings))
-        log = (run_dir / "logs/train.log").read_text()
-        (said,) = re.findall(r"a checkpoint takes ([\d.]+) kB", log)
-        files = (run_dir / "checkpoints/step_00000002").iterdir()
+        settings = {"run_dir": tmp_path / project.name, "train__steps": 2, "optim__ema": ema}
+        config = project.config(**settings, **changes)
+        project.module("train").run(config)
+        files = (config.directory / "checkpoints/step_00000002").iterdir()
         size = sum(path.stat().st_size for path in files)
-        assert size - most < 1000 * float(said) < 1.02 * size
+        state = project.module("train").setup(config)
+        foretold = hardware.expected_memory(state.model, state.optimizer, 1).staging
+        assert size - most < foretold < 1.02 * size
 
 
 def test_bytes_are_shown_as_people_read_them(image: Project) -> None:
@@ -365,10 +356,14 @@ def test_waiting_for_saves_is_that_of_the_line(image: Project, tmp_path: Path) -
     assert sum(waited) + 0.1 <= status["checkpoint_blocked_seconds"] < sum(waited) + 5
 
 
-def test_a_validation_is_named_without_its_prefix(image: Project) -> None:
-    record = {"validation_bits_per_byte": 1.5, "validation_loss": 2.0, "loss": 3.0}
-    found = image.module("run.journal")._validation(record | {"validation_odd": math.nan})
-    assert found == {"bits per byte": 1.5, "loss": 2.0}
+def test_a_validation_is_named_without_its_prefix(
+    image: Project, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = {"step": 9, "validation_bits_per_byte": 1.5, "validation_loss": 2.0, "loss": 3.0}
+    record |= {"validation_odd": math.nan}
+    caplog.set_level("INFO")
+    image.module("run.journal").Journal._show_validation(None, record)
+    assert caplog.messages == ["validation at step 9: bits per byte 1.5000, loss 2.0000"]
 
 
 def test_what_is_not_there_is_not_read(image: Project, text: Project, tmp_path: Path) -> None:

@@ -313,9 +313,6 @@ def start(state: State, run_dir: Path, group: Group) -> Checkpointer:
     needed = hardware.expected_memory(state.model, state.optimizer, checkpointer.staged_by)
     group.agree(lambda: hardware.check_memory(needed, state.world.device))
     state.step = checkpointer.restore()
-    if state.step == 0 and not config.checkpoint.far:
-        kept = config.checkpoint.most_at_once(config.train.steps)
-        group.from_first(lambda: hardware.check_disk(needed, kept, run_dir))
     if state.step == 0 and (origin := config.init_from):
         from .checkpoint.transfer import load_weights
 

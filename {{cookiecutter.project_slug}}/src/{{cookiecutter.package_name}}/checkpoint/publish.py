@@ -69,11 +69,6 @@ class RetentionConfig:
         if min(self.every, self.keep_every) < 0 or self.keep < 1:
             raise UserError("checkpoint: every and keep-every must be >= 0, keep must be >= 1")
 
-    def most_at_once(self, steps: int) -> int:
-        """The most checkpoints there can be in a run of so many steps: one is being written."""
-        kept = self.keep + 2 + (steps // self.keep_every if self.keep_every else 0)
-        return min(kept, 1 + (steps // self.every if self.every else 0))
-
 
 class Publisher:
     """The checkpoints of one run, in `directory`.

@@ -35,37 +35,25 @@ def step_unless(bad: torch.Tensor | bool, optimizer: torch.optim.Optimizer) -> N
 
 
 class RunningBuffers:
-    """Restores persistent buffers, such as batch statistics, when a step is skipped.
-
-    Buffers that forward does not change in the first step cost nothing from then on.
-    """
+    """Restores persistent buffers, such as batch statistics, when a step is skipped."""
 
     def __init__(self, model: nn.Module) -> None:
         saved = model.state_dict(keep_vars=True)
         self.buffers = [buffer for name, buffer in model.named_buffers() if name in saved]
-        self.kept: list[torch.Tensor] = []
-        self.chosen = False  # whether the lists hold only buffers that forward writes
+        self.copies = [buffer.detach().clone() for buffer in self.buffers]
 
     def keep(self) -> None:
         """Copy the buffers; call it before forward."""
-        if not self.kept:
-            self.kept = [buffer.detach().clone() for buffer in self.buffers]
-        elif self.buffers:
-            torch._foreach_copy_(self.kept, self.buffers)
+        if self.buffers:
+            torch._foreach_copy_(self.copies, self.buffers)
 
     def put_back(self, bad: torch.Tensor | bool) -> None:
-        """Restore the copies if `bad` is set; waits for the device in the first step only."""
-        if not self.chosen:
-            # By value: batch normalisation writes past the version counters. NaN equals nothing.
-            pairs = [*zip(self.buffers, self.kept, strict=True)]
-            pairs = [(buffer, kept) for buffer, kept in pairs if not torch.equal(buffer, kept)]
-            self.buffers, self.kept = ([pair[i] for pair in pairs] for i in (0, 1))
-            self.chosen = True
+        """Restore the copies if `bad` is set; does not wait for the device."""
         if isinstance(bad, torch.Tensor):
-            for buffer, kept in zip(self.buffers, self.kept, strict=True):
-                torch.where(bad, kept, buffer, out=buffer)
+            for buffer, copy in zip(self.buffers, self.copies, strict=True):
+                torch.where(bad, copy, buffer, out=buffer)
         elif bad and self.buffers:
-            torch._foreach_copy_(self.buffers, self.kept)
+            torch._foreach_copy_(self.buffers, self.copies)
 
 
 class SkippedSteps:

@@ -55,25 +55,24 @@ class Harmless:
     """A callback whose errors do not end the run: the first is a warning, and disables it."""
 
     def __init__(self, callback: Any) -> None:
-        self.callback, self.failed, self.entered = callback, False, False
+        self.callback, self.failed, self.entered = callback, False, contextlib.ExitStack()
         for name in METHODS:
-            if hasattr(callback, name):
-                setattr(self, name, functools.partial(self._call, name))
+            if method := getattr(callback, name, None):
+                setattr(self, name, functools.partial(self._call, method))
 
     def __enter__(self) -> "Harmless":
-        self._call("__enter__")
-        self.entered = not self.failed
+        if hasattr(self.callback, "__enter__"):
+            self._call(self.entered.enter_context, self.callback)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Leave it if it was entered, even after an error."""
-        if self.entered:
-            self._call("__exit__", *exception)
+        """Leave the callback if it was entered, even after an error."""
+        self._call(self.entered.__exit__, *exception)
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def _call(self, method: Callable[..., Any], *arguments: Any) -> None:
         try:
-            if hasattr(self.callback, name) and (name == "__exit__" or not self.failed):
-                getattr(self.callback, name)(*arguments)
+            if not self.failed or method == self.entered.__exit__:
+                method(*arguments)
         except Exception as error:
             if not self.failed:
                 kind = type(self.callback).__name__

@@ -47,11 +47,10 @@ class RunDirectory:
             self.group.agree(lambda: self.path.mkdir(parents=True, exist_ok=True))
         else:
             self.group.prove_shared(self.path)
-        files: list[LogFile] = []
-        self.group.agree(lambda: files.append(self._open_log()))
-        console = self.logs.enter_context(logging_to(files[0], self.group))
+        self.group.agree(self._open_log)
+        console = self.logs.enter_context(logging_to(self.log, self.group))
         if console:
-            self.logs.enter_context(self.group.printing_to(files[0].stream, console))
+            self.logs.enter_context(self.group.printing_to(self.log.stream, console))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
@@ -96,10 +95,8 @@ class RunDirectory:
         if (found.get("status"), found.get("step")) != (status, step):
             self.record_status(status, step=step)
         if self.group.rank == 0 and not (settings := self.path / "config.json").exists():
-            try:
+            with contextlib.suppress(OSError):
                 write_json(settings, to_json(config))  # they name the store of its checkpoints
-            except OSError as error:
-                log.warning("config.json is not there: %s", error)
 
     def record_stop(self, error: BaseException | None, signal: int | None, state: Any) -> None:
         """Record a stop whose last step is not saved: by a second Ctrl-C, or a save that failed.
@@ -124,12 +121,12 @@ class RunDirectory:
         content = {"status": status, "at": at, **details, **self.origin}
         write_json(self.path / "status.json", content)
 
-    def _open_log(self) -> LogFile:
+    def _open_log(self) -> None:
         rank, folder = self.group.rank, self.path / LOGS
         make_folder(folder)
         path = folder / (f"rank_{rank}.log" if rank else "train.log")
         with naming(path):
-            return LogFile(path)
+            self.log = LogFile(path)
 
     def _take(self, launchers: list[str]) -> None:
         # A job that torchrun restarts must resume its run, and not rename it as an old one.

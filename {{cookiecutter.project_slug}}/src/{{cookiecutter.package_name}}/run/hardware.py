@@ -2,14 +2,12 @@
 
 import contextlib
 import copy
-import inspect
 import logging
 import multiprocessing
 import os
 import platform
 import re
 import resource
-import shutil
 import statistics
 import sys
 from pathlib import Path
@@ -43,7 +41,6 @@ class Memory(NamedTuple):
     gradients: int
     optimizer: int
     staging: int  # on the host
-    checkpoint: int  # on disk: the state of all processes
     guessed: bool  # the optimizer's part
 
     def __str__(self) -> str:
@@ -65,27 +62,24 @@ def expected_memory(model: nn.Module, optimizer: torch.optim.Optimizer, staged_b
         guessed |= measured is None
         factor = (2.0 if measured is None else measured) + ("ema_decay" in group)
         factors |= {id(p): factor for p in group["params"]}
-    parameters = gradients = state = staging = checkpoint = 0
+    parameters = gradients = state = staging = 0
     for tensor in [*model.parameters(), *model.buffers()]:
         size = parallel.local_part(tensor).nbytes
         factor = factors.get(id(tensor), 0.0)
         parameters += size
         gradients += size if tensor.requires_grad else 0
         state += int(factor * size)
-        checkpoint += tensor.nbytes + int(factor * tensor.nbytes)
         if staged_by:
             staging += int((1 + factor) * size) // parallel.replicas(tensor, 0, staged_by)[0]
-    return Memory(parameters, gradients, state, staging, checkpoint, guessed)
+    return Memory(parameters, gradients, state, staging, guessed)
 
 
 def state_per_parameter(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float | None:
     """Measure the bytes of state per byte of a parameter on a small twin; None if that fails."""
     parameter = torch.zeros(64, 64, requires_grad=True)
     parameter.grad = torch.zeros_like(parameter)
-    known = inspect.signature(type(optimizer)).parameters
-    options = {name: value for name, value in optimizer.defaults.items() if name in known}
-    with contextlib.suppress(Exception):
-        twin = type(optimizer)([{**group, "params": [parameter]}], **options)
+    with contextlib.suppress(Exception):  # of a class of the user's own
+        twin: Any = type(optimizer)([{**group, "params": [parameter]}])
         twin.step()
         tensors = [v for v in twin.state[parameter].values() if isinstance(v, torch.Tensor)]
         return sum(tensor.nbytes for tensor in tensors if tensor.ndim) / parameter.nbytes
@@ -100,12 +94,9 @@ def check_memory(needed: Memory, device: torch.device) -> None:
     on_host = processes * (needed.staging + (on_device if device.type == "cpu" else 0))
     checks = [("this machine", on_host, free_host_memory())]
     if device.type == "cuda":
-        if needed.staging and usable_cores() < 2 * processes:
-            text = "%d cores for %d processes: background saves share cores with training"
-            log.warning(f"{text} and slow it down", usable_cores(), processes)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + unused
-        checks.append((torch.cuda.get_device_name(device), on_device, free))
+        checks.append((device_name(device), on_device, free))
     advice = "use a smaller model, an optimizer with less state, or shard over more devices (FSDP)"
     for where, size, free in checks:
         text = f"{where} has {in_units(free)} free, and this run needs {in_units(size)} more"
@@ -113,22 +104,6 @@ def check_memory(needed: Memory, device: torch.device) -> None:
             raise UserError(f"{text} before the first activation. {needed}. To fit, {advice}")
         if size > 0.8 * free:
             log.warning("%s: if it fails, %s", text, advice)
-
-
-def check_disk(needed: Memory, kept: int, run_dir: Path) -> None:
-    """Log what a new run's checkpoints will take; UserError when not even one and a half fit."""
-    folder, size = run_dir / "checkpoints", needed.checkpoint  # it may be a link to another disk
-    disk = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(disk).free
-    text = f"a checkpoint takes {in_units(size)}, up to {kept} at once {in_units(kept * size)}: "
-    text += f"{in_units(free)} are free in {folder}"
-    advice = "free some, keep fewer (--checkpoint.keep), or make checkpoints a link to another disk"
-    if 1.5 * size > free and not needed.guessed:
-        raise UserError(f"{text}. To train here, {advice}")
-    if kept * size > free:
-        log.warning("%s: %s", text, advice)
-    else:
-        log.info("%s", text)
 
 
 def free_host_memory() -> int:
@@ -234,16 +209,20 @@ def forward_flops(model: nn.Module, compute: Any, batch: Any) -> int | None:
 
 def peak_flops(device: torch.device) -> float | None:
     """Peak bf16 FLOP/s of a CUDA device by its name, None if the table does not have it."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     # Whole words: an RTX A1000 is no A100.
-    named = (peak for key, peak in PEAK_BF16_TFLOPS.items() if re.search(rf"\b{key}\b", name))
-    return next((1e12 * peak for peak in named), None)
+    words = ((rf"\b{key}\b", peak) for key, peak in PEAK_BF16_TFLOPS.items())
+    return next((1e12 * p for word, p in words if re.search(word, device_name(device))), None)
+
+
+def device_name(device: torch.device) -> str:
+    """The maker's name of a CUDA device, the type of any other."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def where_measured(device: torch.device) -> dict[str, Any]:
     """The machine and the versions that figures depend on."""
     machine = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": device_name(device),
         "gpus": torch.cuda.device_count(),
         "cpu": cpu_name(),
         "cores": usable_cores(),

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from ..distributed import Group
 from ..files import naming, open_to_write, replacing, sync_directory
 from ..loss import means
+from .hardware import device_name
 from .logs import ONLY_IN_FILES
 
 log = logging.getLogger(__name__)
@@ -37,8 +37,7 @@ class Journal:
         self.path, self.group, self.first_step = run_dir / METRICS, group, state.step
         self.total, self.samples = state.config.train.steps, state.config.train.global_batch_size
         self.tokens = getattr(state.spec, "tokens_per_sample", None)
-        self.first = group.rank == 0
-        self.lines = self.first and not sys.stderr.isatty()
+        self.first, self.on_terminal = group.rank == 0, sys.stderr.isatty()
 
     def __enter__(self) -> "Journal":
         """Open the file, without the lines of steps that will be done again; RankError."""
@@ -46,7 +45,7 @@ class Journal:
         # With room for the figures in 80 columns.
         form = "{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
         steps = {"total": self.total, "initial": self.first_step, "bar_format": form}
-        self.bar = tqdm(**steps, dynamic_ncols=True, disable=not self.first or self.lines)
+        self.bar = tqdm(**steps, dynamic_ncols=True, disable=not (self.first and self.on_terminal))
         self.mark = (self.first_step, time.perf_counter(), 0.0, 0.0)
         return self
 
@@ -126,22 +125,23 @@ class Journal:
                 log.warning("metrics.jsonl cannot be synced: %s", error)
 
     def _open(self, figures: dict[str, float] | None = None) -> None:
+        if self.path.is_file():  # what is there otherwise, `open_to_write` refuses
+            with (
+                naming(self.path),
+                open(self.path, "rb") as before,
+                replacing(self.path) as temporary,
+                open_to_write(temporary, "wb") as kept,
+            ):
+                for line in before:
+                    if record := parsed(line, self.first_step):
+                        if figures and record["step"] == self.first_step:
+                            line = json.dumps(record | figures).encode()
+                        kept.write(line.rstrip(b"\n") + b"\n")
+                kept.flush()
+                os.fsync(kept.fileno())
         with naming(self.path):
-            if self.path.is_file():  # what is there otherwise, `open_to_write` refuses
-                with (
-                    open(self.path, "rb") as before,
-                    replacing(self.path) as temporary,
-                    open_to_write(temporary, "wb") as kept,
-                ):
-                    for line in before:
-                        if record := parsed(line, self.first_step):
-                            if figures and record["step"] == self.first_step:
-                                line = json.dumps(record | figures).encode()
-                            kept.write(line.rstrip(b"\n") + b"\n")
-                    kept.flush()
-                    os.fsync(kept.fileno())
             self.file = open_to_write(self.path, "a", buffering=1 << 20)
-            sync_directory(self.path.parent)
+        sync_directory(self.path.parent)
         self.written, self.behind = self.file.tell(), False
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -157,9 +157,9 @@ class Journal:
             self.behind = True
 
     def _show_validation(self, record: dict[str, Any]) -> None:
-        if validation := _validation(record):
-            text = ", ".join(f"{name} {value:.4f}" for name, value in validation.items())
-            log.info("validation at step %d: %s", record["step"], text)
+        shown = [f"{n[11:].replace('_', ' ')} {v:.4f}" for n, v in validation_of(record).items()]
+        if shown:
+            log.info("validation at step %d: %s", record["step"], ", ".join(shown))
 
     def _show(self, record: dict[str, Any], metrics: tuple[str, ...]) -> None:
         self._show_validation(record)
@@ -169,9 +169,7 @@ class Journal:
         self.bar.set_postfix_str(text)
         left = (self.total - record["step"]) * record["step_seconds"]
         text = f"step {record['step']}/{self.total}  {text}  {left:.0f} s left"
-        log.info(text, extra=ONLY_IN_FILES)
-        if self.lines:
-            print(text, file=sys.stderr, flush=True)
+        log.info(text, extra=ONLY_IN_FILES if self.on_terminal else None)
 
 
 def read_records(run_dir: Path, last_step: int = sys.maxsize) -> Iterator[dict[str, Any]]:
@@ -184,23 +182,20 @@ def read_records(run_dir: Path, last_step: int = sys.maxsize) -> Iterator[dict[s
 def validated_at(run_dir: Path, step: int) -> dict[str, float]:
     """The validation's figures in the line of a step, {} if it has none."""
     records = (record for record in read_records(run_dir, step) if record["step"] == step)
-    figures = (item for record in records for item in record.items())
-    return {n: v for n, value in figures if n.startswith("validation_") for v in finite(value)}
+    return next(filter(None, map(validation_of, records)), {})
 
 
 def summary(run_dir: Path, last_step: int) -> list[str]:
     """The lines that sum a run up: median throughput and last validation, up to a step."""
-    rates = {name: array("d") for name in ("samples_per_second", "tokens_per_second", "mfu")}
-    lines, record = [], {}
+    forms = {"samples_per_second": ",.0f", "tokens_per_second": ",.0f", "mfu": ".1%"}
+    rates, record = {name: array("d") for name in forms}, {}
     for record in read_records(run_dir, last_step):
         for name, values in rates.items():
             values.extend(finite(record.get(name)))
-    for name, values in rates.items():
-        if values:
-            median = statistics.median(values)
-            text = f"{median:.1%}" if name == "mfu" else f"{median:,.0f}"
-            lines.append(f"{name.replace('_', ' ')}: {text} (median)")
-    return lines + [f"validation {name}: {v:.4f}" for name, v in _validation(record).items()]
+    medians = ((name, statistics.median(values)) for name, values in rates.items() if values)
+    lines = [f"{name}: {median:{forms[name]}} (median)" for name, median in medians]
+    lines += [f"{name}: {value:.4f}" for name, value in validation_of(record).items()]
+    return [line.replace("_", " ") for line in lines]
 
 
 def finite(value: Any) -> tuple[float, ...]:
@@ -210,10 +205,10 @@ def finite(value: Any) -> tuple[float, ...]:
     return ()
 
 
-def _validation(record: dict[str, Any]) -> dict[str, float]:
-    """The validation metrics of a record, by names as people read them."""
+def validation_of(record: dict[str, Any]) -> dict[str, float]:
+    """The finite validation figures of a record."""
     named = {name: value for name, value in record.items() if name.startswith("validation_")}
-    return {name[11:].replace("_", " "): v for name, value in named.items() for v in finite(value)}
+    return {name: v for name, value in named.items() for v in finite(value)}
 
 
 def parsed(line: str | bytes, last_step: int = sys.maxsize) -> dict[str, Any] | None:
@@ -228,21 +223,21 @@ def parsed(line: str | bytes, last_step: int = sys.maxsize) -> dict[str, Any] | 
 def introduce(state: Any, run_dir: Path) -> None:
     """Log the model, the data, the batch and the run directory."""
     config, world = state.config.train, state.world
-    cuda, dtype = world.device.type == "cuda", str(state.compute_dtype).removeprefix("torch.")
-    device = torch.cuda.get_device_name(world.device) if cuda else world.device
+    device, dtype = device_name(world.device), str(state.compute_dtype).removeprefix("torch.")
     size = sum(parameter.numel() for parameter in state.model.parameters())
     samples, batch = state.loader.size, config.global_batch_size
-    amount = f"{samples:,} samples" if samples else "a stream"
-    epochs = config.steps * batch / samples if samples else 0.0
-    length = f"({epochs:,.2f} epochs)" if epochs > 1 else "(less than one epoch)"
-    steps = f"{config.steps} steps {length if samples else ''}".rstrip()
-    tokens = getattr(state.spec, "tokens_per_sample", None)
+    data, steps = "a stream", f"{config.steps} steps"
+    if samples:  # of a stream nobody knows how many there are
+        epochs = config.steps * batch / samples
+        data = f"{samples:,} samples"
+        steps += f" ({epochs:,.2f} epochs)" if epochs > 1 else " (less than one epoch)"
+    if tokens := getattr(state.spec, "tokens_per_sample", None):
+        data += f" of {tokens:,} tokens"
     drawn = state.loader.source.order.drawn(config.steps).items()
     mix = ", ".join(f"{count / config.steps / batch:.1%} {name}" for name, count in drawn)
     for line in (
         f"model  {size:,} parameters, {dtype} on {device}, ranks: {world.size}",
-        f"data   {amount}{f' of {tokens:,} tokens' if tokens else ''}, "
-        f"{len(state.validation):,} for validation",
+        f"data   {data}, {len(state.validation):,} for validation",
         f"batch  {batch:,} samples{mix and f' ({mix})'}; {steps}",
         f"run    {run_dir}, {f'resumed at step {state.step}' if state.step else 'new'}",
     ):
