@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..files import flatten, open_to_write, to_json
+from ..files import flatten, to_json, write_json
 
 STATUS = {"preempted": "KILLED", "failed": "FAILED"}  # else FINISHED
 
@@ -61,8 +61,7 @@ class Tracker:
             number = known and known.experiment_id
             number = number or self.client.create_experiment(experiment, artifacts)
             run = self.client.create_run(number, run_name=run_dir.name)
-            with open_to_write(note) as file:
-                file.write(json.dumps({"id": run.info.run_id}) + "\n")
+            write_json(note, {"id": run.info.run_id})
             params = [Param(name, str(value)) for name, value in flatten(settings)]
             for start in range(0, len(params), 100):
                 self.client.log_batch(run.info.run_id, params=params[start : start + 100])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..files import open_to_write, to_json
+from ..files import to_json, write_json
 from .samples import read_sample
 
 
@@ -52,8 +52,7 @@ class Tracker:
         options: dict[str, Any] = {"mode": mode, **dict(unset)}
         note = run_dir / "wandb.json"
         if not note.exists():
-            with open_to_write(note) as file:
-                file.write(json.dumps({"id": uuid.uuid4().hex[:12]}) + "\n")
+            write_json(note, {"id": uuid.uuid4().hex[:12]})
         name = json.loads(note.read_text("utf-8"))["id"]
         # Without a key it would ask for one, and training would wait.
         if mode == "online" and not wandb.login(prompt=False):

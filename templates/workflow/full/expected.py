@@ -18,7 +18,7 @@ from typing import Any
 
 from ..device import pick_device
 from ..errors import UserError
-from ..files import naming, open_to_write, replacing
+from ..files import replace_file
 from ..run.hardware import where_measured
 from ..run.journal import finite
 from .stage import Stage
@@ -92,8 +92,7 @@ def propose(path: Path, losses: list[float], rate: float, here: str) -> Path:
     lines += [f"{step} = {loss:.6g}" for step, loss in known]
     lines += ["", "[samples_per_second]  # at least, by machine"]
     lines.append(f"{json.dumps(here, ensure_ascii=False)} = {ROOM * rate:.4g}")
-    with replacing(path) as temporary, naming(path), open_to_write(temporary) as file:
-        file.write("\n".join(lines) + "\n")
+    replace_file(path, "\n".join(lines) + "\n")
     return path
 
 

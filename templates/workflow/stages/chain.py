@@ -28,7 +28,7 @@ from ..checkpoint.storage import on_disk
 from ..config import from_json, override, preset, read_toml
 from ..distributed import join
 from ..errors import RankError, UserError, command_for, printable
-from ..files import flatten, naming, open_to_write, read_json, replacing, to_json, write_json
+from ..files import flatten, naming, read_json, replace_file, to_json, write_json
 from ..train import setup
 from . import STAGES
 from .interleaved import TOO_NOISY, Interval, speedup_of, time_interleaved, with_loader
@@ -294,8 +294,7 @@ def write_toml(path: Path, config: StageConfig, taken: list[Recommendation]) -> 
         if value != usual.get(name) and value is not None and name.split(".")[0] not in NOT_TRAINED:
             text = json.dumps(value, ensure_ascii=False)
             lines.append(f"{name} = {text}{sources.get(name, '')}")
-    with replacing(path) as temporary, naming(path), open_to_write(temporary) as file:
-        file.write("\n".join(lines) + "\n")
+    replace_file(path, "\n".join(lines) + "\n")
 
 
 def time_both(given: StageConfig, recommended: StageConfig) -> tuple[Interval, str]:

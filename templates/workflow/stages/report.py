@@ -13,7 +13,7 @@ from jinja2 import Environment
 from markupsafe import Markup, escape
 
 from ..errors import UserError, command_for, printable
-from ..files import flatten, open_to_write, read_json, replacing
+from ..files import flatten, read_json, replace_file
 from ..run.hardware import in_units
 from ..run.journal import finite, parsed
 from ..run.samples import read_sample, samples_of
@@ -68,8 +68,7 @@ def publish_report(run_dir: Path) -> Path:
     """Write RUN_DIR/report.html."""
     path, page = run_dir / "report.html", page_of(run_dir)
     try:
-        with replacing(path) as temporary, open_to_write(temporary, errors="replace") as file:
-            file.write(page)
+        replace_file(path, page)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error}") from None
     return path

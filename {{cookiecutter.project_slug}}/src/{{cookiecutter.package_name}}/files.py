@@ -106,12 +106,18 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Replace a small JSON file: a reader sees the old one or the new one."""
-    with replacing(path) as temporary, naming(path), open_to_write(temporary) as file:
-        file.write(json.dumps(content, indent=2) + "\n")
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a small file whole and sync it: a reader sees the old one or the new one."""
+    content = content if isinstance(content, bytes) else content.encode(errors="replace")
+    with replacing(path) as temporary, naming(path), open_to_write(temporary, "wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replace a small JSON file."""
+    replace_file(path, json.dumps(content, indent=2) + "\n")
 
 
 def sync_directory(path: Path) -> None:

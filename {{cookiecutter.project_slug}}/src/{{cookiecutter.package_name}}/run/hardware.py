@@ -78,8 +78,9 @@ def state_per_parameter(optimizer: torch.optim.Optimizer, group: dict[str, Any])
     """Measure the bytes of state per byte of a parameter on a small twin; None if that fails."""
     parameter = torch.zeros(64, 64, requires_grad=True)
     parameter.grad = torch.zeros_like(parameter)
+    kind: Any = type(optimizer)
     with contextlib.suppress(Exception):  # of a class of the user's own
-        twin: Any = type(optimizer)([{**group, "params": [parameter]}])
+        twin = kind([{**group, "params": [parameter]}])
         twin.step()
         tensors = [v for v in twin.state[parameter].values() if isinstance(v, torch.Tensor)]
         return sum(tensor.nbytes for tensor in tensors if tensor.ndim) / parameter.nbytes

@@ -4,18 +4,16 @@ import contextlib
 import os
 from pathlib import Path
 
-from ..files import make_folder, open_to_write, replacing
+from ..files import make_folder, replace_file
 
 LIMIT = 2**20  # bytes of a sample that are read
 
 
 def keep_sample(run_dir: Path, step: int, content: str | bytes) -> None:
     """Write a text, or the bytes of a PNG, for the tracker and the report."""
-    ending, mode = (".txt", "w") if isinstance(content, str) else (".png", "wb")
     make_folder(folder := run_dir / "samples")
-    path = folder / f"step_{step:08}{ending}"
-    with replacing(path) as temporary, open_to_write(temporary, mode) as file:
-        file.write(content)
+    ending = "txt" if isinstance(content, str) else "png"
+    replace_file(folder / f"step_{step:08}.{ending}", content)
 
 
 def samples_of(run_dir: Path, step: int | None = None) -> list[Path]:
