@@ -133,7 +133,9 @@ def test_without_proc_and_cgroups_training_goes_on(project: Project, hidden: Non
     project("verify", "--name", "hidden")
     found = hardware.where_measured(torch.device("cpu"))["machine"]
     assert found["cores"] == os.cpu_count()
-    assert project.module("workflow.processes").descendants(2**22 + 1) == [], "it is gone"
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    project.module("workflow.processes").kill(gone)  # there is nothing to do
 
 
 def test_without_proc_a_launcher_is_known_by_its_number(

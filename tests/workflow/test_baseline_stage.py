@@ -243,7 +243,7 @@ def test_the_share_of_waiting_is_judged(project: Project, tmp_path: Path) -> Non
     ):
         steps = timing.Steps(np.linspace(2, 1, 30), np.full(30, step), np.full(30, step) * share)
         stage = project.module("workflow.stage").Stage("baseline", state.config)
-        baseline.judge_waits(stage, state, steps, lambda *_: None)
+        baseline.judge_waits(stage, steps, "")
         assert {check["name"]: check["status"] for check in stage.checks}["data_wait"] == status
 
 

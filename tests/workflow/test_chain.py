@@ -119,14 +119,14 @@ def test_windows_with_other_workers_are_whole_bursts(
     multiple: int,
 ) -> None:
     chain, found = project.module("workflow.chain"), []
-    files = project.module("files")
-    for name, count in zip(("given", "recommended"), workers, strict=True):
-        settings = project.config(run_dir=tmp_path, train__loader_workers=count)
-        files.write_json(tmp_path / f"{name}.json", files.to_json(settings))
+    settings = {
+        name: project.config(run_dir=tmp_path, train__loader_workers=count)
+        for name, count in zip(("given", "recommended"), workers, strict=True)
+    }
     monkeypatch.setattr(
         chain, "time_interleaved", lambda ways, multiple=1: found.append((sorted(ways), multiple))
     )
-    chain.time_steps(tmp_path)
+    chain.time_steps(settings)
     assert found == [(["given", "recommended"], multiple)]
 
 
@@ -155,8 +155,15 @@ def test_the_sum_is_measured_and_written_for_train(
     given = project.config(run_dir=tmp_path, train__seed=7)
     finished(project, given, "baseline", train__micro_batch_size=4)
     windows = {"given": [0.3] * 8, "recommended": [0.2] * 8}
-    monkeypatch.setattr(chain, "run_task", lambda *_, **__: windows)
-    assert chain.measure_together(given, set(), given) == "pass"
+
+    def time_steps(configs: dict[str, Any]) -> dict[str, list[float]]:
+        assert [*configs] == ["given", "recommended"]
+        if not windows:
+            raise RuntimeError("both together do not fit into the memory")
+        return windows
+
+    monkeypatch.setattr(chain, "time_steps", time_steps)
+    assert chain.measure_together(given, set()) == "pass"
     said = capsys.readouterr().out
     assert "1.5 (1.5 to 1.5) times as fast as your settings: faster" in said
     file = tmp_path / "workflow/recommended.toml"
@@ -169,17 +176,17 @@ def test_the_sum_is_measured_and_written_for_train(
     assert "1.5 (1.5 to 1.5) times as fast as your settings" in page
     assert "--train.micro-batch-size 4 (baseline: 1.2 (1.1 to 1.3) times as fast)" in page
     windows = {}
-    assert chain.measure_together(given, set(), given) == "pass", "it was measured again"
+    assert chain.measure_together(given, set()) == "pass", "it was measured again"
     forced = project.config(run_dir=tmp_path, train__seed=7, workflow__force=True)
-    windows = {"error": "both together do not fit into the memory"}
-    assert chain.measure_together(forced, set(), forced) == "not_measured" and file.exists()
+    windows = {}
+    assert chain.measure_together(forced, set()) == "not_measured" and file.exists()
     windows = {"given": [1.0, 3.0] * 4, "recommended": [3.0, 1.0] * 4}
-    assert chain.measure_together(forced, set(), forced) == "not_measured"
+    assert chain.measure_together(forced, set()) == "not_measured"
     project("report", "--run-dir", str(tmp_path))
     page = (tmp_path / "report.html").read_text("utf-8")
     assert "as your settings" not in page and "Recommended:" in page  # too noisy to tell
     windows = {"given": [0.2] * 8, "recommended": [0.3] * 8}
-    assert chain.measure_together(forced, set(), forced) == "fail" and not file.exists()
+    assert chain.measure_together(forced, set()) == "fail" and not file.exists()
     project("report", "--run-dir", str(tmp_path))
     assert "as your settings" not in (tmp_path / "report.html").read_text("utf-8")
 
@@ -189,12 +196,10 @@ def test_both_settings_are_timed_in_one_process(
 ) -> None:
     chain, interleaved = project.module("workflow.chain"), project.module("workflow.interleaved")
     monkeypatch.setattr(interleaved, "SECONDS", 0.1)
-    to_json, write_json = (
-        getattr(project.module("files"), name) for name in ("to_json", "write_json")
-    )
-    for name, size in (("given", 8), ("recommended", 1)):
-        config = project.config(run_dir=tmp_path, train__micro_batch_size=size)
-        write_json(tmp_path / f"{name}.json", to_json(config))
+    configs = {
+        name: project.config(run_dir=tmp_path, train__micro_batch_size=size)
+        for name, size in (("given", 8), ("recommended", 1))
+    }
     training, sizes = project.module("train"), []
     compute = training.compute_loss
 
@@ -203,6 +208,6 @@ def test_both_settings_are_timed_in_one_process(
         return compute(model, batch)
 
     monkeypatch.setattr(training, "compute_loss", counting)
-    seconds = chain.time_steps(tmp_path)
+    seconds = chain.time_steps(configs)
     assert len(seconds["given"]) == len(seconds["recommended"]) >= 6
     assert set(sizes) == {1, 8} and sizes.count(1) == 8 * sizes.count(8)  # as many steps of each

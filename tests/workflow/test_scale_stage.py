@@ -6,11 +6,16 @@ test_whole_workflow.py); the rest judges made-up records or measures in this pro
 
 import copy
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -276,7 +281,6 @@ def test_ddp_or_fsdp(project: Project, sharded: Project, monkeypatch: pytest.Mon
     assert "neither fits" in advised(200) and "FSDP on 14 ranks" in advised(200)
     assert "neither fits" in advised(100) and "FSDP on" not in advised(100)
     assert "sends 150 B and 525 B a step" in advised(1000, micro_batches=3)
-    assert "FSDP gathers 2 blocks of 30 B to 40 B, and 30 B outside of them" in roomy
 
 
 def test_a_model_without_blocks_is_told_which_parts_to_shard(
@@ -421,3 +425,46 @@ def test_settings_that_are_right_only_together_travel(project: Project, tmp_path
     assert config.from_json(config.Config(), file) == odd
     with pytest.raises(project.module("errors").UserError, match=r"model\.size is not a setting"):
         config.override(odd, {"model.size": 3})
+
+
+RANK = """
+import os, time
+from pathlib import Path
+from scaled.distributed.world import die_with_the_launcher
+die_with_the_launcher()  # as `join` does
+Path(f"new-{os.environ['RANK']}").write_text(f"{os.getpid()} {os.getppid()}")
+os.rename(f"new-{os.environ['RANK']}", f"rank-{os.environ['RANK']}")
+time.sleep(600)
+"""
+STAGE = """
+from scaled.workflow.processes import started
+with started(2, module="rank") as process:
+    process.communicate()
+"""
+
+
+def test_a_stage_that_is_killed_leaves_nothing_behind(project: Project, tmp_path: Path) -> None:
+    """By SIGKILL, after which it can end nothing itself: torchrun and its ranks end with it."""
+    (tmp_path / "rank.py").write_text(RANK)
+    paths = os.pathsep.join([str(project.folder / "src"), str(tmp_path)])
+    command, environment = [sys.executable, "-c", STAGE], os.environ | {"PYTHONPATH": paths}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment) as stage:
+        deadline = time.monotonic() + 300
+        while len(files := [*tmp_path.glob("rank-*")]) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        left = {int(pid) for file in files for pid in file.read_text().split()}
+        stage.kill()
+    assert len(left) == 3  # torchrun, and two ranks
+    deadline = time.monotonic() + 60
+    while left and time.monotonic() < deadline:
+        left = {pid for pid in left if runs(pid)}
+        time.sleep(0.1)
+    assert not left
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

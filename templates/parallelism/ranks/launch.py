@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher import api as launcher
 
 from .stop import TO_BE_RESTARTED
-from .world import LOOPBACK, ON_LOOPBACK, prefer
+from .world import LOOPBACK, ON_LOOPBACK, die_with_the_launcher, prefer
 
 # All ranks leave together, so the torchruns of all machines see it at the same time, except one
 # that was stopped. torchrun would wait 300 s for that one, and react to no signal meanwhile.
@@ -102,6 +102,8 @@ def on_one_machine(folder: str) -> list[str]:
 
 
 if __name__ == "__main__":
+    if os.environ.pop("OF_A_STAGE", ""):  # whose killing must leave nothing behind
+        die_with_the_launcher()
     # For the ranks (world.py): this process may be gone before they look who started them.
     os.environ |= {"LAUNCHER_PID": str(os.getpid()), "LAUNCHER_STARTED": f"{time.time():.0f}"}
     api._terminate_process_handler = stop_once

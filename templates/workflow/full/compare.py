@@ -16,11 +16,11 @@ from typing import Annotated, Any
 import tyro
 
 from ..errors import UserError, printable
-from ..files import make_folder, read_json, write_json
+from ..files import flatten, make_folder, read_json, write_json
 from ..run.hardware import in_units
 from ..run.journal import finite, read_records
 from . import STAGES
-from .chain import read_stage, result_in, settings_with_effect
+from .chain import WITHOUT_EFFECT, read_stage, result_in
 from .interleaved import Interval, median_interval
 from .stage import stage_file
 from .timing import difference, spread
@@ -157,9 +157,10 @@ def too_busy(a: Content, b: Content) -> str:
 
 def verdicts(a: Content, b: Content) -> Iterator[tuple[str, str]]:
     """Lines, of figures each with a word: better, worse, within noise or not comparable."""
-    before, after = (settings_with_effect(content["settings"]) for content in (a, b))
+    before, after = (dict(flatten(content["settings"])) for content in (a, b))
     for name in sorted(before.keys() | after.keys()):
-        if before.get(name) != after.get(name):
+        without_effect = WITHOUT_EFFECT & {name, name.partition(".")[0]}
+        if before.get(name) != after.get(name) and not without_effect:
             yield f"{name}: {before.get(name)} -> {after.get(name)}", ""
     apart, busy = another_machine(a, b), too_busy(a, b)
     first, second = dict(measured(a["figures"])), dict(measured(b["figures"]))

@@ -5,18 +5,28 @@ import dataclasses
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..distributed import leave
 from ..run.hardware import free_host_memory, in_units, peak_memory, usable_cores
 from ..sampling import Loader, shares
 from ..train import State
 from . import baseline
-from .chain import recommend, reject, typed_settings
+from .chain import flag, recommend, typed_settings
 from .expected import hold_to, read_expected
-from .interleaved import WINDOWS, Way, speedup_of, time_interleaved, with_loader, without_loader
+from .interleaved import (
+    WINDOWS,
+    Interval,
+    Way,
+    speedup_of,
+    time_interleaved,
+    with_loader,
+    without_loader,
+)
 from .stage import Stage, StageConfig
 from .timing import Steps, record_steps
 
@@ -30,15 +40,32 @@ def measure(config: StageConfig) -> int:
     file = config.workflow.expect
     expected = read_expected(file)
 
-    def tune(stage: Stage, state: State, waited: float) -> Steps | None:
-        if file:
-            hold_to(stage, file, expected)
-        try_micro_batches(stage, state)
-        # What is typed stays, so the gate must not pass on another number.
-        stays = "train.loader_workers" in typed_settings(sys.argv[2:])
-        return try_loader_workers(stage, state, waited) if waited and not stays else None
+    stage = Stage("baseline", config)
+    state, steps = baseline.judge_steps(stage)
+    if file:
+        hold_to(stage, file, expected)
+    try_micro_batches(stage, state)
+    # What is typed stays, so the gate must not pass on another number.
+    stays = "train.loader_workers" in typed_settings(sys.argv[2:])
+    slow = baseline.waits_too_long(steps) and not stays
+    better = try_loader_workers(stage, state, baseline.share_waited(steps)) if slow else None
+    workers = 2 * config.train.loader_workers or 2
+    advice = f"{baseline.CHEAPER}, or read ahead with --train.loader-workers {workers}"
+    if better or any("loader-workers" in text for text in stage.figures.get("rejected", ())):
+        advice = baseline.CHEAPER
+    baseline.judge_waits(stage, steps, advice, better)
+    world = state.world
+    del state
+    leave(world)
+    return stage.close()
 
-    return baseline.measure(config, tune)
+
+def reject(stage: Stage, name: str, value: Any, why: str, factor: Interval | None = None) -> None:
+    """Note what was tried and is not handed on, and why."""
+    why = "faster, but not the best" if why == "faster" else why
+    times = f", {factor} times as fast" if factor else ""
+    text = f"{flag(name)} {value}: {why}{times}"
+    stage.figures.setdefault("rejected", []).append(text)
 
 
 def try_micro_batches(stage: Stage, state: State) -> None:

@@ -1,8 +1,7 @@
 """Run the stages in order: what each recommends is handed to the next, and all is measured at last.
 
 A recommendation counts as long as its stage's gate has not failed and nothing that it was measured
-with has changed. `python -m` this module FOLDER reads the settings FOLDER/given.json and
-FOLDER/recommended.json and writes FOLDER/seconds.json: seconds per step of both, interleaved.
+with has changed.
 """
 
 import argparse
@@ -15,24 +14,20 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import torch
-
 from ..checkpoint.storage import on_disk
-from ..config import from_json, override, preset, read_toml
+from ..config import override, preset, read_toml
 from ..distributed import join
-from ..errors import RankError, UserError, command_for, printable
-from ..files import flatten, naming, read_json, replace_file, to_json, write_json
+from ..errors import UserError, command_for, printable
+from ..files import flatten, read_json, replace_file, to_json
 from ..train import setup
 from . import STAGES
 from .interleaved import TOO_NOISY, Interval, speedup_of, time_interleaved, with_loader
-from .processes import leave, plain_environment, run_task
+from .processes import leave, plain_environment
 from .stage import PACKAGE, STATUSES, Stage, StageConfig, origin, stage_file
 
 RECOMMENDED = "recommended"  # workflow/recommended.json and .toml
@@ -41,7 +36,6 @@ FAILED = ("fail", "crashed")
 WITHOUT_EFFECT = {"name", "run_dir", "fresh", "init_from", "init_strict", "track", "tracker"}
 WITHOUT_EFFECT |= {"workflow.keep_going", "workflow.force", "workflow.expect"}
 NOT_TRAINED = {"workflow", "fresh", "name", "run_dir"}  # settings that recommended.toml leaves out
-TIMEOUT = 1800.0  # seconds
 FORM = dict.fromkeys(("figures", "settings", "machine", "versions"), dict)
 FORM |= dict.fromkeys(("stage", "code", "measured_at"), str) | {"checks": list, "advice": list}
 
@@ -71,27 +65,23 @@ def run_stages(
     """
     signal.signal(signal.SIGTERM, leave)
     config, typed = on_disk(given), typed_settings(arguments)
-    results: dict[str, tuple[str, float]] = dict.fromkeys(STAGES, ("not_run", 0.0))
+    results = dict.fromkeys(STAGES, "not_run")
     for number, (name, about) in enumerate(STAGES.items(), 1):
         print(f"\n[{number}/{len(STAGES)}] {name}: {about}", flush=True)
-        started = time.perf_counter()
         status = reusable_status(with_recommended(config, name, typed)[0], name)
-        status = status or run_stage(config, name, arguments)
-        results[name] = status, time.perf_counter() - started
-        if status in FAILED and not config.workflow.keep_going:
+        results[name] = status or run_stage(config, name, arguments)
+        if results[name] in FAILED and not config.workflow.keep_going:
             remove_recommended(config.directory)
             break
     else:
         print(f"\n{RECOMMENDED}: Measure all that the stages recommend, together.", flush=True)
-        started = time.perf_counter()
-        status = measure_together(config, typed, given)
-        results[RECOMMENDED] = status, time.perf_counter() - started
+        results[RECOMMENDED] = measure_together(given, typed)
     print()
-    for name, (status, seconds) in results.items():
-        print(f"{name:<12}{status.replace('_', ' '):<14}{seconds:6.1f} s", flush=True)
+    for name, status in results.items():
+        print(f"{name:<12}{status.replace('_', ' ')}", flush=True)
     with contextlib.suppress(UserError):  # a stage that crashed may have left nothing
         print(f"report: {publish_report(config.directory)}")
-    failed = [name for name, (status, _) in results.items() if status in FAILED]
+    failed = [name for name, status in results.items() if status in FAILED]
     if failed and not config.workflow.keep_going:
         print(
             f"stopped at {failed[0]}: fix it and rerun the same command to continue "
@@ -125,32 +115,34 @@ def run_stage(config: StageConfig, name: str, arguments: list[str]) -> str:
 
 def reusable_status(config: StageConfig, name: str) -> str | None:
     """The status of a stage that need not be measured again, else None."""
-    try:
+    if config.workflow.repeats(name) or not stage_file(config.directory, name).exists():
+        return None
+    if content := current_result(config, name):
+        status, when = content["status"], printable(content["measured_at"])
+        print(f"{status.replace('_', ' ')}, measured {when} (--workflow.force measures again)")
+        return status
+    print("measuring again: it failed or is damaged, or the settings, code or machine have changed")
+    return None
+
+
+def current_result(config: StageConfig, name: str) -> dict[str, Any] | None:
+    """What a stage measured, unless it failed or what it was measured with has changed since."""
+    with contextlib.suppress(UserError):  # a damaged file counts as if the stage had not run
         content = read_stage(config.directory, name)
-    except UserError:
-        print(f"measuring again: {stage_file(config.directory, name)} is damaged")
-        return None
-    if not content or config.workflow.repeats(name) or content["status"] == "fail":
-        return None
-    if with_effect(content) != with_effect(origin(config)):
-        print("measuring again: the settings, the code, torch or the machine have changed")
-        return None
-    status, when = content["status"], printable(content["measured_at"])
-    print(f"{status.replace('_', ' ')}, measured {when} (--workflow.force measures again)")
-    return status
+        if content and content["status"] != "fail":
+            return content if with_effect(content) == with_effect(origin(config)) else None
+    return None
 
 
-def with_effect(origin: dict[str, Any]) -> tuple[Any, ...]:
+def with_effect(origin: dict[str, Any]) -> dict[str, Any]:
     """What can change a measurement: settings, code, torch and the kind of machine."""
-    machine = [origin["machine"].get(key) for key in ("device", "gpus", "cpu")]
-    settings = settings_with_effect(origin["settings"])
-    return settings, origin["code"], origin["versions"].get("torch"), machine
-
-
-def settings_with_effect(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings that can change a measurement, by their dotted names."""
-    named = flatten(settings)
-    return {n: v for n, v in named if not WITHOUT_EFFECT & {n, n.partition(".")[0]}}
+    named = flatten(origin["settings"])
+    return {
+        "settings": {n: v for n, v in named if not WITHOUT_EFFECT & {n, n.partition(".")[0]}},
+        "code": origin["code"],
+        "torch": origin["versions"].get("torch"),
+        "machine": [origin["machine"].get(key) for key in ("device", "gpus", "cpu")],
+    }
 
 
 def read_stage(run_dir: Path, name: str) -> dict[str, Any] | None:
@@ -183,14 +175,6 @@ def recommend(stage: Stage, setting: str, value: Any, factor: Interval | None = 
     recommended[setting] = {"value": value, "factor": factor and list(factor)}
 
 
-def reject(stage: Stage, name: str, value: Any, why: str, factor: Interval | None = None) -> None:
-    """Note what was tried and is not handed on, and why."""
-    why = "faster, but not the best" if why == "faster" else why
-    times = f", {factor} times as fast" if factor else ""
-    text = f"{flag(name)} {value}: {why}{times}"
-    stage.figures.setdefault("rejected", []).append(text)
-
-
 def start_from_recommended(config: StageConfig, name: str, arguments: list[str]) -> StageConfig:
     """The settings of a stage with what the stages before it recommend, and say so."""
     if os.environ.get("WORLD_SIZE", "1") != "1":  # ranks could read different files
@@ -207,13 +191,8 @@ def with_recommended(
     """The settings with what the stages before `name` recommend, except for options typed."""
     taken: list[Recommendation] = []
     for earlier in itertools.takewhile(lambda stage: stage != name, STAGES):
-        # A damaged file counts as if the stage had not run; who reads it next says so.
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            content = read_stage(config.directory, earlier)
-            if not content or content["status"] == "fail":
-                continue
-            if with_effect(content) != with_effect(origin(config)):
-                continue
+        content = current_result(config, earlier) or {"figures": {}}
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # damaged
             new = [
                 Recommendation(earlier, setting, each["value"], interval(each["factor"]))
                 for setting, each in content["figures"].get("recommended", {}).items()
@@ -243,43 +222,42 @@ def remove_recommended(run_dir: Path) -> Path:
     """Remove what was recommended before; the path of the new recommended.toml."""
     path = stage_file(run_dir, RECOMMENDED)
     for each in (path, toml := path.with_suffix(".toml")):
-        with naming(each):
-            each.unlink(missing_ok=True)
+        each.unlink(missing_ok=True)
     return toml
 
 
-def measure_together(config: StageConfig, typed: set[str], with_store: StageConfig) -> str:
+def measure_together(given: StageConfig, typed: set[str]) -> str:
     """Measure what the stages recommend against the given settings; its status.
 
-    Writes workflow/recommended.toml, unless it is slower, and recommended.json beside it; `config`
-    is what the stages go by, without the object store that `with_store` may have.
+    Writes workflow/recommended.toml, unless it is slower, and recommended.json beside it.
     """
+    config = on_disk(given)
     final, taken = with_recommended(config, "", typed)
-    given = with_effect(origin(config))[0]
-    with contextlib.suppress(UserError):  # damaged: measured again
-        before = read_stage(config.directory, RECOMMENDED)
-        same = before and before["figures"].get("given") == given
-        if same and (status := reusable_status(final, RECOMMENDED)):
-            return status
+    settings = with_effect(origin(config))["settings"]
+    before = current_result(final, RECOMMENDED)
+    same = before and before["figures"].get("given") == settings
+    if same and (status := reusable_status(final, RECOMMENDED)):
+        return status
     file, stage = remove_recommended(config.directory), Stage(RECOMMENDED, final)
-    stage.figures |= {"given": given, "file": str(file), "settings": [str(each) for each in taken]}
+    words = [str(each) for each in taken]
+    stage.figures |= {"given": settings, "file": str(file), "settings": words}
     measured, passed = "no setting was found that is faster than yours", True
     if any(not each.setting.startswith("checkpoint.") for each in taken):
+        print("     your settings and the recommended ones, interleaved ...", flush=True)
         try:
-            speedup, verdict = time_both(config, final)
+            seconds = time_steps({"given": config, RECOMMENDED: final})
+            speedup, verdict = speedup_of(seconds["given"], seconds[RECOMMENDED])
             stage.figures["factor"] = list(speedup)
             measured = f"{speedup} times as fast as your settings: {verdict}"
             passed = None if verdict == TOO_NOISY else verdict != "slower"
-        except RankError as error:
-            measured, passed = f"not measured: {error}", None
+        except Exception as error:  # as when both do not fit into the memory
+            measured, passed = f"not measured: {type(error).__name__}: {error}", None
     wanted = "not slower than your settings"
     advice = "measure again with --workflow.force when nothing else runs on this machine"
     stage.check("together", passed, measured=measured, wanted=wanted, advice=advice)
-    for each in taken:
-        print(f"     {each}")
     if taken and passed is not False:
-        settings = {each.setting: each.value for each in taken}
-        write_toml(file, override(with_store, settings), taken)
+        print("\n".join(f"     {each}" for each in words))
+        write_toml(file, override(given, {each.setting: each.value for each in taken}), taken)
         print(f"     to train with them: python -m {PACKAGE} train --config {file}")
     stage.close()
     return stage.status
@@ -297,38 +275,16 @@ def write_toml(path: Path, config: StageConfig, taken: list[Recommendation]) -> 
     replace_file(path, "\n".join(lines) + "\n")
 
 
-def time_both(given: StageConfig, recommended: StageConfig) -> tuple[Interval, str]:
-    """How many times as fast steps with the recommended settings are, and a word for it."""
-    print("     your settings and the recommended ones, interleaved ...", flush=True)
-    with tempfile.TemporaryDirectory(prefix="together-") as scratch:
-        folder = Path(scratch)
-        write_json(folder / "given.json", to_json(given))
-        write_json(folder / f"{RECOMMENDED}.json", to_json(recommended))
-        seconds = run_task("chain", folder, "seconds", seconds=TIMEOUT)
-    if "error" in seconds:
-        raise RankError(seconds["error"])
-    return speedup_of(seconds["given"], seconds[RECOMMENDED])
-
-
-def time_steps(folder: Path) -> dict[str, Any]:
-    """Seconds per step with both settings, in interleaved windows, data loading included."""
+def time_steps(configs: dict[str, StageConfig]) -> dict[str, list[float]]:
+    """Seconds per step with each of the settings, in interleaved windows, data loading included."""
     from torch._dynamo import config as dynamo  # slow to import
 
-    files = {name: folder / f"{name}.json" for name in ("given", RECOMMENDED)}
-    configs = {name: from_json(StageConfig(), file) for name, file in files.items()}
-    world = join(configs["given"].parallel, configs["given"].device)
+    first = next(iter(configs.values()))
+    world = join(first.parallel, first.device)
     workers = (max(1, config.train.loader_workers) for config in configs.values())
-    try:
-        # Else the second compiles for any size of batch, since the first has shown another.
-        with patch.object(dynamo, "automatic_dynamic_shapes", False):
-            ways = {name: with_loader(setup(config, world)) for name, config in configs.items()}
-            for way in ways.values():
-                way(2)  # compiles
-            return time_interleaved(ways, multiple=math.lcm(*workers))
-    except torch.OutOfMemoryError:
-        return {"error": "both together do not fit into the memory"}
-
-
-if __name__ == "__main__":
-    folder, task = Path(sys.argv[1]), sys.argv[2]
-    write_json(folder / f"{task}.json", time_steps(folder))
+    # Else the second compiles for any size of batch, since the first has shown another.
+    with patch.object(dynamo, "automatic_dynamic_shapes", False):
+        ways = {name: with_loader(setup(config, world)) for name, config in configs.items()}
+        for way in ways.values():
+            way(2)  # compiles
+        return time_interleaved(ways, multiple=math.lcm(*workers))

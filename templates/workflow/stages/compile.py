@@ -31,7 +31,7 @@ from ..files import to_json, write_json
 from ..model import blocks
 from ..run.hardware import in_units, peak_memory
 from ..train import State, setup
-from .chain import recommend, reject
+from .chain import recommend
 from .interleaved import TOO_NOISY, Interval, speedup_of, time_interleaved, without_loader
 from .processes import run_task
 from .stage import Stage, StageConfig
@@ -207,9 +207,7 @@ def judge_speed(stage: Stage, compiled: dict[str, Figures]) -> None:
     if best == "none" and compiled.get(given, {}).get("verdict") == "slower":
         recommend(stage, "compile.mode", "none")
     for mode, speedup in speedups.items():
-        if mode != best:
-            reject(stage, "compile.mode", mode, compiled[mode]["verdict"], speedup)
-        elif mode != given:
+        if mode == best != given:
             recommend(stage, "compile.mode", mode, speedup if given == "none" else None)
 
 

@@ -90,13 +90,8 @@ def memory_of(state: State, measured: int | None, one: dict[str, Any] | None) ->
         activations = one["activations"] * samples // one["samples"]
     else:
         activations = kept_for_backward(state)
-    parts = {
-        "parameters": needed.parameters,
-        "gradients": needed.gradients,
-        "optimizer": needed.optimizer,
-        "activations": activations,
-        "gathered": whole if sharded else 0,
-    }
+    parts = {name: getattr(needed, name) for name in ("parameters", "gradients", "optimizer")}
+    parts |= {"activations": activations, "gathered": whole if sharded else 0}
     unpredictable = ""
     if measured is None:
         unpredictable = "this device does not tell what was allocated"
@@ -111,7 +106,6 @@ def memory_of(state: State, measured: int | None, one: dict[str, Any] | None) ->
         "unpredictable": unpredictable,
         "whole": whole,
         "traffic": traffic,
-        "units": [*in_blocks, traffic - sum(in_blocks)],
         "micro_batches": len(state.plan),
         "samples": samples,
     }
@@ -171,12 +165,6 @@ def ddp_or_fsdp(
     text += f", of {in_units(capacity)}" if capacity else ""
     a, b = (in_units((ranks - 1) / ranks * sent[kind]) for kind in ("DDP", "FSDP"))
     text += f"; it sends {a} and {b} a step"
-    *units, rest = one["units"]
-    if units:
-        text += f"; FSDP gathers {len(units)} blocks of {in_units(units[0])} to "
-        text += f"{in_units(units[-1])}, and {in_units(rest)} outside of them"
-    else:
-        text += "; FSDP gathers all of it at once, since blocks(model) names nothing"
     if needed["FSDP"] > room:
         text += "; neither fits: take a smaller --train.micro-batch-size"
         text += ", --train.activation-checkpointing"

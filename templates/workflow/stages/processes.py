@@ -37,13 +37,13 @@ def most_ranks(config: StageConfig, device: torch.device) -> tuple[int, str]:
     if most > batch:
         problem = f"is more than --train.global-batch-size {batch}, which they share"
         raise UserError(f"--workflow.ranks {most} {problem}: lower it, or raise the batch")
-    if asked == 1:
-        return 1, "one process was asked for"
-    if batch == 1:
-        return 1, "--train.global-batch-size 1 cannot be divided"
-    if most == 1:
-        return 1, "there is one device here; --device cpu shows everything except its speed"
-    reason = refusal(config, most)
+    # Of those that are 1, the last is named.
+    reasons = {
+        devices: "there is one device here; --device cpu shows everything except its speed",
+        batch: "--train.global-batch-size 1 cannot be divided",
+        asked: "one process was asked for",
+    }
+    reason = reasons[1] if most == 1 else refusal(config, most)
     return (1, reason) if reason else (most, "")
 
 
@@ -84,13 +84,15 @@ def started(
     """`python -m module arguments`, as one plain process, or as several `ranks` under torchrun.
 
     Each rank has `threads` threads (default: its share of the cores). The output goes to a pipe.
-    When the block ends, by SIGTERM or Ctrl-C too, all that it started is killed.
+    When the block ends, by SIGTERM or Ctrl-C too, all that it started is killed; torchrun and its
+    ranks also when this process is killed.
     """
     words = [module, *arguments]
     if ranks > 1:
         torchrun = [f"{PACKAGE}.distributed.launch", f"--nproc-per-node={ranks}"]
         words = [*torchrun, "-m", *words]
         threads = threads or max(1, usable_cores() // ranks)
+        environment |= {"LAUNCHER_PID": str(os.getpid()), "OF_A_STAGE": "1"}  # for launch.py
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
@@ -129,35 +131,29 @@ def run_task(
 
 
 def finish(process: Process, task: str, seconds: float) -> str:
-    """The output of a process that succeeds in time; else RankError with the end of its output."""
+    """The output of a process that succeeds in time; else RankError with what it says went wrong.
+
+    These are the first errors in its output, since torchrun prints much after them; else the end.
+    """
+    problem = ""
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         kill(process)
         output, _ = process.communicate()
-        raise RankError(f"{task} took more than {seconds:.0f} s{_errors(output)}") from None
+        problem = f"took more than {seconds:.0f} s"
     if process.returncode:
-        raise RankError(f"{task} ended with exit code {process.returncode}{_errors(output)}")
+        problem = problem or f"ended with exit code {process.returncode}"
+        lines = output.splitlines()
+        shown = [line for line in lines if re.search("[Ee]rror: ", line)][:3] or lines[-15:]
+        raise RankError("\n  ".join([f"{task} {problem}", *shown]))
     return output
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes below `pid`; none if it is gone."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    return []
 
 
 def kill(process: Process, number: int = signal.SIGKILL) -> None:
     """Kill (or signal) a process and everything that it started, unless it has ended."""
     if process.poll() is None:
-        for pid in [process.pid, *descendants(process.pid)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-
-def _errors(output: str) -> str:
-    """The first errors in an output, since torchrun prints much after them; else its last lines."""
-    lines = output.splitlines()
-    shown = [line for line in lines if re.search("[Ee]rror: ", line)][:3] or lines[-15:]
-    return "\n  ".join([":", *shown]) if shown else ""
+        parent = psutil.Process(process.pid)
+        for each in [parent, *parent.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.send_signal(number)

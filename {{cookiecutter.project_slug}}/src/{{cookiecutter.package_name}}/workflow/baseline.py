@@ -5,7 +5,7 @@ It takes the first steps of the run twice, by the project's own `setup` and `tra
 
 import math
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ WARMUP, MEASURED = 5, 40  # steps
 SECONDS = 60.0  # for each of the two runs, if steps are slow
 BATCHES = 8  # on which the loss has to fall
 DATA_WAIT_LIMIT, WORTH_A_WORD = 0.05, 1e-3  # of a step: its share, and seconds
+CHEAPER = "make __getitems__ cheaper"
 ADDS_UP = 0.01  # relative: bfloat16 rounds by less, while a mean is off by a factor
 DRAWS, TOO_RANDOM = 16, 0.1  # evaluations of a random model; a limit that says nothing
 NOT_A_SUM = {
@@ -37,15 +38,21 @@ NOT_A_SUM = {
 # Relative differences of the first loss and of the others, where kernels may add in any order.
 FIRST, OTHERS = 1e-5, 1e-2
 
-# Tries other settings, given the share of time lost if that is too much, else 0. Returns steps with
-# what it recommends, or None.
-Tune = Callable[[Stage, State, float], Steps | None]
 
-
-def measure(config: Config, tune: Tune = lambda *_: None) -> int:
+def measure(config: Config) -> int:
     """Measure and judge; 0 when the gate is passed, 1 when it is not."""
     stage = Stage("baseline", config)
-    config = override(config, {"compile.mode": "none"})
+    state, steps = judge_steps(stage)
+    workers, world = 2 * config.train.loader_workers or 2, state.world
+    judge_waits(stage, steps, f"{CHEAPER}, or read ahead with --train.loader-workers {workers}")
+    del state
+    leave(world)
+    return stage.close()
+
+
+def judge_steps(stage: Stage) -> tuple[State, Steps]:
+    """Take the first steps of the run twice and judge them; a state, and the steps of both."""
+    config = override(stage.config, {"compile.mode": "none"})
     world = join(config.parallel, config.device)
     print("     the first steps of the run, twice ...", flush=True)
     first, _ = first_steps(setup(config, world), WARMUP + MEASURED)
@@ -54,10 +61,7 @@ def measure(config: Config, tune: Tune = lambda *_: None) -> int:
     judge_sums(stage, state)
     judge(stage, state, first, second, losses)
     timed = (np.append(a[WARMUP:], b[WARMUP:]) for a, b in zip(first, second, strict=True))
-    judge_waits(stage, state, Steps(*timed), tune)
-    del state
-    leave(world)
-    return stage.close()
+    return state, Steps(*timed)
 
 
 def first_steps(state: State, steps: int) -> tuple[Steps, tuple[float, float]]:
@@ -111,27 +115,27 @@ def judge(
     }
 
 
-def judge_waits(stage: Stage, state: State, steps: Steps, tune: Tune) -> None:
-    """Check that steps hardly wait for data, if need be with settings that `tune` recommends."""
+def judge_waits(stage: Stage, steps: Steps, advice: str, better: Steps | None = None) -> None:
+    """Check that steps, or `better` ones with other loader workers, hardly wait for data."""
+    share, wait = share_waited(steps), float(steps.waits.mean())
+    stage.figures["data_wait"] = spread(steps.waits / steps.seconds) | {"all": share}
+    measured = f"{share:.1%} of the time, {wait * 1e3:.2f} ms a step"
+    if better:
+        measured += f"; {share_waited(better):.1%} with the loader workers recommended"
+    wanted = f"less than {DATA_WAIT_LIMIT:.0%}, or than {WORTH_A_WORD * 1e3:g} ms"
+    passed = not waits_too_long(better or steps)
+    stage.check("data_wait", passed, measured=measured, wanted=wanted, advice=advice)
+
+
+def share_waited(steps: Steps) -> float:
+    """The share of the time that steps wait for data."""
     # Over all steps together: loader workers bring several batches at once, then the median is 0.
-    waited, wait = float(steps.waits.sum() / steps.seconds.sum()), float(steps.waits.mean())
-    stage.figures["data_wait"] = spread(steps.waits / steps.seconds) | {"all": waited}
-    measured = f"{waited:.1%} of the time, {wait * 1e3:.2f} ms a step"
-    passed = waited < DATA_WAIT_LIMIT or wait < WORTH_A_WORD
-    if better := tune(stage, state, 0.0 if passed else waited):
-        less = float(better.waits.sum() / better.seconds.sum())
-        measured += f"; {less:.1%} with the loader workers recommended"
-        passed = less < DATA_WAIT_LIMIT or better.waits.mean() < WORTH_A_WORD
-    more = 2 * state.config.train.loader_workers or 2
-    tried = better or any("loader-workers" in it for it in stage.figures.get("rejected", ()))
-    ahead = "" if tried else f", or read ahead with --train.loader-workers {more}"
-    stage.check(
-        "data_wait",
-        passed,
-        measured=measured,
-        wanted=f"less than {DATA_WAIT_LIMIT:.0%}, or than {WORTH_A_WORD * 1e3:g} ms",
-        advice=f"make __getitems__ cheaper{ahead}",
-    )
+    return float(steps.waits.sum() / steps.seconds.sum())
+
+
+def waits_too_long(steps: Steps) -> bool:
+    """Whether steps lose too much time to waiting for data."""
+    return share_waited(steps) >= DATA_WAIT_LIMIT and steps.waits.mean() >= WORTH_A_WORD
 
 
 def use_of_device(state: State, samples: float) -> dict[str, float | None]:

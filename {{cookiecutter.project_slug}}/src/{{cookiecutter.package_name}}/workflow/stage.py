@@ -98,12 +98,7 @@ def stage_file(run_dir: Path, name: str) -> Path:
 
 def origin(config: Config) -> dict[str, Any]:
     """What a measurement follows from: settings, code, machine and versions."""
-    measured = where_measured(pick_device(config.device))
-    return {"settings": to_json(config), "code": code_digest(), **measured}
-
-
-def code_digest() -> str:
-    """sha256 over the Python files of this package: other code, other measurements."""
     root = Path(__file__).parents[1]
     files = {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*.py"))}
-    return hashlib.sha256(repr(files).encode()).hexdigest()
+    code = hashlib.sha256(repr(files).encode()).hexdigest()
+    return {"settings": to_json(config), "code": code, **where_measured(pick_device(config.device))}
