@@ -38,7 +38,7 @@ def build_datasets(config: "Config") -> tuple[Any, Any, Spec]:
     if any(replace(spec, fingerprint="") != replace(specs[0], fingerprint="") for spec in specs):
         raise UserError(
             f"--data.mix {data.mix}: a model cannot read all of these, since they differ in their "
-            "vocabulary, tokenizer or classes"
+            "vocabulary, tokenizer, end of text or classes"
         )
     identity = fingerprint(*(spec.fingerprint for spec in specs), data.mix)
     spec = replace(specs[0], fingerprint=identity)

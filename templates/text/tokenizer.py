@@ -83,7 +83,7 @@ def tokenizer_of(spec: "Spec") -> Tokenizer | None:
     if not spec.encoding:
         return None
     tokenizer = read_tokenizer(path := spec.folder / NAME)
-    if digest_of(tokenizer) != spec.encoding:
+    if digest_of(tokenizer) != spec.encoding.split()[0]:
         raise UserError(f"{path} is not the one that made the tokens beside it")
     return tokenizer
 

@@ -171,7 +171,7 @@ def test_what_stands_beside_tokens_says_what_they_are(text: Project, tmp_path: P
     note = {"vocabulary": 50, "token_type": "uint16", "end_of_text": 3, "tokenizer": "abc"}
     (tmp_path / "tokens.json").write_text(json.dumps(note))
     spec = datasets(text, data__path=tmp_path)[2]
-    assert (spec.vocabulary, spec.encoding) == (50, "abc")
+    assert (spec.vocabulary, spec.encoding) == (50, "abc 3")
     rounded = datasets(text, data__path=tmp_path, data__vocabulary=64)[2]
     assert rounded.vocabulary == 64
     for name, value in (("vocabulary", "50"), ("token_type", "int8")):

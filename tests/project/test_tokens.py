@@ -263,6 +263,10 @@ def test_tokens_of_different_tokenizers_are_not_mixed(
     )
     given = ("--tokenizer", str(tmp_path / "tokens/a/tokenizer.json"))
     tokens(project, text / "b", tmp_path / "tokens/c", *given)
+    # Attention is masked at one token: documents that end with another would run together.
+    tokens(project, text / "b", tmp_path / "tokens/d", *given, "--end-of-text", "e")
+    refused = project.refuses(*words, "--data.mix", "a=1,d=1")
+    assert "tokenizer, end of text" in refused and "\n" not in refused
     project(*words, "--data.mix", "a=1,c=1")
     project("infer", "--run-dir", str(tmp_path / "run"), "--device", "cpu", "--tokens", "3")
 

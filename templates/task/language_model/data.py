@@ -53,7 +53,8 @@ class Spec:
 
     vocabulary: int
     encoding: str
-    """What the tokens are: "bytes", or a digest of their tokenizer ("": not known)."""
+    """What the tokens are: "bytes", or a digest of their tokenizer and the token that ends a
+    document, as "0123abcd 0" ("": not known)."""
     folder: Path = field(compare=False)
     """Where they are, and their tokenizer."""
     tokens_per_sample: int
@@ -185,7 +186,8 @@ def described(folder: Path, data: DataConfig) -> tuple[DataConfig, str]:
     if type(count) is not int or kind not in ("uint16", "uint32"):
         raise UserError(f"{path} does not say what the tokens beside it are")
     count = max(count, data.vocabulary)  # for a round number, which is faster
-    return replace(data, vocabulary=count, token_type=kind), str(note.get("tokenizer"))
+    encoding = f"{note.get('tokenizer')} {note.get('end_of_text')}"
+    return replace(data, vocabulary=count, token_type=kind), encoding
 
 
 def check_token_files(files: list[Path], vocabulary: int, kind: str) -> None:

@@ -26,7 +26,6 @@ log = logging.getLogger(__package__)
 PROGRAM = f"python -m {__package__}"
 ON_MANY_RANKS = ("train", "profile")
 OWN = {"scale": "workflow", "checkpoint": "workflow"}  # settings that the --help of a stage has
-MANY = 8  # more names than these are not listed
 SPIN_COUNT = "1000"  # how often a waiting thread of OpenMP looks before it sleeps
 
 
@@ -61,13 +60,13 @@ def summary(run_dir: Path, step: int) -> list[str]:
     lines = journal.summary(run_dir, step)
     try:
         directory = checkpoints_of(run_dir)
-        found = [path.name for path in published(directory)]
-        ends = f"{found[0]} … {found[-1]} ({len(found)})" if len(found) > MANY else ""
-        names = ends or ", ".join(found) or "none"
+        names = [path.name for path in published(directory)]
+        if len(names) > 8:
+            names = [f"{names[0]} … {names[-1]} ({len(names)})"]
         where = "" if isinstance(directory, Path) else f" in {directory}"
     except (OSError, RankError, UserError):
-        names, where = "cannot be listed now", ""
-    lines.append(f"checkpoints: {names}{where}")
+        names, where = ["cannot be listed now"], ""
+    lines.append(f"checkpoints: {', '.join(names) or 'none'}{where}")
     # A full disk has been warned of, and a run that was finished before has no such figure.
     with contextlib.suppress(UserError, ValueError, TypeError, KeyError):
         waited = read_json(run_dir / "status.json")["checkpoint_blocked_seconds"]
@@ -129,9 +128,8 @@ def infer(arguments: list[str]) -> int:
     config = load(options.directory / "config.json")
     _, _, spec = build_datasets(config)
     model = build_model(config, spec)
-    where, step = options.directory, options.step
-    loaded = load_weights(where, model, step, Group(), strict=True, weights=options.weights)
-    log.info("weights: %s", loaded)
+    source = options.directory, model, options.step, Group()
+    log.info("weights: %s", load_weights(*source, strict=True, weights=options.weights))
     model.to(pick_device(options.device)).eval()
     with torch.no_grad():
         task.infer(model, spec, config, options)
@@ -148,8 +146,7 @@ def tokens(arguments: list[str]) -> int:
 OURS = {command.__name__: command for command in (train, verify, export, infer, tokens)}
 if not Path(__file__).with_name("tokens.py").exists():  # it is of an answer
     del OURS["tokens"]
-HELP = {"train": train.__doc__, **workflow.COMMANDS}
-HELP |= {name: command.__doc__ for name, command in OURS.items()}
+HELP = {name: command.__doc__ or "" for name, command in OURS.items()} | workflow.COMMANDS
 
 
 def parse(name: str, kind: type, arguments: list[str]) -> Any:
@@ -162,28 +159,24 @@ def parse(name: str, kind: type, arguments: list[str]) -> Any:
     about, prog = HELP[name], f"{PROGRAM} {name}"
     if not issubclass(kind, Config):
         return tyro.cli(kind, prog=prog, description=about, args=arguments)
-    parser = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog, add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", default="default")
     parser.add_argument("--config", type=Path)
-    given, _ = parser.parse_known_args(arguments)
+    given, rest = parser.parse_known_args(arguments)
     start = load(given.config, kind, given.preset) if given.config else preset(given.preset, kind)
-    presets = f"Settings to start from: {', '.join(PRESETS)}."
-    over = "TOML with any of the settings, or a run's config.json; it overrides the preset."
-    first = [
-        ("preset", Annotated[str, tyro.conf.arg(help=presets)], given.preset),
-        ("config", Annotated[Path | None, tyro.conf.arg(help=over)], given.config),
-    ]
-    start_from = dataclasses.make_dataclass("Start", first, frozen=True)
-    hidden: list[tuple[str, Any, None]] = []
-    if {"-h", "--help"} & {*arguments} and name not in OURS:
-        about += f" The options of `{PROGRAM} train --help` work here, too."
-        shown = {"name", "run_dir", "device", name, OWN.get(name)}
-        names = [field.name for field in dataclasses.fields(kind) if field.name not in shown]
-        hidden = [(name, Annotated[Any, tyro.conf.Suppress], None) for name in names]
-    both = dataclasses.make_dataclass("Settings", hidden, bases=(kind, start_from), frozen=True)
-    default = both(**vars(start))
-    parsed = tyro.cli(both, prog=prog, description=about, args=arguments, default=default)
-    return kind(**{name: getattr(parsed, name) for name in vars(start)})
+    if {"-h", "--help"} & {*arguments}:
+        if name not in OURS:
+            about += f" The options of `{PROGRAM} train --help` work here, too."
+            shown = {"name", "run_dir", "device", name, OWN.get(name)}
+            names = [field.name for field in dataclasses.fields(kind) if field.name not in shown]
+            hidden = [(name, Annotated[Any, tyro.conf.Suppress], None) for name in names]
+            kind = dataclasses.make_dataclass("Settings", hidden, bases=(kind,), frozen=True)
+            start = kind(**vars(start))
+        about += (
+            f"\n\n  --preset NAME  Settings to start from: {', '.join(PRESETS)}."
+            "\n  --config FILE  TOML or a run's config.json, which overrides the preset."
+        )
+    return tyro.cli(kind, prog=prog, description=about, args=rest, default=start)
 
 
 def dispatch(arguments: list[str]) -> int:

@@ -177,30 +177,18 @@ def from_json(config: C, path: Path, leave_out: Iterable[str] = ()) -> C:
     """Override `config` by a JSON file, except for the top-level names in `leave_out`."""
     try:
         content = {k: value for k, value in read_json(path).items() if k not in leave_out}
-        return _merged(config, content, GONE | OF_AN_ANSWER)
+        return override(config, content, GONE | OF_AN_ANSWER)
     except UserError as error:
         raise UserError(f"{path} is not a config.json that can be used: {error}") from None
 
 
 def override(config: C, changes: dict[str, Any], ignored: Set[str] = frozenset()) -> C:
-    """Change settings by dotted names, as in {"train.steps": 20}; UserError for unknown names.
+    """Change settings by dotted names, as in {"train.steps": 20}, or nested ones.
 
-    Changes to one part are made together, since a part may check settings against each other.
+    UserError for unknown names; one line in the log for those in `ignored`.
     """
-    tree: dict[str, Any] = {}
-    for name, value in changes.items():
-        *path, last = name.split(".")
-        node = tree
-        for key in path:
-            node = node.setdefault(key, {})
-        node[last] = value
-    return _merged(config, tree, ignored)
-
-
-def _merged(config: C, tree: dict[str, Any], ignored: Set[str]) -> C:
-    """Change settings by nested names; UserError for unknown ones, but one line for `ignored`."""
     unknown: dict[str, Any] = {}
-    config = _replace(config, tree, unknown)
+    config = _replace(config, changes, unknown)
     for name in unknown:
         if not {name, name.partition(".")[0]} & ignored:
             near = difflib.get_close_matches(name, dict(flatten(to_json(config))), 1)
@@ -216,8 +204,13 @@ def _merged(config: C, tree: dict[str, Any], ignored: Set[str]) -> C:
 
 def _replace(part: Any, changes: dict[str, Any], unknown: dict[str, Any], prefix: str = "") -> Any:
     """Change a part of the settings; names that it does not have go to `unknown`."""
-    types, values = typing.get_type_hints(type(part)), {}
+    # All changes to a part are made together, since it may check settings against each other.
+    together: dict[str, Any] = {}
     for name, value in changes.items():
+        first, _, rest = name.partition(".")
+        together[first] = {**together.get(first, {}), rest: value} if rest else value
+    types, values = typing.get_type_hints(type(part)), {}
+    for name, value in together.items():
         # checkpoint.every was "auto" in earlier releases.
         if name not in types or (prefix + name, value) == ("checkpoint.every", "auto"):
             unknown.update(flatten({prefix + name: value}))
@@ -230,33 +223,36 @@ def _replace(part: Any, changes: dict[str, Any], unknown: dict[str, Any], prefix
     return dataclasses.replace(part, **values)
 
 
-WANTED = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-WANTED |= {Path: "a path", type(None): "null", tuple: "a list"}
+# What JSON and TOML have for a type of setting, and what a message calls it.
+WANTED: dict[Any, tuple[Any, str]] = {
+    bool: (bool, "true or false"),
+    int: (int, "a whole number"),
+    float: (int | float, "a number"),
+    str: (str, "text"),
+    Path: (str | Path, "a path"),
+    tuple: (list | tuple, "a list"),
+    type(None): (type(None), "null"),
+}
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
-    """A value as a setting of that type holds it (JSON has no paths or tuples); UserError if none.
+    """A value as a setting of that type holds it; UserError if it is of another type.
 
-    A type that JSON does not have either passes as it is.
+    A type that is not in `WANTED` takes any value.
     """
-    wanted = []
+    wanted: list[str] = []
     for kind in typing.get_args(hint) if isinstance(hint, UnionType) else (hint,):
-        origin = typing.get_origin(kind) or kind
+        origin: Any = typing.get_origin(kind) or kind
         if origin is Literal:
             choices = typing.get_args(kind)
-            if any(type(value) is type(choice) and value == choice for choice in choices):
-                return value
+            fits = any(type(value) is type(choice) and value == choice for choice in choices)
             wanted += map(repr, choices)
-        elif origin not in WANTED:
-            return value
-        elif origin is Path and isinstance(value, str) and "\0" not in value:
-            return Path(value)
-        elif origin is tuple and isinstance(value, list | tuple):
-            return tuple(value)
-        elif isinstance(value, (int, float) if origin is float else origin) and (
-            origin is bool or not isinstance(value, bool)  # which is an int, too
-        ):
-            return value
         else:
-            wanted.append(WANTED[origin])
+            types, words = WANTED.get(origin, (object, ""))
+            # In Python true is an int, too; no path has a zero byte.
+            not_number = isinstance(value, bool) and origin in (int, float)
+            fits = isinstance(value, types) and not not_number and "\0" not in str(value)
+            wanted.append(words)
+        if fits:
+            return origin(value) if origin in (Path, tuple) else value
     raise UserError(f"{name} is {repr(value)[:60]}: wanted {' or '.join(wanted)}")
