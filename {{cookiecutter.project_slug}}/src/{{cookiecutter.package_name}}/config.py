@@ -241,17 +241,18 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
     A type that is not in `WANTED` takes any value.
     """
     wanted: list[str] = []
+    given = type(value)
     for kind in typing.get_args(hint) if isinstance(hint, UnionType) else (hint,):
         origin: Any = typing.get_origin(kind) or kind
         if origin is Literal:
             choices = typing.get_args(kind)
-            fits = any(type(value) is type(choice) and value == choice for choice in choices)
+            fits = any(given is type(choice) and value == choice for choice in choices)
             wanted += map(repr, choices)
         else:
             types, words = WANTED.get(origin, (object, ""))
-            # In Python true is an int, too; no path has a zero byte.
-            not_number = isinstance(value, bool) and origin in (int, float)
-            fits = isinstance(value, types) and not not_number and "\0" not in str(value)
+            # True is an int in Python; no path has a zero byte.
+            allowed = origin not in (int, float) if given is bool else "\0" not in str(value)
+            fits = isinstance(value, types) and allowed
             wanted.append(words)
         if fits:
             return origin(value) if origin in (Path, tuple) else value
