@@ -199,8 +199,8 @@ def directory(ranks: int, sizes: list[int], checkpoints: Path, clock: Clock) -> 
 
 def restore(ranks: int, blocks: int, folder: Path, names: dict[str, Any], clock: Clock) -> None:
     """What each rank does before it reads: the index, checked, and what it wants of which part."""
-    reader = importlib.import_module(f"{PACKAGE}.checkpoint.dcp_reader")
-    index = clock("index_read", lambda: reader.read_index(folder, names))
+    reader = importlib.import_module(f"{PACKAGE}.checkpoint.reader")
+    index = clock("index_read", lambda: reader.DcpDirectory(folder, names).index)
 
     def wanted() -> list[Any]:
         return [

@@ -15,7 +15,7 @@ from . import WHOLE_FILE
 from .paths import Place
 from .publish import Write
 from .storage import StorageConfig
-from .tensors import Tensors, refuse_nan
+from .tensors import Tensors, nested, refuse_nan
 
 
 @dataclass(frozen=True)
@@ -52,22 +52,14 @@ class Writer:
 
 def write_tensors(folder: Place, tensors: Tensors, group: Group) -> list[str]:
     """Write all tensors into one file, on rank 0; the names of this rank's files."""
-    gathered = gather(tensors, group)
+    gathered: Tensors = {}
+    for name, tensor in tensors.items():  # one by one: whole tensors are in memory on rank 0 only
+        whole = parallel.full_tensor(tensor)
+        if group.rank == 0:
+            gathered[name] = whole.cpu()
     if group.rank != 0:
         return []
     path = folder / WHOLE_FILE
     with naming(path), path.open("wb") as file:
-        torch.save(gathered, file)
+        torch.save(nested(gathered), file)
     return [WHOLE_FILE]
-
-
-def gather(tree: Tensors, group: Group) -> Tensors:
-    """Whole tensors in host memory on rank 0, gathered one by one; None on the other ranks."""
-    gathered: Tensors = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            gathered[key] = gather(value, group)
-        else:
-            whole = parallel.full_tensor(value)
-            gathered[key] = whole.cpu() if group.rank == 0 else None
-    return gathered

@@ -25,7 +25,7 @@ class Group:
 
 
 def read(project: Project, folder: Path) -> dict[str, torch.Tensor]:
-    reader = project.module("checkpoint.dcp_reader")
+    reader = project.module("checkpoint.reader")
     source = reader.DcpDirectory(folder, [path.name for path in folder.iterdir()])
     found = {name: torch.empty(f.shape, dtype=f.dtype) for name, f in source.forms.items()}
     with warnings.catch_warnings():
@@ -37,7 +37,7 @@ def read(project: Project, folder: Path) -> dict[str, torch.Tensor]:
 def test_plans_are_kept_while_nothing_has_changed(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writing, group = project.module("checkpoint.dcp_writer"), Group()
+    writing, group = project.module("checkpoint.writer"), Group()
     saver, number, planned = writing.DcpSaver(group, 2), iter(range(100)), []
     create = dcp.DefaultSavePlanner._create_global_plan
     monkeypatch.setattr(
@@ -49,8 +49,8 @@ def test_plans_are_kept_while_nothing_has_changed(
     def saved(plans: bool, by: Any = saver, **tensors: torch.Tensor) -> None:
         before, folder = len(planned), tmp_path / str(next(number))
         folder.mkdir()
-        tree = {"model": tensors, "optimizer": {"w": {"step": torch.tensor(3.0)}}}
-        names = by.write(folder, tree)
+        named = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        names = by.write(folder, {**named, "optimizer.w.step": torch.tensor(3.0)})
         assert sorted(names) == sorted(path.name for path in folder.iterdir())
         assert len(planned) == before + plans
         found = read(project, folder)
@@ -79,8 +79,8 @@ def test_what_is_large_is_divided_among_files(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many bytes in each; but no more files than tensors."""
-    writing = project.module("checkpoint.dcp_writer")
-    tensors = {"model": {f"{n}": torch.randn(100) for n in range(8)}, "optimizer": {}}
+    writing = project.module("checkpoint.writer")
+    tensors = {f"model.{n}": torch.randn(100) for n in range(8)}
 
     def files(name: str, tensors: Any, threads: int = 0) -> list[str]:
         (tmp_path / name).mkdir()
@@ -92,14 +92,14 @@ def test_what_is_large_is_divided_among_files(
     monkeypatch.setattr(writing, "LARGE", 400)
     names, folder = files("four", tensors), tmp_path / "four"
     assert len(names) == 4 and len({(folder / name).stat().st_size for name in names}) == 1
-    alone = {"model": {"0": torch.randn(800), "1": torch.empty(0)}, "optimizer": {}}
+    alone = {"model.0": torch.randn(800), "model.1": torch.empty(0)}
     assert len(files("alone", alone)) == 2
     assert len(files("two", tensors, 2)) == 2  # as many as are asked for
     found = read(project, folder)
-    assert all(torch.equal(found[f"model.{n}"], t) for n, t in tensors["model"].items())
-    plain = {"model": {n: torch.empty_like(t) for n, t in tensors["model"].items()}}
+    assert all(torch.equal(found[n], t) for n, t in tensors.items())
+    plain = {"model": {f"{n}": torch.empty(100) for n in range(8)}}
     dcp.load(plain, checkpoint_id=folder, no_dist=True)  # torch's own reader
-    assert all(torch.equal(plain["model"][n], t) for n, t in tensors["model"].items())
+    assert all(torch.equal(plain["model"][f"{n}"], tensors[f"model.{n}"]) for n in range(8))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -107,9 +107,9 @@ def test_an_error_of_any_thread_fails_the_save(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that a thread meets outside of its file: DCP loses both."""
-    writing = project.module("checkpoint.dcp_writer")
+    writing = project.module("checkpoint.writer")
     monkeypatch.setattr(writing, "LARGE", 400)
-    tensors = {"model": {f"{n}": torch.randn(100) for n in range(8)}, "optimizer": {}}
+    tensors = {f"model.{n}": torch.randn(100) for n in range(8)}
     error, opened = project.module("errors").RankError, Path.open
     for name in ("__0_0.distcp", "__0_3.distcp", ".metadata.tmp"):
 
@@ -140,8 +140,8 @@ def test_an_error_of_any_thread_fails_the_save(
 def test_a_save_that_failed_is_no_pattern_for_the_next(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writing = project.module("checkpoint.dcp_writer")
-    saver, tensors = writing.DcpSaver(Group()), {"model": {"w": torch.ones(3)}, "optimizer": {}}
+    writing = project.module("checkpoint.writer")
+    saver, tensors = writing.DcpSaver(Group()), {"model.w": torch.ones(3)}
     folders = [tmp_path / str(number) for number in range(3)]
     for folder in folders:
         folder.mkdir()

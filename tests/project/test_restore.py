@@ -6,11 +6,11 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from tests.conftest import Project, bake, drill, project_fixture
 
@@ -25,7 +25,7 @@ def trained(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator["Trained
     with pytest.MonkeyPatch.context() as patch:
         if " " in request.param:
             patch.setattr(torch, "get_num_threads", lambda: 4)
-            patch.setattr(project.module("checkpoint.dcp_writer"), "LARGE", 1024)
+            patch.setattr(project.module("checkpoint.writer"), "LARGE", 1024)
         yield Trained(project, tmp_path / "run")
 
 
@@ -238,11 +238,11 @@ def test_a_part_that_is_smaller_than_its_index_says_is_refused(
     parts: Project, tmp_path: Path
 ) -> None:
     """It would be repeated to fill the tensor."""
-    tensors, folder = {"model": {"w": torch.ones(4)}, "optimizer": {}}, tmp_path / "parts"
+    tensors, folder = {"model.w": torch.ones(4)}, tmp_path / "parts"
     folder.mkdir()
     group = parts.module("distributed").Group()
     names = parts.module("checkpoint.writer").write_tensors(folder, tensors, group)
-    source = parts.module("checkpoint.dcp_reader").DcpDirectory(folder, names)
+    source = parts.module("checkpoint.reader").DcpDirectory(folder, names)
     (file,) = folder.glob("*.distcp")
     smaller = io.BytesIO()
     torch.save(torch.ones(1), smaller)
@@ -257,12 +257,16 @@ def test_a_part_that_is_smaller_than_its_index_says_is_refused(
 
 def test_what_is_no_tensor_is_not_unpickled(parts: Project, tmp_path: Path) -> None:
     """Though an index says that it is where a tensor is wanted."""
-    planner = parts.module("checkpoint.dcp_reader").TensorPlanner()
-    item = SimpleNamespace(dest_index=SimpleNamespace(fqn="model.w"))
-    with pytest.raises(
-        parts.module("checkpoint").CheckpointError, match=r"model\.w is not a tensor"
-    ):
-        planner.load_bytes(item, io.BytesIO(b"anything"))
+    tensors, folder = {"model.w": torch.ones(4)}, tmp_path / "parts"
+    folder.mkdir()
+    group = parts.module("distributed").Group()
+    names = parts.module("checkpoint.writer").write_tensors(folder, tensors, group)
+    source = parts.module("checkpoint.reader").DcpDirectory(folder, names)
+    source.index.state_dict_metadata["model.w"] = BytesStorageMetadata()
+    (index,) = source.index.storage_data
+    source.index.storage_data[MetadataIndex("model.w")] = source.index.storage_data[index]
+    with pytest.raises(parts.module("errors").RankError, match=r"model\.w is not a tensor"):
+        source.read({"model.w": torch.zeros(4)}, group)
 
 
 def test_two_ranks_share_the_hashing(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def _hides_errors(package: str) -> None:
 
 
 def _loses_threads(package: str) -> None:
-    writer = module(package, "checkpoint.dcp_writer").DcpWriter
+    writer = module(package, "checkpoint.writer").DcpWriter
     writer.errors = property(lambda self: [], lambda self, errors: None)
 
 

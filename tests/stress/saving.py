@@ -8,7 +8,6 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,17 +40,16 @@ def main(folder: Path, jobs: list[tuple[str, str, int]]) -> None:
         world = world or train.join(settings.parallel, "cpu")
         note_saves(importlib.import_module(f"{package}.checkpoint.publish"), folder / "marks" / run)
 
-        walk = importlib.import_module(f"{package}.checkpoint.tensors").walk
-        note = functools.partial(note_state, folder / "expected" / run, walk)
+        note = functools.partial(note_state, folder / "expected" / run)
         train._run(settings, world, [SimpleNamespace(after_step=note)])
     train.leave(world)
 
 
-def note_state(folder: Path, walk: Callable[..., Any], state: Any, record: Any) -> None:
+def note_state(folder: Path, state: Any, record: Any) -> None:
     """Write what the checkpoint of this step has to hold."""
     tensors = {
-        ".".join(path): tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        for path, tensor in walk(state.checkpointer.tensors())
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in state.checkpointer.tensors().items()
     }
     if state.world.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ def test_hostile_files_do_nothing_and_would_be_noticed(tmp_path: Path) -> None:
         assert tally.tried and not tally.violations, tally.promise
 
     for path in paths:  # as DCP itself reads its index
-        module = next(path.glob("*/checkpoint/dcp_reader.py"))
+        module = next(path.glob("*/checkpoint/reader.py"))
         safe = "IndexUnpickler(file).load()"
         text = module.read_text()
         assert safe in text

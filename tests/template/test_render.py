@@ -101,7 +101,6 @@ CONDITIONAL: dict[str, Condition] = {
     "train.sbatch": lambda a: a["cluster"] == "slurm",
     "pytorchjob.yaml": lambda a: a["cluster"] == "kubernetes",
     "tests/test_ranks.py": ranks,
-    f"{PACKAGE}/checkpoint/dcp_writer.py": lambda a: a["checkpoint"] != "torch_save",
     **dict.fromkeys(every(PACKAGE, "mixture source"), lambda a: a["samples"] == "mixture"),
     f"{PACKAGE}/map_style.py": lambda a: a["samples"] == "stream",
     f"{PACKAGE}/gpt.py": lambda a: (a["task"], a["text"]) == ("language_model", "tokenizer"),
@@ -146,8 +145,7 @@ ALWAYS = {
     *every(f"{PACKAGE}/distributed", "__init__ parallel stop"),
     *every(
         f"{PACKAGE}/checkpoint",
-        "__init__ checkpointer dcp_reader manifest paths publish reader storage tensors transfer "
-        "writer",
+        "__init__ checkpointer manifest paths publish reader storage tensors transfer writer",
     ),
     *every(
         f"{PACKAGE}/run",
@@ -174,7 +172,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         ("parallelism",),
     ),
     **dict.fromkeys(every(f"{PACKAGE}/distributed", "__init__ stragglers"), RANKS_AND_CLUSTER),
-    **dict.fromkeys(every(f"{PACKAGE}/checkpoint", "writer dcp_writer"), ("checkpoint",)),
+    **dict.fromkeys(every(f"{PACKAGE}/checkpoint", "writer"), ("checkpoint",)),
     **dict.fromkeys(
         every(f"{PACKAGE}/checkpoint", "storage paths disk object_store object_streams upload"),
         ("storage",),

@@ -15,10 +15,10 @@ EXCEPTIONS = {
     ("files.py", "open(path, mode, opener=regular, **options)"): "the one function",
     ("checkpoint/publish.py", "open(reservation / MANIFEST, 'wb')"): RESERVED,
     ("checkpoint/paths.py", "path.open('wb')"): "in a temporary folder, new under a random name",
-    ("checkpoint/dcp_writer.py", "path.open(mode)"): RESERVED,
+    ("checkpoint/writer.py", "path.open(mode)"): RESERVED,
     ("checkpoint/writer.py", "path.open('wb')"): RESERVED,
     ("checkpoint/transfer.py", "open(temporary, 'xb')"): "a name from `replacing`",
-    ("checkpoint/transfer.py", "save_file(tensors[MODEL], temporary, metadata={'format': 'pt'})"): (
+    ("checkpoint/transfer.py", "save_file(model, temporary, metadata={'format': 'pt'})"): (
         "what `write_file` has just created"
     ),
     ("checkpoint/object_store.py", "self.store.open(self.path, 'wb')"): "a store has no links",

@@ -7,6 +7,7 @@ from ..errors import RankError
 MANIFEST = "manifest.json"
 WHOLE_FILE = "state.pt"  # of torch.save
 DCP_INDEX = ".metadata"
+step_name = "step_{:08d}".format  # the directory that holds the checkpoint of a step
 PUBLISHED = re.compile(r"step_[0-9]{8,}")
 
 
@@ -16,8 +17,3 @@ class CheckpointError(RankError):
 
 class UnreadableError(RankError):
     """A file is there, but the system does not let it be read."""
-
-
-def step_name(step: int) -> str:
-    """Name of the directory that holds the checkpoint of `step`."""
-    return f"step_{step:08d}"

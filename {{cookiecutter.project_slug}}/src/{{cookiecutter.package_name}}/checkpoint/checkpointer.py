@@ -28,7 +28,6 @@ from .tensors import (
     GROUPS,
     Tensors,
     create_optimizer_state,
-    flat,
     forms_of,
     identity_differences,
     model_tensors,
@@ -157,8 +156,9 @@ class Checkpointer:
     def tensors(self) -> Tensors:
         """All that is saved, sharing memory with the model and the optimizer."""
         # In this order: state_dict() is what brings FSDP's parameters back to their shards.
-        model = model_tensors(self.model)
-        return {"model": model, "optimizer": optimizer_tensors(self.model, self.optimizer)}
+        model = model_tensors(self.model).items()
+        optimizer = optimizer_tensors(self.model, self.optimizer).items()
+        return {f"model.{n}": t for n, t in model} | {f"optimizer.{n}": t for n, t in optimizer}
 
     def restore(self) -> int:
         """Load the newest good checkpoint; its step, or 0 when there is none to load.
@@ -202,9 +202,13 @@ class Checkpointer:
         self._forget_state_not_in(source.forms.keys())
         tensors = self.tensors()
         optional = f"optimizer.{GROUPS}"  # an optimizer of another release may write none
-        there = {n: t for n, t in flat(tensors) if n in source.forms or not n.startswith(optional)}
+        there = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if name in source.forms or not name.startswith(optional)
+        }
         source.read(there, self.group)
-        put_back_numbers(tensors["optimizer"], self.model, self.optimizer)
+        put_back_numbers(tensors, self.model, self.optimizer)
 
     def _forget_state_not_in(self, saved: Set[str]) -> None:
         """Drop optimizer state that was not saved: a parameter may never have had a gradient."""

@@ -1,14 +1,15 @@
 """What a checkpoint holds: tensors by name.
 
 `{"model": {name: tensor}, "optimizer": {parameter: {key: tensor}}}`: tensors only, under the names
-that `model.state_dict()` gives. No Python object is pickled, so none has to be unpickled; the rest
-(step, samples, schedule, identity) is JSON in the manifest.
+that `model.state_dict()` gives. In memory each has one name, as in "optimizer.norm.weight.exp_avg".
+No Python object is pickled, so none has to be unpickled; the rest (step, samples, schedule,
+identity) is JSON in the manifest.
 """
 
 import inspect
 import math
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,34 +20,30 @@ from ..ema import EMA
 from ..errors import UserError
 from . import CheckpointError
 
-Tensors = dict[str, Any]  # nested: {"model": {name: tensor}, "optimizer": {name: {key: tensor}}}
-Keys = tuple[str, ...]  # those that lead to a tensor
+Tensors = dict[str, torch.Tensor]  # by names as in "model.norm.weight"
 GROUPS = "param_groups."  # by place: what an optimizer keeps in its groups
 
 
-def walk(tree: Any, path: Keys = ()) -> Iterator[tuple[Keys, torch.Tensor]]:
-    """The tensors of a nested dictionary, each with the keys that lead to it."""
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from walk(value, (*path, str(key)))
-    elif isinstance(tree, torch.Tensor):
-        yield path, tree
-
-
-def nest(pairs: Iterable[tuple[Keys, torch.Tensor]]) -> Tensors:
-    """The opposite of `walk`."""
-    tree: Tensors = {"model": {}, "optimizer": {}}
-    for path, tensor in pairs:
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = tensor
-    return tree
-
-
-def flat(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a nested dictionary by the names that DCP gives them."""
-    return ((".".join(path), tensor) for path, tensor in walk(tree))
+    for key, value in tree.items() if isinstance(tree, Mapping) else ():
+        if isinstance(value, torch.Tensor):
+            yield f"{prefix}{key}", value
+        else:
+            yield from flat(value, f"{prefix}{key}.")
+
+
+def nested(tensors: Tensors) -> dict[str, Any]:
+    """The dictionary that is saved: the opposite of `flat`."""
+    tree: dict[str, Any] = {"model": {}, "optimizer": {}}
+    for full, tensor in tensors.items():
+        kind, _, name = full.partition(".")
+        if kind == "model":
+            tree[kind][name] = tensor
+        else:
+            parameter, _, key = name.rpartition(".")
+            tree[kind].setdefault(parameter, {})[key] = tensor
+    return tree
 
 
 def printable(name: str) -> str:
@@ -107,17 +104,17 @@ def optimizer_parts(
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """The optimizer's state by parameter name; plain numbers in it come as scalar tensors."""
+    """The optimizer's state, by parameter name and key; numbers come as scalar tensors."""
     tensors: Tensors = {}
     for name, holder, keys in optimizer_parts(model, optimizer):
-        tensors[name] = {key: holder[key] for key in keys}
-        for key, value in tensors[name].items():
+        for key in keys:
+            value = holder[key]
             if isinstance(value, int | float):
-                dtype = torch.float64 if isinstance(value, float) else None
-                tensors[name][key] = torch.tensor(value, dtype=dtype)
+                value = torch.tensor(value, dtype=torch.float64 if type(value) is float else None)
             elif not isinstance(value, torch.Tensor):
                 what = f"{name} {key} is a {type(value)}"
                 raise UserError(f"optimizer state can be tensors and numbers; {what}")
+            tensors[f"{name}.{key}"] = value
     return tensors
 
 
@@ -126,7 +123,7 @@ def put_back_numbers(tensors: Tensors, model: nn.Module, optimizer: torch.optim.
     for name, holder, keys in optimizer_parts(model, optimizer):
         for key in keys:
             if isinstance(value := holder[key], int | float):
-                holder[key] = type(value)(tensors[name][key].item())
+                holder[key] = type(value)(tensors[f"optimizer.{name}.{key}"].item())
 
 
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
@@ -158,8 +155,8 @@ def refuse_nan(tensors: Tensors, model: nn.Module) -> None:
     Steps that are not finite are skipped, so there should be none; but a checkpoint with them would
     verify, and push out the good ones. Buffers may be infinite, as masks are.
     """
-    weights: Set[str] = {name for name, p in model.named_parameters() if p.requires_grad}
-    for (kind, name, *rest), value in walk(tensors):
+    weights = {f"model.{name}" for name, p in model.named_parameters() if p.requires_grad}
+    for name, value in tensors.items():
         tensor = parallel.local_part(value).detach()
         if not tensor.is_floating_point() or not tensor.numel():
             continue
@@ -170,9 +167,8 @@ def refuse_nan(tensors: Tensors, model: nn.Module) -> None:
         else:
             wide = tensor.float() if tensor.itemsize == 1 else tensor  # float8 has no order
             extremes = torch.stack(torch.aminmax(wide)).tolist()
-        weight = kind == "model" and name in weights
-        if any(math.isnan(x) or (weight and math.isinf(x)) for x in extremes):
-            raise CheckpointError(f"{'.'.join((kind, name, *rest))} is not finite")
+        if any(math.isnan(x) or (name in weights and math.isinf(x)) for x in extremes):
+            raise CheckpointError(f"{name} is not finite")
 
 
 def identity_differences(

@@ -7,7 +7,7 @@ tensor of bytes. So it is a checkpoint to resume from.
 import contextlib
 import json
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from .manifest import reading
 from .paths import Place, fingerprint_of, release_copies
 from .publish import Publisher, RetentionConfig
 from .reader import SAFETENSORS, Source, find_checkpoint, open_tensors
-from .tensors import Tensors, forms_of, nest
+from .tensors import Tensors, forms_of, nested
 from .writer import write_tensors
 
 MODEL, OPTIMIZER, NOTE = "model", "optimizer", "note"
@@ -79,8 +79,8 @@ def export(run_dir: Path, options: ExportConfig) -> str:
         tensors = read_state(source, parameters, whole, options.weights)
     (write_file if is_file else import_as_run)(target, tensors, note)
     release_copies()
-    what = f", the optimizer's state of {len(tensors[OPTIMIZER])}" if whole else ""
-    return f"{target}: step {step} from {path}; {len(tensors[MODEL])} tensors of the model{what}"
+    what = "model and optimizer" if whole else "the model"
+    return f"{target}: step {step} from {path}; {len(tensors)} tensors of {what}"
 
 
 def load_weights(
@@ -186,21 +186,18 @@ def read_note(source: Source) -> dict[str, Any]:
 def read_state(
     source: Source, parameters: dict[str, Any], optimizer: bool, weights: Weights
 ) -> Tensors:
-    """Model and, if wanted, optimizer of a source as {"model": …, "optimizer": …}, on the host."""
+    """Model and, if wanted, optimizer of a source, on the host."""
     saved = with_averages(weight_names(source.forms, parameters), source, weights)
-    names: dict[tuple[str, ...], str] = {(MODEL, name): full for name, full in saved.items()}
-    if lost := parameters.keys() - {name for _, name in names}:
+    if lost := parameters.keys() - saved.keys():
         raise UserError(f"the source has no {', '.join(sorted(lost)[:3])}: not all of the model")
+    names = {f"{MODEL}.{name}": full for name, full in saved.items()}
     if optimizer:
-        for full in source.forms:
-            if full.startswith(f"{OPTIMIZER}."):
-                name, _, key = full.removeprefix(f"{OPTIMIZER}.").rpartition(".")
-                names[OPTIMIZER, name, key] = full
+        names |= {full: full for full in source.forms if full.startswith(f"{OPTIMIZER}.")}
     tensors = read_new(source, names.values())
-    return nest((keys, tensors[full]) for keys, full in names.items())
+    return {name: tensors[full] for name, full in names.items()}
 
 
-def read_new(source: Source, names: Collection[str]) -> dict[str, torch.Tensor]:
+def read_new(source: Source, names: Iterable[str]) -> Tensors:
     """Tensors of those names, in new memory on the host."""
     forms = {name: source.forms[name] for name in names}
     tensors = {name: torch.empty(form.shape, dtype=form.dtype) for name, form in forms.items()}
@@ -208,11 +205,17 @@ def read_new(source: Source, names: Collection[str]) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def model_part(tensors: Tensors) -> Tensors:
+    """The tensors of the model, by their names there."""
+    start = f"{MODEL}."
+    return {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
+
+
 def import_as_run(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None:
     """Publish as the one checkpoint of a new run, with the identity of the run it is of."""
     group, step = Group(), note["manifest"]["step"]
     facts = {k: v for k, v in note["manifest"].items() if k not in OF_ONE_CHECKPOINT}
-    facts["identity"] = {**facts["identity"], "parameters": forms_of(tensors[MODEL])}
+    facts["identity"] = {**facts["identity"], "parameters": forms_of(model_part(tensors))}
     with RunDirectory(run_dir, group) as directory:
         if config := note["config"]:
             settings = config.get("checkpoint", {})
@@ -230,10 +233,11 @@ def write_file(target: Path, tensors: Tensors, note: dict[str, Any]) -> None:
             with open(temporary, "xb") as file:
                 mode = os.fstat(file.fileno()).st_mode  # safetensors would make it private
                 if target.suffix == SAFETENSORS:
-                    save_file(tensors[MODEL], temporary, metadata={"format": "pt"})
+                    model = model_part(tensors)
+                    save_file(model, temporary, metadata={"format": "pt"})
                 else:
                     content = bytearray(json.dumps(note).encode())
-                    noted = {**tensors, NOTE: torch.frombuffer(content, dtype=torch.uint8)}
+                    noted = {**nested(tensors), NOTE: torch.frombuffer(content, dtype=torch.uint8)}
                     torch.save(noted, file)
             os.chmod(temporary, mode)
             with open(temporary, "rb") as file:

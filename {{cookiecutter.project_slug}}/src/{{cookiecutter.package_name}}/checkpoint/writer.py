@@ -1,1 +1,1 @@
-# {% include "checkpoint/" ~ cookiecutter.checkpoint ~ ".py" %}
+# {% include "checkpoint/" ~ cookiecutter.checkpoint.removesuffix("_async") ~ ".py" %}
