@@ -5,6 +5,7 @@ torch.distributed.checkpoint (DCP), whose index is read by an unpickler that kno
 only. Of a checkpoint only the files that its verified manifest names are opened.
 """
 
+import importlib
 import logging
 import pickle
 import tarfile
@@ -91,6 +92,8 @@ class DcpDirectory(Source):
             places = {info.relative_path for info in self.index.storage_data.values()}
             if odd := places - {*files}:
                 raise pickle.UnpicklingError(f"{DCP_INDEX} points to {odd.pop()!a:.200}")
+            for name in places:
+                open_regular(path / name).close()  # DCP would follow a link
             self.forms = {
                 printable(name): torch.empty(each.size, dtype=each.properties.dtype, device="meta")
                 for name, each in self.index.state_dict_metadata.items()
@@ -138,7 +141,7 @@ class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no metho
         module = module.removesuffix("._local")  # Python 3.13 has its paths there
         if f"{module}.{name}" not in ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {f'{module}.{name}'!a:.200}")
-        return super().find_class(module, name)
+        return getattr(importlib.import_module(module), name)
 
     def load_build(self) -> None:
         """Set the attributes of an object, but not of a class, which would stay for the process."""
