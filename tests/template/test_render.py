@@ -120,7 +120,7 @@ CONDITIONAL: dict[str, Condition] = {
     **dict.fromkeys(every(f"{PACKAGE}/distributed", "world agreement watchdog launch"), ranks),
     f"{PACKAGE}/distributed/stragglers.py": lambda a: ranks(a) and a["cluster"] != "none",
     **dict.fromkeys(
-        every(f"{PACKAGE}/checkpoint", "disk object_store object_streams upload"),
+        every(f"{PACKAGE}/checkpoint", "disk object_store upload"),
         lambda a: a["storage"] == "object_store",
     ),
     **dict.fromkeys(
@@ -174,7 +174,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(every(f"{PACKAGE}/distributed", "__init__ stragglers"), RANKS_AND_CLUSTER),
     **dict.fromkeys(every(f"{PACKAGE}/checkpoint", "writer"), ("checkpoint",)),
     **dict.fromkeys(
-        every(f"{PACKAGE}/checkpoint", "storage paths disk object_store object_streams upload"),
+        every(f"{PACKAGE}/checkpoint", "storage paths disk object_store upload"),
         ("storage",),
     ),
     **dict.fromkeys(every(f"{PACKAGE}/run", "tracker tracker_adapter"), ("tracker",)),

@@ -14,14 +14,12 @@ RESERVED = "in a folder of the publisher's, made anew under a random name"
 EXCEPTIONS = {
     ("files.py", "open(path, mode, opener=regular, **options)"): "the one function",
     ("checkpoint/publish.py", "open(reservation / MANIFEST, 'wb')"): RESERVED,
-    ("checkpoint/paths.py", "path.open('wb')"): "in a temporary folder, new under a random name",
     ("checkpoint/writer.py", "path.open(mode)"): RESERVED,
     ("checkpoint/writer.py", "path.open('wb')"): RESERVED,
     ("checkpoint/transfer.py", "open(temporary, 'xb')"): "a name from `replacing`",
     ("checkpoint/transfer.py", "save_file(model, temporary, metadata={'format': 'pt'})"): (
         "what `write_file` has just created"
     ),
-    ("checkpoint/object_store.py", "self.store.open(self.path, 'wb')"): "a store has no links",
     ("distributed/agreement.py", "open(os.dup(1), 'wb')"): "a descriptor",
     ("distributed/agreement.py", "open(os.dup(2), 'w')"): "a descriptor",
     ("errors.py", "os.open(os.devnull, os.O_WRONLY)"): "no file of a run",

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import io
 import os
 import re
 import shutil
@@ -14,7 +15,6 @@ from ..errors import UserError
 from ..files import read_json
 from . import MANIFEST, PUBLISHED, disk
 from .object_store import URL, RemotePath, remote, remote_of
-from .object_streams import PART
 
 Place = Any  # a Path or a RemotePath, by the settings: either has what a checkpoint needs
 DAMAGED = re.compile(re.escape(MANIFEST) + r"\.damaged-\d+")
@@ -77,7 +77,7 @@ def fingerprint_of(path: Place) -> str:
 
 def open_regular(path: Place) -> Any:
     """Open a regular file or an object for reading."""
-    return path.open() if isinstance(path, RemotePath) else disk.open_regular(path)
+    return io.BytesIO(path.read()) if isinstance(path, RemotePath) else disk.open_regular(path)
 
 
 def local_folder(path: Place, group: Group | None = None) -> Path:
@@ -100,8 +100,7 @@ def fetch(path: Path, again: bool = False) -> None:
     """Copy a file into its `local_folder`, if that is of a store."""
     for source, folder in copies.items():
         if folder == path.parent and (again or not path.exists()):
-            with (source / path.name).open() as file, path.open("wb") as target:
-                shutil.copyfileobj(file, target, PART)
+            (source / path.name).fetch(path)
 
 
 def release_copies() -> None:

@@ -35,7 +35,7 @@ from .object_store import RemotePath, check_address
 from .paths import DAMAGED, Place, checkpoints_of, located, published, steps
 from .publish import Found, Publisher, RetentionConfig, Write
 from .tensors import identity_differences, offer_weights
-from .upload import UploadingPublisher, send
+from .upload import UploadingPublisher
 
 log = logging.getLogger(__name__)
 __all__ = ["Place", "StorageConfig", "located", "on_disk", "open_storage"]
@@ -130,8 +130,10 @@ class StorePublisher(Publisher):
     def write_files(self, reserved: str, write: Write) -> dict[str, dict[str, Any]]:
         """Write this rank's files on disk and send them; their entries in the manifest."""
         with tempfile.TemporaryDirectory(prefix="saving-") as folder:
-            target = self.directory / reserved
-            return {name: send(Path(folder, name), target / name) for name in write(Path(folder))}
+            entries = Publisher(Path(folder), self.retention, self.group).write_files("", write)
+            for name in entries:
+                (self.directory / reserved / name).send(Path(folder, name))
+        return entries
 
     def commit(self, reserved: str, manifest: dict[str, Any]) -> None:
         """Publish what was reserved, by writing the manifest."""
@@ -196,20 +198,16 @@ class StorePublisher(Publisher):
         Where the store refuses that, they stay, and do no harm.
         """
         with self.refusals_warned():
-            self._remove_attempts(folders)
-
-    def _remove_attempts(self, folders: list[RemotePath]) -> None:
-        for path in folders:
-            inside = path.sizes()
-            leftovers = set(filter(ATTEMPT.fullmatch, inside))
-            if MANIFEST in inside:
+            for path in folders:
+                inside = path.sizes()
                 try:
-                    leftovers.discard(read_manifest(path).get("folder"))
+                    named = read_manifest(path).get("folder") if MANIFEST in inside else None
                 except RankError:
                     continue  # damaged, for `newest_good` to report, or not to be read just now
-            if not any(map(DAMAGED.fullmatch, inside)):
-                for name in sorted(leftovers):
-                    if f"{path.name}/{name}" != self.spared:
+                if any(map(DAMAGED.fullmatch, inside)):
+                    continue
+                for name in sorted(filter(ATTEMPT.fullmatch, inside)):
+                    if name != named and f"{path.name}/{name}" != self.spared:
                         log.info("removing what is left of a save: %s", path / name)
                         (path / name).remove_tree()
 

@@ -8,7 +8,6 @@ the one before. If not, the new checkpoint is not uploaded, unless it is the las
 
 import contextlib
 import logging
-import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,9 +16,7 @@ from typing import Any
 
 from ..errors import RankError, UserError
 from . import CheckpointError
-from .manifest import data_of, has_sizes, read_manifest, shared_out
-from .object_store import RemotePath, persistently
-from .object_streams import PART
+from .manifest import check_file, data_of, has_sizes, read_manifest, shared_out
 from .paths import published
 from .publish import Found, Publisher, Write
 from .tensors import identity_differences
@@ -150,7 +147,9 @@ class UploadingPublisher(Publisher):
             there = target.sizes()
             for name, entry in shared_out(manifest, self.group.rank, self.group.size):
                 if there.get(name) != entry["size"]:
-                    send(source / name, target / name, entry)
+                    if problem := check_file(source / name, entry):
+                        raise CheckpointError(problem)
+                    (target / name).send(source / name)
 
     def _publish(self, path: Path, copied: Future[None], given_up: threading.Event) -> None:
         """Write the manifest once all files are there."""
@@ -183,16 +182,3 @@ def warning(path: Path) -> Iterator[None]:
 def attempt_of(path: Path, manifest: dict[str, Any]) -> str:
     """Where the files of a checkpoint go, the same on every rank."""
     return f"{path.name}/{manifest['digest'][:8]}"
-
-
-def send(source: Path, target: RemotePath, entry: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Send a file; its entry in a manifest. ValueError, and nothing is sent, unless as `entry`."""
-
-    def attempt() -> dict[str, Any]:
-        with open(source, "rb") as file, target.create() as stream:
-            shutil.copyfileobj(file, stream, PART)
-            if entry not in (None, stream.entry()):
-                raise ValueError(f"{source} has other content than was saved")
-            return stream.entry()
-
-    return persistently(attempt, target)
