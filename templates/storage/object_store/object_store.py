@@ -226,7 +226,9 @@ class RemotePath:
                     f"it cannot {what} ({error.strerror or error}), which takes the right {right}"
                 )
                 raise PermissionError(errno.EACCES, text, str(self)) from error
-            except LASTING:
+            except LASTING as error:
+                if isinstance(error, FileNotFoundError):
+                    error.errno = errno.ENOENT  # s3fs leaves it out; it tells damage from failure
                 raise
             except Exception as error:
                 kind, code = type(error).__name__, getattr(error, "errno", None) or errno.EIO
