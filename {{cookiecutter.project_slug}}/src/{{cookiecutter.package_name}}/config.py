@@ -183,7 +183,7 @@ def from_json(config: C, path: Path, leave_out: Iterable[str] = ()) -> C:
 
 
 def override(config: C, changes: dict[str, Any], ignored: Set[str] = frozenset()) -> C:
-    """Change settings by dotted names, as in {"train.steps": 20}, or nested ones.
+    """Change settings by dotted names, as in {"train.steps": 20}, or by nested ones, not by both.
 
     UserError for unknown names; one line in the log for those in `ignored`.
     """
