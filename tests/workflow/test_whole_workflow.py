@@ -120,13 +120,12 @@ def test_the_drill_passes_on_two_ranks(whole: Whole) -> None:
     (own,) = (whole.run_dir / "checkpoints").iterdir()
     assert own.name == "step_00000100" and (own / "manifest.json").read_text() == "mine"
     assert not (whole.run_dir / "workflow/.drill").exists()
-    assert "2 -> 1 -> 2 -> 3 processes" in checks["reshard"]["measured"]
+    assert "saved by 2, loaded by 1 and by 3: " in checks["reshard"]["measured"]
     figures = content["figures"]
     assert figures["bytes"] > 100_000
-    # Training goes on while a save is under way, but not beyond the next one.
-    every = 3  # steps between two saves of the drill
-    lost = re.search(r"(\d+) steps done again", checks["killed_while_saving"]["measured"])
-    assert every <= int(lost[1]) <= 2 * every
+    assert (
+        "1 kill, in the save of step 12; 3 steps done" in checks["killed_while_saving"]["measured"]
+    )
     *parts, total = figures["restart_seconds"].values()
     assert len(parts) == 3 and min(parts) > 0 and sum(parts) == pytest.approx(total)
     assert figures["interval_seconds"] >= figures["save_seconds"]["median"]

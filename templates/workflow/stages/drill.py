@@ -1,9 +1,10 @@
-"""The tasks of the restore drill: train and resume a short run, load, damage and time checkpoints.
+"""The tasks of the restore drill: train a short run, kill it, load, damage and time checkpoints.
 
-`python -m` this module FOLDER TASK [run names] runs a task as a plain process or, under torchrun,
-on several ranks. It reads FOLDER/settings.json and writes its result to FOLDER/TASK.json.
+`python -m` this module FOLDER TASK runs a task as a plain process or, under torchrun, on several
+ranks. It reads FOLDER/settings.json, works on the run FOLDER/run and writes FOLDER/TASK.json.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -17,16 +18,16 @@ from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
-from ..checkpoint import MANIFEST, PUBLISHED, step_name
+from ..checkpoint import step_name
 from ..checkpoint.tensors import flat
 from ..config import Config, load, override
 from ..device import synchronize
 from ..distributed import Group, World, join, leave, parallel
 from ..errors import RankError, UserError, exit_code
 from ..files import write_json
-from ..run.hardware import check_memory, expected_memory
 from ..run.logs import log_to_console
 from ..train import State, run, setup, start, train_step
 from .stage import PACKAGE, StageConfig
@@ -42,15 +43,15 @@ Digests = dict[str, str]  # sha256 by the name of a tensor
 def main(words: list[str]) -> int:
     """Run one task."""
     logging.getLogger(PACKAGE).addHandler(LOG)
-    folder, task, *runs = Path(words[0]), words[1], *(Path(words[0], name) for name in words[2:])
+    folder, task = Path(words[0]), words[1]
     config = load(folder / "settings.json", StageConfig)
     world = join(config.parallel, config.device)
-    if task in ("train", "resume"):
-        recorder = Recorder(hash_restored=task == "resume")
-        run(override(config, {"run_dir": runs[0]}), [recorder], world)
-        result: dict[str, Any] = vars(recorder)
+    if task in ("kill", "train"):
+        recorder = Recorder(folder / "kill.json" if task == "kill" else None)
+        run(override(config, {"run_dir": folder / "run"}), [recorder], world)
+        result = recorder.result
     else:
-        result = {"reload": reload, "damage": damage}[task](config, world, *runs)
+        result = {"reload": reload, "damage": damage}[task](config, world, folder)
         leave(world)  # only now that nothing refers to the model
     if os.environ.get("RANK", "0") == "0":
         write_json(folder / f"{task}.json", result)
@@ -58,57 +59,85 @@ def main(words: list[str]) -> int:
 
 
 class Recorder:
-    """A callback: the moments of a (re)start, and digests of what was restored and saved last."""
+    """A callback: the moments of a (re)start, and digests of what is restored and saved.
 
-    def __init__(self, hash_restored: bool) -> None:
-        self.hash_restored = hash_restored
+    With `kill_file` it kills the run during its last save, and first writes what it has recorded.
+    """
+
+    def __init__(self, kill_file: Path | None) -> None:
+        self.kill_file, self.hashing = kill_file, 0.0
         self.restart: dict[str, float] = {}
         self.digests: dict[int, Digests] = {}
+        self.result = {"restart": self.restart, "digests": self.digests}
 
     def before_step(self, state: State) -> None:
         """Note that the checkpoint is loaded."""
-        if not self.restart:
-            self.restart = {"step": state.step, "imported": IMPORTED, "restored": time.time()}
-            if self.hash_restored:
-                self.digests[state.step] = digests_of(state, Group(state.world))
+        if self.restart:
+            return
+        self.restart |= {"step": state.step, "imported": IMPORTED, "restored": time.time()}
+        if state.step:
+            self.digests[state.step] = digests_of(state, Group(state.world))
+            self.hashing = time.time() - self.restart["restored"]  # no part of a restart
+        if self.kill_file:
+            self.kill_in_last_save(state, self.kill_file)
 
     def after_step(self, state: State, record: dict[str, Any] | None) -> None:
         """Note the first step, and what is saved."""
-        self.restart.setdefault("first_step", time.time())
-        if state.step % EVERY == 0 and state.step >= STEPS - EVERY:
+        self.restart.setdefault("first_step", time.time() - self.hashing)
+        if state.step % EVERY == 0:
             self.digests[state.step] = digests_of(state, Group(state.world))
 
+    def kill_in_last_save(self, state: State, kill_file: Path) -> None:
+        """Let rank 0 kill the run when all ranks have written their files, before it publishes."""
+        publisher: Any = state.checkpointer and state.checkpointer.publisher
+        commit = publisher.commit
 
-def reload(config: Config, world: World, source: Path, target: Path) -> dict[str, Any]:
-    """Load the newest checkpoint of a run, and save it as the only one of another."""
+        def kill_or_commit(reserved: str, manifest: dict[str, Any]) -> None:
+            if manifest["step"] == STEPS:
+                write_json(kill_file, {**self.result, "killed_at": time.time()})
+                kill_run()
+            commit(reserved, manifest)
+
+        publisher.commit = kill_or_commit
+
+
+def kill_run() -> None:
+    """Kill all processes of this run, torchrun included, this one last: nothing can tidy up."""
+    own = psutil.Process()
+    first = psutil.Process(os.getppid()) if "RANK" in os.environ else own
+    for each in (*first.children(recursive=True), first):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if each != own:
+                each.kill()
+    own.kill()
+
+
+def reload(config: Config, world: World, folder: Path) -> dict[str, Any]:
+    """Load the newest checkpoint of the run: its step and digests, or why that was refused."""
     try:
         state = setup(config, world)
-        check_memory(expected_memory(state.model, state.optimizer, 0), world.device)
+        digests = load_into(state, folder / "run", Group(world))
     except UserError as error:  # too large for so few ranks
         return {"refused": str(error)}
-    group = Group(world)
-    digests, step = load_into(state, source, group), state.step
-    checkpointer = start(state, target, group)  # starts anew: the folder is empty
-    checkpointer.save(step)
-    checkpointer.close()
     state.loader.close()
-    return {"digests": digests}
+    return {"step": state.step, "digests": digests}
 
 
-def damage(config: Config, world: World, run_dir: Path, timed: Path) -> dict[str, Any]:
-    """Flip a bit of each file of a run's newest checkpoint in turn; then time saves."""
+def damage(config: Config, world: World, folder: Path) -> dict[str, Any]:
+    """Flip a bit of each file of the run's newest checkpoint in turn; then time saves."""
     state, group = setup(config, world), Group(world)
-    trained = json.loads((run_dir.parent / "train.json").read_text("utf-8"))
-    previous = trained["digests"][str(STEPS - EVERY)]
-    newest = group.from_first(lambda: complete(run_dir / "checkpoints")[-1])
+    saved = json.loads((folder / "kill.json").read_text("utf-8"))["digests"]
+    checkpoints = folder / "run/checkpoints"
+    previous, newest = group.from_first(lambda: sorted(checkpoints.glob("step_????????"))[-2:])
+    expected = saved[str(int(previous.name[5:]))]
     sizes = group.from_first(lambda: {file: file.stat().st_size for file in newest.iterdir()})
-    flips = [problem_with_flip(state, file, group, previous) for file in sorted(sizes)]
-    costs = {"bytes": sum(sizes.values()), **time_saves(state, timed, group)}
+    flips = [problem_with_flip(state, file, group, expected) for file in sorted(sizes)]
+    costs = {"bytes": sum(sizes.values()), **time_saves(state, folder / "timed", group)}
     state.loader.close()
     return {"flips": flips, "costs": costs}
 
 
-def problem_with_flip(state: State, file: Path, group: Group, previous: Digests) -> str:
+def problem_with_flip(state: State, file: Path, group: Group, expected: Digests) -> str:
     """Flip a bit in a file of a run's newest checkpoint, restore the run and undo the damage.
 
     Empty if a warning named the file, the checkpoint was set aside and the previous one restored.
@@ -117,7 +146,7 @@ def problem_with_flip(state: State, file: Path, group: Group, previous: Digests)
     group.from_first(lambda: flip_bit(file))
     LOG.buffer.clear()
     try:
-        if load_into(state, newest.parents[1], group) != previous:
+        if load_into(state, newest.parents[1], group) != expected:
             problem = f"not noticed, or not repaired: restored other values, of step {state.step}"
     except RankError as error:
         problem = str(error)
@@ -152,11 +181,10 @@ def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
     restored = max(group.agree(lambda: time.perf_counter() - began))
     checkpointer.close()
     group.from_first(lambda: shutil.rmtree(run_dir))
-    blocked, published = zip(*saves, strict=True)
+    blocked, until_published = zip(*saves, strict=True)
     return {
-        "blocked_first": blocked[0],
         "blocked_seconds": spread(blocked[1:]),
-        "save_seconds": spread(published[1:]),
+        "save_seconds": spread(until_published[1:]),
         "restore_seconds": restored,
         "step_seconds": spread(quiet),
     }
@@ -175,11 +203,11 @@ def time_save(state: State, run_dir: Path, group: Group) -> tuple[float, float]:
     checkpointer.save(state.step)
     while not group.from_first(lambda: path.exists() or checkpointer.failed):
         train_step(state, state.loader.next())
-    published = time.perf_counter() - began
+    until_published = time.perf_counter() - began
     train_step(state, state.loader.next())  # the next save is of another step
     blocked = max(group.agree(lambda: checkpointer.blocked_seconds - before))
     checkpointer.settle()
-    return blocked, published
+    return blocked, until_published
 
 
 def load_into(state: State, run_dir: Path, group: Group) -> Digests:
@@ -207,12 +235,6 @@ def digests_of(state: State, group: Group) -> Digests:
         digests[name] = hashlib.sha256(content.numpy().data).hexdigest()
     ranks = group.agree(lambda: digests)
     return {name: " ".join(sorted({other[name] for other in ranks})) for name in digests}
-
-
-def complete(checkpoints: Path) -> list[Path]:
-    """The published checkpoints that have a manifest, the oldest first."""
-    paths = (path for path in checkpoints.glob("step_*") if PUBLISHED.fullmatch(path.name))
-    return sorted(path for path in paths if (path / MANIFEST).exists())
 
 
 def losses_of(run_dir: Path) -> dict[int, float]:

@@ -150,10 +150,10 @@ def finish(process: Process, task: str, seconds: float) -> str:
     return output
 
 
-def kill(process: Process, number: int = signal.SIGKILL) -> None:
-    """Kill (or signal) a process and everything that it started, unless it has ended."""
+def kill(process: Process) -> None:
+    """Kill a process and everything that it started, unless it has ended."""
     if process.poll() is None:
         parent = psutil.Process(process.pid)
         for each in [parent, *parent.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
-                each.send_signal(number)
+                each.kill()

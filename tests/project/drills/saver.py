@@ -1,10 +1,12 @@
 """A stand-in for a training run that saves: as a good one does, or with a fault of some kind.
 
-Usage: saver.py FOLDER FAULT (none, torn, forgets, leaves, differs, quick, broken)
+Usage: saver.py FOLDER TASK FAULT (none, torn, forgets, leaves, differs, broken). With the task
+`kill` it dies in its last save, else (`train`) it goes on to the end.
 """
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -12,9 +14,9 @@ from pathlib import Path
 STEPS, EVERY = 12, 3
 
 
-def main(folder: Path, fault: str) -> None:
+def main(folder: Path, task: str, fault: str) -> None:
     """Go on from the newest checkpoint that is whole, to the end."""
-    run = folder / "killed"
+    run = folder / "run"
     checkpoints = run / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     started = time.time()
@@ -39,33 +41,36 @@ def main(folder: Path, fault: str) -> None:
         if step == first + 1:
             marks = dict.fromkeys(("imported", "restored"), started)
             marks |= {"step": first, "first_step": time.time()}
+        weights = "other" if fault == "differs" and first else "right"
+        result = {"digests": {"9": {"w": "earlier"}, "12": {"w": weights}}, "restart": marks}
         if step % EVERY == 0:
-            save(checkpoints, step, fault)
-    weights = "other" if fault == "differs" and first else "right"
-    digests = {"9": {"w": "earlier"}, "12": {"w": weights}}
-    (folder / "train.json").write_text(json.dumps({"digests": digests, "restart": marks}))
+            reservation = write(checkpoints, step, fault)
+            if task == "kill" and step == STEPS:
+                killed = json.dumps({**result, "killed_at": time.time()})
+                (folder / "kill.json").write_text(killed)
+                os.kill(os.getpid(), signal.SIGKILL)
+            publish(reservation, checkpoints / f"step_{step:08d}")
+    (folder / "train.json").write_text(json.dumps(result))
 
 
-def save(checkpoints: Path, step: int, fault: str) -> None:
-    """Write a checkpoint and publish it, with time for a kill in between unless it is quick."""
+def write(checkpoints: Path, step: int, fault: str) -> Path:
+    """Write the files of a checkpoint; where they are."""
     name = f"step_{step:08d}"
     target = checkpoints / name
     reservation = target if fault == "torn" else checkpoints / f".saving-{name}-{os.getpid()}"
-    pause = 0.0 if fault == "quick" else 0.05
-    if fault == "quick":
-        time.sleep(0.01)
-        reservation = checkpoints.parent / "elsewhere"
     reservation.mkdir(exist_ok=True)
-    time.sleep(pause)
     (reservation / "weights").write_text("w")
-    time.sleep(pause)
+    return reservation
+
+
+def publish(reservation: Path, target: Path) -> None:
+    """Write the manifest, and rename the folder unless it has that name already."""
     (reservation / "manifest.json").write_text("{}")
-    if fault != "torn":
+    if reservation != target:
         if target.exists():
-            os.rename(target, checkpoints.parent / f"gone-{time.time_ns()}")
+            os.rename(target, target.parents[1] / f"gone-{time.time_ns()}")
         os.rename(reservation, target)
-    time.sleep(pause)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), *sys.argv[2:4])
