@@ -165,9 +165,9 @@ class Drill:
         for size in other_sizes(self.ranks, self.device.type):
             say(f"loading into {named(size, 'process')}")
             reason = refusal(self.stage.config, size)
-            result = {"refused": reason} if reason else self.child(size, "reload")
-            if "refused" in result:
-                refused.append(f"{size} cannot: {result['refused']}")
+            result = {} if reason else self.child(size, "reload")
+            if reason := reason or result.get("refused"):
+                refused.append(f"{size} cannot: {reason}")
                 continue
             if problem := differing(result["digests"], self.saved[str(result["step"])]):
                 problems.append(f"on {size}: {problem}")
