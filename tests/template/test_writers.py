@@ -17,7 +17,7 @@ EXCEPTIONS = {
     ("checkpoint/writer.py", "path.open(mode)"): RESERVED,
     ("checkpoint/writer.py", "path.open('wb')"): RESERVED,
     ("checkpoint/transfer.py", "open(temporary, 'xb')"): "a name from `replacing`",
-    ("checkpoint/transfer.py", "save_file(model, temporary, metadata={'format': 'pt'})"): (
+    ("checkpoint/transfer.py", "save_file(model, temporary)"): (
         "what `write_file` has just created"
     ),
     ("distributed/agreement.py", "open(os.dup(1), 'wb')"): "a descriptor",
