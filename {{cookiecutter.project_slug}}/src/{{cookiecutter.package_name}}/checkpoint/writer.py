@@ -1,1 +1,1 @@
-# {% include "checkpoint/" ~ cookiecutter.checkpoint.removesuffix("_async") ~ ".py" %}
+# {% include "checkpoint/" ~ cookiecutter.checkpoint ~ ".py" %}
