@@ -83,14 +83,13 @@ def compiled(project: Project, model: nn.Module, calls: int = 3, **settings: Any
 
 def test_graph_breaks_are_named_with_their_place(project: Project) -> None:
     told = compiled(project, Breaks())
-    found = {int(it["where"].rpartition(":")[2]): it for it in told.graph_breaks()}
+    found = {int(it["where"].rpartition(":")[2]): it for it in told.findings()["graph_breaks"]}
     assert {Path(it["where"].rpartition(":")[0]).name for it in found.values()} == {
         Path(__file__).name
     }
     assert "Data-dependent" in found[line_of("break: branch")]["reason"]
     for mark in ("break: print", "break: loop"):
         assert "builtin" in found[line_of(mark)]["reason"]
-        assert "Avoid calling" in found[line_of(mark)]["reason"]  # the hint, and a link
     assert len(found) == 3, "each place once"
     counted = re.search(r"graph breaks: (\d+)", project.module("compile").compile_summary())
     assert counted and int(counted[1]) >= len(found)  # a place may break more than once
@@ -100,20 +99,21 @@ def test_graph_breaks_are_named_with_their_place(project: Project) -> None:
 def test_a_plain_model_has_nothing_to_tell(project: Project, model: nn.Module) -> None:
     """Though its forward is torch's own, which compile() in place would pass over."""
     told = compiled(project, model)
-    assert (told.graph_breaks(), told.recompiles()) == ([], ([], []))
+    assert told.findings() == {"graph_breaks": [], "recompiles": [], "limits_hit": []}
     assert project.module("compile").graphs() == 1
     assert project.module("compile").compile_seconds() > 0
 
 
 def test_recompiles_are_named_with_their_guard_until_the_limit(project: Project) -> None:
-    again, limits_hit = compiled(project, Counts(), calls=3).recompiles()
-    assert len(again) == 2 and not limits_hit
-    for finding in again:
+    found = compiled(project, Counts(), calls=3).findings()
+    assert len(found["recompiles"]) == 2 and not found["limits_hit"]
+    for finding in found["recompiles"]:
         assert finding["reason"].startswith("self.calls == ")
         assert finding["where"].endswith(f"{Path(__file__).name}:{line_of('the guard')}")
     forget_compiling()
-    again, (limit,) = compiled(project, Counts(), calls=12).recompiles()
-    assert len(again) == torch._dynamo.config.recompile_limit - 1
+    found = compiled(project, Counts(), calls=12).findings()
+    assert len(found["recompiles"]) == torch._dynamo.config.recompile_limit - 1
+    (limit,) = found["limits_hit"]
     assert limit["reason"].startswith("self.calls == ") and limit["where"]
     assert "recompile limit exceeded" in project.module("compile").compile_summary()
 
@@ -225,8 +225,6 @@ def test_differences_are_relative(project: Project) -> None:
 
 FIGURES = {
     "windows": {"eager": [1.0] * 8, "compiled": [0.5] * 8},
-    "eager_step_seconds": {"median": 1.0, "p10": 1.0, "p90": 1.0, "n": 8},
-    "step_seconds": {"median": 0.5, "p10": 0.5, "p90": 0.5, "n": 8},
     "compile_seconds": {"cold": 10.0, "warm": 2.0},
     "graphs": 1,
     "graph_breaks": [],
@@ -235,8 +233,7 @@ FIGURES = {
     "random": False,
     "precise": True,
     "difference": {"loss": 0.0, "gradients": 0.0},
-    "peak_memory_bytes": 10**6,
-    "restart": {"seconds": 2.0, "hits": 3, "misses": 0},
+    "restart": {"seconds": 2.0},
 }
 HERE = {"where": "model.py:7", "reason": "a print"}
 NOWHERE = {"where": "", "reason": "a print"}
@@ -251,12 +248,6 @@ def test_a_finding_must_have_a_place(gate, check: str) -> None:
     many = [HERE | {"where": f"model.py:{line}"} for line in range(20)]
     told = getattr(gate({"full": FIGURES | {check: many}}), check)["measured"]
     assert "full 20; " in told and "model.py:5: a print; 14 more" in told
-
-
-def test_a_graph_break_fails_where_it_would_end_training(gate) -> None:
-    figures = {"full": FIGURES | {"graph_breaks": [HERE]}}
-    assert gate(figures, compile__fullgraph=True).graph_breaks["status"] == "fail"
-    assert gate({"full": FIGURES}, compile__fullgraph=True).graph_breaks["status"] == "pass"
 
 
 def test_the_recompile_limit_fails(gate) -> None:

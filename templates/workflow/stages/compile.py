@@ -6,7 +6,6 @@ where the task is `cold` or `warm`, reads FOLDER/settings.json and writes FOLDER
 """
 
 import contextlib
-import math
 import os
 import re
 import sys
@@ -29,9 +28,8 @@ from ..distributed import join
 from ..errors import RankError, UserError
 from ..files import to_json, write_json
 from ..model import blocks
-from ..run.hardware import in_units, peak_memory
 from ..train import State, setup
-from .chain import recommend
+from .chain import recommend, reject
 from .interleaved import TOO_NOISY, Interval, speedup_of, time_interleaved, without_loader
 from .processes import run_task
 from .stage import Stage, StageConfig
@@ -45,10 +43,14 @@ PRECISE = {"loss": 1e-4, "gradients": 1e-2}  # float32 throughout
 ROUNDED = {"loss": 1e-2, "gradients": 1e-1}  # bf16 or TF32: fused code rounds less often
 NO_COMPILER = re.compile("InvalidCxxCompiler|TritonMissing|Python.h: No such file")
 OVER_LIMIT = "recompile limit exceeded"  # in torch's reason for not compiling
-SHOWN = 6  # graph breaks or recompiles; the figures hold all
+FINDINGS = {  # check: its figure, and what is wanted
+    "graph_breaks": ("graph_breaks", "none, or each with its place and reason"),
+    "recompiles": ("recompiles", "none, or each with its place and reason"),
+    "recompile_limit": ("limits_hit", "not hit: beyond it a function runs eagerly"),
+}
+SHOWN = 6  # findings of a kind; the figures hold all
 
 Figures = dict[str, Any]
-Finding = dict[str, str]  # where (file:line) the compiler could not do as hoped, and the reason
 FirstSteps = tuple[np.ndarray, list[torch.Tensor]]  # losses, and the last gradients, on the host
 
 
@@ -68,7 +70,6 @@ def try_mode(config: Config, mode: str, folder: Path) -> Figures:
     figures = run_apart("cold", config, folder)
     cached = any(path.is_file() for path in (folder / "cache").rglob("*"))  # not by every backend
     if "graphs" in figures and cached:
-        print(f"     {mode}: starting again with the compile cache ...", flush=True)
         figures["restart"] = run_apart("warm", config, folder)
         figures["compile_seconds"]["warm"] = figures["restart"].get("seconds")
     return figures
@@ -90,25 +91,14 @@ def run_apart(task: str, config: Config, folder: Path) -> Figures:
 
 def judge(stage: Stage, modes: dict[str, Figures]) -> None:
     """Turn what was measured into checks, figures and advice."""
-    judge_compiling(stage, modes)
     compiled = {mode: figures for mode, figures in modes.items() if "graphs" in figures}
     stage.figures |= {"modes": compiled, "best": "none"}
-    if not compiled:
-        for name in ("graph_breaks", "recompiles", "recompile_limit", "numerics", "speedup"):
-            stage.check(name, None, measured="nothing was compiled", wanted="measured")
-        return
-    for name in ("graph_breaks", "recompiles"):
-        judge_findings(stage, compiled, name)
-    hit = in_words(compiled, "limits_hit")
-    stage.check(
-        "recompile_limit",
-        not hit,
-        measured="; ".join(hit) or "not hit",
-        wanted="not hit: beyond it a function runs eagerly",
-        advice="keep what the guards name from changing, or try --compile.dynamic True",
-    )
-    judge_numerics(stage, compiled)
-    judge_speed(stage, compiled)
+    judge_compiling(stage, modes)
+    if compiled:
+        for name in FINDINGS:
+            judge_findings(stage, compiled, name)
+        judge_numerics(stage, compiled)
+        judge_speed(stage, compiled)
 
 
 def judge_compiling(stage: Stage, modes: dict[str, Figures]) -> None:
@@ -116,107 +106,89 @@ def judge_compiling(stage: Stage, modes: dict[str, Figures]) -> None:
     parts, errors = [], []
     for mode, figures in modes.items():
         restart = figures.get("restart", {})
-        errors += [each["error"] for each in (figures, restart) if "error" in each]
-        if "graphs" not in figures:
-            reason = figures.get("error") or f"not tried, {figures['skipped']}"
-            parts.append(f"{mode}: {first_line(reason)}")
-            continue
-        errors += [] if figures["graphs"] else ["no graph was compiled"]
-        text = f"{mode}: {figures['compile_seconds']['cold']:.1f} s cold"
-        if restart:
-            warm = first_line(restart.get("error") or f"{restart['seconds']:.1f} s")
-            text += f", {warm} with the project's compile cache"
-        memory = in_units(figures["peak_memory_bytes"])
-        parts.append(f"{text}, graphs {figures['graphs']}, peak memory {memory}")
+        errors += [f"{mode}: {each['error']}" for each in (figures, restart) if "error" in each]
+        if "skipped" in figures:
+            parts.append(f"{mode}: not tried, {figures['skipped']}")
+        elif "graphs" in figures:
+            cold, warm = (figures["compile_seconds"][start] for start in ("cold", "warm"))
+            text = f", {warm:.1f} s with the project's compile cache" if warm else ""
+            parts.append(f"{mode}: graphs {figures['graphs']}, {cold:.1f} s cold{text}")
+            errors += [] if figures["graphs"] else [f"{mode}: no graph was compiled"]
     passed, advice = not errors, "--compile.backend aot_eager (then eager) narrows the cause down"
     if any(map(NO_COMPILER.search, errors)):
         passed = None
         advice = "inductor needs a C++ compiler on a CPU (apt install g++) and Triton on a GPU"
-    measured, wanted = "; ".join(parts), "every mode compiles and runs"
+    measured, wanted = "; ".join([*parts, *map(first_line, errors)]), "every mode compiles and runs"
     stage.check("compiles", passed, measured=measured, wanted=wanted, advice=advice)
 
 
 def judge_findings(stage: Stage, compiled: dict[str, Figures], name: str) -> None:
-    """Graph breaks or recompiles pass if each has its place and reason."""
-    findings = [finding for figures in compiled.values() for finding in figures[name]]
-    passed = all(finding["where"] and finding["reason"] for finding in findings)
-    advice = f"TORCH_LOGS={name} with `train` shows what they are"
-    if findings and name == "graph_breaks" and stage.config.compile.fullgraph:
-        passed, advice = False, "--compile.fullgraph makes each of them an error"
-    lines = in_words(compiled, name)
+    """Pass if each finding has its place and reason; the recompile limit must not be hit at all."""
+    figure, wanted = FINDINGS[name]
+    findings = [(mode, each) for mode, figures in compiled.items() for each in figures[figure]]
+    lines = [f"{mode}: {f['where'] or 'place unknown'}: {f['reason']}" for mode, f in findings]
+    lines = list(dict.fromkeys(lines))  # each once
     if len(lines) > SHOWN:
         lines[SHOWN:] = [f"{len(lines) - SHOWN} more"]
-    counts = ", ".join(f"{mode} {len(figures[name])}" for mode, figures in compiled.items())
-    wanted = f"no {name.replace('_', ' ')}, or each with its place and reason"
+    counts = ", ".join(f"{mode} {len(figures[figure])}" for mode, figures in compiled.items())
+    known = all(finding["where"] and finding["reason"] for _, finding in findings)
+    passed = known and not (name == "recompile_limit" and findings)
     measured = "; ".join([counts, *lines])
+    advice = "TORCH_LOGS=graph_breaks,recompiles with `train` shows them; where guards fail, keep "
+    advice += "what they name from changing, or try --compile.dynamic True"
     stage.check(name, passed, measured=measured, wanted=wanted, advice=advice)
-
-
-def in_words(compiled: dict[str, Figures], name: str) -> list[str]:
-    """The findings of that name, each once, as in full: model.py:7: a print."""
-    findings = [(mode, each) for mode, figures in compiled.items() for each in figures[name]]
-    lines = [f"{mode}: {f['where'] or 'place unknown'}: {f['reason']}" for mode, f in findings]
-    return list(dict.fromkeys(lines))
 
 
 def judge_numerics(stage: Stage, compiled: dict[str, Figures]) -> None:
     """Compare compiled steps with eager ones: same weights, batches and random numbers."""
     apart = {mode: figures["difference"] for mode, figures in compiled.items()}
-    any_mode = next(iter(compiled.values()))  # all have one precision, and draw the same
-    limit = PRECISE if any_mode["precise"] else ROUNDED
+    limit = PRECISE if all(f["precise"] for f in compiled.values()) else ROUNDED
     parts = [f"{m}: loss {d['loss']:.1e}, gradients {d['gradients']:.1e}" for m, d in apart.items()]
-    if any_mode["random"]:
-        parts[-1] += " (with eager's random numbers: inductor's fallback_random)"
     stage.check(
         "numerics",
         all(d[name] <= limit[name] for d in apart.values() for name in limit),  # false for NaN
         measured=f"after {STEPS} steps, relative to eager: {'; '.join(parts)}",
         wanted=f"at most {limit['loss']:.0e} and {limit['gradients']:.0e}",
-        advice="do not train with a mode that differs; --compile.backend aot_eager shows whether "
-        "inductor's kernels are at fault",
+        advice="do not train with it; --compile.backend aot_eager shows if inductor is at fault",
     )
 
 
 def judge_speed(stage: Stage, compiled: dict[str, Figures]) -> None:
     """Say how fast each mode is, advise the best and hand it on to the stages after this one."""
     speedups: dict[str, Interval] = {}
-    parts, given, noisy = [], stage.config.compile.mode, False
+    parts, given = [], stage.config.compile.mode
     for mode, figures in compiled.items():
         windows = figures["windows"]
-        speedup, verdict = speedup_of(windows["eager"], windows["compiled"])
-        figures |= {"speedup": speedup._asdict(), "verdict": verdict}
-        speedups[mode], noisy = speedup, noisy or verdict == TOO_NOISY
-        parts.append(
-            f"{mode}: {verdict}, {speedup} times as fast as eager, {len(windows['eager'])} pairs "
-            f"of windows, a step {describe(figures['step_seconds'])}"
-        )
+        speedups[mode], verdict = speedup_of(windows["eager"], windows["compiled"])
+        figures |= {"speedup": speedups[mode]._asdict(), "verdict": verdict}
+        figures["eager_step_seconds"] = spread(windows["eager"])
+        figures["step_seconds"] = spread(windows["compiled"])
+        step = f"a step {describe(figures['step_seconds'])}"
+        parts.append(f"{mode}: {verdict}, {speedups[mode]} times as fast as eager, {step}")
+    verdicts = {mode: figures["verdict"] for mode, figures in compiled.items()}
+    noisy = TOO_NOISY in verdicts.values()
     measured, wanted = "; ".join(parts), "measured, whatever it is"
     advice = "measure again when nothing else runs on this machine"
     stage.check("speedup", None if noisy else True, measured=measured, wanted=wanted, advice=advice)
-    faster = [mode for mode in compiled if compiled[mode]["verdict"] == "faster"]
+    faster = [mode for mode in compiled if verdicts[mode] == "faster"]
     best = next(iter(faster), "none")
     if len(faster) > 1 and speedups["full"].low > speedups["blocks"].high:
         best = "full"  # else blocks, which compile sooner
     stage.figures["best"] = best
     if best != "none":
-        stage.advise(f"train with --compile.mode {best}: {worth(compiled[best], speedups[best])}")
+        speedup, seconds = speedups[best], compiled[best]["compile_seconds"]["cold"]
+        steps = seconds / (compiled[best]["step_seconds"]["median"] * (speedup.value - 1))
+        first = f"the {seconds:.0f} s of a first compile pay off after {steps:,.0f} steps"
+        stage.advise(f"train with --compile.mode {best}: {speedup} times as fast; {first}")
     elif not noisy:
         stage.advise("train with --compile.mode none: no mode is faster here")
-    if breaks := in_words(compiled, "graph_breaks"):
-        stage.advise(f"fewer graph breaks make it faster; begin with {breaks[0]}")
-    if best == "none" and compiled.get(given, {}).get("verdict") == "slower":
+    if best == "none" and verdicts.get(given) == "slower":
         recommend(stage, "compile.mode", "none")
     for mode, speedup in speedups.items():
-        if mode == best != given:
+        if mode != best:
+            reject(stage, "compile.mode", mode, verdicts[mode], speedup)
+        elif mode != given:
             recommend(stage, "compile.mode", mode, speedup if given == "none" else None)
-
-
-def worth(figures: Figures, speedup: Interval) -> str:
-    """What a mode brings, and after how many steps the first compile has paid off."""
-    gain = figures["eager_step_seconds"]["median"] - figures["step_seconds"]["median"]
-    seconds = figures["compile_seconds"]["cold"]
-    steps = f" after {seconds / gain:,.0f} steps" if gain > 0 else ""
-    return f"{speedup} times as fast; the {seconds:.0f} s of a first compile pay off{steps}"
 
 
 def first_line(text: str) -> str:
@@ -227,7 +199,10 @@ def first_line(text: str) -> str:
 def attempt(task: str, config: Config) -> Figures:
     """What a process measures; an error of the compiler, or of the model under it, is a result."""
     try:
-        return {"cold": cold, "warm": warm}[task](config)
+        if task == "cold":
+            return cold(config)
+        first_steps(setup(config))  # the same start again, with the cache that `cold` has left
+        return {"seconds": compile_seconds()}
     except UserError as error:
         return {"refused": str(error)}
     except Exception as error:
@@ -244,13 +219,11 @@ def cold(config: Config) -> Figures:
     del state
     state = setup(config, world)
     compiled, seconds = first_steps(state), compile_seconds()
-    again, limits_hit = recompiles()
-    figures = time_windows(state) | {
+    figures = {
         "compile_seconds": {"cold": seconds, "warm": None},
         "graphs": graphs(),
-        "graph_breaks": graph_breaks(),
-        "recompiles": again,
-        "limits_hit": limits_hit,
+        **findings(),
+        "windows": time_windows(state),
         "random": random,
         "precise": state.compute_dtype == torch.float32 and world.device.type == "cpu",
     }
@@ -263,29 +236,13 @@ def cold(config: Config) -> Figures:
     return figures | {"difference": difference(eager, compiled)}
 
 
-def warm(config: Config) -> Figures:
-    """The same start again, with the compile cache that the cold one left."""
-    first_steps(setup(config))
-    counters = dynamo.counters
-    hits, misses = (
-        counters["inductor"][f"fxgraph_cache_{end}"]
-        + counters["aot_autograd"][f"autograd_cache_{end}"]
-        for end in ("hit", "miss")
-    )
-    return {"seconds": compile_seconds(), "hits": hits, "misses": misses}
-
-
 def first_steps(state: State) -> FirstSteps:
     """Take the first steps of a run."""
-    gradients: list[torch.Tensor] = []
-
-    def keep(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        gradients[:] = [p.grad.detach().cpu().clone() for p in parameters if p.grad is not None]
-
-    hook = state.optimizer.register_step_pre_hook(keep)
-    losses = record_steps(state, STEPS).losses
-    hook.remove()
+    losses = record_steps(state, STEPS - 1).losses
+    with patch.object(state.optimizer, "zero_grad"):  # keep the last gradients
+        losses = np.append(losses, record_steps(state, 1).losses)
+    gradients = [p.grad.cpu() for p in state.model.parameters() if p.grad is not None]
+    state.optimizer.zero_grad()
     state.loader.close()
     return losses, gradients
 
@@ -294,31 +251,23 @@ def difference(eager: FirstSteps, compiled: FirstSteps) -> dict[str, float]:
     """Relative differences: the largest of a loss, and of the last gradients as one vector."""
     loss = float(np.abs(np.divide(compiled[0], eager[0]) - 1).max())
     if len(eager[1]) != len(compiled[1]) or not eager[1]:
-        return {"loss": loss, "gradients": math.inf}
+        return {"loss": loss, "gradients": float("inf")}
     apart = [a.double() - b.double() for a, b in zip(eager[1], compiled[1], strict=True)]
     norms = nn.utils.get_total_norm(apart), nn.utils.get_total_norm(eager[1])
     return {"loss": loss, "gradients": float(norms[0] / norms[1])}
 
 
-def time_windows(state: State) -> Figures:
-    """Time interleaved windows of eager and compiled steps."""
-    device, compiled = state.world.device, without_loader(state)
+def time_windows(state: State) -> dict[str, list[float]]:
+    """Seconds per step in interleaved windows of eager and compiled steps."""
+    compiled = without_loader(state)
 
     def eager(steps: int) -> float:
         with eagerly(state.model):
             return compiled(steps)
 
     windows = time_interleaved({"eager": eager, "compiled": compiled})
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    compiled(1)
     state.loader.close()
-    return {
-        "windows": windows,
-        "eager_step_seconds": spread(windows["eager"]),
-        "step_seconds": spread(windows["compiled"]),
-        "peak_memory_bytes": peak_memory(device),
-    }
+    return windows
 
 
 @contextlib.contextmanager
@@ -337,48 +286,36 @@ def eagerly(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def graph_breaks() -> list[Finding]:
-    """Where a graph had to end early, each place once."""
-    found, torch_itself = [], str(Path(torch.__file__).parent)
+def findings() -> dict[str, list[dict[str, str]]]:
+    """What the compiler could not do as hoped: of graph breaks each place once, else each time."""
+    breaks, recompiles, limits_hit = [], [], []
     for entry in dynamo.graph_break_reasons:
         places = [(frame.filename, frame.lineno) for frame in entry.user_stack]
-        own = [place for place in places if not place[0].startswith(torch_itself)]
-        reason = entry.reason
-        if reason.startswith("generic_jump"):  # torch's name for a break that it can resume after
-            reason = "Data-dependent branching"
-        found.append(finding(*(own or places or [("", 0)])[-1], reason))
+        own = [place for place in places if not place[0].startswith(torch.__path__[0])]
+        # torch's name for a break that it can resume after says little.
+        reason = entry.reason.replace("generic_jump", "Data-dependent branching:")
+        breaks.append(finding(*(own or places or [("", 0)])[-1], reason))
     for entry in dynamo.get_compilation_metrics():
-        if entry.fail_type and OVER_LIMIT not in (entry.fail_reason or ""):
-            # A whole function is not compiled, as for a break in a loop.
-            path = entry.fail_user_frame_filename or entry.co_filename
+        failed, guard = entry.fail_reason or "", entry.recompile_reason or ""
+        if entry.fail_type and OVER_LIMIT not in failed:
+            # A whole function is not compiled, as for a break in a loop: torch counts no break.
             line = entry.fail_user_frame_lineno or entry.co_firstlineno
-            found.append(finding(path, line, entry.fail_reason or ""))
-    return list({entry["where"] or entry["reason"]: entry for entry in found}.values())
-
-
-def recompiles() -> tuple[list[Finding], list[Finding]]:
-    """What was compiled again, each time, and what runs eagerly since it was compiled too often.
-
-    The reason is the guard that failed, the place the line that it comes from.
-    """
-    again, limits_hit = [], []
-    for entry in dynamo.get_compilation_metrics():
-        text, over_limit = entry.recompile_reason or "", OVER_LIMIT in (entry.fail_reason or "")
-        if text or over_limit:
+            path = entry.fail_user_frame_filename or entry.co_filename
+            breaks.append(finding(path, line, failed))
+        elif guard or failed:
             # "0/1: GUARD    # line of code # file:line", then the stack of the user's code.
-            guard = re.sub(r"^\d+/\d+: ", "", text.partition("\n")[0]).split("  # ")[0]
-            stack = re.findall(r'File "(.+?)", line (\d+)', text)
-            path, line = stack[-1] if stack else (entry.co_filename, entry.co_firstlineno)
-            (limits_hit if over_limit else again).append(finding(path, line, guard))
-    return again, limits_hit
+            stack = re.findall(r'File "(.+?)", line (\d+)', guard)
+            place = stack[-1] if stack else (entry.co_filename, entry.co_firstlineno)
+            reason = guard.partition(": ")[2].partition("  # ")[0]
+            (limits_hit if failed else recompiles).append(finding(*place, reason))
+    breaks = list({each["where"] or each["reason"]: each for each in breaks}.values())
+    return {"graph_breaks": breaks, "recompiles": recompiles, "limits_hit": limits_hit}
 
 
-def finding(path: str | None, line: Any, reason: str) -> Finding:
-    """The reason with torch's first hint and its link; below this folder the path is relative."""
-    near = os.path.relpath(path) if path else ""
-    where = f"{path if near.startswith('..') else near}:{line}" if path else ""
-    hint, link = (re.findall(each, reason)[:1] for each in (r"Hint: (.+)", r"https://\S+"))
-    return {"where": where, "reason": " ".join([first_line(reason), *hint, *link])}
+def finding(path: str | None, line: Any, reason: str) -> dict[str, str]:
+    """A place, relative to this folder where it lies below it, and the reason's first line."""
+    where = f"{path.removeprefix(os.getcwd() + os.sep)}:{line}" if path else ""
+    return {"where": where, "reason": first_line(reason)}
 
 
 if __name__ == "__main__":
