@@ -29,9 +29,6 @@ EXCEPTIONS = {
     ("workflow/drill.py", "open(path, 'r+b')"): "damage, in a run of the drill's own",
     ("workflow/plots.py", "figure.savefig(out)"): "into memory",
     ("workflow/tuning.py", "Path('/proc/self/clear_refs').write_text('5')"): "of the system",
-    ("workflow/profile.py", "torch.cuda.memory._dump_snapshot(str(temporary))"): (
-        "a name from `replacing`"
-    ),
 }
 """Calls that write otherwise, with the reason why none can follow a link of somebody else's."""
 

@@ -31,7 +31,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
 
 @pytest.fixture(scope="module")
 def traces(project: Project) -> Any:
-    return project.module("workflow.trace")
+    return project.module("workflow.profile")
 
 
 def profile(project: Project, name: str, *words: str, code: int = 0) -> dict[str, Any]:

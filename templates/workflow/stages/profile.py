@@ -2,16 +2,23 @@
 
 It runs plain or under torchrun. Of several ranks it reports the slowest one, which waits least in
 communication, since the others wait for it there.
+
+The times come from the trace that torch.profiler writes, JSON in Chrome's trace event format:
+complete events ("ph": "X") have a category, a name, a thread, a start and a duration in
+microseconds. Each moment of a step belongs to one part: of all events that cover it, the one that
+comes first in ON_GPU or ON_CPU decides; a moment without any is the host's. So the parts add up to
+the step, and communication is only what no kernel hides.
 """
 
-import contextlib
-import logging
+import gzip
+import json
+import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,19 +26,17 @@ from torch.autograd import DeviceType
 from torch.profiler import profile
 
 from ..config import Config
-from ..distributed import Group, World, join, leave
+from ..distributed import Group, join, leave
 from ..errors import RankError, command_for
-from ..files import replacing
 from ..profiler import ProfileConfig, Profiler
 from ..run.hardware import usable_cores
+from ..sampling import WAITING
 from ..train import State, setup, train_step
 from .chain import read_stage
 from .interleaved import Interval, median_interval
 from .stage import Stage
 from .timing import record_steps, spread
-from .trace import COMPILED, PARTS, Breakdown, breakdown, read_trace
 
-log = logging.getLogger(__name__)
 SECONDS, MOST_STEPS = 5.0, 200  # to measure what an idle profiler costs
 IDLE_LIMIT = 0.01
 SHOWN = 10  # operators
@@ -42,7 +47,56 @@ CAUSES = {
     "kernel-bound": ("kernels",),
     "communication-bound": ("communication",),
 }
+PARTS = ("data", "host", "kernels", "communication", "copies")
+HOST = PARTS.index("host")
+# Events, as torch 2.13 names them: category, name.
+STEP = "user_annotation ProfilerStep#"  # a step, on the thread that trains
+COMPILATION = "_compile.compile_inner (dynamo_timed)"  # the compiler compiled something
+COMPILED = "## Call CompiledFxGraph"  # compiled code, an annotation
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # what a GPU did and when
+ELSEWHERE = re.compile(r"(kernel|gpu_memcpy|gpu_memset) |\w+ (gloo|mpi|ucc):")  # on any thread
+# Parts, and the category and name of the events that belong to them.
+ON_GPU = (
+    # NCCL's collectives are kernels, too.
+    ("kernels", "kernel (?!.*(?i:nccl|nvshmem|multimem))|gpu_memset |gpu_memcpy .*DtoD"),
+    ("communication", "kernel "),
+    ("copies", "gpu_memcpy "),
+    ("data", f"user_annotation {WAITING}$"),  # the loader at work, or waiting for its workers
+)
+ON_CPU = (
+    ("data", f"user_annotation {WAITING}$"),
+    # Also inside an operator: sharded tensors wait in `_c10d_functional::wait_tensor`.
+    ("communication", r"cpu_op _?c10d(_functional)?(_autograd)?::"),
+    # Nodes of autograd run operators, and hooks that may wait.
+    ("kernels", rf"cpu_op (?!(torch::)?autograd::).*::|\w+ {COMPILED}"),
+    # `gloo:all_reduce` is on a thread of gloo's, from the call to the end of the collective. The
+    # training thread waits for it inside no operator.
+    ("communication", r"\w+ (gloo|mpi|ucc):"),
+)
+
+Event = dict[str, Any]
+Gap = tuple[float, float, float]  # in which only the host works: length, start, end; microseconds
 Shares = dict[str, float]
+
+
+class Breakdown(NamedTuple):
+    """Where the time of the traced steps went."""
+
+    seconds: np.ndarray
+    """Of each step and part, [steps, parts] in the order of `PARTS`."""
+    compilations: int
+    device: bool
+    """Whether the trace shows a GPU at work."""
+    longest_gap: tuple[float, str, str]
+    """Seconds in which the host kept everything waiting, and the operators before and after."""
+    operators: Sequence[dict[str, Any]] = ()
+    """Name, self_seconds, calls and share of each, the largest first, by torch's own account."""
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Shares of the parts in all steps together; they add up to 1."""
+        parts = self.seconds.sum(axis=0)
+        return dict(zip(PARTS, (parts / parts.sum()).tolist(), strict=True))
 
 
 def measure(config: Config) -> int:
@@ -87,30 +141,11 @@ class Tracer(Profiler):
 def trace_steps(config: ProfileConfig, directory: Path, state: State) -> Tracer:
     """Trace steps of a training that was set up."""
     tracer = Tracer(replace(config, every=0), directory, state)
-    snapshot = directory / f"memory_rank_{state.world.rank}.pickle"
-    with memory_snapshot(snapshot, state.world), tracer:
+    with tracer:
         for _ in range(tracer.period * config.repeat):
             train_step(state, state.loader.next())
             tracer.after_step(state)
     return tracer
-
-
-@contextlib.contextmanager
-def memory_snapshot(path: Path, world: World) -> Iterator[None]:
-    """Record CUDA allocations into `path`, for pytorch.org/memory_viz; nothing on other devices."""
-    if world.device.type != "cuda":
-        yield
-        return
-    # Python's stacks alone: C++ stacks would slow the traced steps down.
-    torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
-    try:
-        yield
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            torch.cuda.memory._dump_snapshot(str(temporary))
-        log.info("memory snapshot: %s", path)
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def read_back(traces: list[Path], averages: Iterable[Any] = ()) -> Breakdown:
@@ -230,71 +265,116 @@ def diagnose(shares: Shares, compilations: int) -> list[str]:
 
 def advice(diagnosis: str, shares: Shares, rank: Breakdown, config: Config) -> str:
     """The figures behind a diagnosis, and the next thing to try."""
-    match diagnosis:
-        case "recompiling":
-            return (
-                f"{rank.compilations} compilations within {len(rank.seconds)} steps that should "
-                f"need none. `{command_for('compile', config.directory)}` names the guards that "
-                "failed; where lengths vary, try --compile.dynamic True, or data of one length"
-            )
-        case "input-bound" if shares["copies"] > shares["data"]:
-            return (
-                f"copies between host and device take {shares['copies']:.0%} of a step. Try "
-                "smaller types in the dataset (uint8, converted on the device); .item(), .cpu() "
-                "and print in the step copy, too, and wait"
-            )
-        case "input-bound":
-            workers = 2 * config.train.loader_workers or max(1, min(4, usable_cores() - 1))
-            return (
-                f"a step waits for data during {shares['data']:.0%} of its time. Try "
-                f"--train.loader-workers {workers}, or make __getitems__ cheaper"
-            )
-        case "host-bound":
-            return on_host(shares["host"], rank, config)
-        case "kernel-bound":
-            return on_kernels(shares["kernels"], rank, config)
-    remedy = "more samples per step (--train.global-batch-size; it is part of a run's identity)"
-    if getattr(config.parallel, "reshard_after_forward", False):
-        remedy = "--parallel.no-reshard-after-forward (gathers once, not twice, for more memory)"
-    text = f"communication that nothing hides takes {shares['communication']:.0%} of a step"
-    return f"{text}. Try {remedy}, or fewer ranks"
-
-
-def on_host(share: float, rank: Breakdown, config: Config) -> str:
-    """Neither data nor kernels: Python, launches, waits for the device."""
-    (gap, after, before), train = rank.longest_gap, config.train
-    step = float(rank.seconds.sum()) / len(rank.seconds)
-    tries = try_compiling(config)
-    if train.micro_batch_size < train.global_batch_size:
-        size = 2 * train.micro_batch_size
-        tries.append(f"fewer, larger micro-batches (--train.micro-batch-size {size})")
-    if gap > 0.2 * share * step:
-        tries = ["to move the Python work there out of the step, or into tensor operations"]
-    return (
-        f"nothing is computed during {share:.0%} of a step; the longest gap, "
-        f"{gap * 1e3:.2g} ms of a step's {step * 1e3:.3g}, is after {after[:48]} and before "
-        f"{before[:48]}. Try {' and '.join(tries) or 'more work per step'}"
-    )
-
-
-def on_kernels(share: float, rank: Breakdown, config: Config) -> str:
-    """The device computes, as it should."""
-    text = f"{share:.0%} of a step is computing"
-    for top in rank.operators[:1]:  # of a CUDA graph torch knows no operators
-        text += f", {top['share']:.0%} in {top['name'][:48]}"
-    tries = try_compiling(config)
-    if rank.device and config.train.precision == "fp32":
-        tries.insert(0, "--train.precision bf16")
+    if diagnosis == "input-bound" and shares["copies"] > shares["data"]:
+        diagnosis = "copies"
+    (gap, after, before), train, steps = rank.longest_gap, config.train, len(rank.seconds)
+    step = float(rank.seconds.sum()) / steps
+    # Of a CUDA graph torch knows no operators.
+    largest = [f", {it['share']:.0%} in {it['name'][:48]}" for it in rank.operators[:1]]
+    situations = {
+        "recompiling": f"{rank.compilations} compilations within {steps} steps, which need none",
+        "input-bound": f"a step waits for data during {shares['data']:.0%} of its time",
+        "copies": f"copies between host and device take {shares['copies']:.0%} of a step",
+        "host-bound": f"nothing is computed during {shares['host']:.0%} of a step; the longest "
+        f"gap, {gap * 1e3:.2g} ms of a step's {step * 1e3:.3g}, is after {after[:48]} and before "
+        f"{before[:48]}",
+        "kernel-bound": "".join([f"{shares['kernels']:.0%} of a step is computing", *largest]),
+        "communication-bound": f"communication that nothing hides takes "
+        f"{shares['communication']:.0%} of a step",
+    }
+    compiling, workers = compile_mode(config), max(1, min(4, usable_cores() - 1))
+    in_python = gap > 0.2 * shares["host"] * step
+    accumulates = train.micro_batch_size < train.global_batch_size
+    larger = f"larger micro-batches (--train.micro-batch-size {2 * train.micro_batch_size})"
+    gathers_twice = getattr(config.parallel, "reshard_after_forward", False)
+    remedies = [  # for what, whether it applies here, and what to try
+        ("recompiling", True, f"`{command_for('compile', config.directory)}`: it names the guards"),
+        ("recompiling", True, "--compile.dynamic True, or data of one length"),
+        ("input-bound", True, f"--train.loader-workers {2 * train.loader_workers or workers}"),
+        ("input-bound", True, "a cheaper __getitems__"),
+        ("copies", True, "smaller types in the dataset (uint8, converted on the device)"),
+        ("copies", True, "no .item(), .cpu() or print in the step: they copy, and wait"),
+        ("host-bound", in_python, "to move the Python work there out of the step"),
+        ("host-bound", compiling and not in_python, compiling),
+        ("host-bound", accumulates and not in_python, larger),
+        ("kernel-bound", rank.device and train.precision == "fp32", "--train.precision bf16"),
+        ("kernel-bound", compiling, compiling),
+        ("communication-bound", gathers_twice, "--parallel.no-reshard-after-forward"),
+        ("communication-bound", True, "more samples per step (--train.global-batch-size)"),
+        ("communication-bound", True, "fewer ranks"),
+    ]
+    tries = [text for name, applies, text in remedies if name == diagnosis and applies]
     rest = "a leaner model, or more devices; the loop itself has little left"
-    return f"{text}. Try {' and '.join(tries) or rest}"
+    return f"{situations[diagnosis]}. Try {', or '.join(tries) or rest}"
 
 
-def try_compiling(config: Config) -> list[str]:
+def compile_mode(config: Config) -> str:
     """The compile mode to try, if any."""
     if config.compile.mode != "none":
-        return []
+        return ""
     measured = read_stage(config.directory, "compile") or {"figures": {}}
     best = measured["figures"].get("best")
     if best is None:
-        return [f"--compile.mode blocks (`{command_for('compile', config.directory)}` measures it)"]
-    return [] if best == "none" else [f"--compile.mode {best}, which was measured to be faster"]
+        return f"--compile.mode blocks (`{command_for('compile', config.directory)}` measures it)"
+    return "" if best == "none" else f"--compile.mode {best}, which was measured to be faster"
+
+
+def read_trace(path: Path) -> list[Event]:
+    """The events of a .json.gz that torch.profiler wrote."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+
+
+def breakdown(events: list[Event]) -> Breakdown:
+    """Divide the steps of a trace into `PARTS`; ValueError if it holds no step."""
+    events = [e | {"end": e["ts"] + e["dur"], "text": f"{e['cat']} {e['name']}"} for e in events]
+    steps = sorted((e for e in events if e["text"].startswith(STEP)), key=itemgetter("ts"))
+    if not steps:
+        raise ValueError("it holds no step")
+    start, end = steps[0]["ts"], max(step["end"] for step in steps)
+    events = [event for event in events if event["end"] > start and event["ts"] < end]
+    thread = steps[0]["pid"], steps[0]["tid"]
+    seen = [e for e in events if (e["pid"], e["tid"]) == thread or ELSEWHERE.match(e["text"])]
+    device = any(event["cat"] in DEVICE for event in events)
+    claims = [  # the weakest first; an event may be there more than once
+        (part, event)
+        for part, pattern in reversed(ON_GPU if device else ON_CPU)
+        for event in seen
+        if re.match(pattern, event["text"])
+    ]
+    seconds, gaps = divide(steps, claims)
+    compilations = sum(event["name"] == COMPILATION for event in events)
+    gap = typical_gap(gaps, [event for part, event in claims if part != "data"])
+    return Breakdown(seconds, compilations, device, gap)
+
+
+def divide(steps: list[Event], claims: list[tuple[str, Event]]) -> tuple[np.ndarray, list[Gap]]:
+    """The seconds of each step and part, and the longest gap of each step."""
+    claimed = spans(event for _, event in claims)
+    edges = np.unique(np.append(spans(steps), claimed))
+    owner = np.full(len(edges) - 1, HOST)  # of the time from each edge to the next
+    for (part, _), (first, last) in zip(claims, np.searchsorted(edges, claimed), strict=True):
+        owner[first:last] = PARTS.index(part)
+    seconds, gaps = np.zeros((len(steps), len(PARTS))), []
+    for row, (first, last) in zip(seconds, np.searchsorted(edges, spans(steps)), strict=True):
+        lengths = np.diff(edges[first : last + 1])
+        row += np.bincount(owner[first:last], lengths, minlength=len(PARTS)) / 1e6
+        idle = np.concatenate([[False], owner[first:last] == HOST, [False]])
+        intervals = edges[first + np.flatnonzero(np.diff(idle))].reshape(-1, 2).tolist()
+        gaps.append(max(((b - a, a, b) for a, b in intervals), default=(0.0, 0.0, 0.0)))
+    return seconds, gaps
+
+
+def typical_gap(gaps: list[Gap], work: list[Event]) -> tuple[float, str, str]:
+    """The median of the steps' longest gaps: what happened only once says nothing."""
+    length, start, end = sorted(gaps)[len(gaps) // 2]
+    earlier = [event for event in work if event["end"] <= start + 1e-3]
+    later = [event for event in work if event["ts"] >= end - 1e-3]
+    after = max(earlier, key=itemgetter("end"), default={"name": "the first step's start"})
+    before = min(later, key=itemgetter("ts"), default={"name": "the last step's end"})
+    return length / 1e6, after["name"], before["name"]
+
+
+def spans(events: Iterable[Event]) -> np.ndarray:
+    """Starts and ends, [events, 2], in microseconds."""
+    return np.array([(e["ts"], e["end"]) for e in events], dtype=float).reshape(-1, 2)

@@ -56,7 +56,8 @@ def main(folder: Path, ddp: str, fsdp: str) -> None:
     """Profile a step of each kind; the test reads what rank 0 wrote."""
     distributed = importlib.import_module(f"{ddp}.distributed")
     leave = distributed.leave
-    world = distributed.join(distributed.parallel.ParallelConfig(), "cpu")
+    parallel = importlib.import_module(f"{ddp}.distributed.parallel")
+    world = distributed.join(parallel.ParallelConfig(), "cpu")
     for package in (ddp, fsdp):  # both share one process group
         stage = importlib.import_module(f"{package}.workflow.profile")
         stage.join, stage.leave = lambda *_: world, lambda _: None
