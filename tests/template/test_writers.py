@@ -8,7 +8,7 @@ from tests.conftest import bake
 from tests.template.test_render import FULLEST, SMALLEST
 
 WRITING = {"write_text", "write_bytes", "touch", "savefig", "save_file", "SummaryWriter"}
-WRITING |= {"export_chrome_trace", "_dump_snapshot", "FileIO"}
+WRITING |= {"export_chrome_trace", "FileIO"}
 BY_PATH = {"os.truncate", "shutil.copy", "shutil.copy2", "shutil.copyfile", "shutil.move"}
 RESERVED = "in a folder of the publisher's, made anew under a random name"
 EXCEPTIONS = {

@@ -305,9 +305,9 @@ def findings() -> dict[str, list[dict[str, str]]]:
         elif guard or failed:
             # "0/1: GUARD    # line of code # file:line", then the stack of the user's code.
             stack = re.findall(r'File "(.+?)", line (\d+)', guard)
-            place = stack[-1] if stack else (entry.co_filename, entry.co_firstlineno)
+            path, line = stack[-1] if stack else (entry.co_filename, entry.co_firstlineno)
             reason = guard.partition(": ")[2].partition("  # ")[0]
-            (limits_hit if failed else recompiles).append(finding(*place, reason))
+            (limits_hit if failed else recompiles).append(finding(path, line, reason))
     breaks = list({each["where"] or each["reason"]: each for each in breaks}.values())
     return {"graph_breaks": breaks, "recompiles": recompiles, "limits_hit": limits_hit}
 
