@@ -29,7 +29,7 @@ from ..errors import RankError, UserError
 from ..files import to_json, write_json
 from ..model import blocks
 from ..train import State, setup
-from .chain import recommend, reject
+from .chain import recommend
 from .interleaved import TOO_NOISY, Interval, speedup_of, time_interleaved, without_loader
 from .processes import run_task
 from .stage import Stage, StageConfig
@@ -182,13 +182,10 @@ def judge_speed(stage: Stage, compiled: dict[str, Figures]) -> None:
         stage.advise(f"train with --compile.mode {best}: {speedup} times as fast; {first}")
     elif not noisy:
         stage.advise("train with --compile.mode none: no mode is faster here")
-    if best == "none" and verdicts.get(given) == "slower":
+    if best != "none" and best != given:
+        recommend(stage, "compile.mode", best, speedups[best] if given == "none" else None)
+    elif best == "none" and verdicts.get(given) == "slower":
         recommend(stage, "compile.mode", "none")
-    for mode, speedup in speedups.items():
-        if mode != best:
-            reject(stage, "compile.mode", mode, verdicts[mode], speedup)
-        elif mode != given:
-            recommend(stage, "compile.mode", mode, speedup if given == "none" else None)
 
 
 def first_line(text: str) -> str:
