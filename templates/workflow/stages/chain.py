@@ -251,7 +251,8 @@ def measure_together(given: StageConfig, typed: set[str]) -> str:
             measured = f"{speedup} times as fast as your settings: {verdict}"
             passed = None if verdict == TOO_NOISY else verdict != "slower"
         except Exception as error:  # as when both do not fit into the memory
-            measured, passed = f"not measured: {type(error).__name__}: {error}", None
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            measured, passed = f"not measured: {reason}", None
     wanted = "not slower than your settings"
     advice = "measure again with --workflow.force when nothing else runs on this machine"
     stage.check("together", passed, measured=measured, wanted=wanted, advice=advice)
