@@ -217,7 +217,7 @@ def test_measuring_again_keeps_the_result_before(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = json.loads(result(project, tmp_path).read_text())
-    monkeypatch.setattr(project.module("workflow.baseline"), "measure", lambda *given: 0)
+    monkeypatch.setattr(project.module("workflow.tuning"), "measure", lambda config: 0)
     project("baseline", *project.settings, "--run-dir", str(tmp_path))
     (earlier,) = project.module("workflow.compare").earlier_results(tmp_path, "baseline")
     assert json.loads(earlier.read_text()) == kept

@@ -57,11 +57,33 @@ def judge_steps(stage: Stage) -> tuple[State, Steps]:
     print("     the first steps of the run, twice ...", flush=True)
     first, _ = first_steps(setup(config, world), WARMUP + MEASURED)
     state = setup(config, world)
-    second, losses = first_steps(state, len(first.losses))
+    second, (before, after) = first_steps(state, len(first.losses))
+    steps = len(second.losses)
     judge_sums(stage, state)
-    judge(stage, state, first, second, losses)
-    timed = (np.append(a[WARMUP:], b[WARMUP:]) for a, b in zip(first, second, strict=True))
-    return state, Steps(*timed)
+    judge_losses(stage, first.losses, second.losses, world.device.type == "cpu")
+    stage.check(
+        "loss_falls",
+        after < before,
+        measured=f"from {before:.4f} to {after:.4f} on {BATCHES} batches, by {steps} steps",
+        wanted="lower at the end",
+        advice="try another --optim.learning-rate, and look at a batch of the data",
+    )
+    both = Steps(*(np.append(a[WARMUP:], b[WARMUP:]) for a, b in zip(first, second, strict=True)))
+    seconds = spread(both.seconds)
+    samples = config.train.global_batch_size / seconds["median"]
+    tokens = getattr(state.spec, "tokens_per_sample", None)
+    per_token = f", {samples * tokens:,.0f} tokens/s" if tokens else ""
+    measured = f"{samples:,.1f} samples/s{per_token}; a step {describe(seconds)}"
+    stage.check("throughput", True, measured=measured, wanted="measured")
+    stage.figures |= {
+        "losses": second.losses.tolist(),
+        "step_seconds": seconds,
+        "samples_per_second": samples,
+        "tokens_per_second": samples * tokens if tokens else None,
+        "parameters": sum(p.numel() for p in state.model.parameters()),
+        **use_of_device(state, samples),
+    }
+    return state, both
 
 
 def first_steps(state: State, steps: int) -> tuple[Steps, tuple[float, float]]:
@@ -84,35 +106,6 @@ def loss_on_first_batches(state: State) -> float:
     batches = [order.ids(step)[share.places] for step in range(BATCHES) for share in state.plan]
     total, count, *_ = evaluate(state, batches)[0].sum((0, 1)).tolist()
     return total / count
-
-
-def judge(
-    stage: Stage, state: State, first: Steps, second: Steps, losses: tuple[float, float]
-) -> None:
-    """Turn two recordings into checks and figures; `losses` are those before and after."""
-    (before, after), steps = losses, len(second.losses)
-    judge_losses(stage, first.losses, second.losses, state.world.device.type == "cpu")
-    stage.check(
-        "loss_falls",
-        after < before,
-        measured=f"from {before:.4f} to {after:.4f} on {BATCHES} batches, by {steps} steps",
-        wanted="lower at the end",
-        advice="try another --optim.learning-rate, and look at a batch of the data",
-    )
-    seconds = spread(np.append(first.seconds[WARMUP:], second.seconds[WARMUP:]))
-    samples = state.config.train.global_batch_size / seconds["median"]
-    tokens = getattr(state.spec, "tokens_per_sample", None)
-    per_token = f", {samples * tokens:,.0f} tokens/s" if tokens else ""
-    measured = f"{samples:,.1f} samples/s{per_token}; a step {describe(seconds)}"
-    stage.check("throughput", True, measured=measured, wanted="measured")
-    stage.figures |= {
-        "losses": second.losses.tolist(),
-        "step_seconds": seconds,
-        "samples_per_second": samples,
-        "tokens_per_second": samples * tokens if tokens else None,
-        "parameters": sum(p.numel() for p in state.model.parameters()),
-        **use_of_device(state, samples),
-    }
 
 
 def judge_waits(stage: Stage, steps: Steps, advice: str, better: Steps | None = None) -> None:
