@@ -277,7 +277,7 @@ class _Watch:
         storage = importlib.import_module(f"{self.package}.checkpoint.storage")
         for publisher in (publish.Publisher, getattr(storage, "StorePublisher", None)):
             if publisher:
-                self.mark(publisher, "finish", "hashing")
+                self.mark(publisher, "write_files", "hashing")  # writing, too
                 self.mark(publisher, "commit", "renaming")
         self.mark(publish.Publisher, "prune", "pruning")
         restored = lambda step, _: self.note(RESTORED, step + 1)  # noqa: E731

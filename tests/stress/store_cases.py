@@ -190,8 +190,8 @@ def kill(variant: Variant, found: Findings, hits: Counter[str], kills: int = 0) 
 
     def in_parts(package: str) -> None:
         quick(package, 60.0)
-        # The least that S3 takes as a part; a file of two parts or more is sent so.
-        importlib.import_module("s3fs.core").calculate_chunksize = lambda *_, **__: 5 << 20
+        # A file of two parts or more is sent in parts.
+        importlib.import_module("s3fs.core").calculate_chunksize = lambda *_, **__: 1 << 20
         if variant.sabotage:
             variant.sabotage(package)
 

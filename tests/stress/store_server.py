@@ -124,6 +124,7 @@ class Told:
 
 
 def _serve(connection: Any) -> None:
+    os.environ["S3_UPLOAD_PART_MIN_SIZE"] = "1"  # moto's own: small files can go in parts, too
     with pytest.MonkeyPatch.context() as patch, s3(patch) as store:
         told = Told(store)
         connection.send({k: v for k, v in os.environ.items() if k.startswith(("AWS_", "no_"))})
