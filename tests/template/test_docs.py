@@ -38,19 +38,6 @@ def test_the_documentation_is_current() -> None:
     assert {"tree", "code", "output", "refusal", "sizes", "versions"} == set(cuts)
 
 
-# Functions that are entered and their files, at most; docs/design.md lists them.
-HOPS = {"batch": (20, 7), "save": (56, 13), "restore": (53, 11)}
-
-
-@pytest.mark.parametrize("name", HOPS)
-def test_a_batch_a_save_and_a_restore_are_short_to_follow(name: str) -> None:
-    page = (ROOT / "docs/design.md").read_text("utf-8")
-    told = re.search(rf"\*\*A {name}\*\*, (\d+) calls in (\d+) files", page)
-    assert told, f"docs/design.md does not list the calls of a {name}"
-    calls, files = map(int, told.groups())
-    assert calls <= HOPS[name][0] and files <= HOPS[name][1]
-
-
 def test_a_stale_block_is_named_and_mended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

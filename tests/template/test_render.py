@@ -458,44 +458,6 @@ def test_template_python_is_python() -> None:
         assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
 
-# Lines of Python: of the package, and of the modules that a plain run of training imports. They
-# bound what is there; who adds lines finds others that can go.
-BUDGETS = {
-    "smallest": (SMALLEST, 6_677, 5_782),
-    "default": ({}, 11_949, 7_013),
-    "fullest": (FULLEST, 13_460, 8_261),
-}
-LARGEST_FILE = 400
-TRAIN_TWO_STEPS = """
-import sys
-from pathlib import Path
-from my_training_run import config, train
-changes = {"run_dir": Path("run"), "device": "cpu", "train.steps": 2, "train.validate_samples": 8}
-train.run(config.override(config.preset("tiny"), changes))
-print(*(module.__file__ for module in [*sys.modules.values()] if getattr(module, "__file__", None)))
-"""
-
-
-@pytest.mark.parametrize("render", BUDGETS)
-def test_a_render_is_as_large_as_its_answers(render: str, tmp_path: Path) -> None:
-    answers, package_budget, closure_budget = BUDGETS[render]
-    package = bake(tmp_path, **answers) / PACKAGE
-    lines = {path: path.read_text("utf-8").count("\n") for path in package.rglob("*.py")}
-    assert {path: count for path, count in lines.items() if count > LARGEST_FILE} == {}
-    outcome = subprocess.run(
-        [sys.executable, "-c", TRAIN_TWO_STEPS],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(package.parent)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert outcome.returncode == 0, outcome.stderr
-    closure = sum(lines.get(Path(file), 0) for file in outcome.stdout.splitlines()[-1].split())
-    assert sum(lines.values()) <= package_budget
-    assert 1_000 < closure <= closure_budget
-
-
 def test_the_longest_package_name_keeps_the_format(tmp_path: Path) -> None:
     project = bake(tmp_path, package_name="a" * 30, parallelism="fsdp")
     for command in (["check"], ["format", "--check"]):
