@@ -5,7 +5,6 @@ import filecmp
 import functools
 import itertools
 import json
-import os
 import re
 import shutil
 import subprocess
