@@ -73,6 +73,7 @@ FULLEST = {
 }
 RENDERS = choose_renders()
 PACKAGE = "src/my_training_run"
+MAP_STYLE = "samples/map_style.py"
 Condition = Callable[[dict[str, str]], bool]
 
 
@@ -91,7 +92,7 @@ def every(folder: str, names: str, suffix: str = ".py") -> list[str]:
     return [f"{folder}/{name}{suffix}" for name in names.split()]
 
 
-STAGE_FILES = "chain interleaved compile profile trace recovery drill processes report plots"
+STAGE_FILES = "chain interleaved compile profile recovery drill processes report plots"
 FULL_FILES = "compare expected tuning"
 # Every file that only some renders have, and when.
 CONDITIONAL: dict[str, Condition] = {
@@ -402,15 +403,17 @@ def test_every_branch_of_the_template_is_rendered_and_left_out(tmp_path: Path) -
         markers[marker] = where
         return marker + "\n"
 
-    # Renders with an object store have it as disk.py, all others as paths.py.
-    everywhere = {template / "templates/storage/disk/paths.py"}
+    # Renders with an object store have the first as disk.py, all others as paths.py; streams add to
+    # the second.
+    everywhere = {template / "templates" / it for it in ("storage/disk/paths.py", MAP_STYLE)}
     for path in template.rglob("*"):
         if not path.is_file() or path.name == "cookiecutter.json":
             continue
         text = path.read_text("utf-8")
-        branch = re.compile(r"^[ \t]*# \{% (?:if|elif|else)\b.*%\}\n", re.MULTILINE)
+        branch = re.compile(r"^[ \t]*# \{% (?:if|elif|else|macro)\b.*%\}\n", re.MULTILINE)
         text = branch.sub(lambda m, p=path: m[0] + mark(f"{p}: {m[0].strip()}"), text)
-        if path.is_relative_to(template / "templates") and path not in everywhere:
+        of_answer = path.is_relative_to(template / "templates") and path not in everywhere
+        if of_answer and path.name != "README.md":  # which has macros only, marked above
             text = mark(f"{path}") + text
         path.write_text(text, "utf-8")
     assert len(markers) > 20
