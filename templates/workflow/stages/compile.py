@@ -199,7 +199,12 @@ def attempt(task: str, config: Config) -> Figures:
         if task == "cold":
             return cold(config)
         first_steps(setup(config))  # the same start again, with the cache that `cold` has left
-        return {"seconds": compile_seconds()}
+        graph, inner = dynamo.counters["aot_autograd"], dynamo.counters["inductor"]
+        hits, misses = (
+            graph[f"autograd_cache_{end}"] + inner[f"fxgraph_cache_{end}"]
+            for end in ("hit", "miss")
+        )
+        return {"seconds": compile_seconds(), "hits": hits, "misses": misses}
     except UserError as error:
         return {"refused": str(error)}
     except Exception as error:
