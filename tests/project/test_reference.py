@@ -51,7 +51,7 @@ BREAKAGES = {
         "sums = sums + loss_vector(loss) * share.weight",
         "sums = sums + loss_vector(loss)",
     ),
-    "attention_not_causal": ("model.py", "is_causal=causal", "is_causal=False"),
+    "attention_not_causal": ("model.py", "is_causal=True", "is_causal=False"),
     "targets_equal_to_inputs": ("model.py", "tokens[:, 1:]", "tokens[:, :-1]"),
     "residuals_not_scaled": ("model.py", " if into_residual else 1.0", " if False else 1.0"),
     "gradient_of_the_mean_of_ranks": ("loss.py", "scale = ranks / count", "scale = 1 / count"),

@@ -277,7 +277,7 @@ def test_a_run_directory_has_one_writer(tmp_path: Path) -> None:
 
 def test_bad_settings_are_told_in_one_line(tmp_path: Path, capsys, monkeypatch) -> None:
     for words, message in [
-        (["train", "--preset", "none-such"], "none-such: there is none"),
+        (["train", "--preset", "none-such"], "none-such: unknown preset"),
         (["train", "--config", str(tmp_path / "nothing")], "is not a config.json"),
         (["train", "--name", "../elsewhere"], "--name '../elsewhere'"),
         (["no-such-command"], "there is no command"),
