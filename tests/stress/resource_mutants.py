@@ -98,8 +98,8 @@ def _skips_saves(package: str) -> None:
     save = checkpointer.save
 
     def skip(self: Any, *rest: Any) -> None:
-        upload = self.writer.upload
-        if not upload or upload.done():
+        writing = self.writer.writing
+        if not writing or writing.done():
             save(self, *rest)
 
     checkpointer.save = skip
