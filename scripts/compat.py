@@ -54,8 +54,6 @@ PRIVATE = (
     "torch._inductor.config",
     "torch._inductor.utils.fresh_cache",
     "torch.autograd._profiler_enabled",
-    "torch.cuda.memory._dump_snapshot",
-    "torch.cuda.memory._record_memory_history",
     "torch.distributed.ProcessGroup._get_sequence_number_for_group",
     "torch.distributed.checkpoint.default_planner.DefaultSavePlanner._cached_plans_key",
     "torch.distributed.checkpoint.planner.SavePlanner._cached_all_plans",

@@ -210,10 +210,10 @@ def test_no_number_is_too_small_to_be_looked_at(image: Project) -> None:
     tensors = image.module("checkpoint.tensors")
     for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float32):
         values = torch.tensor([0.5, -0.25]).to(dtype)
-        tensors.refuse_nan({"model": {"w": values}}, nn.Module())
+        tensors.refuse_nan({"model.w": values}, nn.Module())
         values[1] = torch.nan
         with pytest.raises(image.module("checkpoint").CheckpointError, match="w is not finite"):
-            tensors.refuse_nan({"model": {"w": values}}, nn.Module())
+            tensors.refuse_nan({"model.w": values}, nn.Module())
 
 
 @pytest.mark.parametrize("ema", [0.0, 0.9])

@@ -282,6 +282,7 @@ def test_no_name_may_replace_a_dependency(mini: Path, tmp_path: Path) -> None:
     template = shutil.copytree(mini, tmp_path / "template")
     folder = "{{cookiecutter.project_slug}}"
     shutil.copy(ROOT / folder / "pyproject.toml", template / folder)
+    shutil.copytree(ROOT / "templates/task", template / "templates/task")
     asked = "task text samples parallelism checkpoint storage tracker workflow"
     for question in asked.split():
         for number, answer in enumerate(QUESTIONS[question]):

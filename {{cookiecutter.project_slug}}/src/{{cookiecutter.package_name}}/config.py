@@ -251,8 +251,8 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
         else:
             types, words = WANTED.get(origin, (object, ""))
             # True is an int in Python; no path has a zero byte.
-            allowed = origin not in (int, float) if given is bool else "\0" not in str(value)
-            fits = isinstance(value, types) and allowed
+            odd = origin in (int, float) if given is bool else origin is Path and "\0" in str(value)
+            fits = isinstance(value, types) and not odd
             wanted.append(words)
         if fits:
             return origin(value) if origin in (Path, tuple) else value
