@@ -3,8 +3,9 @@
 python scripts/follow_calls.py PACKAGE      in a render's folder, with its src on PYTHONPATH
 
 Prints JSON: {"batch": [[file, function], …], "save": …, "restore": …}: every function of the
-package that is entered, on any thread, in the order of the first entries. A function inside another
-counts as the outer one, and each function counts once. One plain process trains the tiny preset.
+package that is entered, in the order of the first entries, those of the main thread before those of
+the others, whose turns differ from time to time. A function inside another counts as the outer one,
+and each function counts once. One plain process trains the tiny preset.
 
 - batch: from `Loader.next` to `compute_loss`;
 - save: from `Checkpointer.save` until the checkpoint is published and older ones are pruned;
@@ -29,7 +30,7 @@ class Followed:
 
     def __init__(self, package: Path) -> None:
         self.package = f"{package}{os.sep}"
-        self.calls: dict[Call, None] = {}
+        self.calls: dict[int, dict[Call, None]] = {}  # by thread
         self.on = False
         # A thread takes the profiler of its start, so it is there before the first run begins.
         threading.setprofile(self.note)
@@ -41,13 +42,16 @@ class Followed:
         if self.on and event == "call" and path.startswith(self.package):
             name = frame.f_code.co_qualname.split(".<locals>")[0]
             if name != "<module>" and "<" not in name:
-                self.calls.setdefault((path.removeprefix(self.package), name))
+                calls = self.calls.setdefault(threading.get_ident(), {})
+                calls.setdefault((path.removeprefix(self.package), name))
 
     def take(self) -> list[Call]:
         """Stop, and return the calls."""
         self.on = False
-        calls, self.calls = list(self.calls), {}
-        return calls
+        main, calls = threading.main_thread().ident, self.calls
+        self.calls = {}
+        threads = sorted(calls, key=lambda thread: thread != main)
+        return list(dict.fromkeys(call for thread in threads for call in calls[thread]))
 
 
 def follow(package: str, folder: Path) -> dict[str, list[Call]]:
