@@ -1,6 +1,6 @@
 """The model: gpt.py's transformer, which can mask attention across documents.
 
-What the rest relies on is in gpt.py, but for `build_model` and `--data.documents` (text.py).
+The model itself is in gpt.py, and the setting `--data.documents` in text.py.
 """
 
 from typing import TYPE_CHECKING, Any
