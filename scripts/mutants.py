@@ -44,7 +44,7 @@ CORE = r"(train|loss|optim|model|data|sampling|distributed/parallel|(checkpoint|
 # Not test_life, which runs the render's own tests once more.
 TEMPLATES = "tests/project/test_*.py tests/stress/test_crash_points.py tests/stress/test_damage.py"
 # These reach nearly everything and look at little of it: they run last.
-BLUNT = re.compile("test_(compile_cache|entrances|fixtures|links|mistakes|tracker).py")
+BLUNT = re.compile("test_(entrances|fixtures|links|mistakes|tracker).py")
 # Added to a package for the first run of the tests: whichever process imports it notes its lines.
 TRACER = """
 def _trace(package, out):

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from .device import annotated
 from .distributed import Group, World
 from .errors import UserError
-from .profiler import annotated
 
 if TYPE_CHECKING:
     from .config import TrainConfig
@@ -113,7 +113,7 @@ class GlobalBatches:
         self.size, self.batch_size, self.seed = size, batch_size, seed
         self.purpose = purpose or (0,)
         self.per_block = max(1, BLOCK // batch_size)
-        self.blocks: dict[int, np.ndarray] = {}
+        self.block, self.ids_of_block = -1, np.empty(0, np.int64)  # the last one that was read
 
     def positions(self, step: int) -> np.ndarray:
         """Positions in the endless stream of global batch `step`, int64 of shape [batch_size]."""
@@ -122,12 +122,11 @@ class GlobalBatches:
     def ids(self, step: int) -> np.ndarray:
         """Sample ids of global batch `step`, int64 of shape [batch_size]."""
         block, row = divmod(step, self.per_block)
-        if block not in self.blocks:
-            while len(self.blocks) > 1:
-                self.blocks.pop(next(iter(self.blocks)))
+        if block != self.block:
             length = self.per_block * self.batch_size
-            self.blocks[block] = self.ids_at(block * length, (block + 1) * length)
-        return self.blocks[block][row * self.batch_size : (row + 1) * self.batch_size]
+            self.ids_of_block = self.ids_at(block * length, (block + 1) * length)
+            self.block = block
+        return self.ids_of_block[row * self.batch_size : (row + 1) * self.batch_size]
 
     def drawn(self, step: int) -> dict[str, int]:
         """Samples of each source in the batches before `step`; {} without several sources."""
@@ -249,9 +248,10 @@ class Loader:
         """The micro-batches of one step, in the order of the plan."""
         started = time.perf_counter()
         with annotated(WAITING):
-            if self.workers and self.iterator is None:
-                self.iterator = iter(self._worker_loader())
-            batches = self.of(self.step, self.plan) if self.iterator is None else self._of_workers()
+            if self.workers:
+                batches = self._of_workers()
+            else:
+                batches = [self.source[self.step, share] for share in self.plan]
         self.step += 1
         self.seconds += time.perf_counter() - started
         return batches
@@ -261,6 +261,7 @@ class Loader:
         return [self.source[step, share] for share in plan]
 
     def _of_workers(self) -> list[Any]:
+        self.iterator = self.iterator or iter(self._worker_loader())
         try:
             return [next(self.iterator) for _ in self.plan]
         except UserError as error:  # its text begins with the worker's whole traceback

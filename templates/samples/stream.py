@@ -13,6 +13,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, default_collate
 
 from . import map_style
+from .device import annotated
 from .distributed import Group, World
 from .errors import UserError
 from .map_style import WAITING as WAITING
@@ -27,7 +28,6 @@ from .map_style import sample_keys as sample_keys
 from .map_style import seed_step as seed_step
 from .map_style import shares as shares
 from .map_style import stream_key as stream_key
-from .profiler import annotated
 
 if TYPE_CHECKING:
     from .config import TrainConfig

@@ -26,7 +26,6 @@ from .errors import UserError
 from .files import (
     check_regular,
     fingerprint_files,
-    make_folder,
     open_to_write,
     read_json,
     replacing,
@@ -100,7 +99,7 @@ def write_tokens(options: TokensConfig) -> str:
         "text": fingerprint_files(root, files, options.field, options.end_of_text),
         "made_by": digest_of(given) if given else options.vocabulary,
     }
-    make_folder(partial)
+    partial.mkdir(parents=True, exist_ok=True)
     with open_to_write(partial / "lock") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import flatten, make_folder, open_to_write, to_json
+from ..files import flatten, open_to_write, to_json
 from .samples import read_sample
 
 
@@ -21,7 +21,8 @@ class Tracker:
     def __init__(self, config: Any, run_dir: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        make_folder(folder := run_dir / "tensorboard")
+        folder = run_dir / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
         self.note = folder / "logged.json"
         known = json.loads(self.note.read_text("utf-8") or "{}") if self.note.exists() else {}
         self.logged = min(step, known.get("step", 0))

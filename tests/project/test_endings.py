@@ -104,8 +104,9 @@ def test_a_run_finished_before_has_a_true_status(
 def test_many_checkpoints_are_one_short_line(project: Project, tmp_path: Path) -> None:
     for step in range(1, 3001):
         (tmp_path / f"checkpoints/step_{step:08}").mkdir(parents=True)
-    line = project.module("__main__").summary(tmp_path, 3000)[0]
-    assert line == "checkpoints: step_00000001 … step_00003000 (3000)"
+    result = project.module("train").Result("already finished", 3000)
+    line = project.module("__main__").summary(tmp_path, result)[0]
+    assert line == f"checkpoints in {tmp_path}/checkpoints: step_00000001 … step_00003000 (3000)"
 
 
 def test_a_log_that_cannot_be_opened_is_named(

@@ -45,7 +45,7 @@ WRONG = {
     "train.precision": ["fp8", 16, None, ["fp32"]],
     "compile.dynamic": ["maybe", 0],
     "device": [0, None],
-    "data.path": [3, ["a"], "a\0b"],
+    "data.path": [3, ["a"]],
     "data": [3, None, "x", [1]],
     "model.width": [1e400, "wide"],
 }
@@ -62,7 +62,7 @@ def test_a_setting_of_a_wrong_type_is_named(
     file = tmp_path / "config.json"
     file.write_text(json.dumps(content))
     line = project.refuses("train", "--config", str(file))
-    assert field in line and "wanted " in line and str(file) in line and line.isprintable()
+    assert field in line and "expected " in line and str(file) in line and line.isprintable()
     with pytest.raises(project.module("errors").UserError, match=f"{field}.* is"):
         project.module("config").override(project.module("config").Config(), {field: value})
 

@@ -74,32 +74,6 @@ def test_a_link_is_not_written_through(
         assert not link.is_symlink() or f"{link} is a link or no plain file" in said
 
 
-@pytest.mark.parametrize(
-    ("command", "name", "file"),
-    [
-        ("train", "logs", "train.log"),
-        ("train", "tensorboard", "logged.json"),
-        ("baseline", "workflow", "baseline.json"),
-    ],
-)
-def test_a_linked_folder_is_not_written_to(
-    project: Project,
-    tmp_path: Path,
-    command: str,
-    name: str,
-    file: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    for folder in (run, elsewhere):
-        folder.mkdir()
-    (elsewhere / file).write_text(VICTIM)
-    (run / name).symlink_to(elsewhere)
-    refused = refusal(project, command, run)
-    assert [path.read_text() for path in elsewhere.iterdir()] == [VICTIM]
-    assert f"{run / name} is a link" in refused + caplog.text and "\n" not in refused
-
-
 def test_checkpoints_and_traces_may_be_on_another_disk(
     project: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -254,17 +254,6 @@ def test_a_stream_is_one_line(
     )
 
 
-def test_without_infer_py_only_infer_is_refused(project: Project) -> None:
-    file = project.folder / "src" / HERE / "infer.py"
-    content = file.read_text()
-    file.unlink()
-    try:
-        said = project.refuses("infer")
-    finally:
-        file.write_text(content)
-    assert said == "this project has no infer.py, which says what to do with a trained model"
-
-
 def start(folder: Path, *words: str, **options: Any) -> "subprocess.Popen[str]":
     """A command of the project in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(folder / "src"), "PYTHON": sys.executable}
@@ -280,30 +269,7 @@ def told(folder: Path, *words: str, code: int) -> list[str]:
     return output.splitlines()
 
 
-def test_a_python_without_torch_is_one_line(project: Project) -> None:
-    bare = (sys.executable, "-S", "-m", HERE)  # without site-packages
-    (line,) = told(project.folder, *bare, "train", code=2)
-    assert re.fullmatch(
-        rf"error: /.+/{HERE}/\S+\.py:\d+: No module named '\w+'; "
-        r"`/\S+ -m pip install -e \.` installs what pyproject\.toml names",
-        line,
-    )
-    assert "usage: " in told(project.folder, *bare, "--help", code=0)[0]
-
-
-# In model.py; compute_loss of the template calls the model with the embedding of tokens.
-OF_NUMPY = """
-
-_compute = compute_loss
-
-
-def compute_loss(model, batch):
-    import numpy as np
-
-    numbers = torch.from_numpy(np.ones((2, 32)))
-    nn.Linear(32, 1)(numbers)  # here
-    return _compute(model, batch)
-"""
+# In model.py.
 BROKEN = """
 
 _compute = compute_loss
@@ -341,18 +307,6 @@ def edit(edited: tuple[Path, str], text: str) -> tuple[Path, Path, str]:
 def line_of(text: str, part: str) -> int:
     """The number of the last line that has a part."""
     return max(n for n, line in enumerate(text.splitlines(), 1) if part in line)
-
-
-def test_numbers_of_numpy_are_told_how_to_be_converted(edited: tuple[Path, str]) -> None:
-    advice = (
-        "float64, as numpy makes it, meets float32 weights: convert it in data.py, as in "
-        "torch.from_numpy(x).float()"
-    )
-    train = (sys.executable, "-m", HERE, "train", *TINY)
-    folder, file, text = edit(edited, OF_NUMPY)
-    lines = told(folder, *train, code=1)
-    assert lines[-1] == advice and "Double" in lines[-2]
-    assert any(f'File "{file}", line {line_of(text, "# here")}' in line for line in lines)
 
 
 def test_an_error_in_ones_own_files_has_its_traceback(edited: tuple[Path, str]) -> None:

@@ -286,8 +286,3 @@ def test_bad_input_gets_one_line(project: Project, text: Path, tmp_path: Path) -
     with pytest.raises(project.module("errors").UserError, match="must be at least 257"):
         config(text, tmp_path / "tokens", vocabulary=100)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "text", "there"]
-    tokens(project, text, tmp_path / "tokens")
-    path = tmp_path / "tokens/tokens.json"
-    path.write_text(path.read_text().replace("uint16", "int8"))
-    refused = project.refuses("train", "--device", "cpu", "--data.path", str(tmp_path / "tokens"))
-    assert "does not say what the tokens beside it are" in refused

@@ -104,6 +104,16 @@ def test_a_plain_model_has_nothing_to_tell(project: Project, model: nn.Module) -
     assert project.module("compile").compile_seconds() > 0
 
 
+def test_a_run_that_compiles_sums_up_and_leaves_no_code(
+    project: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    changes = {"compile__mode": "full", "compile__backend": "aot_eager", "train__steps": 2}
+    project.module("train").run(project.config(run_dir=tmp_path / "run", **changes))
+    assert not list((tmp_path / "run").rglob("*.so")) + list((tmp_path / "run").rglob("*.py"))
+    assert "graphs in" in caplog.text and "graph breaks: 0" in caplog.text
+
+
 def test_recompiles_are_named_with_their_guard_until_the_limit(project: Project) -> None:
     found = compiled(project, Counts(), calls=3).findings()
     assert len(found["recompiles"]) == 2 and not found["limits_hit"]

@@ -422,7 +422,7 @@ def test_settings_that_are_right_only_together_travel(project: Project, tmp_path
     odd = config.override(config.Config(), {"model.heads": 5, "model.width": 100})
     file = tmp_path / "config.json"
     file.write_text(json.dumps(project.module("files").to_json(odd)), "utf-8")
-    assert config.from_json(config.Config(), file) == odd
+    assert config.load(file) == odd
     with pytest.raises(project.module("errors").UserError, match=r"model\.size is not a setting"):
         config.override(odd, {"model.size": 3})
 

@@ -82,7 +82,7 @@ def test_a_restart_with_the_compile_cache_is_warm(whole: Whole) -> None:
     content, checks = whole.stage("compile")
     for figures in content["figures"]["modes"].values():
         assert figures["restart"]["hits"] > 0 and figures["restart"]["misses"] == 0
-    assert checks["compiles"]["measured"].count("with the project's compile cache") == 2
+    assert checks["compiles"]["measured"].count("with a warm cache") == 2
 
 
 def test_two_ranks_do_what_one_does(whole: Whole) -> None:

@@ -6,7 +6,6 @@ and `__getitems__` and a spec with a fingerprint.
 
 import copy
 import os
-import resource
 import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
@@ -99,6 +98,7 @@ def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
 
 
 VALIDATION_SHARE = 20  # one in so many: of the text files, or of the samples
+MOST_OPEN = 128  # files that a dataset keeps open; many systems allow a process 1,024, some 256
 
 
 class Chunks:
@@ -147,7 +147,7 @@ class Chunks:
         if not isinstance(path := self.sources[source], Path):
             return path[start : start + length]
         if source not in self.files:
-            while len(self.files) >= most_open():
+            while len(self.files) >= MOST_OPEN:
                 self.files.pop(next(iter(self.files))).close()
             self.files[source] = open(path, "rb", buffering=0)  # noqa: SIM115 - kept open
         # Not mapped: for a stretch anywhere the system would read far around it.
@@ -165,12 +165,6 @@ class Chunks:
         return rest
 
 
-def most_open() -> int:
-    """Files that a dataset keeps open: a quarter of what the process may (`ulimit -n`)."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, (limit if limit > 0 else 2**16) // 4)
-
-
 def token_files(path: Path) -> list[Path]:
     """`path` if it is a .bin file, or those in that folder, in the order of their names."""
     return [path] if path.suffix == ".bin" else sorted(path.glob("*.bin"))
@@ -182,12 +176,9 @@ def described(folder: Path, data: DataConfig) -> tuple[DataConfig, str]:
     if not path.exists():
         return data, ""
     note = read_json(path)
-    count, kind = note.get("vocabulary"), note.get("token_type")
-    if type(count) is not int or kind not in ("uint16", "uint32"):
-        raise UserError(f"{path} does not say what the tokens beside it are")
-    count = max(count, data.vocabulary)  # for a round number, which is faster
+    count = max(note["vocabulary"], data.vocabulary)  # for a round number, which is faster
     encoding = f"{note.get('tokenizer')} {note.get('end_of_text')}"
-    return replace(data, vocabulary=count, token_type=kind), encoding
+    return replace(data, vocabulary=count, token_type=note["token_type"]), encoding
 
 
 def check_token_files(files: list[Path], vocabulary: int, kind: str) -> None:
@@ -221,7 +212,6 @@ def read_text(path: Path, ending: str) -> list[list[np.ndarray]]:
 def text_files(folder: Path, ending: str) -> Iterator[Path]:
     """Files below a folder, in a fixed order, without hidden and installed ones."""
     for parent, folders, files in os.walk(folder):
-        unwanted = ("site-packages", "__pycache__")
-        folders[:] = sorted(f for f in folders if f not in unwanted and not f.startswith("."))
-        wanted = (name for name in sorted(files) if name.endswith(ending) and name[0] != ".")
-        yield from (Path(parent, name) for name in wanted)
+        left_out = ("site-packages", "__pycache__")
+        folders[:] = sorted(f for f in folders if f not in left_out and f[0] != ".")
+        yield from (Path(parent, f) for f in sorted(files) if f.endswith(ending) and f[0] != ".")

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from .config import Config
-from .errors import UserError
 from .text import decode, encode
 
 if TYPE_CHECKING:
@@ -53,8 +52,6 @@ def generate(
     tokens = torch.tensor([prompt], device=device)
     for _ in range(options.tokens):
         logits = model(tokens[:, -context:])[0, -1].float()
-        if not logits.isfinite().all():
-            raise UserError("the model's output is not finite: take another checkpoint (--step)")
         token = sample(logits, options, generator)
         tokens = torch.cat([tokens, token.view(1, 1)], dim=1)
         yield int(token)

@@ -1,6 +1,5 @@
 """The optimizer: yours to change. Muon for the matrices of the blocks, AdamW for all else."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -97,12 +96,8 @@ class Muon(torch.optim.Optimizer):
         self._step_supports_amp_scaling = fused  # a step with `found_inf` set changes nothing
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; returns what `closure`, which may compute the gradients, returns."""
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+    def step(self, closure: None = None) -> None:
+        """Take a step on the gradients that are there."""
         found = getattr(self, "found_inf", None)
         setattr(self.adamw, "found_inf", found)  # noqa: B010 - which its type does not declare
         self.adamw.state = self.state
@@ -112,7 +107,6 @@ class Muon(torch.optim.Optimizer):
             matrices = [p for p in group["params"] if group["matrices"] and p.grad is not None]
             if matrices:
                 self._step_matrices(matrices, group, found)
-        return result
 
     def _step_matrices(
         self, matrices: list[Tensor], group: dict[str, Any], found: Tensor | None

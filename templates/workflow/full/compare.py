@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import tyro
 
 from ..errors import UserError, printable
-from ..files import flatten, make_folder, read_json, write_json
+from ..files import flatten, read_json, write_json
 from ..run.hardware import in_units
 from ..run.journal import finite, read_records
 from . import STAGES
@@ -121,9 +121,8 @@ def keep_result(run_dir: Path, name: str) -> None:
     """Copy what a stage has measured to workflow/earlier, which holds the last ten results."""
     path = stage_file(run_dir, name)
     with contextlib.suppress(UserError, OSError):  # none is there, or it is damaged
-        make_folder(path.parent)
         when = re.sub(r"[^\dTZ-]", "", result_in(path, name)["measured_at"])[:20]
-        make_folder(path.parent / "earlier")
+        (path.parent / "earlier").mkdir(parents=True, exist_ok=True)
         write_json(path.parent / "earlier" / f"{name}-{when}.json", read_json(path))
         for old in earlier_results(run_dir, name)[:-KEPT]:
             old.unlink()

@@ -23,7 +23,7 @@ from torch._inductor import config as inductor
 from torch._inductor.utils import fresh_cache
 
 from ..compile import compile_seconds, graphs
-from ..config import Config, from_json, override
+from ..config import Config, load, override
 from ..distributed import join
 from ..errors import RankError, UserError
 from ..files import to_json, write_json
@@ -111,7 +111,7 @@ def judge_compiling(stage: Stage, modes: dict[str, Figures]) -> None:
             parts.append(f"{mode}: not tried, {figures['skipped']}")
         elif "graphs" in figures:
             cold, warm = (figures["compile_seconds"][start] for start in ("cold", "warm"))
-            text = f", {warm:.1f} s with the project's compile cache" if warm else ""
+            text = f", {warm:.1f} s with a warm cache" if warm else ""
             parts.append(f"{mode}: graphs {figures['graphs']}, {cold:.1f} s cold{text}")
             errors += [] if figures["graphs"] else [f"{mode}: no graph was compiled"]
     passed, advice = not errors, "--compile.backend aot_eager (then eager) narrows the cause down"
@@ -322,5 +322,5 @@ def finding(path: str | None, line: Any, reason: str) -> dict[str, str]:
 
 if __name__ == "__main__":
     folder, task = Path(sys.argv[1]), sys.argv[2]
-    config = from_json(StageConfig(), folder / "settings.json")
+    config = load(folder / "settings.json", StageConfig)
     write_json(folder / f"{task}.json", attempt(task, config))

@@ -4,14 +4,12 @@ Bare `--help` imports no torch: each command imports what it needs.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import difflib
 import gc
 import importlib
 import logging
 import os
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +17,12 @@ from typing import Annotated, Any
 
 from . import workflow
 from .errors import RankError, UserError, exit_code
-from .files import read_json
 from .run.logs import log_to_console
 
 log = logging.getLogger(__package__)
 PROGRAM = f"python -m {__package__}"
 ON_MANY_RANKS = ("train", "profile")
 OWN = {"scale": "workflow", "checkpoint": "workflow"}  # settings that the --help of a stage has
-SPIN_COUNT = "1000"  # how often a waiting thread of OpenMP looks before it sleeps
 
 
 def train(arguments: list[str]) -> int:
@@ -43,7 +39,7 @@ def train(arguments: list[str]) -> int:
         gc.freeze()
         gc.enable()
     result = run(config)
-    lines = summary(config.directory, result.step) if os.environ.get("RANK", "0") == "0" else []
+    lines = summary(config.directory, result) if os.environ.get("RANK", "0") == "0" else []
     if result.status == "already finished":
         lines.append("to train further: raise --train.steps; to start over: --fresh")
     elif result.status == "preempted":
@@ -52,26 +48,22 @@ def train(arguments: list[str]) -> int:
     return TO_BE_RESTARTED if result.status == "regrouping" else 0
 
 
-def summary(run_dir: Path, step: int) -> list[str]:
-    """The results of a run up to `step`, from its files."""
+def summary(run_dir: Path, result: Any) -> list[str]:
+    """The lines that sum up a run and where its files are."""
     from .checkpoint.paths import checkpoints_of, published
     from .run import journal
 
-    lines = journal.summary(run_dir, step)
     try:
         directory = checkpoints_of(run_dir)
         names = [path.name for path in published(directory)]
         if len(names) > 8:
             names = [f"{names[0]} … {names[-1]} ({len(names)})"]
-        where = "" if isinstance(directory, Path) else f" in {directory}"
-    except (OSError, RankError, UserError):
-        names, where = ["cannot be listed now"], ""
-    lines.append(f"checkpoints: {', '.join(names) or 'none'}{where}")
-    # A full disk has been warned of, and a run that was finished before has no such figure.
-    with contextlib.suppress(UserError, ValueError, TypeError, KeyError):
-        waited = read_json(run_dir / "status.json")["checkpoint_blocked_seconds"]
-        lines[-1] += f" (training waited {waited:.2f} s for saves)"
-    return [*lines, f"everything is in {run_dir}"]
+        checkpoints = f"checkpoints in {directory}: {', '.join(names) or 'none'}"
+    except (OSError, RankError, UserError) as error:
+        checkpoints = f"checkpoints: cannot be listed now ({error})"
+    if result.status != "already finished":
+        checkpoints += f" (training waited {result.blocked_seconds:.2f} s for saves)"
+    return [*journal.summary(run_dir, result.step), checkpoints, f"everything is in {run_dir}"]
 
 
 def verify(arguments: list[str]) -> int:
@@ -100,8 +92,6 @@ def export(arguments: list[str]) -> int:
 
 def infer(arguments: list[str]) -> int:
     """Use a trained model, in one plain process, however many saved it."""
-    if not Path(__file__).with_name("infer.py").exists():
-        raise UserError("this project has no infer.py, which says what to do with a trained model")
     import torch
 
     from . import infer as task
@@ -198,21 +188,13 @@ def dispatch(arguments: list[str]) -> int:
     return workflow.run_command(name, rest, lambda kind: parse(name, kind, rest))
 
 
-def bound_spinning() -> None:
-    """Let OpenMP's waiting threads sleep soon, in this process and those that it starts.
-
-    By default they spin, and hold cores that other work could use: beside it a run took many times
-    its share of time. What the environment says already stays.
-    """
-    # Read when torch is imported, which nothing here has done so far.
-    if not any(re.match("OMP_WAIT_POLICY|GOMP_SPINCOUNT|KMP_", name) for name in os.environ):
-        os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
-
-
 def main() -> int:
     """Run a command; its exit code: 0, 1 when something is wrong, 2 for bad input."""
     log_to_console()
-    bound_spinning()
+    # OpenMP's waiting threads spin, and so hold cores that other work could use. With this, which
+    # is read when torch is imported, they sleep soon. The user's own setting stays.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     stdout: Any = sys.stdout
     stdout.reconfigure(errors="backslashreplace")  # a name in a file may be no text
     return exit_code(lambda: dispatch(sys.argv[1:]))

@@ -8,7 +8,7 @@ import difflib
 import logging
 import tomllib
 import typing
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
@@ -35,8 +35,7 @@ OF_ONE_RUN = ("name", "run_dir", "fresh", "init_from", "init_strict", "workflow"
 OF_AN_ANSWER = {"parallel", "checkpoint", "compile", "tracker"}  # parts, in a config.json
 GONE = {"checkpoint.auto_share", "checkpoint.auto_longest", "checkpoint.every"}
 GONE |= {"data.documents", "data.end_of_text", "workflow.expect"}
-ELSEWHERE = {"checkpoint.url": "storage=object_store", "data.documents": "text=tokenizer"}
-ELSEWHERE |= {"checkpoint.local_first": "storage=object_store", "workflow.expect": "workflow=full"}
+ACCEPTED: dict[Any, Any] = {float: (int, float), Path: (str, Path), tuple: (list, tuple)}
 
 
 @dataclass(frozen=True)
@@ -131,11 +130,6 @@ class Config(RunLocation):
     def __post_init__(self) -> None:
         if self.fresh and self.checkpoint.far:
             raise UserError("--fresh leaves the object store as it is: give another address")
-        if self.fresh and self.init_from:
-            if self.init_from.resolve().is_relative_to(self.directory.resolve()):
-                raise UserError("--fresh would move what --init-from reads: choose another --name")
-            if not located(self.init_from).exists():
-                raise UserError(f"--init-from {self.init_from}: there is nothing there")
 
 
 def preset(name: str = "default", kind: type[C] = Config) -> C:
@@ -152,13 +146,15 @@ def load(path: Path, kind: type[C] = Config, start: str = "default") -> C:
     and has its default, not a preset's, which may have changed since.
     """
     path = path / "config.json" if path.is_dir() else path
-    if path.suffix != ".toml":
-        return on_disk(from_json(kind(), path, leave_out=OF_ONE_RUN))
-    changes = read_toml(path)
-    if kind is Config:  # a run's own settings, from a file for the stages, too
+    toml = path.suffix == ".toml"
+    changes = read_toml(path) if toml else read_json(path)
+    if toml and kind is Config:  # a run's own settings, from a file for the stages, too
         changes = {n: value for n, value in changes.items() if not n.startswith("workflow.")}
     try:
-        return override(preset(start, kind), changes, GONE)
+        if toml:
+            return override(preset(start, kind), changes, GONE)
+        changes = {n: value for n, value in changes.items() if n not in OF_ONE_RUN}
+        return on_disk(override(kind(), changes, GONE | OF_AN_ANSWER))
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
@@ -171,15 +167,6 @@ def read_toml(path: Path) -> dict[str, Any]:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path} cannot be read as TOML: {reason}") from None
     return {name.replace("-", "_"): value for name, value in named.items()}
-
-
-def from_json(config: C, path: Path, leave_out: Iterable[str] = ()) -> C:
-    """Override `config` by a JSON file, except for the top-level names in `leave_out`."""
-    try:
-        content = {k: value for k, value in read_json(path).items() if k not in leave_out}
-        return override(config, content, GONE | OF_AN_ANSWER)
-    except UserError as error:
-        raise UserError(f"{path} is not a config.json that can be used: {error}") from None
 
 
 def override(config: C, changes: dict[str, Any], ignored: Set[str] = frozenset()) -> C:
@@ -195,10 +182,8 @@ def override(config: C, changes: dict[str, Any], ignored: Set[str] = frozenset()
             advice = f": did you mean {near[0]}?" if near else ""
             raise UserError(f"{name} is not a setting of this project{advice}")
     if unknown:
-        # With the answer to which projects have the setting, if the run made use of it.
-        answers = {name: f" ({ELSEWHERE[name]})" for name in unknown if name in ELSEWHERE}
-        names = [name + (answers.get(name, "") if unknown[name] else "") for name in unknown]
-        log.info("settings that this project does not have are ignored: %s", ", ".join(names))
+        names = ", ".join(unknown)
+        log.info("settings that this project does not have are ignored: %s", names)
     return config
 
 
@@ -219,41 +204,21 @@ def _replace(part: Any, changes: dict[str, Any], unknown: dict[str, Any], prefix
         elif isinstance(value, dict):
             values[name] = _replace(getattr(part, name), value, unknown, f"{prefix}{name}.")
         else:
-            raise UserError(f"{prefix}{name} is {repr(value)[:60]}: wanted settings by name")
+            raise UserError(f"{prefix}{name} is {repr(value)[:60]}: expected settings by name")
     return dataclasses.replace(part, **values)
 
 
-# What JSON and TOML have for a type of setting, and what a message calls it.
-WANTED: dict[Any, tuple[Any, str]] = {
-    bool: (bool, "true or false"),
-    int: (int, "a whole number"),
-    float: (int | float, "a number"),
-    str: (str, "text"),
-    Path: (str | Path, "a path"),
-    tuple: (list | tuple, "a list"),
-    type(None): (type(None), "null"),
-}
-
-
 def _checked(name: str, value: Any, hint: Any) -> Any:
-    """A value as a setting of that type holds it; UserError if it is of another type.
-
-    A type that is not in `WANTED` takes any value.
-    """
-    wanted: list[str] = []
-    given = type(value)
+    """A value from JSON or TOML, as a setting of that type holds it; UserError if it is none."""
     for kind in typing.get_args(hint) if isinstance(hint, UnionType) else (hint,):
         origin: Any = typing.get_origin(kind) or kind
         if origin is Literal:
             choices = typing.get_args(kind)
-            fits = any(given is type(choice) and value == choice for choice in choices)
-            wanted += map(repr, choices)
-        else:
-            types, words = WANTED.get(origin, (object, ""))
-            # True is an int in Python; no path has a zero byte.
-            odd = origin in (int, float) if given is bool else origin is Path and "\0" in str(value)
-            fits = isinstance(value, types) and not odd
-            wanted.append(words)
+            fits = any(type(value) is type(choice) and value == choice for choice in choices)
+        else:  # True is an int in Python
+            fits = isinstance(value, ACCEPTED.get(origin, origin))
+            fits = fits and isinstance(value, bool) == (origin is bool)
         if fits:
             return origin(value) if origin in (Path, tuple) else value
-    raise UserError(f"{name} is {repr(value)[:60]}: wanted {' or '.join(wanted)}")
+    expected = hint.__name__ if isinstance(hint, type) else str(hint).removeprefix("typing.")
+    raise UserError(f"{name} is {repr(value)[:60]}: expected {expected}")

@@ -1,11 +1,15 @@
-"""The device of this process: choosing it, setting torch up, copying batches to it."""
+"""The device of this process: choosing it, setting torch up, copies to it, names in its traces."""
 
+import contextlib
 import os
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from .errors import UserError
+
+NO_ANNOTATION = contextlib.nullcontext()
 
 
 def pick_device(name: str) -> torch.device:
@@ -47,6 +51,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+def annotated(name: str) -> contextlib.AbstractContextManager:
+    """Name what runs inside in a trace; free without a profiler (a name costs microseconds)."""
+    return record_function(name) if torch.autograd._profiler_enabled() else NO_ANNOTATION
 
 
 def move(batch: Any, device: torch.device) -> Any:

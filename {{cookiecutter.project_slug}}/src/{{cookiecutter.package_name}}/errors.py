@@ -52,7 +52,7 @@ def exit_code(command: Callable[[], int]) -> int:
         line = _in_one_line(error)
         if not line and "RANK" not in os.environ:
             raise  # Python prints the traceback, or a debugger stops here
-        code = 2 if isinstance(error, UserError | ModuleNotFoundError) else 1
+        code = 2 if isinstance(error, UserError) else 1
         distributed = sys.modules.get("torch.distributed")
         joined = distributed and distributed.is_initialized()
         alone = joined and not getattr(error, "agreed", False)
@@ -75,15 +75,8 @@ def _in_one_line(error: Exception) -> str:
     text = str(error)
     if isinstance(error, UserError | RankError) or (isinstance(error, OSError) and error.filename):
         return f"error: {text}"
-    if isinstance(error, ModuleNotFoundError):
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        install = f"`{sys.executable} -m pip install -e .` installs what pyproject.toml names"
-        return f"error: {at.filename}:{at.lineno}: {text}; {install}"
     if "RANK" in os.environ and "gloo" in text and "by peer" in text:
         return "error: this rank cannot continue, since another one is gone"
-    if isinstance(error, RuntimeError) and "double" in text.lower():
-        advice = "convert it in data.py, as in torch.from_numpy(x).float()"
-        error.add_note(f"float64, as numpy makes it, meets float32 weights: {advice}")
     return ""
 
 

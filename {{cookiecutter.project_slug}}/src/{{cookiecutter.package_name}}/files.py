@@ -63,18 +63,10 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict):
             raise ValueError("it holds no object")
-        dict(flatten(content))  # what is nested too deeply is refused here
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path} cannot be read as JSON: {reason}") from None
     return content
-
-
-def make_folder(path: Path) -> None:
-    """Make a folder of a run; UserError for a link (checkpoints and traces may be linked)."""
-    if path.is_symlink():
-        raise UserError(f"{path} is a link, and nothing is written to it: remove it")
-    path.mkdir(parents=True, exist_ok=True)
 
 
 def open_to_write(path: Path | str, mode: str = "w", **options: Any) -> Any:

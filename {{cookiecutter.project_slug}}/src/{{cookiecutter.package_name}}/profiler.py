@@ -1,15 +1,12 @@
 """Traces of a few steps by torch.profiler, for Perfetto."""
 
-import contextlib
 import logging
 import os
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from .device import synchronize
 from .errors import UserError
@@ -17,14 +14,6 @@ from .files import replacing
 
 log = logging.getLogger(__name__)
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints that it starts and stops
-
-
-NO_ANNOTATION = contextlib.nullcontext()
-
-
-def annotated(name: str) -> AbstractContextManager:
-    """Name what runs inside in a trace; free without a profiler (a name costs microseconds)."""
-    return record_function(name) if torch.autograd._profiler_enabled() else NO_ANNOTATION
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from .errors import UserError
-from .files import to_json
 
 if TYPE_CHECKING:
     from .config import Config
@@ -38,11 +37,6 @@ class ScheduleConfig:
             raise UserError("--optim.base-batch-size must be at least 1")
         if not 0 <= self.ema < 1:
             raise UserError("--optim.ema must be in [0, 1)")
-
-
-def schedule_facts(config: "Config") -> dict[str, Any]:
-    """What the rate of each step follows from, for a checkpoint's manifest."""
-    return to_json(config.optim) | {"steps": config.train.steps}
 
 
 def set_schedule(optimizer: torch.optim.Optimizer, config: "Config", step: int) -> None:

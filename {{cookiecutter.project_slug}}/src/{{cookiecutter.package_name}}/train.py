@@ -18,21 +18,21 @@ from .checkpoint.checkpointer import Checkpointer, agree_on_identity, identity_o
 from .compile import checkpoint_activations, compile_model
 from .config import Config
 from .data import build_datasets
-from .device import move, set_up_torch
+from .device import annotated, move, set_up_torch
 from .distributed import Group, World, join, leave, monitors, parallel
 from .distributed.stop import Stop
 from .ema import averaged_weights, keep_average
+from .files import to_json
 from .loss import LossSum, judge_step, loss_vector, means, returned
 from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer
-from .profiler import annotated
 from .run import hardware
 from .run.bad_steps import RunningBuffers, step_unless, try_step
 from .run.callback_runner import built_in, enter, methods
 from .run.directory import RunDirectory
 from .run.journal import Journal, introduce, validated_at
 from .sampling import Loader, Share, fetch, fixed_subset, seed_step, shares
-from .schedule import schedule_facts, set_schedule
+from .schedule import set_schedule
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class Result:
     status: Literal["finished", "preempted", "regrouping", "already finished"]
     step: int
     validation: dict[str, float] = field(default_factory=dict)
+    blocked_seconds: float = 0.0  # that training waited for saves
 
 
 def setup(config: Config, world: World | None = None) -> State:
@@ -230,7 +231,7 @@ def _run(config: Config, world: World, own_callbacks: Iterable[Any]) -> Result:
             checkpointer.finish(state.step)
         status, blocked = stop.outcome(stop_signal), checkpointer.blocked_seconds
         run_dir.record_status(status, step=state.step, checkpoint_blocked_seconds=blocked)
-        return Result(status, state.step, validation)
+        return Result(status, state.step, validation, blocked)
 
 
 def _loop(
@@ -296,16 +297,17 @@ def owes_validation(state: State, checkpointer: Checkpointer, recorded: dict[str
 
 def start(state: State, run_dir: Path, group: Group) -> Checkpointer:
     """Resume from the newest good checkpoint, or begin; UserError when the run is another one."""
-    config = state.config
+    config, settings = state.config, state.config.train
     identity = identity_of(
         state.model,
-        seed=config.train.seed,
-        global_batch_size=config.train.global_batch_size,
+        seed=settings.seed,
+        global_batch_size=settings.global_batch_size,
         training_samples=state.loader.size,
         data=state.spec.fingerprint,
     )
     agree_on_identity(identity, group)
-    facts = {"identity": identity, "schedule": schedule_facts(config)}
+    schedule = to_json(config.optim) | {"steps": settings.steps}
+    facts = {"identity": identity, "schedule": schedule}
     checkpointer = state.checkpointer = Checkpointer(
         *(run_dir, config.checkpoint, state.world, state.model, state.optimizer, facts),
         partial(state.loader.position, group),

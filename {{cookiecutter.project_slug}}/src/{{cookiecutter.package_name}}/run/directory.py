@@ -15,7 +15,7 @@ import torch
 
 from ..distributed import Group, launcher
 from ..errors import RankError, UserError
-from ..files import make_folder, naming, open_to_write, read_json, to_json, write_json
+from ..files import naming, open_to_write, read_json, to_json, write_json
 from .hardware import where_measured
 from .logs import ONLY_IN_FILES, LogFile, logging_to
 
@@ -123,7 +123,7 @@ class RunDirectory:
 
     def _open_log(self) -> None:
         rank, folder = self.group.rank, self.path / LOGS
-        make_folder(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         path = folder / (f"rank_{rank}.log" if rank else "train.log")
         with naming(path):
             self.log = LogFile(path)

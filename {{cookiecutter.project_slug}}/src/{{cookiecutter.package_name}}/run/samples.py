@@ -4,14 +4,14 @@ import contextlib
 import os
 from pathlib import Path
 
-from ..files import make_folder, replace_file
+from ..files import replace_file
 
 LIMIT = 2**20  # bytes of a sample that are read
 
 
 def keep_sample(run_dir: Path, step: int, content: str | bytes) -> None:
     """Write a text, or the bytes of a PNG, for the tracker and the report."""
-    make_folder(folder := run_dir / "samples")
+    (folder := run_dir / "samples").mkdir(parents=True, exist_ok=True)
     ending = "txt" if isinstance(content, str) else "png"
     replace_file(folder / f"step_{step:08}.{ending}", content)
 

@@ -15,7 +15,7 @@ from typing import Any
 from ..config import Config
 from ..device import pick_device
 from ..errors import UserError
-from ..files import make_folder, to_json, write_json
+from ..files import to_json, write_json
 from ..run.hardware import where_measured
 from . import WorkflowConfig
 
@@ -41,7 +41,7 @@ class Stage:
         self.advice: list[str] = []
         self.file = stage_file(config.directory, name)
         try:
-            make_folder(self.file.parent)
+            self.file.parent.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.file.parent).close()
         except OSError as error:
             raise UserError(f"{self.file.parent} cannot be written to: {error}") from None
