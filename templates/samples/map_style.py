@@ -176,10 +176,9 @@ def check_dataset(dataset: Any, name: str) -> None:
     """UserError unless it is a map-style dataset with at least one sample."""
     by_number = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
     if isinstance(dataset, IterableDataset) or not (by_number and hasattr(dataset, "__len__")):
-        problem = f"the {name} data (build_datasets in data.py) is a {type(dataset).__name__}"
         raise UserError(
-            f"{problem}: wanted __len__, and __getitem__ or __getitems__ by numbers. Write a "
-            "stream to files first, or render with samples=stream"
+            f"the {name} data (build_datasets in data.py) is a {type(dataset).__name__}: it needs "
+            "__len__, and __getitem__ or __getitems__ (a stream: render with samples=stream)"
         )
     if not len(dataset):
         raise UserError(f"the {name} data is empty")
@@ -221,15 +220,11 @@ class Loader:
         self, dataset: Any, order: GlobalBatches, plan: list[Share], workers: int, pin: bool
     ) -> None:
         self.source = _MicroBatches(dataset, order)
+        self.size = len(dataset) if hasattr(dataset, "__len__") else None  # None of a stream
         self.plan, self.workers, self.pin = plan, workers, pin
         self.seconds = 0.0
         self.iterator: Any = None
         self.seek(0)
-
-    @property
-    def size(self) -> int | None:
-        """Training samples; None of a stream."""
-        return len(self.source.dataset)
 
     def seek(self, step: int) -> None:
         """Continue with global batch `step`; costs the same for any step."""
@@ -249,7 +244,8 @@ class Loader:
         started = time.perf_counter()
         with annotated(WAITING):
             if self.workers:
-                batches = self._of_workers()
+                self.iterator = self.iterator or iter(self._worker_loader())
+                batches = [next(self.iterator) for _ in self.plan]
             else:
                 batches = [self.source[self.step, share] for share in self.plan]
         self.step += 1
@@ -259,13 +255,6 @@ class Loader:
     def of(self, step: int, plan: list[Share]) -> list[Any]:
         """The micro-batches of any step by any plan, read at once."""
         return [self.source[step, share] for share in plan]
-
-    def _of_workers(self) -> list[Any]:
-        self.iterator = self.iterator or iter(self._worker_loader())
-        try:
-            return [next(self.iterator) for _ in self.plan]
-        except UserError as error:  # its text begins with the worker's whole traceback
-            raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
 
     def close(self) -> None:
         """Stop the workers; `next` starts them again."""

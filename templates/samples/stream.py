@@ -62,11 +62,6 @@ class StreamLoader(Loader):
         self.ahead: list[Any] = []
         self.last: list[Any] = []
 
-    @property
-    def size(self) -> int | None:
-        """Nobody knows how many samples there are."""
-        return None
-
     def next(self) -> list[Any]:
         """The micro-batches of one step, in the order of the plan."""
         started, first = time.perf_counter(), not self.last

@@ -106,7 +106,7 @@ def test_many_checkpoints_are_one_short_line(project: Project, tmp_path: Path) -
         (tmp_path / f"checkpoints/step_{step:08}").mkdir(parents=True)
     result = project.module("train").Result("already finished", 3000)
     line = project.module("__main__").summary(tmp_path, result)[0]
-    assert line == f"checkpoints in {tmp_path}/checkpoints: step_00000001 … step_00003000 (3000)"
+    assert line == f"checkpoints in {tmp_path}/checkpoints: 3000, the newest is step_00003000"
 
 
 def test_a_log_that_cannot_be_opened_is_named(

@@ -213,7 +213,6 @@ def _raise_if(errors: dict[int, UserError | RankError]) -> None:
         texts = [f"rank {rank}: {text}" for text, rank in first.items()][::-1]
         texts[4:] = [f"and {len(texts) - 4} more"] if len(texts) > 4 else []
         error = RankError("; ".join(texts))
-    error.agreed = True
     raise error
 
 

@@ -66,9 +66,7 @@ class UploadingPublisher(Publisher):
                 self._arrive()
         except RankError as error:
             problem = f"{self.path} is good, but it was not uploaded to {self.store.directory}"
-            failed = CheckpointError(f"{problem}: {error}. The same command tries again")
-            failed.agreed = True
-            raise failed from error
+            raise CheckpointError(f"{problem}: {error}. The same command tries again") from error
         finally:
             self.given_up.set()
             self.left_out = None

@@ -28,16 +28,15 @@ OWN = {"scale": "workflow", "checkpoint": "workflow"}  # settings that the --hel
 def train(arguments: list[str]) -> int:
     """Train, or continue to train: the same command resumes an interrupted run."""
     gc.disable()  # it would look through what is imported, over and over: a quarter of the start
-    try:
-        from .config import Config
-        from .distributed.stop import TO_BE_RESTARTED
-        from .train import run
+    from .config import Config
+    from .distributed.stop import TO_BE_RESTARTED
+    from .train import run
 
-        config = parse("train", Config, arguments)
-        import torch._dynamo  # noqa: F401 - an optimizer imports it, and it is large
-    finally:
-        gc.freeze()
-        gc.enable()
+    config = parse("train", Config, arguments)
+    import torch._dynamo  # noqa: F401 - an optimizer imports it, and it is large
+
+    gc.freeze()
+    gc.enable()
     result = run(config)
     lines = summary(config.directory, result) if os.environ.get("RANK", "0") == "0" else []
     if result.status == "already finished":
@@ -56,9 +55,8 @@ def summary(run_dir: Path, result: Any) -> list[str]:
     try:
         directory = checkpoints_of(run_dir)
         names = [path.name for path in published(directory)]
-        if len(names) > 8:
-            names = [f"{names[0]} … {names[-1]} ({len(names)})"]
-        checkpoints = f"checkpoints in {directory}: {', '.join(names) or 'none'}"
+        newest = f", the newest is {names[-1]}" if names else ""
+        checkpoints = f"checkpoints in {directory}: {len(names)}{newest}"
     except (OSError, RankError, UserError) as error:
         checkpoints = f"checkpoints: cannot be listed now ({error})"
     if result.status != "already finished":
@@ -113,8 +111,6 @@ def infer(arguments: list[str]) -> int:
         device: str = "auto"
 
     options = parse("infer", Inference, arguments)
-    if not (options.directory / "config.json").exists():
-        raise UserError(f"there is no run in {options.directory}: train first, or give --name")
     config = load(options.directory / "config.json")
     _, _, spec = build_datasets(config)
     model = build_model(config, spec)

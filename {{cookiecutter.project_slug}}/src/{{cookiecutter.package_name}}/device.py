@@ -26,11 +26,9 @@ def pick_device(name: str) -> torch.device:
         raise UserError(f"--device {name}: there is no such device here; try --device auto")
     if device.type == "cuda":
         index = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
-        if index >= torch.cuda.device_count():
-            raise UserError(
-                f"there is no GPU {index} among the {torch.cuda.device_count()} here: "
-                "start fewer processes on this machine, or use --device cpu"
-            )
+        if index >= (count := torch.cuda.device_count()):
+            ways_out = "start fewer processes on this machine, or use --device cpu"
+            raise UserError(f"there is no GPU {index} among the {count} here: {ways_out}")
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     return device

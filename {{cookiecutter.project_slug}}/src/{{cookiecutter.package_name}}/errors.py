@@ -15,13 +15,9 @@ from pathlib import Path
 class UserError(ValueError):
     """An error the user can fix."""
 
-    agreed = False  # True: every rank raised it, so one of them reports it
-
 
 class RankError(RuntimeError):
     """Something failed on one rank or more; raised on all of them."""
-
-    agreed = False  # as of UserError
 
 
 def command_for(name: str, run_dir: Path) -> str:
@@ -53,10 +49,7 @@ def exit_code(command: Callable[[], int]) -> int:
         if not line and "RANK" not in os.environ:
             raise  # Python prints the traceback, or a debugger stops here
         code = 2 if isinstance(error, UserError) else 1
-        distributed = sys.modules.get("torch.distributed")
-        joined = distributed and distributed.is_initialized()
-        alone = joined and not getattr(error, "agreed", False)
-        _report(line or traceback.format_exc().rstrip(), not line or alone)
+        _report(line or traceback.format_exc().rstrip())
     if "RANK" in os.environ:
         # Leave at once: finalisers of the process group may wait for ranks that are gone, and
         # threads of libraries may abort the interpreter, after which torchrun would restart all.
@@ -85,11 +78,10 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
-def _report(text: str, on_any_rank: object) -> None:
-    text = printable(text)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(text, file=sys.stderr)
-        return
-    time.sleep(1.0)  # the first rank may report it for all; the launcher then ends this one
-    if on_any_rank:
-        print(f"[rank {os.environ['RANK']}] {text}", file=sys.stderr)
+def _report(text: str) -> None:
+    rank = ""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        # Most errors are of all ranks: the first one reports it, and the launcher ends this one.
+        time.sleep(1.0)
+        rank = f"[rank {os.environ['RANK']}] "
+    print(f"{rank}{printable(text)}", file=sys.stderr)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from .device import synchronize
 from .errors import UserError
@@ -44,64 +44,50 @@ class ProfileConfig:
 class Profiler:
     """A callback: traces windows of steps into a directory.
 
-    Between windows there is no torch.profiler, and `after_step` compares two integers. With `every`
-    a window ends at each of its multiples, wherever the run was resumed.
+    With `every` a window ends at each of its multiples, wherever the run was resumed.
     """
 
     def __init__(self, config: ProfileConfig, directory: Path, state: Any) -> None:
-        self.config, self.directory = config, directory
-        self.world, self.step = state.world, state.step
+        self.config, self.directory, self.world = config, directory, state.world
         self.written: list[Path] = []
-        self.profile: profile | None = None
         self.window = config.warmup + config.active
         self.period = config.every or config.wait + self.window
-        self.opens = self.step + config.wait
-        if config.every:
-            self.opens = -(-(self.step + self.window) // self.period) * self.period - self.window
+        self.step, self.first = state.step, state.step if config.every else 0
+        kinds = ("CPU", "CUDA") if self.world.device.type == "cuda" else ("CPU",)
+        self.profile = profile(
+            activities=[getattr(ProfilerActivity, kind) for kind in kinds],
+            schedule=self._action,
+            on_trace_ready=self._write,
+            record_shapes=config.shapes,
+            profile_memory=config.memory,
+            with_stack=config.with_stack,
+        )
 
     def __enter__(self) -> "Profiler":
-        """Open the first window if it begins with the next step."""
-        if self.step == self.opens:
-            self._open()
+        self.profile.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self.profile:
-            self.profile.on_trace_ready = None
-            self.profile.stop()
+        self.profile.on_trace_ready = None
+        self.profile.stop()
 
     def after_step(self, state: Any, record: dict[str, Any] | None = None) -> None:
-        """Open a window, or advance in it."""
+        """Go on to the next step of a window, or towards it."""
         self.step = state.step
-        if self.step < self.opens:
-            return
-        if self.profile:
-            self._advance(self.profile, self.step - self.opens)
-        if not self.profile and self.step == self.opens:
-            self._open()
-
-    def _open(self) -> None:
-        kinds = ("CPU", "CUDA") if self.world.device.type == "cuda" else ("CPU",)
-        warmup, active = self.config.warmup, self.config.active
-        self.profile = profile(
-            activities=[getattr(ProfilerActivity, kind) for kind in kinds],
-            schedule=schedule(wait=0, warmup=warmup, active=active, repeat=1),
-            on_trace_ready=self._write,
-            record_shapes=self.config.shapes,
-            profile_memory=self.config.memory,
-            with_stack=self.config.with_stack,
-        )
-        synchronize(self.world.device)
-        self.profile.start()
-
-    def _advance(self, running: profile, done: int) -> None:
-        if done in (self.config.warmup, self.window):
+        if self._left(self.profile.step_num + 1) in (self.config.active - 1, self.period - 1):
             synchronize(self.world.device)  # the traced steps then hold only their own kernels
-        running.step()
-        if done == self.window:
-            running.stop()
-            self.profile = None
-            self.opens += self.period
+        self.profile.step()
+
+    def _left(self, done: int) -> int:
+        """Steps that follow the next one in its period, of which the window is the end."""
+        return self.period - 1 - (self.first + done) % self.period
+
+    def _action(self, done: int) -> ProfilerAction:
+        """What the profiler does in the step after `done` ones."""
+        left = self._left(done)
+        if left < self.config.active:
+            return ProfilerAction.RECORD if left else ProfilerAction.RECORD_AND_SAVE
+        return ProfilerAction.WARMUP if left < self.window else ProfilerAction.NONE
 
     def _write(self, finished: profile) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)

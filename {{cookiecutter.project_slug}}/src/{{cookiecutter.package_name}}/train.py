@@ -210,7 +210,9 @@ def _run(config: Config, world: World, own_callbacks: Iterable[Any]) -> Result:
         callbacks = [*enter([hardware.MemoryUse(), *watching], stack)]
         checkpointer = stack.enter_context(start(state, run_dir.path, group))
         validation = group.from_first(lambda: validated_at(run_dir.path, state.step))
-        owed = owes_validation(state, checkpointer, validation)
+        # Whether a stop signal cut the validation short of the step that the run resumes from.
+        done = validation or checkpointer.restored.get("validation_loss") is not None
+        owed = state.step > 0 and not done and is_due(state, config.train.validate_every)
         if state.step >= config.train.steps and not owed:
             checkpointer.close()
             run_dir.record_again(config, "finished", state.step)
@@ -287,12 +289,6 @@ def _loop(
 def is_due(state: State, every: int) -> bool:
     """Whether to do after this step what is done at the last step and at multiples of `every`."""
     return state.step == state.config.train.steps or (every > 0 and state.step % every == 0)
-
-
-def owes_validation(state: State, checkpointer: Checkpointer, recorded: dict[str, float]) -> bool:
-    """Whether a stop signal cut the validation short of the step that the run resumes from."""
-    done = recorded or checkpointer.restored.get("validation_loss") is not None
-    return state.step > 0 and not done and is_due(state, state.config.train.validate_every)
 
 
 def start(state: State, run_dir: Path, group: Group) -> Checkpointer:

@@ -103,9 +103,8 @@ class Publisher:
         except RankError as error:
             if group.rank == 0 and reserved:
                 self.abandon(reserved)
-            failed = CheckpointError(f"the checkpoint of step {step} was not saved: {error}")
-            failed.agreed = True
-            raise failed from error
+            problem = f"the checkpoint of step {step} was not saved"
+            raise CheckpointError(f"{problem}: {error}") from error
         if group.rank == 0:
             self.prune()
         return self.directory / step_name(step)

@@ -101,13 +101,11 @@ class StopAtBadStep:
             bad = self._search(state, step, 0, len(ids))
         samples = f"samples {', '.join(str(ids[index]) for index in bad)} make it so, each alone"
         together = f"no sample makes it so alone, only all of the batch together: {ids[:64]}"
-        error = UserError(
+        raise UserError(
             f"the loss or the gradient of step {state.step} is not finite; "
             f"{samples if bad else together}. The step changed nothing. Look at the data, or skip "
             "such steps with --train.on-bad-step skip"
         )
-        error.agreed = True
-        raise error
 
     def _search(self, state: Any, step: int, low: int, high: int) -> list[int]:
         """Indices in batch[low:high] of the samples that are bad on their own."""
