@@ -118,7 +118,7 @@ class Task:
 
     def rate(self, step: int) -> float:
         """The learning rate of a step."""
-        return self.rates.learning_rate(self.config.optim, step, STEPS, BATCH)
+        return self.rates.learning_rate(self.config.optim, step, STEPS)
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
         """The same rates by PyTorch's scheduler, for frameworks that want one."""

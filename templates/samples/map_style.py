@@ -244,7 +244,8 @@ class Loader:
         started = time.perf_counter()
         with annotated(WAITING):
             if self.workers:
-                self.iterator = self.iterator or iter(self._worker_loader())
+                if self.iterator is None:
+                    self.iterator = iter(self._worker_loader())
                 batches = [next(self.iterator) for _ in self.plan]
             else:
                 batches = [self.source[self.step, share] for share in self.plan]
@@ -270,15 +271,10 @@ class Loader:
             batch_size=None,
             sampler=((step, share) for step in itertools.count(self.step) for share in self.plan),
             num_workers=self.workers,
-            collate_fn=_unchanged,
             pin_memory=self.pin,
             worker_init_fn=_leave_signals_to_the_trainer,
             generator=torch.Generator(),  # else it draws from the trainer's random numbers
         )
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
 
 
 def _leave_signals_to_the_trainer(worker: int) -> None:

@@ -203,7 +203,10 @@ def test_a_command_that_is_suggested_has_the_settings_of_its_run(project: Projec
         assert line[:4] == ["python", "-m", HERE, name]
         config = main.parse(name, stages.StageConfig, line[4:])
         assert config.optim.learning_rate == 0.003 and config.directory == project.folder / run
-    assert errors.command_for("train", Path("runs/new")) == f"python -m {HERE} train --name new"
+    assert (
+        errors.command_for("train", Path("runs/new"))
+        == f"python -m {HERE} train --run-dir runs/new"
+    )
 
 
 def test_what_is_no_optimizer_is_one_line(

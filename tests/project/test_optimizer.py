@@ -1,4 +1,4 @@
-"""The optimizer is yours: another one in ten lines, groups with rates of their own, scaling."""
+"""The optimizer is yours: another one in ten lines, groups with rates of their own, the schedule."""
 
 import ast
 import os
@@ -92,14 +92,13 @@ def test_another_optimizer_trains_and_resumes_exactly(
         assert all(low == pytest.approx(high / 10) for low, high in rates)
 
 
-def test_the_rate_follows_the_global_batch_as_stated(project: Project) -> None:
+def test_the_rate_warms_up_to_its_peak_and_decays_to_its_end(project: Project) -> None:
     optim, schedule = project.module("optim"), project.module("schedule")
-    for scaling, factor in (("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)):
-        config = optim.OptimConfig(learning_rate=0.1, scaling=scaling, base_batch_size=64)
-        for step in (0, 7, 50, 99):
-            here, there = (schedule.learning_rate(config, step, 100, batch) for batch in (64, 256))
-            assert there == pytest.approx(factor * here)
-        assert max(schedule.learning_rate(config, step, 100, 64) for step in range(100)) == 0.1
+    config = optim.OptimConfig(learning_rate=0.1, warmup_steps=20, final_fraction=0.1)
+    rates = [schedule.learning_rate(config, step, 100) for step in range(101)]
+    assert rates[:20] == pytest.approx([0.1 * (step + 1) / 20 for step in range(20)])
+    assert max(rates) == 0.1 and rates[100] == pytest.approx(0.01)
+    assert rates[20:] == sorted(rates[20:], reverse=True)
 
 
 def test_memory_that_cannot_be_had_is_told_before_training(

@@ -5,7 +5,6 @@ Bare `--help` imports no torch: each command imports what it needs.
 
 import argparse
 import dataclasses
-import difflib
 import gc
 import importlib
 import logging
@@ -174,9 +173,7 @@ def dispatch(arguments: list[str]) -> int:
         print(usage)
         return 0
     if name not in HELP:
-        near = difflib.get_close_matches(name, HELP, 1)
-        advice = f"; did you mean {near[0]}?" if near else f"\n{usage}"
-        raise UserError(f"there is no command {name!r}{advice}")
+        raise UserError(f"there is no command {name!r}\n{usage}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and name not in ON_MANY_RANKS:
         raise UserError(f"{name} starts the processes that it needs: run it without torchrun")
     if name in OURS:

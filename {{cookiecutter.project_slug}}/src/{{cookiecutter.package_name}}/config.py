@@ -34,7 +34,8 @@ OF_ONE_RUN = ("name", "run_dir", "fresh", "init_from", "init_strict", "workflow"
 # Settings of other answers and of earlier releases: a file that has them is loaded without them.
 OF_AN_ANSWER = {"parallel", "checkpoint", "compile", "tracker"}  # parts, in a config.json
 GONE = {"checkpoint.auto_share", "checkpoint.auto_longest", "checkpoint.every"}
-GONE |= {"data.documents", "data.end_of_text", "workflow.expect"}
+GONE |= {"data.documents", "data.end_of_text", "workflow.expect", "optim.scaling"}
+GONE |= {"optim.base_batch_size", "profile.shapes", "profile.memory"}
 ACCEPTED: dict[Any, Any] = {float: (int, float), Path: (str, Path), tuple: (list, tuple)}
 
 
@@ -161,12 +162,8 @@ def load(path: Path, kind: type[C] = Config, start: str = "default") -> C:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The settings in a TOML file by their dotted names; UserError if it cannot be read."""
-    try:
-        named = dict(flatten(tomllib.loads(path.read_text("utf-8"))))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{path} cannot be read as TOML: {reason}") from None
-    return {name.replace("-", "_"): value for name, value in named.items()}
+    named = flatten(read_json(path, tomllib.loads))
+    return {name.replace("-", "_"): value for name, value in named}
 
 
 def override(config: C, changes: dict[str, Any], ignored: Set[str] = frozenset()) -> C:
@@ -182,8 +179,7 @@ def override(config: C, changes: dict[str, Any], ignored: Set[str] = frozenset()
             advice = f": did you mean {near[0]}?" if near else ""
             raise UserError(f"{name} is not a setting of this project{advice}")
     if unknown:
-        names = ", ".join(unknown)
-        log.info("settings that this project does not have are ignored: %s", names)
+        log.info("settings that this project does not have are ignored: %s", ", ".join(unknown))
     return config
 
 

@@ -22,9 +22,7 @@ class RankError(RuntimeError):
 
 def command_for(name: str, run_dir: Path) -> str:
     """What to type to train in this run directory, or to run a stage for it, with its settings."""
-    named = run_dir == Path("runs") / run_dir.name
-    place = ["--name", run_dir.name] if named else ["--run-dir", str(run_dir)]
-    words = ["python", "-m", __package__, name, *place]
+    words = ["python", "-m", __package__, name, "--run-dir", str(run_dir)]
     if (settings := run_dir / "config.json").exists():
         words += ["--config", str(settings)]
     return shlex.join(words)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,8 @@ def naming(path: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__context__
-        if cause is None or not cause.errno or (cause is error and cause.filename):
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError) or not cause.errno or (cause is error and cause.filename):
             raise
         raise OSError(cause.errno, cause.strerror, str(cause.filename or path)) from error
 
@@ -55,17 +53,17 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield prefix + key, value
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; UserError, in one line, for anything else."""
+def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
+    """The object in a JSON file, or in another kind to `parse`; UserError for anything else."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ValueError("it is no regular file")  # a reader would wait at a pipe
-        content = json.loads(path.read_bytes())
+        content = parse(path.read_text("utf-8"))
         if not isinstance(content, dict):
             raise ValueError("it holds no object")
     except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{path} cannot be read as JSON: {reason}") from None
+        reason, kind = getattr(error, "strerror", None) or error, path.suffix[1:].upper() or "JSON"
+        raise UserError(f"{path} cannot be read as {kind}: {reason}") from None
     return content
 
 

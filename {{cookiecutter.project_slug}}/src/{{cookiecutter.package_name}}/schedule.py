@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,11 +18,6 @@ class ScheduleConfig:
 
     learning_rate: float = 1e-3
     """Peak learning rate."""
-    scaling: Literal["none", "sqrt", "linear"] = "none"
-    """How the rate grows with train.global-batch-size / base-batch-size: sqrt (usual for Adam) or
-    linear (usual for SGD). The number of ranks has no effect."""
-    base_batch_size: int = 256
-    """Global batch size that the learning rate was tuned for."""
     warmup_steps: int = 20
     final_fraction: float = 0.1
     """Final learning rate, as a fraction of the peak."""
@@ -33,8 +28,6 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         if not 0 < self.learning_rate < math.inf or self.warmup_steps < 0:
             raise UserError("optim: learning-rate must be > 0, warmup-steps >= 0")
-        if self.base_batch_size < 1:
-            raise UserError("--optim.base-batch-size must be at least 1")
         if not 0 <= self.ema < 1:
             raise UserError("--optim.ema must be in [0, 1)")
 
@@ -45,19 +38,18 @@ def set_schedule(optimizer: torch.optim.Optimizer, config: "Config", step: int) 
     The learning rate of a group is the schedule's times its "rate_factor" (default: 1). An average
     of the weights (ema.py) decays faster at first, or the first weights would stay in it.
     """
-    rate = learning_rate(config.optim, step, config.train.steps, config.train.global_batch_size)
+    rate = learning_rate(config.optim, step, config.train.steps)
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("rate_factor", 1.0)
         if "ema_decay" in group:
             group["ema_decay"] = min(config.optim.ema, (1 + step) / (10 + step))
 
 
-def learning_rate(config: ScheduleConfig, step: int, steps: int, batch_size: int) -> float:
+def learning_rate(config: ScheduleConfig, step: int, steps: int) -> float:
     """The rate of optimizer step `step`, counted from 0, of a run of `steps`."""
-    power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[config.scaling]
-    highest = config.learning_rate * (batch_size / config.base_batch_size) ** power
     if step < config.warmup_steps:
-        return highest * (step + 1) / config.warmup_steps
+        return config.learning_rate * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return highest * (config.final_fraction + (1 - config.final_fraction) * cosine)
+    final = config.final_fraction
+    return config.learning_rate * (final + (1 - final) * cosine)

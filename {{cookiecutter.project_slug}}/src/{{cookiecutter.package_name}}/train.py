@@ -302,8 +302,7 @@ def start(state: State, run_dir: Path, group: Group) -> Checkpointer:
         data=state.spec.fingerprint,
     )
     agree_on_identity(identity, group)
-    schedule = to_json(config.optim) | {"steps": settings.steps}
-    facts = {"identity": identity, "schedule": schedule}
+    facts = {"identity": identity, "schedule": to_json(config.optim) | {"steps": settings.steps}}
     checkpointer = state.checkpointer = Checkpointer(
         *(run_dir, config.checkpoint, state.world, state.model, state.optimizer, facts),
         partial(state.loader.position, group),
