@@ -1,4 +1,4 @@
-"""The optimizer is yours: another one in ten lines, groups with rates of their own, the schedule."""
+"""The optimizer is yours: another one in ten lines, groups with their rates; the schedule."""
 
 import ast
 import os

@@ -114,6 +114,15 @@ def test_a_run_that_compiles_sums_up_and_leaves_no_code(
     assert "graphs in" in caplog.text and "graph breaks: 0" in caplog.text
 
 
+def test_blocks_that_are_recomputed_are_compiled(project: Project) -> None:
+    compilation, model = project.module("compile"), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    compilation.checkpoint_activations(model)
+    config = compilation.CompileConfig(mode="blocks", backend="aot_eager")
+    compilation.compile_model(model, model, config)
+    model(torch.randn(3, 4)).sum().backward()
+    assert compilation.graphs() == 2
+
+
 def test_recompiles_are_named_with_their_guard_until_the_limit(project: Project) -> None:
     found = compiled(project, Counts(), calls=3).findings()
     assert len(found["recompiles"]) == 2 and not found["limits_hit"]
