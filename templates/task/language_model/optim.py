@@ -98,18 +98,18 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Take a step on the gradients that are there."""
-        found = getattr(self, "found_inf", None)
-        setattr(self.adamw, "found_inf", found)  # noqa: B010 - which its type does not declare
+        found_inf = getattr(self, "found_inf", None)
+        setattr(self.adamw, "found_inf", found_inf)  # noqa: B010 - which its type does not declare
         self.adamw.state = self.state
         self.adamw.param_groups = [g for g in self.param_groups if not g["matrices"]]
         self.adamw.step()
         for group in self.param_groups:
             matrices = [p for p in group["params"] if group["matrices"] and p.grad is not None]
             if matrices:
-                self._step_matrices(matrices, group, found)
+                self._step_matrices(matrices, group, found_inf)
 
     def _step_matrices(
-        self, matrices: list[Tensor], group: dict[str, Any], found: Tensor | None
+        self, matrices: list[Tensor], group: dict[str, Any], found_inf: Tensor | None
     ) -> None:
         for p in matrices:
             if not self.state[p]:
@@ -118,10 +118,10 @@ class Muon(torch.optim.Optimizer):
         gradients = parallel.local([p.grad for p in matrices if p.grad is not None])
         momenta = parallel.local([self.state[p]["momentum_buffer"] for p in matrices])
         rate: Any = group["lr"]
-        if found is not None:  # the rest stays as it is, but without waiting for the device
-            rate = rate * (1.0 - found)
+        if found_inf is not None:  # the rest stays as it is, but without waiting for the device
+            rate = rate * (1.0 - found_inf)
             for gradient, momentum in zip(gradients, momenta, strict=True):
-                torch.where(found.bool(), momentum, gradient, out=gradient)
+                torch.where(found_inf.bool(), momentum, gradient, out=gradient)
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         updates = torch._foreach_lerp(gradients, momenta, group["momentum"])  # Nesterov's
         if weights[0].is_cuda:

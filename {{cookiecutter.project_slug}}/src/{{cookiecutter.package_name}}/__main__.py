@@ -4,7 +4,6 @@ Bare `--help` imports no torch: each command imports what it needs.
 """
 
 import argparse
-import dataclasses
 import gc
 import importlib
 import logging
@@ -12,7 +11,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from . import workflow
 from .errors import RankError, UserError, exit_code
@@ -21,7 +20,6 @@ from .run.logs import log_to_console
 log = logging.getLogger(__package__)
 PROGRAM = f"python -m {__package__}"
 ON_MANY_RANKS = ("train", "profile")
-OWN = {"scale": "workflow", "checkpoint": "workflow"}  # settings that the --help of a stage has
 
 
 def train(arguments: list[str]) -> int:
@@ -149,18 +147,10 @@ def parse(name: str, kind: type, arguments: list[str]) -> Any:
     parser.add_argument("--config", type=Path)
     given, rest = parser.parse_known_args(arguments)
     start = load(given.config, kind, given.preset) if given.config else preset(given.preset, kind)
-    if {"-h", "--help"} & {*arguments}:
-        if name not in OURS:
-            about += f" The options of `{PROGRAM} train --help` work here, too."
-            shown = {"name", "run_dir", "device", name, OWN.get(name)}
-            names = [field.name for field in dataclasses.fields(kind) if field.name not in shown]
-            hidden = [(name, Annotated[Any, tyro.conf.Suppress], None) for name in names]
-            kind = dataclasses.make_dataclass("Settings", hidden, bases=(kind,), frozen=True)
-            start = kind(**vars(start))
-        about += (
-            f"\n\n  --preset NAME  Settings to start from: {', '.join(PRESETS)}."
-            "\n  --config FILE  TOML or a run's config.json, which overrides the preset."
-        )
+    about += (
+        f"\n\n  --preset NAME  Settings to start from: {', '.join(PRESETS)}."
+        "\n  --config FILE  TOML or a run's config.json, which overrides the preset."
+    )
     return tyro.cli(kind, prog=prog, description=about, args=rest, default=start)
 
 
