@@ -41,10 +41,10 @@ FEW |= {"optim.name": "adamw"}
 BROKEN = "language_model"
 # Each of these went unnoticed once: the file, what stands there, what is put in its place.
 BREAKAGES = {
-    "no_warm_up": ("schedule.py", "highest * (step + 1) / config.warmup_steps", "highest"),
+    "no_warm_up": ("schedule.py", "rate * (step + 1) / config.warmup_steps", "rate"),
     "clipped_at_twice_the_norm": ("loss.py", "clip / (size", "2 * clip / (size"),
     "not_clipped": ("loss.py", "    if clip:", "    if False:"),
-    "no_decay_of_the_rate": ("schedule.py", "+ (1 - config.final_fraction) * cosine", "* 0 + 1"),
+    "no_decay_of_the_rate": ("schedule.py", "+ (1 - final) * cosine", "* 0 + 1"),
     "weight_decay_on_norms": ("optim.py", '"weight_decay": 0.0', '"weight_decay": 0.1'),
     "validation_without_weights": (
         "train.py",
