@@ -100,18 +100,8 @@ def test_what_cannot_be_compared_is_no_regression(project: Project, tmp_path: Pa
     assert verdicts(project, before, busy)["peak_memory_bytes"] == "within noise"
 
 
-def test_what_a_file_says_does_not_command_the_terminal(
-    project: Project, tmp_path: Path, capsys
-) -> None:
-    before = result(project, tmp_path / "a", settings={"data": {"\x1b[2J": 1}})
-    lie = "\x1b[2J\nFAIL losses: worse"
-    after = result(project, tmp_path / "b", machine={"cpu": lie}, settings={"data": {"x": lie}})
-    capsys.readouterr()
-    project("compare", str(before), str(after))
-    shown = capsys.readouterr().out
-    assert "\x1b" not in shown and shown.count(r"\x1b[2J") >= 3
-    assert "\nFAIL" not in shown
-    before = result(project, tmp_path / "a", stage="other")
+def test_a_result_of_another_project_is_refused(project: Project, tmp_path: Path) -> None:
+    before, after = result(project, tmp_path / "a", stage="other"), result(project, tmp_path / "b")
     assert "is of no stage of this project" in project.refuses("compare", str(before), str(after))
 
 
@@ -204,10 +194,6 @@ def test_the_last_ten_results_are_kept_and_shown(project: Project, tmp_path: Pat
     assert [path.name[-7:-6] for path in kept] == list("4567890123")
     page = project.module("workflow.report").page_of(tmp_path)
     assert "Earlier results: 9" in page and "1,004" in page and "1,003" not in page
-    content = json.loads(path.read_text()) | {"measured_at": "../../\0\n2026-01-01T000013Z"}
-    path.write_text(json.dumps(content))  # whoever made it
-    compare.keep_result(tmp_path, "baseline")
-    assert compare.earlier_results(tmp_path, "baseline") == kept
     path.write_text("{")  # of a damaged result nothing is kept, and nothing is lost
     compare.keep_result(tmp_path, "baseline")
     assert compare.earlier_results(tmp_path, "baseline") == kept
@@ -279,8 +265,6 @@ def test_what_falls_short_of_the_expected_fails(project: Project, tmp_path: Path
         "losses = 3",
         "[losses]\nx = 3",
         "[losses]\n0 = 3",
-        "[losses]\n1 = nan",
-        "[samples_per_second]\nx = -1",
         "loss = 3",
         "[losses]\n1 = 'a'",
         "\0",

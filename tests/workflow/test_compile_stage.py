@@ -137,18 +137,24 @@ def test_recompiles_are_named_with_their_guard_until_the_limit(project: Project)
     assert "recompile limit exceeded" in project.module("compile").compile_summary()
 
 
-def test_eagerly_means_eager(project: Project) -> None:
-    model, calls = nn.Linear(4, 4), []
+def test_eager_steps_are_eager(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, worker, calls = nn.Linear(4, 4), project.module("workflow.compile"), []
 
     def backend(graph: Any, inputs: Any) -> Any:
         return lambda *a: (calls.append(1), graph(*a))[1]
 
+    def steps(count: int) -> float:
+        model(torch.ones(2, 4))
+        return 1.0
+
     compilation = project.module("compile")
     compilation.compile_model(model, [], compilation.CompileConfig(mode="full", backend=backend))
-    with project.module("workflow.compile").eagerly(model):
-        model(torch.ones(2, 4))
+    monkeypatch.setattr(worker, "without_loader", lambda state: steps)
+    monkeypatch.setattr(worker, "time_interleaved", lambda ways: ways)
+    ways = worker.time_windows(SimpleNamespace(loader=SimpleNamespace(close=lambda: None)))
+    ways["eager"](1)
     assert not calls
-    model(torch.ones(2, 4))
+    ways["compiled"](1)
     assert calls
 
 
@@ -239,7 +245,8 @@ def test_differences_are_relative(project: Project) -> None:
     assert worker.difference(course, course) == {"loss": 0.0, "gradients": 0.0}
     other = [2.0, 1.1], [torch.ones(4) * 1.5, torch.zeros(2)]
     assert worker.difference(course, other) == pytest.approx({"loss": 0.1, "gradients": 0.5})
-    assert worker.difference(course, (course[0], []))["gradients"] == float("inf")
+    with pytest.raises(ValueError, match="shorter"):
+        worker.difference(course, (course[0], []))
 
 
 FIGURES = {

@@ -81,7 +81,8 @@ def test_a_restart_with_the_compile_cache_is_warm(whole: Whole) -> None:
     """Inductor itself, in two processes for each mode: what the second needs, it finds."""
     content, checks = whole.stage("compile")
     for figures in content["figures"]["modes"].values():
-        assert figures["restart"]["hits"] > 0 and figures["restart"]["misses"] == 0
+        seconds = figures["compile_seconds"]
+        assert 0 < seconds["warm"] < seconds["cold"] / 2
     assert checks["compiles"]["measured"].count("with a warm cache") == 2
 
 

@@ -6,8 +6,8 @@ measurements the 95 % intervals count, of a figure that was measured once a chan
 """
 
 import contextlib
+import itertools
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from ..errors import UserError, printable
+from ..errors import UserError
 from ..files import flatten, read_json, write_json
 from ..run.hardware import in_units
 from ..run.journal import finite, read_records
@@ -23,7 +23,7 @@ from . import STAGES
 from .chain import WITHOUT_EFFECT, read_stage, result_in
 from .interleaved import Interval, median_interval
 from .stage import stage_file
-from .timing import difference, spread
+from .timing import differences, spread
 
 KEPT = 10  # results of a stage
 NOISE, ONCE, LOSSES = 0.03, 0.3, 0.01  # relative
@@ -58,22 +58,17 @@ def compare(options: CompareConfig) -> int:
         raise UserError(f"nothing was measured in both: {text}")
     worse = 0
     for name in common:
-        print(one_line(f"{name}: {options.a} -> {options.b}"))
+        print(f"{name}: {options.a} -> {options.b}")
         try:
             lines = list(verdicts(a[name], b[name]))
         except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
             raise UserError(f"{name}: damaged figures, or of an older version ({error})") from None
         for line, verdict in lines:
             mark = "FAIL" if verdict == "worse" else "    "
-            print(one_line(f"{mark} {line}{verdict and f': {verdict}'}"))
+            print(f"{mark} {line}{verdict and f': {verdict}'}")
             worse += verdict == "worse"
     print(f"{worse or 'no'} figure{'s' * (worse != 1)} worse")
     return int(worse > 0 and options.fail_on_regression)
-
-
-def one_line(text: str) -> str:
-    """A text with what a file says in it, which must not look like lines of ours."""
-    return printable(text).replace("\n", "\\n")
 
 
 def contents(path: Path) -> dict[str, Content]:
@@ -83,47 +78,43 @@ def contents(path: Path) -> dict[str, Content]:
         if content["stage"] not in STAGES:
             raise UserError(f"{path} is of no stage of this project")
         return {content["stage"]: content}
-    found = {name: content for name in STAGES if (content := read_stage(path, name))}
-    return {"run": content_of_run(path), **found} if (path / "config.json").exists() else found
+    stages = {name: content for name in STAGES if (content := read_stage(path, name))}
+    return {"run": content_of_run(path), **stages} if (path / "config.json").exists() else stages
 
 
 def content_of_run(path: Path) -> Content:
     """The figures of a training run, as a stage would have written them."""
-    series: dict[str, list[float]] = {name: [] for name in OF_RUN}
-    losses: dict[str, dict[int, float]] = {"losses": {}, "validation_losses": {}}
-    seconds, waits, before = 0.0, dict.fromkeys(WAITS.values(), 0.0), 0
-    for number, record in enumerate(read_records(path)):
-        for name, key in (("losses", "loss"), ("validation_losses", "validation_loss")):
-            if key in record:
-                losses[name][record["step"]] = next(iter(finite(record[key])), math.nan)
-        steps, before = record["step"] - before, record["step"]
-        if number == 0:  # it holds warm-up and compilation
-            continue
-        for name in OF_RUN:
-            series[name].extend(finite(record.get(name)))
-        for of_step in finite(record.get("step_seconds")):
-            seconds += of_step * steps
+    records = list(read_records(path))
+    figures: Content = {
+        f"{name}es": {
+            r["step"]: next(iter(finite(r[name])), math.nan) for r in records if name in r
+        }
+        for name in ("loss", "validation_loss")
+    }
+    for name in OF_RUN:  # without the first record, which holds warm-up and compilation
+        if values := [value for record in records[1:] for value in finite(record.get(name))]:
+            figures[name] = max(values) if name.endswith("bytes") else spread(values)
+    waits, seconds = dict.fromkeys(WAITS.values(), 0.0), 0.0
+    for before, record in itertools.pairwise(records):
+        steps = record["step"] - before["step"]
+        seconds += sum(finite(record.get("step_seconds"))) * steps
         for key, name in WAITS.items():
             times = steps if key == "data_seconds" else 1  # of a step, and of all since
             waits[name] += sum(finite(record.get(key))) * times
-    figures: Content = {
-        name: max(values) if name.endswith("bytes") else spread(values)
-        for name, values in series.items()
-        if values
-    }
     figures |= {name: waited / seconds for name, waited in waits.items() if seconds > 0}
     status = read_json(path / "status.json")
     origin = {"machine": status.get("machine"), "versions": status.get("versions")}
-    return {"settings": read_json(path / "config.json"), "figures": figures | losses, **origin}
+    return {"settings": read_json(path / "config.json"), "figures": figures, **origin}
 
 
 def keep_result(run_dir: Path, name: str) -> None:
     """Copy what a stage has measured to workflow/earlier, which holds the last ten results."""
     path = stage_file(run_dir, name)
     with contextlib.suppress(UserError, OSError):  # none is there, or it is damaged
-        when = re.sub(r"[^\dTZ-]", "", result_in(path, name)["measured_at"])[:20]
+        content = result_in(path, name)
         (path.parent / "earlier").mkdir(parents=True, exist_ok=True)
-        write_json(path.parent / "earlier" / f"{name}-{when}.json", read_json(path))
+        when = content["measured_at"].replace(":", "")
+        write_json(path.parent / "earlier" / f"{name}-{when}.json", content)
         for old in earlier_results(run_dir, name)[:-KEPT]:
             old.unlink()
 
@@ -135,22 +126,20 @@ def earlier_results(run_dir: Path, name: str) -> list[Path]:
 
 def another_machine(a: Content, b: Content) -> str:
     """Why two measurements cannot be compared; "" if they can."""
-    try:
-        for key in OF_MACHINE:
-            if a["machine"][key] != b["machine"][key]:
-                return f"{key} {a['machine'][key]} and {b['machine'][key]}"
-        versions = (a["versions"]["torch"], b["versions"]["torch"])
-        return "" if versions[0] == versions[1] else f"torch {versions[0]} and {versions[1]}"
-    except (KeyError, TypeError):
+    if not (a["machine"] and b["machine"]):  # of a run that has not begun
         return "the machine is not known"
+    for origin, keys in (("machine", OF_MACHINE), ("versions", ("torch",))):
+        for key in keys:
+            if a[origin][key] != b[origin][key]:
+                return f"{key} {a[origin][key]} and {b[origin][key]}"
+    return ""
 
 
 def too_busy(a: Content, b: Content) -> str:
     """Whether other work held the cores, so that seconds say nothing; "" if not."""
-    for content in (a, b):
-        machine = content.get("machine") or {}
-        if finite(machine.get("load")) and machine["load"] > BUSY * machine.get("cores", 1):
-            return f"a load of {machine['load']} on {machine.get('cores')} cores"
+    for machine in (a["machine"], b["machine"]):
+        if machine and machine["load"] > BUSY * machine["cores"]:
+            return f"a load of {machine['load']} on {machine['cores']} cores"
     return ""
 
 
@@ -193,11 +182,11 @@ def measured(figures: Content, prefix: str = "") -> Iterator[tuple[str, Any]]:
         name = f"{prefix}{key}"
         if key.endswith("losses"):
             steps = value if isinstance(value, dict) else dict(enumerate(value, 1))
-            yield name, {step: next(iter(finite(it)), math.nan) for step, it in steps.items()}
+            yield name, {step: next(iter(finite(x)), math.nan) for step, x in steps.items()}
         elif not isinstance(value, dict):
             of_kind = ends_with(name, LESS_IS_BETTER + MORE_IS_BETTER) or name in WAITS.values()
             if of_kind and name != "interval_seconds":  # which is advice
-                yield from ((name, Interval(it, it, it)) for it in finite(value))
+                yield from ((name, Interval(x, x, x)) for x in finite(value))
         elif "median" in value or "low" in value:
             ends = ("median", "p10", "p90") if "median" in value else ("value", "low", "high")
             yield name, Interval(*(float(value[end]) for end in ends))
@@ -211,20 +200,20 @@ def verdict_of_losses(name: str, a: dict[int, float], b: dict[int, float]) -> tu
     if not steps:
         return name, "not comparable: no step in common"
     line = f"{name} at step {steps[-1]} {a[steps[-1]]:.4f} -> {b[steps[-1]]:.4f}"
-    if all(a[it] == b[it] or (math.isnan(a[it]) and math.isnan(b[it])) for it in steps):
+    if not any(differences(*([losses[step] for step in steps] for losses in (a, b)))):
         return line, "the same to the bit"
     later = steps[len(steps) // 2 :]
-    lost = [sum(math.isnan(losses[it]) for it in later) for losses in (a, b)]
+    lost = [sum(math.isnan(losses[step]) for step in later) for losses in (a, b)]
     if lost[0] != lost[1]:
         return line, "worse" if lost[1] > lost[0] else "better"
-    changes = [1 + (b[it] - a[it]) / abs(a[it]) for it in later if a[it]]
-    times = median_interval([it for it in changes if math.isfinite(it)] or [1.0])
+    changes = [1 + (b[step] - a[step]) / abs(a[step]) for step in later if a[step]]
+    times = median_interval([x for x in changes if math.isfinite(x)] or [1.0])
     return f"{line}, {times} times", word_for(times, LOSSES, False)
 
 
 def word_for(times: Interval, noise: float, more_is_better: bool) -> str:
     """A word for how many times as large a figure became."""
-    if times.low <= 1 <= times.high or difference(times.value, 1.0) <= noise:
+    if times.low <= 1 <= times.high or 1 - noise <= times.value <= 1 / (1 - noise):
         return "within noise"
     return "better" if (times.value > 1) == more_is_better else "worse"
 

@@ -18,15 +18,7 @@ from ..train import State
 from . import baseline
 from .chain import flag, recommend, typed_settings
 from .expected import hold_to, read_expected
-from .interleaved import (
-    WINDOWS,
-    Interval,
-    Way,
-    speedup_of,
-    time_interleaved,
-    with_loader,
-    without_loader,
-)
+from .interleaved import WINDOWS, Way, speedup_of, time_interleaved, with_loader, without_loader
 from .stage import Stage, StageConfig
 from .timing import Steps, record_steps
 
@@ -39,82 +31,92 @@ def measure(config: StageConfig) -> int:
     """The baseline, with what it tries; 0 when the gate is passed, 1 when it is not."""
     file = config.workflow.expect
     expected = read_expected(file)
-
     stage = Stage("baseline", config)
     state, steps = baseline.judge_steps(stage)
     if file:
         hold_to(stage, file, expected)
     try_micro_batches(stage, state)
-    # What is typed stays, so the gate must not pass on another number.
-    stays = "train.loader_workers" in typed_settings(sys.argv[2:])
-    slow = baseline.waits_too_long(steps) and not stays
-    better = try_loader_workers(stage, state, baseline.share_waited(steps)) if slow else None
-    workers = 2 * config.train.loader_workers or 2
+    waited, workers = baseline.share_waited(steps), 2 * config.train.loader_workers or 2
     advice = f"{baseline.CHEAPER}, or read ahead with --train.loader-workers {workers}"
-    if better or any("loader-workers" in text for text in stage.figures.get("rejected", ())):
-        advice = baseline.CHEAPER
-    baseline.judge_waits(stage, steps, advice, better)
+    slow = waited >= baseline.DATA_WAIT_LIMIT and steps.waits.mean() >= baseline.WORTH_A_WORD
+    # What is typed stays, so the gate must not pass on another number.
+    if slow and "train.loader_workers" not in typed_settings(sys.argv[2:]):
+        better = try_loader_workers(stage, state, waited)
+        if better:
+            print(f"     steps wait {waited:.1%} of the time; with the workers recommended:")
+            steps = better
+        if better or any("loader-workers" in text for text in stage.figures.get("rejected", ())):
+            advice = baseline.CHEAPER
+    baseline.judge_waits(stage, steps, advice)
     world = state.world
     del state
     leave(world)
     return stage.close()
 
 
-def reject(stage: Stage, name: str, value: Any, why: str, factor: Interval | None = None) -> None:
+def reject(stage: Stage, setting: str, value: Any, why: Any) -> None:
     """Note what was tried and is not handed on, and why."""
-    why = "faster, but not the best" if why == "faster" else why
-    times = f", {factor} times as fast" if factor else ""
-    text = f"{flag(name)} {value}: {why}{times}"
-    stage.figures.setdefault("rejected", []).append(text)
+    if isinstance(why, Exception):
+        why = f"{type(why).__name__}: {why}".partition("\n")[0][:100]
+    stage.figures.setdefault("rejected", []).append(f"{flag(setting)} {value}: {why}")
+
+
+def choose(
+    stage: Stage, setting: str, given: int, seconds: dict[str, list[float]], refused: str = ""
+) -> int | None:
+    """Recommend the smallest of the fastest values, and return it, if it beats the given one.
+
+    Not if it is `refused`, for that reason. All others are noted as rejected.
+    """
+    median, chosen = {int(value): np.median(each) for value, each in seconds.items()}, None
+    best = min(n for n in median if NEAR_BEST * median[n] <= min(median.values()))
+    for value in sorted(median.keys() - {given}):
+        speedup, verdict = speedup_of(seconds[str(given)], seconds[str(value)])
+        if value == best and verdict == "faster" and not refused:
+            recommend(stage, setting, value, speedup)
+            chosen = value
+        else:
+            verdict = (refused or verdict) if value == best else verdict
+            verdict = "faster, but not the best" if verdict == "faster" else verdict
+            reject(stage, setting, value, f"{verdict}, {speedup} times as fast")
+    return chosen
 
 
 def try_micro_batches(stage: Stage, state: State) -> None:
     """Find the throughput and the peak memory of micro-batch sizes, and recommend one."""
-    train, peaks, ways = state.config.train, dict[int, int](), dict[str, Way]()
-    given, too_large = min(train.micro_batch_size, train.global_batch_size), ""
-    a_step = stage.figures["step_seconds"]["median"]
-    for size in sizes_to_try(given, train.global_batch_size, a_step):
-        plan, why = shares(train.global_batch_size, size, state.world.rank, state.world.size), ""
+    batch, setting, too_large = state.config.train.global_batch_size, "train.micro_batch_size", ""
+    given, ways, peaks = min(state.config.train.micro_batch_size, batch), {}, {}
+    for size in sizes_to_try(given, batch, stage.figures["step_seconds"]["median"]):
+        plan = shares(batch, size, state.world.rank, state.world.size)
         try:
             way = without_loader(dataclasses.replace(state, plan=plan))
             peaks[size] = peak_of(way, state)
+            ways[str(size)] = way
         except Exception as error:  # out of memory, or a limit of a kernel
             if size == given:
                 raise
-            why = f"{type(error).__name__}: {error}".partition("\n")[0][:100]
-        if why:  # here nothing holds the tensors of the step that failed any more
-            reject(stage, "train.micro_batch_size", size, why)
-            too_large = f"; {size}: {why}"
+            reject(stage, setting, size, error)
+            too_large = f"; {stage.figures['rejected'][-1]}"
+        if str(size) not in ways:  # here nothing holds the tensors of that step any more
             state.optimizer.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
             break
-        ways[str(size)] = way
         free = free_host_memory()
-        if size >= given and state.world.device.type == "cpu" and free and peaks[size] > free:
+        if size >= given and state.world.device.type == "cpu" and peaks[size] > free:
             too_large = f"; more: {in_units(free)} are free"  # twice the size is twice the memory
             break
     if len(ways) < 2:
         return
     seconds = time_interleaved(ways)
-    median = {int(size): float(np.median(each)) for size, each in seconds.items()}
-    rates = {size: train.global_batch_size / median[size] for size in sorted(median)}
-    parts = [f"{size}: {rates[size]:,.0f} samples/s, {in_units(peaks[size])}" for size in rates]
+    median = {size: float(np.median(seconds[str(size)])) for size in sorted(peaks)}
+    parts = [f"{n}: {batch / median[n]:,.0f} samples/s, {in_units(peaks[n])}" for n in median]
     measured, wanted = "; ".join(parts) + too_large, "measured, with the peak memory"
     stage.check("micro_batch", True, measured=measured, wanted=wanted)
-    best = min(size for size in rates if rates[size] >= NEAR_BEST * max(rates.values()))
+    statistics = any(isinstance(module, _BatchNorm) for module in state.model.modules())
+    refused = "batch statistics change with it" if statistics else ""
+    best = choose(stage, setting, given, seconds, refused) or given
     figures = {"best": best, "median_step_seconds": median, "peak_memory_bytes": peaks}
     stage.figures["micro_batch"] = figures
-    alike = not any(isinstance(module, _BatchNorm) for module in state.model.modules())
-    for size in sorted(set(median) - {given}):
-        speedup, verdict = speedup_of(seconds[str(given)], seconds[str(size)])
-        if size == best and verdict == "faster" and alike:
-            recommend(stage, "train.micro_batch_size", size, speedup)
-        elif size == best < given and peaks[size] < NEAR_BEST * peaks[given]:
-            saved = f"{in_units(peaks[size])} in place of {in_units(peaks[given])}"
-            stage.advise(f"--train.micro-batch-size {size} is about as fast, with {saved}")
-        else:
-            why = "batch statistics change with it" if size == best and not alike else verdict
-            reject(stage, "train.micro_batch_size", size, why, speedup)
 
 
 def sizes_to_try(given: int, most: int, step_seconds: float) -> list[int]:
@@ -123,8 +125,8 @@ def sizes_to_try(given: int, most: int, step_seconds: float) -> list[int]:
     Only as many as time allows, the larger ones before the smaller.
     """
     larger = [given << i for i in range(1, most.bit_length()) if given << i < most]
-    wanted = [given, *larger, *[most] * (given < most), given // 2, given // 4]
-    affordable = {n for n in wanted[: int(BUDGET / (WINDOWS[0] * step_seconds))] if n}
+    sizes = [given, *larger, *[most] * (given < most), given // 2, given // 4]
+    affordable = {n for n in sizes[: int(BUDGET / (WINDOWS[0] * step_seconds))] if n}
     return sorted(affordable, key=lambda size: (size != given, size > given, size))
 
 
@@ -156,34 +158,21 @@ def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | Non
         loader = Loader(source.dataset, source.order, plan, workers, state.loader.pin)
         return dataclasses.replace(state, plan=plan, loader=loader)
 
-    counts = workers_to_try(given, waited, stage.figures["step_seconds"]["median"], world.device)
-    if not counts:
-        return None
-    print(f"     trying loader workers: {', '.join(map(str, counts))} ...", flush=True)
-    ways = {str(given): with_loader(reading(given))}
-    for count in counts:
+    ways, setting = {str(given): with_loader(reading(given))}, "train.loader_workers"
+    a_step = stage.figures["step_seconds"]["median"]
+    for count in workers_to_try(given, waited, a_step, world.device):
+        print(f"     trying {count} loader workers ...", flush=True)
         way = with_loader(reading(count))
         try:
             way(1)
         except Exception as error:  # what cannot be read in another process
-            why = f"{type(error).__name__}: {error}".partition("\n")[0][:100]
-            reject(stage, "train.loader_workers", count, why)
+            reject(stage, setting, count, error)
         else:
             ways[str(count)] = way
-    counts = [count for count in counts if str(count) in ways]
-    if not counts:
+    if len(ways) < 2:
         return None
-    seconds = time_interleaved(ways, multiple=counts[-1])
-    median = {count: float(np.median(seconds[str(count)])) for count in counts}
-    compared = {n: speedup_of(seconds[str(given)], seconds[str(n)]) for n in counts}
-    faster = [count for count in counts if compared[count][1] == "faster"]
-    good = [n for n in faster if NEAR_BEST * median[n] <= min(median[it] for it in faster)]
-    best = min(good, default=None)
-    for count, (speedup, verdict) in compared.items():
-        if count == best:
-            recommend(stage, "train.loader_workers", count, speedup)
-        else:
-            reject(stage, "train.loader_workers", count, verdict, speedup)
+    seconds = time_interleaved(ways, multiple=max(map(int, ways)))
+    best = choose(stage, setting, given, seconds)
     if best is None:
         return None
     state = reading(best)

@@ -1,15 +1,14 @@
-"""Memory of a rank, as predicted part by part and as measured; and DDP or FSDP, which follows."""
+"""Memory of a rank, predicted part by part and measured; DDP or FSDP, which follows from it."""
 
 import gc
 import itertools
 import json
-import math
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from ..config import Config
 from ..data import build_datasets
@@ -20,156 +19,99 @@ from ..run.hardware import expected_memory, free_host_memory, in_units
 from ..train import State, setup
 from .timing import record_steps
 
-MARK = "the second step begins"
 ROOM = 0.85  # of a device's memory; the rest is for fragments and what others allocate
 
 
-def set_up_and_measure(config: Config, world: World) -> tuple[State, int | None]:
-    """Set up and take three steps: the state, and the peak bytes of this rank's last two steps.
+def watch(device: torch.device, action: Callable[[], Any]) -> tuple[Any, int, int]:
+    """Call `action`: its result, the bytes that it leaves on the device, and its peak.
 
-    In the first step the optimizer has no state yet. On CUDA the caching allocator counts. On a CPU
-    the profiler sees each tensor come and go (not numpy, Python or gloo); the data, which is read
-    once more to count its tensors, is left out. None on a device that cannot tell.
+    On CUDA the caching allocator counts. On a CPU the profiler sees each tensor come and go, not
+    what numpy, Python or gloo hold.
     """
-    gc.collect()  # what was set up before
-    device, tracing = world.device, {"activities": [ProfilerActivity.CPU], "profile_memory": True}
-    if device.type == "cpu":
-        with profile(**tracing) as of_data:
-            data = build_datasets(config)
-        with profile(**tracing) as of_steps:
-            state = setup(config, world)
-            record_steps(state, 1)
-            with record_function(MARK):
-                record_steps(state, 2)
-        peak = max(allocated(of_steps)) - allocated(of_data)[-1]
-        del data  # only now: its tensors must not be counted as released
-        return state, peak
-    counted = device.type == "cuda"
-    before = torch.cuda.memory_allocated(device) if counted else 0
-    state = setup(config, world)
-    record_steps(state, 1)
-    if counted:
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-    record_steps(state, 2)
-    return state, torch.cuda.max_memory_allocated(device) - before if counted else None
-
-
-def allocated(finished: profile) -> list[int]:
-    """Bytes held after each allocation and release since the profile began; from MARK on, if any.
-
-    The events' own running total cannot be used: it goes on from the profile before.
-    """
+        result = action()
+        left, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        return result, left - before, peak - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as finished:
+        result = action()
     profiler: Any = finished.profiler
-    events = profiler.kineto_results.events()
-    begin = next((event.start_ns() for event in events if event.name() == MARK), 0)
-    changes = sorted(
+    changes = sorted(  # the events' own running total goes on from the profile before
         (event.start_ns(), event.nbytes())
-        for event in events
+        for event in profiler.kineto_results.events()
         if event.name() == "[memory]" and event.device_type() == DeviceType.CPU
     )
-    totals = itertools.accumulate(size for _, size in changes)
-    return [total for (at, _), total in zip(changes, totals, strict=True) if at >= begin] or [0]
+    totals = [0, *itertools.accumulate(size for _, size in changes)]
+    return result, totals[-1], max(totals)
 
 
-def memory_of(state: State, measured: int | None, one: dict[str, Any] | None) -> dict[str, Any]:
-    """Bytes of this rank part by part, and what a forecast for other numbers of ranks needs.
+def measure_memory(config: Config, world: World, one: Any) -> tuple[State, dict[str, Any]]:
+    """Set up and take three steps: the state, and this rank's bytes, predicted and measured.
 
-    "gathered" are parameters of other ranks that are here for a while: "whole", what FSDP has at
-    once (two blocks and all that is in no block), if the model is sharded. Activations are measured
-    on `one` process, where the model is whole; elsewhere they follow from the micro-batch's size.
+    Activations are all that forward and backward of a micro-batch take beyond the gradients. On
+    several ranks they follow from those of `one` process, by the number of samples. "gathered" are
+    other ranks' parameters under FSDP: of two blocks, and of what is in no block ("whole").
     """
-    needed = expected_memory(state.model, state.optimizer, 0)
-    size_of = {p: p.numel() * state.compute_dtype.itemsize for p in state.model.parameters()}
-    in_blocks = sorted(sum(size_of[p] for p in one.parameters()) for one in blocks(state.model))
-    traffic = sum(size_of.values())
-    whole = traffic - sum(in_blocks[:-2])
-    sharded = any(parallel.local_part(p).numel() < p.numel() for p in size_of)
-    places = state.plan[0].places
+    device = world.device
+    gc.collect()  # what was set up before
+    data, of_data, _ = watch(device, lambda: build_datasets(config))  # does not count
+    state, of_setup, _ = watch(device, lambda: setup(config, world))
+    _, of_first_step, _ = watch(device, lambda: record_steps(state, 1))  # the optimizer's state
+    _, _, peak = watch(device, lambda: record_steps(state, 2))
+    del data  # only now, or its release would be counted
+    needed, places = expected_memory(state.model, state.optimizer, 0), state.plan[0].places
     samples = places.stop - places.start
     if one:
         activations = one["activations"] * samples // one["samples"]
     else:
-        activations = kept_for_backward(state)
+        activations = max(0, peak_of_micro_batch(state) - needed.gradients)
+    size_of = {p: p.numel() * state.compute_dtype.itemsize for p in state.model.parameters()}
+    in_blocks = sorted(sum(size_of[p] for p in each.parameters()) for each in blocks(state.model))
+    whole = sum(size_of.values()) - sum(in_blocks[:-2])
+    sharded = any(parallel.local_part(p).numel() < p.numel() for p in size_of)
     parts = {name: getattr(needed, name) for name in ("parameters", "gradients", "optimizer")}
     parts |= {"activations": activations, "gathered": whole if sharded else 0}
-    unpredictable = ""
-    if measured is None:
+    predicted, measured = sum(parts.values()), of_setup - of_data + of_first_step + peak
+    unpredictable = "the optimizer's state could only be guessed" if needed.guessed else ""
+    if device.type not in ("cpu", "cuda"):
         unpredictable = "this device does not tell what was allocated"
-    elif state.config.train.activation_checkpointing:
-        unpredictable = "with --train.activation-checkpointing what is kept cannot be seen"
-    elif needed.guessed:
-        unpredictable = "the optimizer's state could only be guessed"
-    return {
-        **parts,
-        "predicted": sum(parts.values()),
-        "measured": measured,
-        "unpredictable": unpredictable,
-        "whole": whole,
-        "traffic": traffic,
-        "micro_batches": len(state.plan),
-        "samples": samples,
-    }
+    totals = {"predicted": predicted, "measured": measured, "unpredictable": unpredictable}
+    return state, {**parts, **totals, "whole": whole, "samples": samples}
 
 
-def kept_for_backward(state: State) -> int:
-    """Bytes that the forward of a micro-batch keeps for backward, without the weights.
+def peak_of_micro_batch(state: State) -> int:
+    """The most bytes that forward and backward of one micro-batch take, gradients included."""
 
-    With the two gradients that backward starts from, of an operator's output and input, each taken
-    to be as large as the largest tensor that is kept.
-    """
-    kept: list[torch.Tensor] = []
+    def compute_gradients() -> None:
+        batch = move(state.loader.source[state.step, state.plan[0]], state.world.device)
+        with parallel.autocast(state.world, state.compute_dtype):
+            loss = compute_loss(state.module, batch)
+        loss.total.backward()
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)  # alive, so that no two of them have the same address
-        return tensor
-
-    batch = move(state.loader.source[state.step, state.plan[0]], state.world.device)
-    with (
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        parallel.autocast(state.world, state.compute_dtype),
-    ):
-        compute_loss(state.module, batch)
-    weights = storages([*state.model.parameters(), *state.model.buffers()])
-    sizes = [size for address, size in storages(kept).items() if address not in weights]
-    return sum(sizes) + 2 * max(sizes, default=0)
+    _, _, peak = watch(state.world.device, compute_gradients)
+    state.optimizer.zero_grad()
+    return peak
 
 
-def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Size by address of the memory behind some tensors, each piece once."""
-    behind = (tensor.untyped_storage() for tensor in tensors)
-    return {storage.data_ptr(): storage.nbytes() for storage in behind}
-
-
-def ddp_or_fsdp(
-    config: Config, one: dict[str, Any], most: dict[str, Any], ranks: int, device: torch.device
-) -> str:
+def ddp_or_fsdp(config: Config, one: Any, most: Any, ranks: int, device: torch.device) -> str:
     """DDP if a rank can hold everything, else FSDP; with the numbers, and how to change to it.
 
-    `one` is the memory of one process, `most` the memory of a rank of the most processes. A rank
-    sends 2 (n - 1) / n of the gradients in DDP's all-reduce; under FSDP (n - 1) / n of the
-    parameters in each of two gatherings of every micro-batch, and of the gradients once.
+    `one` is the memory of one process, `most` the memory of a rank of the most processes.
     """
     state = one["parameters"] + one["gradients"] + one["optimizer"]
-    not_shared = most["activations"] + one["whole"]
-    needed = {"DDP": state + most["activations"], "FSDP": state // ranks + not_shared}
-    gathered = 2 * most["micro_batches"] * most["traffic"]
-    sent = {"DDP": 2 * one["gradients"], "FSDP": gathered + one["gradients"]}
+    sharded = state // ranks + one["whole"]
+    needed = {"DDP": state + most["activations"], "FSDP": sharded + most["activations"]}
     if device.type == "cuda":
         capacity = torch.cuda.get_device_properties(device).total_memory
     else:
-        capacity = (free_host_memory() or 0) // ranks  # they share one memory
-    room = ROOM * capacity or math.inf  # where it is unknown
-    name = "DDP" if needed["DDP"] <= room else "FSDP"
+        capacity = free_host_memory() // ranks  # they share one memory
+    name = "DDP" if needed["DDP"] <= ROOM * capacity else "FSDP"
     text = f"{name} for {ranks} ranks: a rank takes {in_units(needed['DDP'])} under DDP and "
-    text += f"{in_units(needed['FSDP'])} under FSDP"
-    text += f", of {in_units(capacity)}" if capacity else ""
-    a, b = (in_units((ranks - 1) / ranks * sent[kind]) for kind in ("DDP", "FSDP"))
-    text += f"; it sends {a} and {b} a step"
-    if needed["FSDP"] > room:
-        text += "; neither fits: take a smaller --train.micro-batch-size"
-        text += ", --train.activation-checkpointing"
-        if room > not_shared:
-            text += f", or FSDP on {math.ceil(state / (room - not_shared))} ranks"
+    text += f"{in_units(needed['FSDP'])} under FSDP, of {in_units(capacity)}"
+    if needed["FSDP"] > ROOM * capacity:
+        text += "; neither fits: try a smaller --train.micro-batch-size, "
+        text += "--train.activation-checkpointing, or more ranks under FSDP"
     rendered = "FSDP" if hasattr(config.parallel, "replicate") else "DDP"
     return f"{text}; as rendered" if name == rendered else f"{text}. For it: {change_to(name)}"
 

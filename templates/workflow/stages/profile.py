@@ -2,18 +2,12 @@
 
 It runs plain or under torchrun. Of several ranks it reports the slowest one, which waits least in
 communication, since the others wait for it there.
-
-The times come from the trace that torch.profiler writes, JSON in Chrome's trace event format:
-complete events ("ph": "X") have a category, a name, a thread, a start and a duration in
-microseconds. Each moment of a step belongs to one part: of all events that cover it, the one that
-comes first in ON_GPU or ON_CPU decides; a moment without any is the host's. So the parts add up to
-the step, and communication is only what no kernel hides.
 """
 
 import gzip
 import json
 import re
-import time
+import timeit
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import itemgetter
@@ -37,8 +31,8 @@ from .interleaved import Interval, median_interval
 from .stage import Stage
 from .timing import record_steps, spread
 
-SECONDS, MOST_STEPS = 5.0, 200  # to measure what an idle profiler costs
-IDLE_LIMIT = 0.01
+SECONDS, MOST_STEPS = 5.0, 200  # for steps that are not traced
+CALLS, IDLE_LIMIT = 50, 0.01  # to a profiler between its windows; of a step
 SHOWN = 10  # operators
 WORTH_A_WORD = 0.15  # the share of a step from which on a second cause is mentioned
 CAUSES = {
@@ -49,6 +43,11 @@ CAUSES = {
 }
 PARTS = ("data", "host", "kernels", "communication", "copies")
 HOST = PARTS.index("host")
+# The times come from the trace that torch.profiler writes, JSON in Chrome's trace event format:
+# complete events ("ph": "X") have a category, a name, a thread, a start and a duration in
+# microseconds. Each moment of a step belongs to one part: of all events that cover it, the one that
+# comes first in ON_GPU or ON_CPU decides; a moment without any is the host's. So the parts add up
+# to the step, and communication is only what no kernel hides.
 # Events, as torch 2.13 names them: category, name.
 STEP = "user_annotation ProfilerStep#"  # a step, on the thread that trains
 COMPILATION = "_compile.compile_inner (dynamo_timed)"  # the compiler compiled something
@@ -113,20 +112,22 @@ def measure(config: Config) -> int:
         ranks, problem = group.agree(lambda: read_back(traces, tracer.averages)), ""
     except RankError as error:
         ranks, problem = [], f"not a whole trace: {error}"
-    calls, steps = idle_costs(state, group)
+    (first,) = record_steps(state, 1).seconds
+    count = group.from_first(lambda: int(np.clip(SECONDS / first, 8, MOST_STEPS)))
+    steps, calls = record_steps(state, count).seconds, idle_calls(state)
     state.loader.close()
     del state
     leave(world)
     if world.rank:
         return 0
     stage.figures |= {"trace": str(traces[-1]), "step_seconds": spread(steps), "diagnosis": None}
-    size = traces[-1].stat().st_size / 2**20
-    measured = problem or f"{traces[-1].name}, {size:.1f} MiB, read back whole"
-    wanted, tip = "written and readable", "is there space left on the disk?"
+    measured, wanted = problem or f"{traces[-1].name}, read back whole", "written and readable"
+    tip = "is there space left on the disk?"
     stage.check("trace", not problem, measured=measured, wanted=wanted, advice=tip)
+    usual = float(np.median(steps))
     if ranks:
-        judge_steps(stage, world.device, ranks, float(np.median(steps)))
-    judge_idle(stage, median_interval(calls / steps), float(np.median(calls)))
+        judge_steps(stage, world.device, ranks, usual)
+    judge_idle(stage, median_interval(calls / usual), float(np.median(calls)))
     return stage.close()
 
 
@@ -161,48 +162,33 @@ def read_back(traces: list[Path], averages: Iterable[Any] = ()) -> Breakdown:
 def operators_of(averages: Iterable[Any], device: bool, seconds: float) -> list[dict[str, Any]]:
     """The operators of traced steps, with their time on the GPU, or their own on the CPU."""
     operators = []
-    for it in averages:
-        own = (it.self_device_time_total if device else it.self_cpu_time_total) / 1e6
-        annotation = it.is_user_annotation and not it.key.startswith(COMPILED)
-        if own and not annotation and it.device_type == DeviceType.CPU:  # not the kernels as well
-            operator = {"name": it.key, "self_seconds": own, "calls": it.count}
+    for average in averages:
+        own = (average.self_device_time_total if device else average.self_cpu_time_total) / 1e6
+        annotation = average.is_user_annotation and not average.key.startswith(COMPILED)
+        kernel = average.device_type != DeviceType.CPU  # its time is the operator's already
+        if own and not annotation and not kernel:
+            operator = {"name": average.key, "self_seconds": own, "calls": average.count}
             operators.append(operator | {"share": own / seconds})
     return sorted(operators, key=itemgetter("self_seconds"), reverse=True)
 
 
-def idle_costs(state: State, group: Group) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of each call to a profiler between its windows, and of the step before that call.
+def idle_calls(state: State) -> np.ndarray:
+    """Seconds of calls to a profiler between its windows, all that `--profile.every` adds there.
 
-    The call is all that `--profile.every` adds to such a step. It is timed by itself, since a
-    difference of whole steps would drown in noise.
+    They are timed by themselves: a difference of whole steps would drown in noise.
     """
     profiler = Profiler(replace(state.config.profile, every=2**40), Path("unused"), state)
-    (first,) = record_steps(state, 1).seconds
-    count = group.from_first(lambda: int(np.clip(SECONDS / first, 8, MOST_STEPS)))
-    calls, steps = np.zeros((2, count))
-    for i in range(count):
-        (steps[i],) = record_steps(state, 1).seconds
-        started = time.perf_counter()
-        profiler.after_step(state)
-        calls[i] = time.perf_counter() - started
-    return calls, steps
+    return np.array(timeit.repeat(lambda: profiler.after_step(state), repeat=CALLS, number=1))
 
 
 def judge_steps(stage: Stage, device: torch.device, ranks: list[Breakdown], usual: float) -> None:
     """Say where the time goes and what to try; `usual` are the seconds of an untraced step."""
     slowest = min(range(len(ranks)), key=lambda i: ranks[i].shares["communication"])
-    rank = ranks[slowest]
-    steps, operators = len(rank.seconds), rank.operators[:SHOWN]
-    traced = float(rank.seconds.sum()) / steps
-    compilations = max(other.compilations for other in ranks)
-    print(f"     open {stage.figures['trace']} at https://ui.perfetto.dev")
-    print(f"     top operators by self time, in {steps} traced steps:")
-    for it in operators:
-        own, calls = f"{it['self_seconds'] * 1e3:9.2f} ms", f"{it['calls']:6} x"
-        print(f"     {it['share']:6.1%} {own} {calls}  {it['name'][:60]}")
+    rank, compilations = ranks[slowest], max(rank.compilations for rank in ranks)
+    steps, traced = len(rank.seconds), float(rank.seconds.sum()) / len(rank.seconds)
+    show_operators(stage, rank.operators[:SHOWN], steps)
     print(f"     a step took {traced * 1e3:.2f} ms while traced, else {usual * 1e3:.2f} ms")
-    stage.figures |= {"steps": steps, "traced_step_seconds": traced}
-    stage.figures |= {"recompiles": compilations, "operators": operators}
+    stage.figures |= {"steps": steps, "traced_step_seconds": traced, "recompiles": compilations}
     measured = f"{compilations} within {steps} traced steps"
     wanted = "none: while it compiles, no share means anything"
     tip = "if it only compiles late, raise --profile.wait"
@@ -224,6 +210,16 @@ def judge_steps(stage: Stage, device: torch.device, ranks: list[Breakdown], usua
         stage.advise(f"besides, {advice(other, shares, rank, stage.config)}")
 
 
+def show_operators(stage: Stage, operators: Sequence[dict[str, Any]], steps: int) -> None:
+    """Print the operators that take longest."""
+    print(f"     open {stage.figures['trace']} at https://ui.perfetto.dev")
+    print(f"     top operators by self time, in {steps} traced steps:")
+    for each in operators:
+        own, calls = f"{each['self_seconds'] * 1e3:9.2f} ms", f"{each['calls']:6} x"
+        print(f"     {each['share']:6.1%} {own} {calls}  {each['name'][:60]}")
+    stage.figures["operators"] = operators
+
+
 def compare_ranks(stage: Stage, ranks: list[Breakdown], slowest: int) -> None:
     """Say how much of the communication is waiting for the slowest rank."""
     seconds = np.stack([rank.seconds for rank in ranks])
@@ -232,9 +228,8 @@ def compare_ranks(stage: Stage, ranks: list[Breakdown], slowest: int) -> None:
         exposed = exposed.sum(axis=1, keepdims=True)
     waiting = float((exposed - exposed.min(axis=0)).sum() / seconds.sum())
     stage.figures |= {"ranks": [rank.shares for rank in ranks], "waiting_for_ranks": waiting}
-    print(f"     the ranks spend {waiting:.1%} of their time waiting for a slower one")
-    if waiting > WORTH_A_WORD / len(ranks):
-        print(f"     mostly for rank {slowest}, whose shares are reported")
+    print(f"     the ranks spend {waiting:.1%} of their time waiting for a slower one,")
+    print(f"     mostly for rank {slowest}, whose shares are reported")
 
 
 def without_tracing(shares: Shares, slowdown: float) -> Shares:
@@ -312,10 +307,10 @@ def compile_mode(config: Config) -> str:
     """The compile mode to try, if any."""
     if config.compile.mode != "none":
         return ""
-    measured = read_stage(config.directory, "compile") or {"figures": {}}
-    best = measured["figures"].get("best")
-    if best is None:
+    measured = read_stage(config.directory, "compile")
+    if not measured:
         return f"--compile.mode blocks (`{command_for('compile', config.directory)}` measures it)"
+    best = measured["figures"].get("best", "none")
     return "" if best == "none" else f"--compile.mode {best}, which was measured to be faster"
 
 

@@ -1,7 +1,7 @@
-"""The fourth stage: what more processes bring, what they cost, and whether they do the same.
+"""The scale stage: what more processes bring, what they cost, and whether they do the same.
 
 Each number of processes is started anew and measures itself: `python -m` this module FOLDER reads
-FOLDER/settings.json and what one process found, FOLDER/1.json, and writes FOLDER/<ranks>.json.
+FOLDER/settings.json and what one process has measured, FOLDER/1.json, and writes FOLDER/RANKS.json.
 """
 
 import gc
@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..config import Config, load, override
 from ..device import pick_device
@@ -26,51 +26,52 @@ from . import memory_forecast as forecast
 from .interleaved import median_interval
 from .processes import most_ranks, named, refusal, run_task
 from .stage import Stage, StageConfig
-from .timing import difference, has_drawn, record_steps
+from .timing import differences, has_drawn, record_steps
 
 TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}  # relative
 FACTOR = 1.5  # between predicted and measured memory
 LEAST_WEAK = 0.8  # efficiency, between GPUs of one machine
-MOST = 1.25  # efficiency; caches give some tenths above 1, other load on the machine any
 TIMEOUT = 3600.0  # seconds for one number of processes
 COMPARED = 12  # steps whose losses are compared
 TIMED, SECONDS = 30, 3.0  # timed steps, and seconds for them where steps are slow
-KINDS = ("strong", "weak")  # scaling: with the same global batch, with one that grows
-ELSEWHERE = {
-    "cpu": "across machines or on GPUs: here the processes share memory and caches",
-    "cuda": "across machines, whose network is slower",
-}
+OUT_OF_MEMORY = (
+    "measure a smaller relative: fewer layers, a smaller --train.micro-batch-size or "
+    "--train.activation-checkpointing. A model that no device can hold needs FSDP: "
+)
+WHAT_RANKS_SHARE = (
+    "if a rank computes too little between two synchronisations, raise --train.micro-batch-size "
+    "and --train.global-batch-size; see the links of the GPUs (nvidia-smi topo -m), and what the "
+    "ranks share: reading data (--train.loader-workers) and the host's cores"
+)
 Records = dict[int, dict[str, Any]]  # by the number of processes
 
 
 def measure(config: StageConfig) -> int:
     """Measure and judge; 0 when the gate is passed, 1 when it is not."""
-    stage, device = Stage("scale", config), pick_device(config.device)
+    stage, device, cores = Stage("scale", config), pick_device(config.device), usable_cores()
     sizes, reason = world_sizes(config, device)
-    most, cores = sizes[-1], usable_cores()
+    most = sizes[-1]
     threads = 1 if device.type == "cpu" else max(1, cores // most)
     records: Records = {}
-    with tempfile.TemporaryDirectory() as folder:
-        write_json(Path(folder) / "settings.json", to_json(config))
-        options = {"threads": threads, "seconds": TIMEOUT}
-        for ranks in sizes:
-            print(f"     {named(ranks, 'process')}, {named(threads, 'thread')} each …", flush=True)
-            try:
-                records[ranks] = run_task("scale", Path(folder), str(ranks), ranks=ranks, **options)
-            except RankError as error:
-                if "out of memory" not in str(error).lower():
-                    raise
-                return give_up(stage, ranks)
-            text = f"{records[ranks]['strong']['samples_per_second']:,.0f} samples/s"
-            if ranks > 1:
-                grown = records[ranks]["weak"]["samples_per_second"]
-                text += f" with the same batch, {grown:,.0f} with a batch for each rank"
-            print(f"     {text}", flush=True)
-    if most > 1:
-        print(f"     this does not predict scaling {ELSEWHERE[device.type]}", flush=True)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            write_json(Path(folder) / "settings.json", to_json(config))
+            for ranks in sizes:
+                records[ranks] = run_ranks(Path(folder), ranks, threads)
+    except RankError as error:
+        if "out of memory" not in str(error).lower():
+            raise
+        failed = f"{named(sizes[len(records)], 'process')} ran out of memory"
+        for name in ("same_losses", "strong_efficiency", "weak_efficiency", "memory"):
+            stage.check(name, None, measured=failed, wanted="measured")
+        stage.advise(OUT_OF_MEMORY + forecast.change_to("FSDP"))
+        return stage.close()
+    print("     this does not predict scaling across machines, whose network is slower")
     judge_losses(stage, records, reason)
-    for kind in KINDS:
-        judge_efficiency(stage, kind, records, reason, device.type, cores)
+    if not reason and device.type == "cpu" and most > cores:
+        reason = f"{most} ranks take turns on {named(cores, 'core')}"
+    for kind in ("strong", "weak"):
+        judge_efficiency(stage, kind, records, reason, device.type)
     judge_memory(stage, records)
     one, last, ranks = records[1], records[most], max(2, config.workflow.ranks, most)
     stage.advise(forecast.ddp_or_fsdp(config, one["memory"], last["memory"], ranks, device))
@@ -88,24 +89,24 @@ def world_sizes(config: StageConfig, device: torch.device) -> tuple[list[int], s
     return sorted({1, *between, most}), reason
 
 
-def give_up(stage: Stage, ranks: int) -> int:
-    """Nothing can be compared: so many processes ran out of memory."""
-    reason = f"{named(ranks, 'process')} ran out of memory, and all is compared with one"
-    for name in ("same_losses", "strong_efficiency", "weak_efficiency", "memory"):
-        stage.check(name, None, measured=reason, wanted="measured")
-    stage.advise(
-        "measure a smaller relative: fewer layers, a smaller --train.micro-batch-size or "
-        "--train.activation-checkpointing. A model that no device can hold needs FSDP: "
-        + forecast.change_to("FSDP")
-    )
-    return stage.close()
+def run_ranks(folder: Path, ranks: int, threads: int) -> dict[str, Any]:
+    """What so many processes measure."""
+    print(f"     {named(ranks, 'process')}, {named(threads, 'thread')} each …", flush=True)
+    options = {"ranks": ranks, "threads": threads, "seconds": TIMEOUT}
+    record = run_task("scale", folder, str(ranks), **options)
+    strong, weak = (record[kind]["samples_per_second"] for kind in ("strong", "weak"))
+    text = f"     {strong:,.0f} samples/s"
+    if ranks > 1:
+        text += f" with the same batch, {weak:,.0f} with a batch for each rank"
+    print(text, flush=True)
+    return record
 
 
 def judge_losses(stage: Stage, records: Records, reason: str) -> None:
     """The first steps on any number of ranks give the losses and gradients of one."""
     nature, one = records[1]["nature"], records[1]
-    limits = "losses within {losses:.0e}, gradient norms within {gradient_norms:.0e}"
-    wanted = f"the same up to the order of sums: {limits.format(**TOLERANCE)}"
+    wanted = "the same up to the order of sums: losses within "
+    wanted += f"{TOLERANCE['losses']:.0e}, gradient norms within {TOLERANCE['gradient_norms']:.0e}"
     if nature["statistics"]:
         reason = f"not applicable: {nature['statistics']} takes statistics of what each rank sees"
     elif nature["always_random"]:
@@ -114,24 +115,17 @@ def judge_losses(stage: Stage, records: Records, reason: str) -> None:
         stage.check("same_losses", None, measured=reason, wanted=wanted)
         return
     apart = {
-        key: max(
-            difference(a, b)
-            for record in records.values()
-            for a, b in zip(one[key], record[key], strict=True)
-        )
+        key: max(differences(one[key], record[key]).max() for record in records.values())
         for key in TOLERANCE
     }
-    dropout = "; without dropout, which draws by rank" if nature["random"] else ""
-    stage.check(
-        "same_losses",
-        all(apart[key] <= limit for key, limit in TOLERANCE.items()),
-        measured=f"{len(one['losses'])} losses on 1 to {max(records)} ranks differ by at most "
-        f"{apart['losses']:.1e} (relative), gradient norms by {apart['gradient_norms']:.1e}"
-        f"{dropout}",
-        wanted=wanted,
-        advice="look for what depends on the rank, or on how a batch is divided: a mean where "
-        "compute_loss must return a sum, statistics of a batch, files read by rank",
-    )
+    measured = f"{len(one['losses'])} losses on 1 to {max(records)} ranks differ by at most "
+    measured += f"{apart['losses']:.1e} (relative), gradient norms by "
+    measured += f"{apart['gradient_norms']:.1e}"
+    measured += "; without dropout, which draws by rank" if nature["random"] else ""
+    advice = "look for what depends on the rank, or on how a batch is divided: a mean where "
+    advice += "compute_loss must return a sum, statistics of a batch, files read by rank"
+    passed = all(apart[key] <= limit for key, limit in TOLERANCE.items())
+    stage.check("same_losses", passed, measured=measured, wanted=wanted, advice=advice)
 
 
 def efficiencies(kind: str, records: Records) -> dict[int, tuple[float, float, float]]:
@@ -145,56 +139,36 @@ def efficiencies(kind: str, records: Records) -> dict[int, tuple[float, float, f
     return result
 
 
-def judge_efficiency(
-    stage: Stage, kind: str, records: Records, reason: str, device: str, cores: int
-) -> None:
+def judge_efficiency(stage: Stage, kind: str, records: Records, reason: str, device: str) -> None:
     """On GPUs there is a limit; for processes that share a CPU it is only recorded."""
-    most, found = max(records), efficiencies(kind, records)
-    name = f"{kind}_efficiency"
-    stage.figures[name] = {str(ranks): value for ranks, (value, *_) in found.items()}
-    if not reason and device == "cpu" and most > cores:
-        reason = f"{most} ranks take turns on {named(cores, 'core')}"
+    most, by_ranks, name = max(records), efficiencies(kind, records), f"{kind}_efficiency"
+    stage.figures[name] = {str(ranks): value for ranks, (value, *_) in by_ranks.items()}
     limit = {"weak": LEAST_WEAK, "strong": 1 / most}[kind] if device == "cuda" else 0.0
-    shown = ", ".join(f"{n} ranks {v:.0%} ({a:.0%} to {b:.0%})" for n, (v, a, b) in found.items())
-    passed, measured, advice = None, reason, ""
-    if not reason and any(low > MOST for _, low, _ in found.values()):
-        measured = f"{shown}: more than ranks can bring, so one alone had less of the machine"
-        advice = "measure again when nothing else runs on this machine"
-    elif not reason:
-        batch = "the same batch" if kind == "strong" else "a batch for each rank"
-        passed, measured = found[most][0] > limit, f"{shown}, {batch}"
-        advice = (
-            "if a rank computes too little between two synchronisations, raise "
-            "--train.micro-batch-size and --train.global-batch-size; see the links of the GPUs "
-            "(nvidia-smi topo -m), and what the ranks share: reading data (--train.loader-workers) "
-            "and the host's cores"
-        )
+    shown = [f"{n} ranks {v:.0%} ({a:.0%} to {b:.0%})" for n, (v, a, b) in by_ranks.items()]
+    passed = None if reason else by_ranks[most][0] > limit
+    measured = reason or ", ".join(shown)
     wanted = f"{most} ranks above {limit:.0%}" if limit else "measured"
+    advice = "" if reason else WHAT_RANKS_SHARE
     stage.check(name, passed, measured=measured, wanted=wanted, advice=advice)
-    if passed and most * found[most][0] <= 1:
+    if passed and most * by_ranks[most][0] <= 1:
         stage.advise(f"{most} ranks do not do more than one here: {kind} scaling brings nothing")
 
 
 def judge_memory(stage: Stage, records: Records) -> None:
     """A rank takes what was forecast."""
-    wanted = f"within a factor of {FACTOR:g}"
     memory = {ranks: record["memory"] for ranks, record in records.items()}
-    if reason := memory[1]["unpredictable"]:
-        stage.check("memory", None, measured=reason, wanted=wanted)
-        return
     ratios = [m["measured"] / max(1, m["predicted"]) for m in memory.values()]
-    stage.check(
-        "memory",
-        all(1 / FACTOR <= ratio <= FACTOR for ratio in ratios),
-        measured="; ".join(
-            f"{named(ranks, 'rank')} predicted {in_units(m['predicted'])}, "
-            f"measured {in_units(m['measured'])}"
-            for ranks, m in memory.items()
-        ),
-        wanted=wanted,
-        advice="something is allocated that is neither weights, gradients, optimizer state nor "
-        "kept for backward: see the operators of `profile`, with memory",
-    )
+    reason = memory[1]["unpredictable"]
+    passed = None if reason else all(1 / FACTOR <= ratio <= FACTOR for ratio in ratios)
+    parts = [
+        f"{named(ranks, 'rank')} predicted {in_units(m['predicted'])}, "
+        f"measured {in_units(m['measured'])}"
+        for ranks, m in memory.items()
+    ]
+    measured, wanted = reason or "; ".join(parts), f"within a factor of {FACTOR:g}"
+    advice = "more is allocated than weights, gradients, optimizer state and what one forward and "
+    advice += "backward take: see the operators of `profile`, with memory"
+    stage.check("memory", passed, measured=measured, wanted=wanted, advice=advice)
 
 
 def main() -> int:
@@ -212,15 +186,12 @@ def main() -> int:
 
 def examine(config: Config, world: World, one: dict[str, Any] | None) -> dict[str, Any]:
     """All that is measured on this number of ranks; `one` is what one process measured before."""
-    record = {"nature": one["nature"] if one else nature_of(config, world)}
-    record |= compare(config, world, record["nature"])
-    state, peak = forecast.set_up_and_measure(config, world)
-    record["memory"] = forecast.memory_of(state, peak, one and one["memory"])
-    if one:
-        steps = one["steps"]  # on all ranks equally many
-    else:
-        steps = max(10, min(TIMED, int(SECONDS / record_steps(state, 3).seconds[-1])))
-    record["steps"] = steps
+    nature = one["nature"] if one else nature_of(config, world)
+    record = {"nature": nature, **compare(config, world, nature["random"])}
+    state, record["memory"] = forecast.measure_memory(config, world, one and one["memory"])
+    usual = record_steps(state, 3).seconds[-1]
+    # Ranks must take equally many, so all take what one process took.
+    record["steps"] = steps = one["steps"] if one else int(np.clip(SECONDS / usual, 10, TIMED))
     record["strong"] = record["weak"] = time_steps(state, steps)
     if one:
         del state
@@ -236,41 +207,35 @@ def time_steps(state: State, steps: int) -> dict[str, Any]:
     """The pace of a state that has taken its first steps."""
     seconds = record_steps(state, steps).seconds
     state.loader.close()
-    return {
-        "interval": median_interval(seconds),
-        "samples_per_second": state.config.train.global_batch_size / median(seconds),
-    }
+    rate = state.config.train.global_batch_size / median(seconds)
+    return {"interval": median_interval(seconds), "samples_per_second": rate}
 
 
 def nature_of(config: Config, world: World) -> dict[str, Any]:
     """What a step of this model does that depends on how the batch is divided among ranks.
 
-    "statistics" names a module or buffer that takes statistics of a batch; "random" says whether
-    random numbers are drawn in training, "always_random" whether in evaluation too.
+    "statistics" names a buffer that changes with each batch, as of BatchNorm; "random" says
+    whether random numbers are drawn in training, "always_random" whether in evaluation too.
     """
     state = setup(config, world)
     saved = state.model.state_dict()
     before = {name: b.clone() for name, b in state.model.named_buffers() if name in saved}
     train_step(state, state.loader.next())
     random, after = has_drawn(state), dict(state.model.named_buffers())
-    statistics_of = [name for name, m in state.model.named_modules() if isinstance(m, _BatchNorm)]
-    statistics_of += [name for name, b in before.items() if not torch.equal(b, after[name])]
+    changed = [name for name, buffer in before.items() if not torch.equal(buffer, after[name])]
     state.module.eval()
     train_step(state, state.loader.next())
     state.loader.close()
-    return {
-        "statistics": next(iter(statistics_of), None),
-        "random": random,
-        "always_random": random and has_drawn(state),
-    }
+    always = random and has_drawn(state)
+    return {"statistics": next(iter(changed), None), "random": random, "always_random": always}
 
 
-def compare(config: Config, world: World, nature: dict[str, Any]) -> dict[str, Any]:
+def compare(config: Config, world: World, random: bool) -> dict[str, Any]:
     """Losses and gradient norms of the first steps, in float32, without what is random."""
     state = setup(override(config, {"train.precision": "fp32"}), world)
     torch.set_float32_matmul_precision("highest")  # until the next setup; without TF32, whose
     torch.backends.cudnn.allow_tf32 = False  # rounding depends on how the batch is divided
-    state.module.train(not nature["random"])
+    state.module.train(not random)
     losses, norms = [], []
     for _ in range(COMPARED):
         losses.append(float(record_steps(state, 1).losses[0]))

@@ -5,7 +5,6 @@ It takes the first steps of the run twice, by the project's own `setup` and `tra
 
 import math
 import timeit
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ BATCHES = 8  # on which the loss has to fall
 DATA_WAIT_LIMIT, WORTH_A_WORD = 0.05, 1e-3  # of a step: its share, and seconds
 CHEAPER = "make __getitems__ cheaper"
 ADDS_UP = 0.01  # relative: bfloat16 rounds by less, while a mean is off by a factor
-DRAWS, TOO_RANDOM = 16, 0.1  # evaluations of a random model; a limit that says nothing
+DRAWS, TOO_RANDOM = 16, 0.1  # evaluations, as a model may be random; a limit that says nothing
 NOT_A_SUM = {
     "mean": "compute_loss must return sums, not means (reduction='sum')",
     "count": "a count must be of its batch: how many values its sum adds up",
@@ -58,28 +57,24 @@ def judge_steps(stage: Stage) -> tuple[State, Steps]:
     first, _ = first_steps(setup(config, world), WARMUP + MEASURED)
     state = setup(config, world)
     second, (before, after) = first_steps(state, len(first.losses))
-    steps = len(second.losses)
     judge_sums(stage, state)
     judge_losses(stage, first.losses, second.losses, world.device.type == "cpu")
-    stage.check(
-        "loss_falls",
-        after < before,
-        measured=f"from {before:.4f} to {after:.4f} on {BATCHES} batches, by {steps} steps",
-        wanted="lower at the end",
-        advice="try another --optim.learning-rate, and look at a batch of the data",
-    )
+    steps, wanted = len(second.losses), "lower at the end"
+    measured = f"from {before:.4f} to {after:.4f} on {BATCHES} batches, by {steps} steps"
+    advice = "try another --optim.learning-rate, and look at a batch of the data"
+    stage.check("loss_falls", after < before, measured=measured, wanted=wanted, advice=advice)
     both = Steps(*(np.append(a[WARMUP:], b[WARMUP:]) for a, b in zip(first, second, strict=True)))
     seconds = spread(both.seconds)
     samples = config.train.global_batch_size / seconds["median"]
-    tokens = getattr(state.spec, "tokens_per_sample", None)
-    per_token = f", {samples * tokens:,.0f} tokens/s" if tokens else ""
+    tokens = samples * (getattr(state.spec, "tokens_per_sample", None) or 0)
+    per_token = f", {tokens:,.0f} tokens/s" if tokens else ""
     measured = f"{samples:,.1f} samples/s{per_token}; a step {describe(seconds)}"
     stage.check("throughput", True, measured=measured, wanted="measured")
     stage.figures |= {
         "losses": second.losses.tolist(),
         "step_seconds": seconds,
         "samples_per_second": samples,
-        "tokens_per_second": samples * tokens if tokens else None,
+        "tokens_per_second": tokens or None,
         "parameters": sum(p.numel() for p in state.model.parameters()),
         **use_of_device(state, samples),
     }
@@ -108,15 +103,13 @@ def loss_on_first_batches(state: State) -> float:
     return total / count
 
 
-def judge_waits(stage: Stage, steps: Steps, advice: str, better: Steps | None = None) -> None:
-    """Check that steps, or `better` ones with other loader workers, hardly wait for data."""
+def judge_waits(stage: Stage, steps: Steps, advice: str) -> None:
+    """Check that steps hardly wait for data."""
     share, wait = share_waited(steps), float(steps.waits.mean())
     stage.figures["data_wait"] = spread(steps.waits / steps.seconds) | {"all": share}
     measured = f"{share:.1%} of the time, {wait * 1e3:.2f} ms a step"
-    if better:
-        measured += f"; {share_waited(better):.1%} with the loader workers recommended"
     wanted = f"less than {DATA_WAIT_LIMIT:.0%}, or than {WORTH_A_WORD * 1e3:g} ms"
-    passed = not waits_too_long(better or steps)
+    passed = share < DATA_WAIT_LIMIT or wait < WORTH_A_WORD
     stage.check("data_wait", passed, measured=measured, wanted=wanted, advice=advice)
 
 
@@ -126,28 +119,20 @@ def share_waited(steps: Steps) -> float:
     return float(steps.waits.sum() / steps.seconds.sum())
 
 
-def waits_too_long(steps: Steps) -> bool:
-    """Whether steps lose too much time to waiting for data."""
-    return share_waited(steps) >= DATA_WAIT_LIMIT and steps.waits.mean() >= WORTH_A_WORD
-
-
 def use_of_device(state: State, samples: float) -> dict[str, float | None]:
     """Memory and floating-point operations at so many samples per second, as figures."""
     device = state.world.device
     batch = fetch(state.loader.source.dataset, state.loader.source.order.ids(0)[:1])
-    forward = forward_flops(state.model, compute_loss, batch)
-    flops = 3 * forward if forward else None
+    flops = 3 * (forward_flops(state.model, compute_loss, batch) or 0)
     memory = peak_memory(device)
     best, peak = matmul_flops(device, state.compute_dtype), peak_flops(device)
-    shares = {
-        name: flops * samples / of if flops and of else None
-        for name, of in (("mfu", peak), ("matmul_share", best))
-    }
-    of_what = {"mfu": "of the device's peak (MFU)", "matmul_share": "of its own matmul peak"}
-    text = [f"{share:.1%} {of_what[name]}" for name, share in shares.items() if share]
-    print(f"     {', '.join(text) or 'FLOPs unknown'}; peak memory {in_units(memory)}")
-    figures = {"peak_memory_bytes": memory, "flops_per_sample": flops}
-    return figures | {"peak_flops": peak, "matmul_flops": best} | shares
+    mfu = flops * samples / peak if flops and peak else None
+    share = flops * samples / best if flops else None
+    text = f"{mfu:.1%} of the device's peak (MFU), " if mfu else ""
+    text += f"{share:.1%} of its own matmul peak" if share else "FLOPs unknown"
+    print(f"     {text}; peak memory {in_units(memory)}")
+    figures = {"peak_memory_bytes": memory, "flops_per_sample": flops or None}
+    return figures | {"peak_flops": peak, "matmul_flops": best, "mfu": mfu, "matmul_share": share}
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -183,29 +168,27 @@ def judge_losses(stage: Stage, first: np.ndarray, second: np.ndarray, cpu: bool)
 def judge_sums(stage: Stage, state: State) -> None:
     """Check that the parts of a batch add up to it, so that micro-batches and ranks may share it.
 
-    In evaluation mode, without dropout; of a model that is random even then, on average.
+    In evaluation mode, without dropout; on average, as a model may be random even then.
     """
     wanted = f"the same within {ADDS_UP:.0%}"
     ids = state.loader.source.order.ids(0)[: state.config.train.micro_batch_size]
     if len(ids) == 1:
         stage.check("adds_up", None, measured="one sample cannot be divided", wanted=wanted)
         return
-    parts = ids, *np.array_split(ids, 2)
+    parts = [ids, *np.array_split(ids, 2)]
     state.module.eval()
-    drawn, names = evaluate(state, parts, draws=2)
-    size = drawn.abs().amax((0, 1)).clamp(min=1e-12)
-    noise = torch.zeros_like(size)
-    if bool(((drawn[0] - drawn[1]).abs().amax(0) / size).max() > ADDS_UP / 5):
-        drawn, names = evaluate(state, parts, DRAWS)
-        noise = ((drawn[:, 1] + drawn[:, 2] - drawn[:, 0]) / size).std(0) / math.sqrt(DRAWS)
-        wanted += f", and 4 standard errors of {DRAWS} draws of its random numbers"
+    drawn, names = evaluate(state, parts, DRAWS)
     state.module.train()
-    limit, (whole, one, two) = ADDS_UP + 4 * noise, drawn.mean(0)
+    size = drawn.abs().amax((0, 1)).clamp(min=1e-12)
+    error = ((drawn[:, 1] + drawn[:, 2] - drawn[:, 0]) / size).std(0) / math.sqrt(DRAWS)
+    if error.max() > ADDS_UP / 100:
+        wanted += f", and 4 standard errors of {DRAWS} draws of its random numbers"
+    limit, (whole, one, two) = ADDS_UP + 4 * error, drawn.mean(0)
     apart = (one + two - whole).abs() / size
     wrong = [at for at in range(len(names)) if not apart[at] <= limit[at]]  # of NaN, too
     at = wrong[0] if wrong else int(apart.argmax())
-    measured = f"{names[at]} of {len(ids)} samples {whole[at]:.6g}, in parts {one[at]:.6g} + "
-    measured += f"{two[at]:.6g}"
+    measured = f"{names[at]} of {len(ids)} samples {whole[at]:.6g}, "
+    measured += f"in parts {one[at]:.6g} + {two[at]:.6g}"
     share = len(parts[1]) / len(ids) if 1 in wrong else one[1] / (one[1] + two[1])
     of_means = (share * one + (1 - share) * two - whole).abs() / size <= limit
     kind = "count" if at % 2 else "mean" if of_means[at] else "batch"
@@ -215,19 +198,17 @@ def judge_sums(stage: Stage, state: State) -> None:
     stage.check("adds_up", passed, measured=measured, wanted=wanted, advice=advice)
 
 
-def evaluate(
-    state: State, batches: Sequence[np.ndarray], draws: int = 1
-) -> tuple[Tensor, list[str]]:
+def evaluate(state: State, batches: list[np.ndarray], draws: int = 1) -> tuple[Tensor, list[str]]:
     """Sums and counts of batches [draws, batches, names], and their names; draws are seeded."""
-    found, names, world = [], [], state.world
+    vectors, names, world = [], [], state.world
     for ids in draws * [*batches]:
-        seed_step(state.config.train.seed, len(found), world.rank, world.device)
+        seed_step(state.config.train.seed, len(vectors), world.rank, world.device)
         batch = move(fetch(state.loader.source.dataset, ids), world.device)
         with torch.no_grad(), parallel.autocast(world, state.compute_dtype):
             loss = compute_loss(state.module, batch)
             returned(loss, LossSum, "what compute_loss (model.py) returns")
-        found.append(loss_vector(loss).double().cpu())
+        vectors.append(loss_vector(loss).double().cpu())
         names = ["loss", "count"]
         for name, metric in loss.metrics.items():
             names += [name, f"count of {name}" if isinstance(metric, tuple) else "count"]
-    return torch.stack(found).unflatten(0, (draws, -1)), names
+    return torch.stack(vectors).unflatten(0, (draws, -1)), names

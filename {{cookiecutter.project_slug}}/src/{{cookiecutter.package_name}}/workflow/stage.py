@@ -19,7 +19,7 @@ from ..files import to_json, write_json
 from ..run.hardware import where_measured
 from . import WorkflowConfig
 
-STATUSES = ("fail", "not_measured", "pass")  # the worst first
+STATUSES = {"fail": "FAIL", "not_measured": "n/a ", "pass": "ok  "}  # the worst first
 PACKAGE = __name__.partition(".")[0]
 
 
@@ -53,25 +53,24 @@ class Stage:
 
         `measured` then says why. `advice` says what to do unless it passed.
         """
-        words = {True: ("pass", "ok  "), False: ("fail", "FAIL"), None: ("not_measured", "n/a ")}
-        status, mark = words[passed]
+        status = {True: "pass", False: "fail", None: "not_measured"}[passed]
         advice = "" if passed else advice
         check = {"name": name, "status": status, "measured": measured, "wanted": wanted}
         self.checks.append(check | {"advice": advice})
-        print(f"{mark} {name}: {measured} (wanted: {wanted})", flush=True)
+        print(f"{STATUSES[status]} {name}: {measured} (wanted: {wanted})", flush=True)
         if advice:
             print(f"     {advice}", flush=True)
 
     def advise(self, text: str) -> None:
-        """Add something worth trying, whatever passed, and print it."""
+        """Add what is worth trying, whatever passed, and print it."""
         self.advice.append(text)
         print(f"  -> {text}", flush=True)
 
     @property
     def status(self) -> str:
         """The worst status of its checks."""
-        statuses = [check["status"] for check in self.checks]
-        return min(statuses, key=STATUSES.index, default="not_measured")
+        statuses = {check["status"] for check in self.checks}
+        return next((status for status in STATUSES if status in statuses), "not_measured")
 
     def close(self) -> int:
         """Write workflow/<stage>.json; 0 unless a check failed."""

@@ -1,6 +1,5 @@
-"""How the stages time the project's own steps, and tell a difference from noise."""
+"""How the stages time the project's own steps, and compare figures."""
 
-import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -25,17 +24,17 @@ class Steps(NamedTuple):
 
 def record_steps(state: State, steps: int) -> Steps:
     """Take steps of the project's loop, waiting for the device after each."""
-    losses, seconds, waits = [], [], []
+    losses, seconds, waits = np.zeros((3, steps))
     synchronize(state.world.device)
-    for _ in range(steps):
+    for i in range(steps):
         started, waited = time.perf_counter(), state.loader.seconds
         train_step(state, state.loader.next())
         synchronize(state.world.device)
-        seconds.append(time.perf_counter() - started)
-        waits.append(state.loader.seconds - waited)
-        losses.append(means(state.sums, state.metrics)["loss"])
+        seconds[i] = time.perf_counter() - started
+        waits[i] = state.loader.seconds - waited
+        losses[i] = means(state.sums, state.metrics)["loss"]
         state.sums = 0.0
-    return Steps(np.array(losses), np.array(seconds), np.array(waits))
+    return Steps(losses, seconds, waits)
 
 
 def has_drawn(state: State) -> bool:
@@ -50,7 +49,7 @@ def has_drawn(state: State) -> bool:
 
 def spread(values: Sequence[float] | np.ndarray) -> dict[str, float]:
     """Median, 10th and 90th percentile, and number of values, as figures hold them."""
-    p10, median, p90 = (float(x) for x in np.percentile(values, [10, 50, 90]))
+    p10, median, p90 = np.percentile(values, [10, 50, 90]).tolist()
     return {"median": median, "p10": p10, "p90": p90, "n": len(values)}
 
 
@@ -60,14 +59,10 @@ def describe(seconds: dict[str, Any]) -> str:
     return f"{median:.2f} ms (p10 {p10:.2f}, p90 {p90:.2f})"
 
 
-def difference(a: float, b: float) -> float:
-    """Relative difference; infinite unless both are finite."""
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return math.inf
-    return abs(a - b) / max(abs(a), abs(b), 1e-12)
-
-
 def differences(first: Iterable[float], second: Iterable[float]) -> np.ndarray:
-    """Relative differences of pairs; 0 where both are NaN."""
-    both = zip(first, second, strict=True)
-    return np.array([0.0 if math.isnan(a) and math.isnan(b) else difference(a, b) for a, b in both])
+    """Relative differences of pairs; 0 where both are NaN, infinite where one is not finite."""
+    a, b = np.array([*first], dtype=float), np.array([*second], dtype=float)
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(a - b) / np.maximum(np.maximum(abs(a), abs(b)), 1e-12)
+    apart[np.isnan(a) & np.isnan(b)] = 0
+    return np.nan_to_num(apart, nan=np.inf)
