@@ -64,7 +64,6 @@ PRIVATE = (
     "torch.distributed.distributed_c10d._world",
     "torch.distributed.tensor.DTensor._spec",
     "torch.distributed.elastic.multiprocessing.api._terminate_process_handler",
-    "torch.nn.Module._compiled_call_impl",
     "torch.nn.modules.batchnorm._BatchNorm",
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
     f"{ELASTIC}._monitor_workers",

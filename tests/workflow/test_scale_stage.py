@@ -94,7 +94,8 @@ def test_what_one_process_cannot_measure_is_said(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = record(1.0)
-    found["strong"] |= {"samples_per_second": 8.0}
+    for kind in ("strong", "weak"):
+        found[kind] |= {"samples_per_second": 8.0}
     monkeypatch.setattr(project.module("workflow.scale"), "run_task", lambda *_, **__: found)
     project("scale", *project.settings, "--workflow.ranks", "1", "--name", "one")
     content = stage_of(project, "one")
