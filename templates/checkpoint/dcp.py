@@ -39,7 +39,6 @@ class CheckpointConfig(StorageConfig):
 class Writer:
     """Saves in the loop; every rank goes on when the checkpoint is published."""
 
-    stages = False
     staged_bytes = 0
     failed = False
 

@@ -53,8 +53,6 @@ class Writer:
     once, on a stream of their own.
     """
 
-    stages = True
-
     def __init__(
         self, config: CheckpointConfig, group: Group, model: nn.Module, device: torch.device
     ) -> None:

@@ -65,22 +65,21 @@ class Tracking:
             self._warn(f"it did not close within {LIMIT:.0f} s")
 
     def _work(self) -> None:
-        opened: list[Tracker] = []
-        self._attempt(lambda: opened.append(Tracker(self.config, self.run_dir, self.step)))
+        tracker = self._attempt(Tracker, self.config, self.run_dir, self.step)
         self.opened.set()
-        for tracker in opened:
-            logged = tracker.logged
-            before = read_records(self.run_dir, self.step) if self.step else ()  # earlier starts
-            for record in itertools.chain(before, iter(self.records.get, None)):
-                if (step := record["step"]) > logged:
-                    for path in samples_of(self.run_dir, step):
-                        self._attempt(tracker.sample, path, step)
-                    self._attempt(tracker.scalars, step, scalars(record), record["time"])
-            self._attempt(tracker.close, self.status)
+        if not tracker:
+            return
+        before = read_records(self.run_dir, self.step) if self.step else ()  # earlier starts
+        for record in itertools.chain(before, iter(self.records.get, None)):
+            if (step := record["step"]) > tracker.logged:
+                for path in samples_of(self.run_dir, step):
+                    self._attempt(tracker.sample, path, step)
+                self._attempt(tracker.scalars, step, scalars(record), record["time"])
+        self._attempt(tracker.close, self.status)
 
-    def _attempt(self, call: Callable[..., object], *arguments: Any) -> None:
+    def _attempt(self, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            call(*arguments)
+            return call(*arguments)
         except BaseException as error:  # a tracker may even call sys.exit
             self._warn(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
 
@@ -93,6 +92,5 @@ class Tracking:
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
     """The finite figures of a record by tag, such as train/loss and validation/loss."""
-    named = {name: value for name, value in record.items() if name not in ("step", "time")}
-    figures = {name: v for name, value in named.items() for v in finite(value)}
+    figures = {n: v for n in record.keys() - {"step", "time"} for v in finite(record[n])}
     return {re.sub("^train/validation_", "validation/", f"train/{n}"): figures[n] for n in figures}

@@ -117,7 +117,7 @@ def test_a_log_that_cannot_be_opened_is_named(
     def seek(*arguments: Any, **named: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(project.module("run.directory"), "LogFile", seek)
+    monkeypatch.setattr(project.module("run.logs"), "LogFile", seek)
     line = project.refuses("train", *project.settings, "--run-dir", str(tmp_path / "run"))
     assert f"Input/output error: '{tmp_path}/run/logs/train.log'" in line
 

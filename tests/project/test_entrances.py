@@ -140,16 +140,3 @@ def test_a_directory_set_aside_before_it_was_locked_is_not_taken(
         assert len(opened) == 2 and (run / ".lock").stat().st_ino == opened[1] != opened[0]
         assert taken.lock.fileno() and (run / ".lock").read_text().startswith("process ")
         assert (aside / ".lock").read_text() == ""
-        run.rename(tmp_path / "moved")
-        run.mkdir()
-        (run / ".lock").write_text("process 1 of another run\n")
-    assert (run / ".lock").read_text() == "process 1 of another run\n", "it was not ours to remove"
-
-
-def test_a_folder_of_the_name_of_our_files_refuses_no_start(
-    project: Project, tmp_path: Path
-) -> None:
-    (tmp_path / "run/.nonce-x").mkdir(parents=True)
-    (tmp_path / "run/.nonce-y").touch()
-    project("train", *project.settings, "--run-dir", str(tmp_path / "run"), "--train.steps", "2")
-    assert {path.name for path in (tmp_path / "run").glob(".nonce*")} == {".nonce-x"}

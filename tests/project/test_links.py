@@ -86,7 +86,6 @@ def test_checkpoints_and_traces_may_be_on_another_disk(
     for words in ((), ("--train.steps", "8")):
         project("train", "--run-dir", str(run), *project.settings, *WORDS, *words)
     assert "resuming from" in caplog.text
-    assert f"{run}/checkpoints is a link to {tmp_path}/large/checkpoints" in caplog.text
     assert {path.name for path in (tmp_path / "large/checkpoints").iterdir()} == {
         "step_00000006",
         "step_00000008",

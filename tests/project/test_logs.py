@@ -75,8 +75,7 @@ from of_logs.run import logs
 logs.log_to_console()
 group = Group()
 group.rank = int(os.environ["RANK"])
-file = logs.LogFile(Path("rank_1.log" if group.rank else "train.log"))
-with logs.logging_to(file, group) as console, group.printing_to(file.stream, console):
+with logs.logging_in(Path(), group):
     logging.getLogger("of_logs.distributed.watchdog").warning("a warning")
     group.say("a verdict")
     print("printed")
@@ -118,7 +117,7 @@ from of_logs.run import logs
 def broken():
     raise ZeroDivisionError("on this rank")
 logs.log_to_console()
-with logs.logging_to(logs.LogFile(Path("train.log")), ""):
+with logs.logging_in(Path(), Group()):
     for agree in (Group().agree, Group().from_first):
         try:
             agree(broken)
@@ -145,10 +144,10 @@ def test_an_error_told_by_its_message_leaves_its_traceback_where_it_happened(
 
 
 def test_a_log_that_cannot_be_written_ends_nothing(project: Project, tmp_path: Path) -> None:
-    logs = project.module("run.logs")
-    file = logs.LogFile(tmp_path / "train.log")
-    file.setStream(open("/dev/full", "w"))  # noqa: SIM115 - the handler closes it
-    with logs.logging_to(file, ""):
+    logs, group = project.module("run.logs"), project.module("distributed").Group()
+    with logs.logging_in(tmp_path, group):
+        file = logs.PACKAGE.handlers[-1]
+        file.setStream(open("/dev/full", "w"))  # noqa: SIM115 - the handler closes it
         logs.PACKAGE.warning("lost")
     assert file not in logs.PACKAGE.handlers
 
@@ -161,8 +160,8 @@ def test_a_start_that_cannot_write_names_the_file_once(
     options = (*project.settings, "--run-dir", str(tmp_path), "--train.steps")
     project("train", *options, "1")
     rundir, agreement = (project.module(n) for n in ("run.directory", "distributed.agreement"))
-    journal = project.module("run.journal")
-    opener = journal.open_to_write
+    files = project.module("files")
+    opener = files.open_to_write
     write_json, refused = rundir.write_json, OSError(5, "Input/output error")
 
     def open_file(path: Path, *rest: Any, **how: Any) -> Any:
@@ -175,7 +174,7 @@ def test_a_start_that_cannot_write_names_the_file_once(
             raise refused
         write_json(path, content)
 
-    for module in (agreement, journal):
+    for module in (agreement, files):
         monkeypatch.setattr(module, "open_to_write", open_file)
     monkeypatch.setattr(rundir, "write_json", no_status)
     said = project.refuses("train", *options, "2")
@@ -408,3 +407,10 @@ def test_a_step_has_its_limit_and_a_phase_a_longer_one(
     monkeypatch.setattr(watch, "_report", lambda waited: None)
     watch._watch()
     assert reported == ([] if seconds is None else [seconds])
+
+
+def test_what_a_killed_start_left_is_removed(project: Project, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.nonce-x").touch()
+    project("train", *project.settings, "--run-dir", str(tmp_path / "run"), "--train.steps", "2")
+    assert not list((tmp_path / "run").glob(".nonce*"))

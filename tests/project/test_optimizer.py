@@ -101,30 +101,6 @@ def test_the_rate_warms_up_to_its_peak_and_decays_to_its_end(project: Project) -
     assert rates[20:] == sorted(rates[20:], reverse=True)
 
 
-def test_memory_that_cannot_be_had_is_told_before_training(
-    project: Project, tmp_path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    memory = project.module("run.hardware")
-    run = project.module("train").run
-    changes = {"train__steps": 2, "optim__name": "adamw"}
-    settings = project.config(run_dir=tmp_path / "run", **changes)
-    needed = 3 * sum(
-        parameter.nbytes for parameter in project.module("train").setup(settings).model.parameters()
-    )  # gradients and two moments
-    for free, verdict in ((needed - 1, "refused"), (needed * 1.1, "warned"), (needed * 2, "told")):
-        caplog.clear()
-        monkeypatch.setattr(memory, "free_host_memory", lambda free=free: free)
-        with caplog.at_level("INFO", memory.log.name):
-            if verdict == "refused":
-                with pytest.raises(project.module("errors").UserError, match="FSDP"):
-                    run(settings)
-                assert not (tmp_path / "run").exists()
-            else:
-                run(settings)
-        assert "expected memory per process: parameters" in caplog.text
-        assert ("WARNING" in caplog.text) == (verdict == "warned")
-
-
 def test_a_skipped_step_leaves_batch_statistics_as_they_were(project: Project) -> None:
     """Batch normalisation writes them without counting a version of the tensor."""
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))

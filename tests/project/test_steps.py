@@ -80,18 +80,6 @@ def test_waiting_for_data_is_counted(image: Project, tmp_path: Path) -> None:
     assert 0.06 <= state.loader.seconds < 10
 
 
-def test_an_optimizer_that_cannot_be_tried_is_guessed_at(image: Project) -> None:
-    class Own(torch.optim.SGD):
-        def __init__(self, parameters: Any, needed: int) -> None:
-            super().__init__(parameters, lr=0.1)
-
-    model, memory = nn.Linear(4, 4), image.module("run.hardware").expected_memory
-    found = memory(model, Own(model.parameters(), 1), 0)
-    assert found.guessed and found.optimizer == 2 * found.parameters
-    known = memory(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
-    assert not known.guessed and known.optimizer == 0
-
-
 def test_each_checkpoint_has_a_line(image: Project, tmp_path: Path) -> None:
     publish = image.module("checkpoint.publish")
     settings = {"run_dir": tmp_path, "data__path": None, "train__steps": 4}
@@ -214,33 +202,6 @@ def test_no_number_is_too_small_to_be_looked_at(image: Project) -> None:
         values[1] = torch.nan
         with pytest.raises(image.module("checkpoint").CheckpointError, match="w is not finite"):
             tensors.refuse_nan({"model.w": values}, nn.Module())
-
-
-@pytest.mark.parametrize("ema", [0.0, 0.9])
-def test_a_checkpoint_takes_what_was_foretold(
-    image: Project, text: Project, tmp_path: Path, ema: float
-) -> None:
-    """Within the manifest and the headers of its files; buffers and averages are counted."""
-    hardware = image.module("run.hardware")
-    state = with_statistics(image)
-    parameters = sum(p.numel() for p in state.model.parameters())
-    needed = hardware.expected_memory(state.model, state.optimizer, 0)
-    assert needed.parameters - 4 * parameters == sum(b.nbytes for b in state.model.buffers())
-    assert needed.gradients == 4 * parameters and needed.optimizer == 8 * parameters
-    assert needed.staging == 0 and not needed.guessed and "copies" not in str(needed)
-    staged = hardware.expected_memory(state.model, state.optimizer, 1)
-    assert staged.staging == needed.parameters + needed.optimizer
-    assert "copies for checkpoints" in str(staged)
-    headers = ((image, 40_000, {"data__path": None}), (text, 120_000, {}))
-    for project, most, changes in headers:
-        settings = {"run_dir": tmp_path / project.name, "train__steps": 2, "optim__ema": ema}
-        config = project.config(**settings, **changes)
-        project.module("train").run(config)
-        files = (config.directory / "checkpoints/step_00000002").iterdir()
-        size = sum(path.stat().st_size for path in files)
-        state = project.module("train").setup(config)
-        foretold = hardware.expected_memory(state.model, state.optimizer, 1).staging
-        assert size - most < foretold < 1.02 * size
 
 
 def test_bytes_are_shown_as_people_read_them(image: Project) -> None:

@@ -31,7 +31,7 @@ def test_stops_lose_nothing_and_so_would_be_noticed(
     with monkeypatch.context() as patch:
         patch.setattr(f"{package}.checkpoint.writer.refuse_nan", lambda *tensors: None)
         patch.setattr(f"{package}.run.bad_steps.RunningBuffers.put_back", lambda *step: None)
-        patch.setattr(f"{package}.run.bad_steps.StopAtBadStep._search", lambda *of: [0, 1])
+        patch.setattr(f"{package}.run.bad_steps.BadSteps._search", lambda *of: [0, 1])
         odd = {stops_bad_steps.PUBLISHED, stops_bad_steps.CLEAN, stops_bad_steps.NAMED}
         assert broken() == odd
 

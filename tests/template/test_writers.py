@@ -24,7 +24,6 @@ EXCEPTIONS = {
     ("distributed/agreement.py", "open(os.dup(2), 'w')"): "a descriptor",
     ("errors.py", "os.open(os.devnull, os.O_WRONLY)"): "no file of a run",
     ("profiler.py", "finished.export_chrome_trace(str(temporary))"): "a name from `replacing`",
-    ("run/journal.py", "os.truncate(self.path, self.written)"): "what `open_to_write` has opened",
     ("run/tracker_adapter.py", "SummaryWriter(folder)"): "names with the time, host and process",
     ("workflow/drill.py", "open(path, 'r+b')"): "damage, in a run of the drill's own",
     ("workflow/plots.py", "figure.savefig(out)"): "into memory",

@@ -126,6 +126,8 @@ class Group:
         nonce = folder / f".nonce-{self.from_first(lambda: uuid.uuid4().hex)}"
 
         def write() -> None:
+            for left in folder.glob(".nonce-*"):  # by a start that was killed
+                left.unlink()
             with naming(nonce), open_to_write(nonce) as file:
                 file.write("shared\n")
 
@@ -136,13 +138,11 @@ class Group:
                 problem = f"{socket.gethostname()} does not see what rank 0 writes to {folder}"
                 raise UserError(f"{problem}: put --run-dir where all machines see the same files")
 
-        try:
-            self.from_first(write)
-            self.agree(look)
-        finally:
-            if self.rank == 0:
-                with contextlib.suppress(OSError):  # then the next start removes it
-                    nonce.unlink(missing_ok=True)
+        self.from_first(write)
+        self.agree(look)
+        if self.rank == 0:
+            with contextlib.suppress(OSError):  # else the next start removes it
+                nonce.unlink()
 
     def exchange(self, flags: list[int]) -> list[int]:
         """Send `flags`; return the maxima over the ranks of those sent at the call before.

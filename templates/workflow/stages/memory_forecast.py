@@ -15,7 +15,7 @@ from ..data import build_datasets
 from ..device import move
 from ..distributed import World, parallel
 from ..model import blocks, compute_loss
-from ..run.hardware import expected_memory, free_host_memory, in_units
+from ..run.hardware import free_host_memory, in_units
 from ..train import State, setup
 from .timing import record_steps
 
@@ -60,22 +60,26 @@ def measure_memory(config: Config, world: World, one: Any) -> tuple[State, dict[
     _, of_first_step, _ = watch(device, lambda: record_steps(state, 1))  # the optimizer's state
     _, _, peak = watch(device, lambda: record_steps(state, 2))
     del data  # only now, or its release would be counted
-    needed, places = expected_memory(state.model, state.optimizer, 0), state.plan[0].places
-    samples = places.stop - places.start
+    moments = [v for of_one in state.optimizer.state.values() for v in of_one.values()]
+    tensors = {
+        "parameters": [*state.model.parameters(), *state.model.buffers()],
+        "gradients": [p for p in state.model.parameters() if p.requires_grad],
+        "optimizer": [v for v in moments if isinstance(v, torch.Tensor)],
+    }
+    parts = {n: sum(t.nbytes for t in parallel.local(of)) for n, of in tensors.items()}
+    samples = state.plan[0].places.stop - state.plan[0].places.start
     if one:
         activations = one["activations"] * samples // one["samples"]
     else:
-        activations = max(0, peak_of_micro_batch(state) - needed.gradients)
+        activations = max(0, peak_of_micro_batch(state) - parts["gradients"])
     size_of = {p: p.numel() * state.compute_dtype.itemsize for p in state.model.parameters()}
     in_blocks = sorted(sum(size_of[p] for p in each.parameters()) for each in blocks(state.model))
     whole = sum(size_of.values()) - sum(in_blocks[:-2])
     sharded = any(parallel.local_part(p).numel() < p.numel() for p in size_of)
-    parts = {name: getattr(needed, name) for name in ("parameters", "gradients", "optimizer")}
     parts |= {"activations": activations, "gathered": whole if sharded else 0}
     predicted, measured = sum(parts.values()), of_setup - of_data + of_first_step + peak
-    unpredictable = "the optimizer's state could only be guessed" if needed.guessed else ""
-    if device.type not in ("cpu", "cuda"):
-        unpredictable = "this device does not tell what was allocated"
+    told = device.type in ("cpu", "cuda")
+    unpredictable = "" if told else "this device does not tell what was allocated"
     totals = {"predicted": predicted, "measured": measured, "unpredictable": unpredictable}
     return state, {**parts, **totals, "whole": whole, "samples": samples}
 

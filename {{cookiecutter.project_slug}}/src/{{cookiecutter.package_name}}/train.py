@@ -204,7 +204,6 @@ def _run(config: Config, world: World, own_callbacks: Iterable[Any]) -> Result:
         state = setup(config, world)
         far = config.checkpoint.far
         run_dir = stack.enter_context(RunDirectory(config.directory, group, config.fresh, far))
-        stack.push(lambda kind, error, trace: run_dir.record_stop(error, stop.signal, state))
         # The watchdog also watches the restore, which waits for the other ranks.
         watching, after_journal = monitors(run_dir.path, world, group, state.module)
         callbacks = [*enter([hardware.MemoryUse(), *watching], stack)]
@@ -217,7 +216,7 @@ def _run(config: Config, world: World, own_callbacks: Iterable[Any]) -> Result:
             checkpointer.close()
             run_dir.record_again(config, "finished", state.step)
             return Result("already finished", state.step, validation)
-        run_dir.begin(config, state.step, world.device)
+        run_dir.begin(state, stop)
         introduce(state, run_dir.path)
         stack.callback(state.loader.close)
         journal = Journal(run_dir.path, state, group)
@@ -307,8 +306,6 @@ def start(state: State, run_dir: Path, group: Group) -> Checkpointer:
         *(run_dir, config.checkpoint, state.world, state.model, state.optimizer, facts),
         partial(state.loader.position, group),
     )
-    needed = hardware.expected_memory(state.model, state.optimizer, checkpointer.staged_by)
-    group.agree(lambda: hardware.check_memory(needed, state.world.device))
     state.step = checkpointer.restore()
     if state.step == 0 and (origin := config.init_from):
         from .checkpoint.transfer import load_weights

@@ -64,8 +64,6 @@ class Checkpointer:
         self.group = Group(world)
         self.writer = Writer(config, self.group, model, world.device)
         self.publisher = open_storage(run_dir, config, self.group, facts.get("identity"))
-        self.staged_by = world.size if Writer.stages else 0
-        """Ranks that share the copies of a state in host memory."""
         self.blocked_seconds = 0.0
         self.last_tried = 0  # the step of it
         self.last_saved: int | None = None

@@ -65,7 +65,7 @@ class Stop:
 
     def _handle(self, number: int, frame: types.FrameType | None) -> None:
         if number == signal.SIGINT and (self.signal == signal.SIGINT or not self.polled):
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt("Ctrl-C")
         if self.signal is None:
             Stop.since = time.monotonic()
             if self.group.rank == 0:

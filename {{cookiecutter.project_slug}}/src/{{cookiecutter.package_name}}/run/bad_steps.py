@@ -6,6 +6,7 @@ A bad step changes nothing: the optimizer does not step, and buffers that forwar
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -49,29 +50,36 @@ class RunningBuffers:
 
     def put_back(self, bad: torch.Tensor | bool) -> None:
         """Restore the copies if `bad` is set; does not wait for the device."""
-        if isinstance(bad, torch.Tensor):
-            for buffer, copy in zip(self.buffers, self.copies, strict=True):
+        for buffer, copy in zip(self.buffers, self.copies, strict=True):
+            if isinstance(bad, torch.Tensor):
                 torch.where(bad, copy, buffer, out=buffer)
-        elif bad and self.buffers:
-            torch._foreach_copy_(self.buffers, self.copies)
+            elif bad:
+                buffer.copy_(copy)
 
 
-class SkippedSteps:
-    """A callback: warns of skipped steps; `limit` of them in a row end the run (0: never)."""
+class BadSteps:
+    """A callback: warns of skipped steps, and ends the run after too many of them in a row.
 
-    def __init__(self, limit: int, group: Group) -> None:
-        self.limit, self.rank = limit, group.rank
-        self.in_a_row = self.seen = 0
+    With `--train.on-bad-step stop` it ends the run at the first one, for which the host waits for
+    the device at each step, and names the samples: a binary search repeats the step on parts of the
+    batch, without changing anything.
+    """
+
+    def __init__(self, settings: Any, train_step: Callable[..., None], group: Group) -> None:
+        self.stop, self.limit = settings.on_bad_step == "stop", settings.max_bad_steps
+        self.train_step, self.group, self.in_a_row = train_step, group, 0
 
     def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
-        """UserError when too many steps in a row were bad."""
-        self.seen += 1
+        """UserError for a bad step if the run is to stop there, or for too many in a row."""
+        # At a log step the count has moved into the record.
+        if self.stop and (record["skipped_steps"] if record else int(state.bad_steps)):
+            self._name_samples(state)
         if record is None:
             return
         bad = record["skipped_steps"]
-        self.in_a_row = self.in_a_row + bad if bad == self.seen else 0
-        self.seen = 0
-        if bad and self.rank == 0:
+        # The mean loss over no good step is NaN.
+        self.in_a_row = self.in_a_row + bad if math.isnan(record["loss"]) else 0
+        if bad and self.group.rank == 0:
             log.warning("%d steps up to %d were not finite: skipped", bad, state.step)
         if 0 < self.limit <= self.in_a_row:
             raise UserError(
@@ -79,47 +87,30 @@ class SkippedSteps:
                 "they were skipped. Look at the data, or lower --optim.learning-rate"
             )
 
-
-class StopAtBadStep:
-    """A callback for `--train.on-bad-step stop`: UserError naming the samples of a bad step.
-
-    The host waits for the device at each step. A bad step is skipped, so the weights are unchanged:
-    a binary search repeats it on parts of the batch, as steps that change nothing.
-    """
-
-    def __init__(self, train_step: Callable[..., None], group: Group) -> None:
-        self.train_step, self.group = train_step, group
-
-    def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
-        """Check the step just done (at a log step, its count has moved into the record)."""
-        if not (record["skipped_steps"] if record else int(state.bad_steps)):
-            return
-        step = state.step - 1
+    def _name_samples(self, state: Any) -> None:
         log.info("step %d was not finite: searching its batch for the cause", state.step)
-        ids = state.loader.source.order.ids(step).tolist()
+        ids = state.loader.source.order.ids(state.step - 1).tolist()
         with self.group.phase("search for bad samples"):
-            bad = self._search(state, step, 0, len(ids))
-        samples = f"samples {', '.join(str(ids[index]) for index in bad)} make it so, each alone"
-        together = f"no sample makes it so alone, only all of the batch together: {ids[:64]}"
+            bad = [str(ids[index]) for index in self._search(state, 0, len(ids))]
+        cause = f"samples {', '.join(bad)} make it so, each alone" if bad else "no sample alone is"
         raise UserError(
-            f"the loss or the gradient of step {state.step} is not finite; "
-            f"{samples if bad else together}. The step changed nothing. Look at the data, or skip "
-            "such steps with --train.on-bad-step skip"
+            f"the loss or the gradient of step {state.step} is not finite; {cause}. The step "
+            "changed nothing. Look at the data, or skip such steps with --train.on-bad-step skip"
         )
 
-    def _search(self, state: Any, step: int, low: int, high: int) -> list[int]:
+    def _search(self, state: Any, low: int, high: int) -> list[int]:
         """Indices in batch[low:high] of the samples that are bad on their own."""
         micro_batch, world = state.config.train.micro_batch_size, state.world
         plan = [
             Share(slice(part.start + low, part.stop + low), weight)
             for part, weight in shares(high - low, micro_batch, world.rank, world.size)
         ]
-        if not try_step(self.train_step, state, step, plan).bad_steps:
+        if not try_step(self.train_step, state, state.step - 1, plan).bad_steps:
             return []
         if high - low == 1:
             return [low]
         middle = (low + high) // 2
-        return self._search(state, step, low, middle) + self._search(state, step, middle, high)
+        return self._search(state, low, middle) + self._search(state, middle, high)
 
 
 def try_step(train_step: Callable[..., None], state: Any, step: int, plan: list[Share]) -> Any:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from ..compile import Compiling
 from ..distributed import Group
 from ..profiler import Profiler
-from .bad_steps import SkippedSteps, StopAtBadStep
+from .bad_steps import BadSteps
 from .tracker import tracking
 
 log = logging.getLogger(__name__)
@@ -23,11 +22,8 @@ def built_in(
 ) -> Iterator[Any]:
     """The callbacks between the watchdog's and your own, in the order in which they are called."""
     config = state.config
-    if config.train.on_bad_step == "stop":
-        yield StopAtBadStep(train_step, group)
-    yield SkippedSteps(config.train.max_bad_steps, group)
+    yield BadSteps(config.train, train_step, group)
     yield from writing  # the record, to which the callbacks before may have added figures
-    yield GarbageCollection()
     if config.track and state.world.rank == 0:
         yield from tracking(config, run_dir, state.step)
     if config.profile.every:
@@ -39,10 +35,11 @@ def built_in(
 def enter(callbacks: Iterable[Any], stack: contextlib.ExitStack) -> Iterator[Any]:
     """The callbacks as the loop calls them; context managers are entered, and left by `stack`."""
     for callback in callbacks:
-        one = Harmless(callback) if getattr(callback, "harmless", False) else callback
-        if hasattr(one, "__enter__"):
-            stack.enter_context(one)
-        yield one
+        if getattr(callback, "harmless", False):
+            callback = Harmless(callback)
+        if hasattr(callback, "__enter__"):
+            stack.enter_context(callback)
+        yield callback
 
 
 def methods(callbacks: list[Any]) -> Iterator[list[Callable[..., None]]]:
@@ -60,44 +57,20 @@ class Harmless:
             if method := getattr(callback, name, None):
                 setattr(self, name, functools.partial(self._call, method))
 
-    def __enter__(self) -> "Harmless":
+    def __enter__(self) -> None:
         if hasattr(self.callback, "__enter__"):
             self._call(self.entered.enter_context, self.callback)
-        return self
 
     def __exit__(self, *exception: Any) -> None:
         """Leave the callback if it was entered, even after an error."""
-        self._call(self.entered.__exit__, *exception)
+        self._call(self.entered.__exit__, *exception, always=True)
 
-    def _call(self, method: Callable[..., Any], *arguments: Any) -> None:
+    def _call(self, method: Callable[..., Any], *arguments: Any, always: bool = False) -> None:
         try:
-            if not self.failed or method == self.entered.__exit__:
+            if always or not self.failed:
                 method(*arguments)
         except Exception as error:
             if not self.failed:
                 kind = type(self.callback).__name__
                 log.warning("%s is disabled after an error; training continues: %r", kind, error)
             self.failed = True
-
-
-class GarbageCollection:
-    """A callback: Python's cycle collector runs at log steps only, where the host waits anyway.
-
-    Elsewhere it would stop one rank, and all that wait for it, at a random moment.
-    """
-
-    def __enter__(self) -> "GarbageCollection":
-        """Turn the collector off; objects made so far stay for the run."""
-        gc.collect()
-        gc.freeze()
-        gc.disable()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        gc.enable()
-        gc.unfreeze()
-
-    def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
-        """Collect at log steps."""
-        if record is not None:
-            gc.collect(1)

@@ -1,7 +1,6 @@
 """A run's directory: one writer at a time, seen by all ranks, never overwritten."""
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -9,15 +8,14 @@ import shutil
 import socket
 import time
 from pathlib import Path
-from typing import IO, Any
-
-import torch
+from typing import Any
 
 from ..distributed import Group, launcher
-from ..errors import RankError, UserError
+from ..distributed.stop import Stop
+from ..errors import UserError
 from ..files import naming, open_to_write, read_json, to_json, write_json
 from .hardware import where_measured
-from .logs import ONLY_IN_FILES, LogFile, logging_to
+from .logs import ONLY_IN_FILES, logging_in
 
 log = logging.getLogger(__name__)
 LOGS = "logs"
@@ -31,8 +29,8 @@ class RunDirectory:
     directory, since the checkpoints are in a store.
     """
 
-    lock: Any = None  # the open file, while it is held
-    begun = False
+    lock: Any = None  # the open file, on the rank that holds it
+    running: tuple[Any, Stop] | None = None  # from `begin` until the end is recorded
 
     def __init__(self, path: Path, group: Group, fresh: bool = False, apart: bool = False) -> None:
         self.path, self.group, self.fresh, self.apart = path, group, fresh, apart
@@ -47,39 +45,33 @@ class RunDirectory:
             self.group.agree(lambda: self.path.mkdir(parents=True, exist_ok=True))
         else:
             self.group.prove_shared(self.path)
-        self.group.agree(self._open_log)
-        console = self.logs.enter_context(logging_to(self.log, self.group))
-        if console:
-            self.logs.enter_context(self.group.printing_to(self.log.stream, console))
+        self.group.agree(lambda: self.logs.enter_context(logging_in(self.path / LOGS, self.group)))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, *rest: Any) -> None:
         """Release the directory, and remove it if the run never began."""
-        self.logs.__exit__(kind, *rest)
+        if error and self.running:
+            self._record_error(error, *self.running)
+        self.logs.__exit__(kind, error, *rest)
         if self.lock:
-            if kind and self.begun and self.group.rank == 0:
-                with contextlib.suppress(OSError):  # the error that ended the run is reported
-                    self._write_status("failed", reason=kind.__name__)
             with contextlib.suppress(OSError):
-                if self._is_there(self.lock) and set(os.listdir(self.path)) <= {".lock", LOGS}:
-                    shutil.rmtree(self.path / LOGS, ignore_errors=True)
-                    (self.path / ".lock").unlink(missing_ok=True)
-                    self.path.rmdir()
+                if set(os.listdir(self.path)) <= {".lock", LOGS}:
+                    shutil.rmtree(self.path)
             self.lock.close()
 
-    def begin(self, config: Any, step: int, device: torch.device) -> None:
-        """Write the settings, and that the run is under way from `step`; RankError if it cannot.
+    def begin(self, state: Any, stop: Stop) -> None:
+        """Write the settings, and that the run is under way; RankError if that fails.
 
         From now on status.json names the machine and the versions, too.
         """
-        self.origin = where_measured(device)
-        self.group.from_first(lambda: write_json(self.path / "config.json", to_json(config)))
-        self.group.from_first(lambda: self._write_status("running", step=step))
-        self.begun = True
+        self.origin = where_measured(state.world.device)
+        self.group.from_first(lambda: write_json(self.path / "config.json", to_json(state.config)))
+        self.group.from_first(lambda: self._write_status("running", step=state.step))
+        self.running = state, stop
 
     def record_status(self, status: str, **details: Any) -> None:
         """Write to status.json how the run ended; a warning where that fails."""
-        self.begun = False  # so `__exit__` does not overwrite it
+        self.running = None
         if self.group.rank == 0:
             try:
                 self._write_status(status, **details)
@@ -89,95 +81,66 @@ class RunDirectory:
 
     def record_again(self, config: Any, status: str, step: int) -> None:
         """Record how a run ended before this start, unless its files are here and say so."""
-        found: dict[str, Any] = {}
+        recorded: dict[str, Any] = {}
         with contextlib.suppress(UserError):
-            found = read_json(self.path / "status.json")
-        if (found.get("status"), found.get("step")) != (status, step):
+            recorded = read_json(self.path / "status.json")
+        if (recorded.get("status"), recorded.get("step")) != (status, step):
             self.record_status(status, step=step)
         if self.group.rank == 0 and not (settings := self.path / "config.json").exists():
             with contextlib.suppress(OSError):
                 write_json(settings, to_json(config))  # they name the store of its checkpoints
 
-    def record_stop(self, error: BaseException | None, signal: int | None, state: Any) -> None:
-        """Record a stop whose last step is not saved: by a second Ctrl-C, or a save that failed.
-
-        To be called once the checkpointer has ended.
-        """
-        if isinstance(error, KeyboardInterrupt):
-            reason = f"stopped at once in step {state.step + 1}"
-        elif isinstance(error, RankError) and signal is not None:
-            reason = f"preempted at step {state.step}, which was not saved: {error}"
-        else:
-            return
-        if self.begun:
-            saved = state.checkpointer and state.checkpointer.last_good
-            self.record_status("preempted", step=state.step, saved_step=saved, reason=reason)
-            if self.group.rank == 0:
+    def _record_error(self, error: BaseException, state: Any, stop: Stop) -> None:
+        """Record what ended the run: a failure, or a stop that did not save its last step."""
+        stopped = isinstance(error, KeyboardInterrupt) or stop.signal is not None
+        saved, reason = state.checkpointer.last_good, str(error) or type(error).__name__
+        details = {"step": state.step, "saved_step": saved, "reason": reason}
+        if self.group.rank == 0:
+            with contextlib.suppress(OSError):  # `error` is reported in any case
+                self._write_status("preempted" if stopped else "failed", **details)
+            if stopped:
                 what = "no step is saved" if saved is None else f"step {saved} is saved"
-                log.warning("%s; %s. To resume: the same command again", reason, what)
+                text = "stopped at step %d (%s); %s. To resume: the same command again"
+                log.warning(text, state.step, reason, what)
 
     def _write_status(self, status: str, **details: Any) -> None:
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         content = {"status": status, "at": at, **details, **self.origin}
         write_json(self.path / "status.json", content)
 
-    def _open_log(self) -> None:
-        rank, folder = self.group.rank, self.path / LOGS
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / (f"rank_{rank}.log" if rank else "train.log")
-        with naming(path):
-            self.log = LogFile(path)
-
     def _take(self, launchers: list[str]) -> None:
-        # A job that torchrun restarts must resume its run, and not rename it as an old one.
-        ours = not self._lock().isdisjoint(launchers)
-        for path in self.path.glob(".nonce-*"):  # of a start that failed or was killed
-            if path.is_file():
-                path.unlink()
-        if self.fresh and not ours and set(os.listdir(self.path)) > {".lock"}:
-            names = (self.path.with_name(f"{self.path.name}.old-{n}") for n in range(1, 10_000))
-            os.rename(self.path, next(name for name in names if not name.exists()))
-            self.lock.close()
-            self._lock()
-        if (large := self.path / "checkpoints").is_symlink():
-            log.info("%s is a link to %s", large, large.resolve())
         with naming(self.path / ".lock"):
-            self.lock.writelines(f"{name}\n" for name in launchers)
+            # A job that torchrun restarts must resume its run, and not rename it as an old one.
+            ours = not self._lock().isdisjoint(launchers)
+            if self.fresh and not ours and set(os.listdir(self.path)) > {".lock"}:
+                names = (self.path.with_name(f"{self.path.name}.old-{n}") for n in range(1, 10_000))
+                os.rename(self.path, next(name for name in names if not name.exists()))
+                self.lock.close()
+                self._lock()
+            os.ftruncate(self.lock.fileno(), 0)  # goes on when a signal interrupts it
+            owner = f"process {os.getpid()} on {socket.gethostname()}"
+            self.lock.writelines(f"{line}\n" for line in (owner, *launchers))
             self.lock.flush()
-
-    def _is_there(self, lock: IO[str]) -> bool:
-        """Whether the open lock file is still the one in the directory."""
-        try:
-            return os.path.samestat(os.fstat(lock.fileno()), os.stat(self.path / ".lock"))
-        except FileNotFoundError:
-            return False
 
     def _lock(self) -> set[str]:
         """Lock the directory; returns the launchers of the process that held it last."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            with naming(self.path / ".lock"):
-                file = open_to_write(self.path / ".lock", "a+", errors="replace")
+            file = open_to_write(self.path / ".lock", "a+", errors="replace")
         except OSError as error:
             raise UserError(f"{self.path} cannot be used as a run directory: {error}") from None
+        file.seek(0)
+        owner, *launchers = file.read().splitlines() or ["another process"]
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            with file:
-                file.seek(0)
-                owner = file.readline().strip() or "another process"
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise UserError(f"{self.path} is on a file system without locks: {error}") from None
-            advice = "wait for it or stop it, or choose another --name"
-            raise UserError(f"{self.path} is in use by {owner}: {advice}") from None
-        if not self._is_there(file):  # another run has renamed or removed the directory since
             file.close()
-            return self._lock()
-        self.lock = file
-        with naming(self.path / ".lock"):
-            file.seek(0)
-            before = set(file.read().splitlines()[1:])
-            os.ftruncate(file.fileno(), 0)  # goes on when a signal interrupts it
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
-        return before
+            advice = "wait for it or stop it, or choose another --name"
+            problem = f"{self.path} is in use by {owner} ({error.strerror})"
+            raise UserError(f"{problem}: {advice}") from None
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(self.path / ".lock")):
+                self.lock = file
+                return set(launchers)
+        file.close()  # another run has renamed or removed the directory since
+        return self._lock()

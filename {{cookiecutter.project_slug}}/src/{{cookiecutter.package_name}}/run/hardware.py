@@ -1,7 +1,8 @@
-"""The machine and the model's needs: memory, floating-point operations, names of devices."""
+"""The machine: its memory, floating-point operations, names and versions."""
 
 import contextlib
 import copy
+import gc
 import logging
 import multiprocessing
 import os
@@ -11,15 +12,13 @@ import resource
 import statistics
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
 from torch import nn
 
 from ..device import move
-from ..distributed import parallel
-from ..errors import UserError
 
 log = logging.getLogger(__name__)
 # Dense bf16 peaks in TFLOP/s, from the makers' data sheets, by words of the device's name.
@@ -34,92 +33,15 @@ STEPS, LINES = 1000, 12  # over which the growth of host memory is judged, at le
 GROWTH = 1.05  # from one third of them to the next: more than the allocator's ups and downs
 
 
-class Memory(NamedTuple):
-    """Bytes that a process needs from the first step to the last, whatever the batch."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    staging: int  # on the host
-    guessed: bool  # the optimizer's part
-
-    def __str__(self) -> str:
-        sizes = zip(("parameters", "gradients", "optimizer"), self, strict=False)
-        text = ", ".join(f"{name} {in_units(size)}" for name, size in sizes)
-        if self.staging:
-            text += f", copies for checkpoints {in_units(self.staging)} on the host"
-        return f"expected memory per process: {text}; activations come on top"
-
-
-def expected_memory(model: nn.Module, optimizer: torch.optim.Optimizer, staged_by: int) -> Memory:
-    """Compute the memory of a process from the model as it was placed.
-
-    `staged_by` is the number of processes that divide the staging of checkpoints (0: no staging).
-    """
-    factors, guessed = {}, False  # bytes of state per byte of a parameter
-    for group in optimizer.param_groups:
-        measured = state_per_parameter(optimizer, group)
-        guessed |= measured is None
-        factor = (2.0 if measured is None else measured) + ("ema_decay" in group)
-        factors |= {id(p): factor for p in group["params"]}
-    parameters = gradients = state = staging = 0
-    for tensor in [*model.parameters(), *model.buffers()]:
-        size = parallel.local_part(tensor).nbytes
-        factor = factors.get(id(tensor), 0.0)
-        parameters += size
-        gradients += size if tensor.requires_grad else 0
-        state += int(factor * size)
-        if staged_by:
-            staging += int((1 + factor) * size) // parallel.replicas(tensor, 0, staged_by)[0]
-    return Memory(parameters, gradients, state, staging, guessed)
-
-
-def state_per_parameter(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float | None:
-    """Measure the bytes of state per byte of a parameter on a small twin; None if that fails."""
-    parameter = torch.zeros(64, 64, requires_grad=True)
-    parameter.grad = torch.zeros_like(parameter)
-    kind: Any = type(optimizer)
-    with contextlib.suppress(Exception):  # of a class of the user's own
-        twin = kind([{**group, "params": [parameter]}])
-        twin.step()
-        tensors = [v for v in twin.state[parameter].values() if isinstance(v, torch.Tensor)]
-        return sum(tensor.nbytes for tensor in tensors if tensor.ndim) / parameter.nbytes
-    return None
-
-
-def check_memory(needed: Memory, device: torch.device) -> None:
-    """Log the memory needed; a warning when it is tight, UserError when it cannot fit."""
-    log.info("%s", needed)
-    on_device = needed.gradients + needed.optimizer  # the parameters are there already
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    on_host = processes * (needed.staging + (on_device if device.type == "cpu" else 0))
-    checks = [("this machine", on_host, free_host_memory())]
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        free = torch.cuda.mem_get_info(device)[0] + unused
-        checks.append((device_name(device), on_device, free))
-    advice = "use a smaller model, an optimizer with less state, or shard over more devices (FSDP)"
-    for where, size, free in checks:
-        text = f"{where} has {in_units(free)} free, and this run needs {in_units(size)} more"
-        if size > free and not needed.guessed:
-            raise UserError(f"{text} before the first activation. {needed}. To fit, {advice}")
-        if size > 0.8 * free:
-            log.warning("%s: if it fails, %s", text, advice)
-
-
 def free_host_memory() -> int:
-    """Bytes that are free on the machine and, where it has a limit, in this container."""
+    """Bytes that are free on the machine or, if it has a limit (cgroup v2), in this container."""
     free = [psutil.virtual_memory().available]
     # psutil does not know a container's limit. What the kernel caches of files, it gives back.
-    for folder, limit, used, cached in (
-        ("", "max", "current", "inactive_file"),
-        ("memory/", "limit_in_bytes", "usage_in_bytes", "total_inactive_file"),  # cgroup v1
-    ):
-        with contextlib.suppress(OSError, KeyError, ValueError):  # no such limit, or "max"
-            paths = (f"/sys/fs/cgroup/{folder}memory.{name}" for name in (limit, used, "stat"))
-            most, taken, table = (Path(path).read_text() for path in paths)
-            caches = dict(line.split() for line in table.splitlines())
-            free.append(int(most) - int(taken) + int(caches[cached]))
+    with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
+        paths = (f"/sys/fs/cgroup/memory.{name}" for name in ("max", "current", "stat"))
+        limit, used, table = (Path(path).read_text() for path in paths)
+        caches = dict(line.split() for line in table.splitlines())
+        free.append(int(limit) - int(used) + int(caches["inactive_file"]))
     return min(free)
 
 
@@ -149,16 +71,29 @@ class MemoryUse:
 
     `host_bytes` includes the `staging_bytes` of a save in the background. Nothing here waits for
     the device.
+
+    Python's cycle collector runs at log steps only, where the host waits anyway. Elsewhere it would
+    stop one rank, and all that wait for it, at a random moment.
     """
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, int]] = []  # (step, bytes on the host)
         self.warned = False
 
+    def __enter__(self) -> None:
+        gc.collect()
+        gc.freeze()  # objects made so far stay for the run
+        gc.disable()
+
+    def __exit__(self, *exception: object) -> None:
+        gc.enable()
+        gc.unfreeze()
+
     def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
-        """Add to the log line, if there is one."""
+        """Collect garbage and add to the log line, if there is one."""
         if record is None:
             return
+        gc.collect(1)
         device = state.world.device
         if device.type == "cuda":
             record["device_peak_bytes"] = torch.cuda.max_memory_allocated(device)
@@ -167,21 +102,22 @@ class MemoryUse:
             record["staging_bytes"] = staged
         record["host_bytes"] = host_memory()
         self.lines.append((state.step, record["host_bytes"]))
-        self._judge(state.world.rank)
+        if not self.warned:
+            self._judge(state.world.rank)
 
     def _judge(self, rank: int) -> None:
         (first, before), (last, now) = self.lines[0], self.lines[-1]
-        if self.warned or len(self.lines) < LINES or last - first < STEPS:
+        if len(self.lines) < LINES or last - first < STEPS:
             return
         size = len(self.lines) // 3
         thirds = [self.lines[start : start + size] for start in (0, size, 2 * size)]
         one, two, three = (statistics.median(held for _, held in third) for third in thirds)
-        if two > GROWTH * one and three > GROWTH * two:
-            self.warned = True
+        self.warned = two > GROWTH * one and three > GROWTH * two
+        if self.warned:
             log.warning(
-                "the host's memory of rank %d grows: %s at step %d, %s at step %d. Does a dataset "
-                "or a callback keep something of each step, such as a loss with its graph?",
-                *(rank, in_units(before), first, in_units(now), last),
+                "the host's memory of rank %d grows: %s at step %d, %s at step %d, %s are free. "
+                "Does a dataset or a callback keep something of each step, such as a loss?",
+                *(rank, in_units(before), first, in_units(now), last, in_units(free_host_memory())),
             )
         del self.lines[:size]
 

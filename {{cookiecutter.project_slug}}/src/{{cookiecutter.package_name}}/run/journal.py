@@ -8,7 +8,6 @@ import os
 import statistics
 import sys
 import time
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ..distributed import Group
-from ..files import naming, open_to_write, replacing, sync_directory
+from ..files import naming, open_to_write, replace_file, sync_directory
 from ..loss import means
 from .hardware import device_name
 from .logs import ONLY_IN_FILES
@@ -38,6 +37,7 @@ class Journal:
         self.total, self.samples = state.config.train.steps, state.config.train.global_batch_size
         self.tokens = getattr(state.spec, "tokens_per_sample", None)
         self.first, self.on_terminal = group.rank == 0, sys.stderr.isatty()
+        self.behind = False  # lines wait that could not be written
 
     def __enter__(self) -> "Journal":
         """Open the file, without the lines of steps that will be done again; RankError."""
@@ -46,7 +46,7 @@ class Journal:
         form = "{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
         steps = {"total": self.total, "initial": self.first_step, "bar_format": form}
         self.bar = tqdm(**steps, dynamic_ncols=True, disable=not (self.first and self.on_terminal))
-        self.mark = (self.first_step, time.perf_counter(), 0.0, 0.0)
+        self.mark = [self.first_step, time.perf_counter(), 0.0, 0.0]
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -56,18 +56,15 @@ class Journal:
                 self.file.close()
             except OSError as error:
                 log.warning("the last lines of metrics.jsonl are lost: %s", error)
-                with contextlib.suppress(OSError):
-                    os.truncate(self.path, self.written)  # leave no half a line
 
     def record(self, state: Any) -> dict[str, Any]:
         """The metrics since the last record, the same on all ranks; waits for the device."""
         figures = means(state.sums, state.metrics)
         bad, norm = int(state.bad_steps), float(state.grad_norm)
         state.sums, state.bad_steps = 0.0, 0
-        since, started, data, blocked = self.mark
-        saving = state.checkpointer.blocked_seconds
-        self.mark = state.step, time.perf_counter(), state.loader.seconds, saving
-        steps, elapsed = state.step - since, self.mark[1] - started
+        waited = state.loader.seconds, state.checkpointer.blocked_seconds
+        before, self.mark = self.mark, [state.step, time.perf_counter(), *waited]
+        steps, elapsed, data, blocked = (b - a for a, b in zip(before, self.mark, strict=True))
         rate = steps * self.samples / elapsed
         record = {
             "step": state.step,
@@ -75,8 +72,8 @@ class Journal:
             **figures,
             "step_seconds": elapsed / steps,
             "samples_per_second": rate,
-            "data_seconds": (self.mark[2] - data) / steps,
-            "checkpoint_blocked_seconds": saving - blocked,
+            "data_seconds": data / steps,
+            "checkpoint_blocked_seconds": blocked,
             "lr": state.optimizer.param_groups[0]["lr"],
             "grad_norm": norm,
             "skipped_steps": bad,
@@ -96,7 +93,7 @@ class Journal:
         """Leave the time of the block (a validation) out of the step time."""
         started = time.perf_counter()
         yield
-        self.mark = (self.mark[0], self.mark[1] + time.perf_counter() - started, *self.mark[2:])
+        self.mark[1] += time.perf_counter() - started
 
     def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
         """Count the step; write and show its record if it has one."""
@@ -107,14 +104,10 @@ class Journal:
 
     def amend(self, figures: dict[str, float]) -> None:
         """Add figures, if any, to the record of the step that the run resumed from."""
-
-        def add() -> None:
-            self.file.close()
-            self._open(figures)
-            self._show_validation({"step": self.first_step, **figures})
-
         if figures:
-            self.group.from_first(add)
+            self.group.from_first(lambda: self._open(figures))
+            if self.first:
+                self._show_validation({"step": self.first_step, **figures})
 
     def sync(self) -> None:
         """Make the lines so far durable."""
@@ -126,23 +119,16 @@ class Journal:
 
     def _open(self, figures: dict[str, float] | None = None) -> None:
         if self.path.is_file():  # what is there otherwise, `open_to_write` refuses
-            with (
-                naming(self.path),
-                open(self.path, "rb") as before,
-                replacing(self.path) as temporary,
-                open_to_write(temporary, "wb") as kept,
-            ):
-                for line in before:
-                    if record := parsed(line, self.first_step):
-                        if figures and record["step"] == self.first_step:
-                            line = json.dumps(record | figures).encode()
-                        kept.write(line.rstrip(b"\n") + b"\n")
-                kept.flush()
-                os.fsync(kept.fileno())
+            with naming(self.path), open(self.path, "rb") as file:
+                kept = [line.rstrip() for line in file if parsed(line, self.first_step)]
+            if figures:
+                self.file.close()
+                if (last := json.loads(kept[-1]))["step"] == self.first_step:
+                    kept[-1] = json.dumps(last | figures).encode()
+            replace_file(self.path, b"".join(line + b"\n" for line in kept))
         with naming(self.path):
             self.file = open_to_write(self.path, "a", buffering=1 << 20)
         sync_directory(self.path.parent)
-        self.written, self.behind = self.file.tell(), False
 
     def _write(self, record: dict[str, Any]) -> None:
         """Append a line now, or with the lines after it if the system refuses."""
@@ -150,7 +136,7 @@ class Journal:
         try:
             self.file.write(json.dumps(record | dict.fromkeys(odd)) + "\n")
             self.file.flush()  # what it cannot write it keeps, and continues there next time
-            self.written, self.behind = self.file.tell(), False
+            self.behind = False
         except OSError as error:
             if not self.behind:
                 log.warning("metrics.jsonl cannot be written, its lines wait: %s", error)
@@ -187,13 +173,12 @@ def validated_at(run_dir: Path, step: int) -> dict[str, float]:
 
 def summary(run_dir: Path, last_step: int) -> list[str]:
     """The lines that sum a run up: median throughput and last validation, up to a step."""
-    forms = {"samples_per_second": ",.0f", "tokens_per_second": ",.0f", "mfu": ".1%"}
-    rates, record = {name: array("d") for name in forms}, {}
+    forms, record = {"samples_per_second": ",.0f", "tokens_per_second": ",.0f", "mfu": ".1%"}, {}
+    rates: dict[str, list[float]] = {name: [] for name in forms}
     for record in read_records(run_dir, last_step):
         for name, values in rates.items():
             values.extend(finite(record.get(name)))
-    medians = ((name, statistics.median(values)) for name, values in rates.items() if values)
-    lines = [f"{name}: {median:{forms[name]}} (median)" for name, median in medians]
+    lines = [f"{n}: {statistics.median(v):{forms[n]}} (median)" for n, v in rates.items() if v]
     lines += [f"{name}: {value:.4f}" for name, value in validation_of(record).items()]
     return [line.replace("_", " ") for line in lines]
 

@@ -17,12 +17,13 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from ..errors import UserError, printable
-from ..files import open_to_write
+from ..files import naming, open_to_write
 
 PACKAGE = logging.getLogger(__name__.partition(".")[0])
+WARNINGS = logging.getLogger("py.warnings")
 ONLY_IN_FILES = {"only_in_files": True}  # `extra` of a record that the console leaves out
 
 
@@ -46,7 +47,7 @@ class LogFile(logging.FileHandler):
     stream: TextIO
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, encoding="utf-8")
+        super().__init__(path)
         form = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%SZ")
         form.converter = time.gmtime
         self.setFormatter(form)
@@ -68,36 +69,38 @@ def log_to_console() -> None:
     rank = int(os.environ.get("RANK", "0"))
     console = Console(logging.ERROR if rank else logging.INFO)
     console.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s" if rank else "%(message)s"))
-    PACKAGE.handlers[:] = [console]
+    PACKAGE.handlers[:] = WARNINGS.handlers[:] = [console]
     PACKAGE.setLevel(logging.DEBUG)  # in the files
+    logging.captureWarnings(True)  # Python's
 
 
 @contextlib.contextmanager
-def logging_to(file: LogFile, who: object) -> Iterator[Console | None]:
-    """Write the log to `file`, too, from a first line with `who` logs on; yields the console.
+def logging_in(folder: Path, group: Any) -> Iterator[None]:
+    """Append the log to this rank's file in a folder, too.
 
-    After `log_to_console` the file also gets Python's warnings and the stacks of a crash; in a
-    caller's own process these stay the caller's.
+    After `log_to_console` the file also gets Python's warnings, the stacks of a crash, and what
+    other ranks than 0 print; in a caller's own process these stay the caller's.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    with naming(path := folder / (f"rank_{group.rank}.log" if group.rank else "train.log")):
+        file = LogFile(path)
     console = next((handler for handler in PACKAGE.handlers if isinstance(handler, Console)), None)
     with contextlib.ExitStack() as stack:
         stack.callback(file.close)
-        PACKAGE.addHandler(file)
-        stack.callback(PACKAGE.removeHandler, file)
-        stack.callback(PACKAGE.setLevel, PACKAGE.level)
-        PACKAGE.setLevel(PACKAGE.level or logging.INFO)
-        text = "%sprocess %d on %s"
-        PACKAGE.info(text, who, os.getpid(), socket.gethostname(), extra=ONLY_IN_FILES)
+        for logger in (PACKAGE, WARNINGS) if console else (PACKAGE,):
+            logger.addHandler(file)
+            stack.callback(logger.removeHandler, file)
         if console:
             faulthandler.enable(file.stream)
             stack.callback(faulthandler.disable)
-            warnings = logging.getLogger("py.warnings")
-            stack.callback(setattr, warnings, "handlers", warnings.handlers)
-            warnings.handlers = [console, file]
-            logging.captureWarnings(True)
-            stack.callback(logging.captureWarnings, False)
+            stack.enter_context(group.printing_to(file.stream, console))
+        elif not PACKAGE.level:
+            PACKAGE.setLevel(logging.INFO)
+            stack.callback(PACKAGE.setLevel, logging.NOTSET)
+        origin = group, os.getpid(), socket.gethostname()
+        PACKAGE.info("%sprocess %d on %s", *origin, extra=ONLY_IN_FILES)
         try:
-            yield console
+            yield
         except BaseException as error:
             # In the file alone: whoever catches the error reports it on the console.
             known = isinstance(error, UserError)

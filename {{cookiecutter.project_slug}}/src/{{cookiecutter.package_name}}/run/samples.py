@@ -1,12 +1,8 @@
 """Samples of a model's output, kept by callbacks: `samples/step_00000100.txt` or `.png`."""
 
-import contextlib
-import os
 from pathlib import Path
 
 from ..files import replace_file
-
-LIMIT = 2**20  # bytes of a sample that are read
 
 
 def keep_sample(run_dir: Path, step: int, content: str | bytes) -> None:
@@ -19,14 +15,10 @@ def keep_sample(run_dir: Path, step: int, content: str | bytes) -> None:
 def samples_of(run_dir: Path, step: int | None = None) -> list[Path]:
     """The paths of the samples of one step, or of all steps in order."""
     name = "step_*" if step is None else f"step_{step:08}"
-    found = sorted((run_dir / "samples").glob(f"{name}.*"))
-    return [path for path in found if path.suffix in (".txt", ".png")]
+    paths = sorted((run_dir / "samples").glob(f"{name}.*"))
+    return [path for path in paths if path.suffix in (".txt", ".png")]
 
 
 def read_sample(path: Path) -> bytes:
-    """The content of a sample, if it is a plain file."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            return file.read(LIMIT)
-    return b""
+    """The content of a sample; nothing of a link, which may lead to any file of the user."""
+    return path.read_bytes() if path.is_file() and not path.is_symlink() else b""
