@@ -60,17 +60,15 @@ def measure_memory(config: Config, world: World, one: Any) -> tuple[State, dict[
     _, of_first_step, _ = watch(device, lambda: record_steps(state, 1))  # the optimizer's state
     _, _, peak = watch(device, lambda: record_steps(state, 2))
     del data  # only now, or its release would be counted
-    moments = [v for of_one in state.optimizer.state.values() for v in of_one.values()]
-    tensors = {
+    parts: dict[str, Any] = {
         "parameters": [*state.model.parameters(), *state.model.buffers()],
         "gradients": [p for p in state.model.parameters() if p.requires_grad],
-        "optimizer": [v for v in moments if isinstance(v, torch.Tensor)],
+        "optimizer": [v for of_one in state.optimizer.state.values() for v in of_one.values()],
     }
-    parts = {n: sum(t.nbytes for t in parallel.local(of)) for n, of in tensors.items()}
+    parts = {n: sum(getattr(t, "nbytes", 0) for t in parallel.local(of)) for n, of in parts.items()}
     samples = state.plan[0].places.stop - state.plan[0].places.start
-    if one:
-        activations = one["activations"] * samples // one["samples"]
-    else:
+    activations = one and one["activations"] * samples // one["samples"]
+    if activations is None:
         activations = max(0, peak_of_micro_batch(state) - parts["gradients"])
     size_of = {p: p.numel() * state.compute_dtype.itemsize for p in state.model.parameters()}
     in_blocks = sorted(sum(size_of[p] for p in each.parameters()) for each in blocks(state.model))
@@ -78,8 +76,7 @@ def measure_memory(config: Config, world: World, one: Any) -> tuple[State, dict[
     sharded = any(parallel.local_part(p).numel() < p.numel() for p in size_of)
     parts |= {"activations": activations, "gathered": whole if sharded else 0}
     predicted, measured = sum(parts.values()), of_setup - of_data + of_first_step + peak
-    told = device.type in ("cpu", "cuda")
-    unpredictable = "" if told else "this device does not tell what was allocated"
+    unpredictable = "" if device.type in ("cpu", "cuda") else "this device does not tell its use"
     totals = {"predicted": predicted, "measured": measured, "unpredictable": unpredictable}
     return state, {**parts, **totals, "whole": whole, "samples": samples}
 
@@ -114,8 +111,7 @@ def ddp_or_fsdp(config: Config, one: Any, most: Any, ranks: int, device: torch.d
     text = f"{name} for {ranks} ranks: a rank takes {in_units(needed['DDP'])} under DDP and "
     text += f"{in_units(needed['FSDP'])} under FSDP, of {in_units(capacity)}"
     if needed["FSDP"] > ROOM * capacity:
-        text += "; neither fits: try a smaller --train.micro-batch-size, "
-        text += "--train.activation-checkpointing, or more ranks under FSDP"
+        text += "; neither fits: try --train.activation-checkpointing or smaller micro-batches"
     rendered = "FSDP" if hasattr(config.parallel, "replicate") else "DDP"
     return f"{text}; as rendered" if name == rendered else f"{text}. For it: {change_to(name)}"
 
