@@ -25,7 +25,6 @@ STEPS = ("--train.micro-batch-size", "8", "--profile.wait", "1")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     folder = tmp_path_factory.mktemp("profile")
     with Project.imported(folder, "profiled", parallelism="single") as it:
-        it.module("workflow.profile").SECONDS = 0.1
         yield it
 
 

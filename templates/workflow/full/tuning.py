@@ -36,9 +36,10 @@ def measure(config: StageConfig) -> int:
     if file:
         hold_to(stage, file, expected)
     try_micro_batches(stage, state)
-    waited, workers = baseline.share_waited(steps), 2 * config.train.loader_workers or 2
+    wait, workers = float(steps.waits.mean()), 2 * config.train.loader_workers or 2
+    waited = wait / float(steps.seconds.mean())
     advice = f"{baseline.CHEAPER}, or read ahead with --train.loader-workers {workers}"
-    slow = waited >= baseline.DATA_WAIT_LIMIT and steps.waits.mean() >= baseline.WORTH_A_WORD
+    slow = waited >= baseline.DATA_WAIT_LIMIT and wait >= baseline.WORTH_A_WORD
     # What is typed stays, so the gate must not pass on another number.
     if slow and "train.loader_workers" not in typed_settings(sys.argv[2:]):
         better = try_loader_workers(stage, state, waited)

@@ -31,7 +31,7 @@ from .chain import recommend
 from .interleaved import TOO_NOISY, Interval, speedup_of, time_interleaved, without_loader
 from .processes import run_task
 from .stage import Stage, StageConfig
-from .timing import describe, has_drawn, record_steps, spread
+from .timing import describe, record_steps, spread
 
 MODES = ("blocks", "full")
 TIMEOUT = 1800.0  # seconds for one process
@@ -198,25 +198,27 @@ def cold(config: Config) -> Figures:
     state = setup(override(config, {"compile.mode": "none"}), world)
     if config.compile.mode == "blocks" and not list(blocks(state.model)):
         return {"skipped": "blocks(model) names no block"}
-    eager, random = first_steps(state), has_drawn(state)
+    eager = first_steps(state)
     del state
     state = setup(config, world)
     compiled, seconds = first_steps(state), compile_seconds()
+    precise = state.compute_dtype == torch.float32 and world.device.type == "cpu"
     figures = {
         "compile_seconds": {"cold": seconds, "warm": None},
         "graphs": graphs(),
         **findings(),
         "windows": time_windows(state),
-        "random": random,
-        "precise": state.compute_dtype == torch.float32 and world.device.type == "cpu",
+        "precise": precise,
     }
     del state
-    if random and config.compile.backend == "inductor":
+    apart, limit = difference(eager, compiled), PRECISE if precise else ROUNDED
+    differs = any(not apart[name] <= limit[name] for name in limit)
+    if differs and config.compile.backend == "inductor":
         torch.compiler.reset()
-        # Else inductor draws its own random numbers, and dropout's masks differ from eager's.
+        # Inductor may draw its own random numbers: let dropout have the same masks as in eager.
         with fresh_cache(), inductor.patch(fallback_random=True):
-            compiled = first_steps(setup(config, world))
-    return figures | {"difference": difference(eager, compiled)}
+            apart = difference(eager, first_steps(setup(config, world)))
+    return figures | {"difference": apart}
 
 
 def first_steps(state: State) -> FirstSteps:

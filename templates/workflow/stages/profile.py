@@ -31,7 +31,7 @@ from .interleaved import Interval, median_interval
 from .stage import Stage
 from .timing import record_steps, spread
 
-SECONDS, MOST_STEPS = 5.0, 200  # for steps that are not traced
+UNTRACED = 20  # steps that are timed without a trace
 CALLS, IDLE_LIMIT = 50, 0.01  # to a profiler between its windows; of a step
 SHOWN = 10  # operators
 WORTH_A_WORD = 0.15  # the share of a step from which on a second cause is mentioned
@@ -102,19 +102,16 @@ def measure(config: Config) -> int:
     """Measure and judge; 0 when the gate is passed, 1 when it is not."""
     stage = Stage("profile", config)
     world = join(config.parallel, config.device)
-    group = Group(world)
     state = setup(config, world)
     if world.rank == 0:
         print("     tracing some steps, then timing steps without a trace ...", flush=True)
     tracer = trace_steps(config.profile, config.directory / "traces", state)
     traces = tracer.written
     try:
-        ranks, problem = group.agree(lambda: read_back(traces, tracer.averages)), ""
+        ranks, problem = Group(world).agree(lambda: read_back(traces, tracer.averages)), ""
     except RankError as error:
         ranks, problem = [], f"not a whole trace: {error}"
-    (first,) = record_steps(state, 1).seconds
-    count = group.from_first(lambda: int(np.clip(SECONDS / first, 8, MOST_STEPS)))
-    steps, calls = record_steps(state, count).seconds, idle_calls(state)
+    steps, calls = record_steps(state, UNTRACED).seconds, idle_calls(state)
     state.loader.close()
     del state
     leave(world)

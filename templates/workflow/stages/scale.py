@@ -21,12 +21,13 @@ from ..distributed import World, join, leave
 from ..errors import RankError, exit_code
 from ..files import to_json, write_json
 from ..run.hardware import in_units, usable_cores
+from ..sampling import seed_step
 from ..train import State, setup, train_step
 from . import memory_forecast as forecast
 from .interleaved import median_interval
 from .processes import most_ranks, named, refusal, run_task
 from .stage import Stage, StageConfig
-from .timing import differences, has_drawn, record_steps
+from .timing import differences, record_steps
 
 TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}  # relative
 FACTOR = 1.5  # between predicted and measured memory
@@ -228,6 +229,16 @@ def nature_of(config: Config, world: World) -> dict[str, Any]:
     state.loader.close()
     always = random and has_drawn(state)
     return {"statistics": next(iter(changed), None), "random": random, "always_random": always}
+
+
+def has_drawn(state: State) -> bool:
+    """Whether the last step drew random numbers from torch, as dropout does."""
+    device, seed = state.world.device, state.config.train.seed
+    generators = [torch] if device.type == "cpu" else [torch, getattr(torch, device.type)]
+    after = [generator.get_rng_state() for generator in generators]
+    seed_step(seed, state.step - 1, state.world.rank, device)  # as the step began
+    before = [generator.get_rng_state() for generator in generators]
+    return not all(map(torch.equal, after, before))
 
 
 def compare(config: Config, world: World, random: bool) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""The baseline stage: what one eager process does on this machine, before anything is made faster.
-
-It takes the first steps of the run twice, by the project's own `setup` and `train_step`.
-"""
+"""The baseline stage: what one eager process does here, before anything is made faster."""
 
 import math
 import timeit
@@ -105,18 +102,14 @@ def loss_on_first_batches(state: State) -> float:
 
 def judge_waits(stage: Stage, steps: Steps, advice: str) -> None:
     """Check that steps hardly wait for data."""
-    share, wait = share_waited(steps), float(steps.waits.mean())
+    wait = float(steps.waits.mean())
+    # Over all steps together: loader workers bring several batches at once, then the median is 0.
+    share = wait / float(steps.seconds.mean())
     stage.figures["data_wait"] = spread(steps.waits / steps.seconds) | {"all": share}
     measured = f"{share:.1%} of the time, {wait * 1e3:.2f} ms a step"
     wanted = f"less than {DATA_WAIT_LIMIT:.0%}, or than {WORTH_A_WORD * 1e3:g} ms"
     passed = share < DATA_WAIT_LIMIT or wait < WORTH_A_WORD
     stage.check("data_wait", passed, measured=measured, wanted=wanted, advice=advice)
-
-
-def share_waited(steps: Steps) -> float:
-    """The share of the time that steps wait for data."""
-    # Over all steps together: loader workers bring several batches at once, then the median is 0.
-    return float(steps.waits.sum() / steps.seconds.sum())
 
 
 def use_of_device(state: State, samples: float) -> dict[str, float | None]:
@@ -139,12 +132,8 @@ def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of this device in the fastest of some large matrix products: a peak in practice."""
     size = 1024 if device.type == "cpu" else 4096
     a = torch.randn(size, size, device=device, dtype=dtype)
-
-    def product() -> None:
-        torch.mm(a, a)
-        synchronize(device)
-
-    return 2 * size**3 / min(timeit.repeat(product, repeat=6, number=1))
+    seconds = timeit.repeat(lambda: (torch.mm(a, a), synchronize(device)), repeat=6, number=1)
+    return 2 * size**3 / min(seconds)
 
 
 def judge_losses(stage: Stage, first: np.ndarray, second: np.ndarray, cpu: bool) -> None:

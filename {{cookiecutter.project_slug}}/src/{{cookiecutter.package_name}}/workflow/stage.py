@@ -49,10 +49,7 @@ class Stage:
     def check(
         self, name: str, passed: bool | None, *, measured: str, wanted: str, advice: str = ""
     ) -> None:
-        """Add a check and print it; `passed` is None if it cannot be measured here.
-
-        `measured` then says why. `advice` says what to do unless it passed.
-        """
+        """Add a check and print it; `passed` is None if it cannot be: `measured` then says why."""
         status = {True: "pass", False: "fail", None: "not_measured"}[passed]
         advice = "" if passed else advice
         check = {"name": name, "status": status, "measured": measured, "wanted": wanted}

@@ -5,11 +5,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from ..device import synchronize
 from ..loss import means
-from ..sampling import seed_step
 from ..train import State, train_step
 
 
@@ -35,16 +33,6 @@ def record_steps(state: State, steps: int) -> Steps:
         losses[i] = means(state.sums, state.metrics)["loss"]
         state.sums = 0.0
     return Steps(losses, seconds, waits)
-
-
-def has_drawn(state: State) -> bool:
-    """Whether the last step drew random numbers from torch, as dropout does."""
-    device, seed = state.world.device, state.config.train.seed
-    generators = [torch] if device.type == "cpu" else [torch, getattr(torch, device.type)]
-    after = [generator.get_rng_state() for generator in generators]
-    seed_step(seed, state.step - 1, state.world.rank, device)  # as the step began
-    before = [generator.get_rng_state() for generator in generators]
-    return not all(map(torch.equal, after, before))
 
 
 def spread(values: Sequence[float] | np.ndarray) -> dict[str, float]:
