@@ -257,7 +257,6 @@ FIGURES = {
     "limits_hit": [],
     "precise": True,
     "difference": {"loss": 0.0, "gradients": 0.0},
-    "restart": {"seconds": 2.0},
 }
 HERE = {"where": "model.py:7", "reason": "a print"}
 NOWHERE = {"where": "", "reason": "a print"}
@@ -297,7 +296,7 @@ def test_a_mode_that_breaks_down_fails_and_a_missing_compiler_is_not_measured(ga
     assert gate({"full": bare}).compiles["status"] == "not_measured"
     idle = gate({"full": FIGURES | {"graphs": 0}})
     assert idle.compiles["status"] == "fail" and "graphs 0" in idle.compiles["measured"]
-    failed = FIGURES | {"restart": {"error": "OSError: gone"}}
+    failed = FIGURES | {"error": "OSError: gone"}
     failed["compile_seconds"] = {"cold": 1.0, "warm": None}
     compiles = gate({"full": failed}).compiles
     assert compiles["status"] == "fail" and "OSError: gone" in compiles["measured"]

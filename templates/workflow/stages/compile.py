@@ -60,14 +60,15 @@ def measure(config: Config) -> int:
 
 
 def try_mode(config: Config, mode: str, folder: Path) -> Figures:
-    """Measure one mode, cold and warm; the only figure may be "skipped" or "error", with why."""
+    """Measure one mode, cold and warm; "skipped" or "error" say why it could not be."""
     # With fullgraph the compiler would stop at the first graph break: the stage lists all.
     config = override(config, {"compile.mode": mode, "compile.fullgraph": False})
     print(f"     {mode}: compiling with an empty cache, and timing eager steps ...", flush=True)
     figures = run_apart("cold", config, folder)
     if "graphs" in figures and config.compile.backend == "inductor":  # others have no cache
-        figures["restart"] = run_apart("warm", config, folder)
-        figures["compile_seconds"]["warm"] = figures["restart"].get("seconds")
+        warm = run_apart("warm", config, folder)
+        figures["compile_seconds"]["warm"] = warm.pop("seconds", None)
+        figures |= warm
     return figures
 
 
@@ -101,8 +102,7 @@ def judge_compiling(stage: Stage, modes: dict[str, Figures]) -> None:
     """Every mode compiles and runs, cold and warm; not measured without a C++ compiler."""
     parts, errors = [], []
     for mode, figures in modes.items():
-        restart = figures.get("restart", {})
-        errors += [f"{mode}: {each['error']}" for each in (figures, restart) if "error" in each]
+        errors += [f"{mode}: {figures['error']}"] if "error" in figures else []
         if "skipped" in figures:
             parts.append(f"{mode}: not tried, {figures['skipped']}")
         elif "graphs" in figures:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import profile
 
 from ..config import Config
 from ..distributed import Group, join, leave
@@ -106,9 +105,9 @@ def measure(config: Config) -> int:
     if world.rank == 0:
         print("     tracing some steps, then timing steps without a trace ...", flush=True)
     tracer = trace_steps(config.profile, config.directory / "traces", state)
-    traces = tracer.written
+    traces, averages = tracer.written, tracer.profile.key_averages()
     try:
-        ranks, problem = Group(world).agree(lambda: read_back(traces, tracer.averages)), ""
+        ranks, problem = Group(world).agree(lambda: read_back(traces, averages)), ""
     except RankError as error:
         ranks, problem = [], f"not a whole trace: {error}"
     steps, calls = record_steps(state, UNTRACED).seconds, idle_calls(state)
@@ -128,17 +127,10 @@ def measure(config: Config) -> int:
     return stage.close()
 
 
-class Tracer(Profiler):
-    """A profiler that keeps torch's averages over the last window."""
-
-    def _write(self, finished: profile) -> None:
-        super()._write(finished)
-        self.averages = finished.key_averages()
-
-
-def trace_steps(config: ProfileConfig, directory: Path, state: State) -> Tracer:
+def trace_steps(config: ProfileConfig, directory: Path, state: State) -> Profiler:
     """Trace steps of a training that was set up."""
-    tracer = Tracer(replace(config, every=0), directory, state)
+    # The step after the last window is idle, so torch's averages are of that window.
+    tracer = Profiler(replace(config, every=0, wait=max(1, config.wait)), directory, state)
     with tracer:
         for _ in range(tracer.period * config.repeat):
             train_step(state, state.loader.next())

@@ -22,7 +22,7 @@ from ..errors import RankError, exit_code
 from ..files import to_json, write_json
 from ..run.hardware import in_units, usable_cores
 from ..sampling import seed_step
-from ..train import State, setup, train_step
+from ..train import State, setup
 from . import memory_forecast as forecast
 from .interleaved import median_interval
 from .processes import most_ranks, named, refusal, run_task
@@ -105,12 +105,10 @@ def run_ranks(folder: Path, ranks: int, threads: int) -> dict[str, Any]:
 
 def judge_losses(stage: Stage, records: Records, reason: str) -> None:
     """The first steps on any number of ranks give the losses and gradients of one."""
-    nature, one = records[1]["nature"], records[1]
+    one = records[1]
     wanted = "the same up to the order of sums: losses within "
     wanted += f"{TOLERANCE['losses']:.0e}, gradient norms within {TOLERANCE['gradient_norms']:.0e}"
-    if nature["statistics"]:
-        reason = f"not applicable: {nature['statistics']} takes statistics of what each rank sees"
-    elif nature["always_random"]:
+    if one["random"]:
         reason = "not applicable: the model draws random numbers, by rank, in evaluation too"
     if reason:
         stage.check("same_losses", None, measured=reason, wanted=wanted)
@@ -121,8 +119,7 @@ def judge_losses(stage: Stage, records: Records, reason: str) -> None:
     }
     measured = f"{len(one['losses'])} losses on 1 to {max(records)} ranks differ by at most "
     measured += f"{apart['losses']:.1e} (relative), gradient norms by "
-    measured += f"{apart['gradient_norms']:.1e}"
-    measured += "; without dropout, which draws by rank" if nature["random"] else ""
+    measured += f"{apart['gradient_norms']:.1e}, without dropout and batch statistics"
     advice = "look for what depends on the rank, or on how a batch is divided: a mean where "
     advice += "compute_loss must return a sum, statistics of a batch, files read by rank"
     passed = all(apart[key] <= limit for key, limit in TOLERANCE.items())
@@ -187,8 +184,7 @@ def main() -> int:
 
 def examine(config: Config, world: World, one: dict[str, Any] | None) -> dict[str, Any]:
     """All that is measured on this number of ranks; `one` is what one process measured before."""
-    nature = one["nature"] if one else nature_of(config, world)
-    record = {"nature": nature, **compare(config, world, nature["random"])}
+    record = compare(config, world)
     state, record["memory"] = forecast.measure_memory(config, world, one and one["memory"])
     usual = record_steps(state, 3).seconds[-1]
     # Ranks must take equally many, so all take what one process took.
@@ -212,25 +208,6 @@ def time_steps(state: State, steps: int) -> dict[str, Any]:
     return {"interval": median_interval(seconds), "samples_per_second": rate}
 
 
-def nature_of(config: Config, world: World) -> dict[str, Any]:
-    """What a step of this model does that depends on how the batch is divided among ranks.
-
-    "statistics" names a buffer that changes with each batch, as of BatchNorm; "random" says
-    whether random numbers are drawn in training, "always_random" whether in evaluation too.
-    """
-    state = setup(config, world)
-    saved = state.model.state_dict()
-    before = {name: b.clone() for name, b in state.model.named_buffers() if name in saved}
-    train_step(state, state.loader.next())
-    random, after = has_drawn(state), dict(state.model.named_buffers())
-    changed = [name for name, buffer in before.items() if not torch.equal(buffer, after[name])]
-    state.module.eval()
-    train_step(state, state.loader.next())
-    state.loader.close()
-    always = random and has_drawn(state)
-    return {"statistics": next(iter(changed), None), "random": random, "always_random": always}
-
-
 def has_drawn(state: State) -> bool:
     """Whether the last step drew random numbers from torch, as dropout does."""
     device, seed = state.world.device, state.config.train.seed
@@ -241,19 +218,23 @@ def has_drawn(state: State) -> bool:
     return not all(map(torch.equal, after, before))
 
 
-def compare(config: Config, world: World, random: bool) -> dict[str, Any]:
-    """Losses and gradient norms of the first steps, in float32, without what is random."""
+def compare(config: Config, world: World) -> dict[str, Any]:
+    """Losses and gradient norms of the first steps, and whether they draw random numbers.
+
+    In float32 and in evaluation mode: dropout and batch statistics depend on how the batch is
+    divided among ranks.
+    """
     state = setup(override(config, {"train.precision": "fp32"}), world)
     torch.set_float32_matmul_precision("highest")  # until the next setup; without TF32, whose
     torch.backends.cudnn.allow_tf32 = False  # rounding depends on how the batch is divided
-    state.module.train(not random)
+    state.module.eval()
     losses, norms = [], []
     for _ in range(COMPARED):
         losses.append(float(record_steps(state, 1).losses[0]))
         norms.append(float(state.grad_norm))
     torch.backends.cudnn.allow_tf32 = True
     state.loader.close()
-    return {"losses": losses, "gradient_norms": norms}
+    return {"losses": losses, "gradient_norms": norms, "random": has_drawn(state)}
 
 
 if __name__ == "__main__":
