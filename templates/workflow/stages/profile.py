@@ -80,15 +80,13 @@ Shares = dict[str, float]
 class Breakdown(NamedTuple):
     """Where the time of the traced steps went."""
 
-    seconds: np.ndarray
-    """Of each step and part, [steps, parts] in the order of `PARTS`."""
+    seconds: np.ndarray  # [steps, parts], in the order of `PARTS`
     compilations: int
-    device: bool
-    """Whether the trace shows a GPU at work."""
+    device: bool  # whether the trace shows a GPU at work
+    # Seconds in which the host kept everything waiting, and the operators before and after.
     longest_gap: tuple[float, str, str]
-    """Seconds in which the host kept everything waiting, and the operators before and after."""
+    # Name, self_seconds, calls and share of each, the largest first, by torch's own account.
     operators: Sequence[dict[str, Any]] = ()
-    """Name, self_seconds, calls and share of each, the largest first, by torch's own account."""
 
     @property
     def shares(self) -> dict[str, float]:

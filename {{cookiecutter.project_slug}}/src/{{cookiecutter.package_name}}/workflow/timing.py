@@ -16,8 +16,7 @@ class Steps(NamedTuple):
 
     losses: np.ndarray
     seconds: np.ndarray
-    waits: np.ndarray
-    """Seconds of waiting for data, part of `seconds`."""
+    waits: np.ndarray  # seconds of waiting for data, part of `seconds`
 
 
 def record_steps(state: State, steps: int) -> Steps:
