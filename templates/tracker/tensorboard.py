@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import flatten, open_to_write, to_json
+from ..files import open_to_write, to_json
 from .samples import read_sample
 
 
@@ -52,15 +52,8 @@ class Tracker:
         self.writer.file_writer.add_summary(summary, step)
 
     def close(self, status: str) -> None:
-        """End the log with the run's status, and its settings for the HParams tab."""
-        from torch.utils.tensorboard.summary import hparams
-
+        """End the log with the run's status."""
         self.writer.add_text("status", status, self.logged)
-        named = flatten(self.settings)
-        plain = {name: v if isinstance(v, int | float) else str(v) for name, v in named}
-        # The tab looks the newest of these figures up by their tags.
-        for summary in hparams(plain, {"train/loss": 0.0, "validation/loss": 0.0}):
-            self.writer.file_writer.add_summary(summary, self.logged)
         self.writer.close()
 
     def _text(self, tag: str, text: str, step: int) -> None:

