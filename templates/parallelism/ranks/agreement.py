@@ -61,13 +61,10 @@ class Group:
 
     @contextlib.contextmanager
     def printing_to(self, file: TextIO, handler: Any) -> Iterator[None]:
-        """Redirect what other ranks than 0 print to `file`; `handler` keeps logging to the console.
+        """Redirect what this rank prints to `file`; `handler` keeps logging to the console.
 
         By descriptor, so that what libraries print, and the stacks of a crash, are in it, too.
         """
-        if self.rank == 0:
-            yield
-            return
         with open(os.dup(1), "wb") as out, open(os.dup(2), "w", encoding="utf-8") as err:
             _print_to(file.fileno(), file.fileno())
             handler.stream = self.console = err

@@ -42,10 +42,6 @@ class Group:
     def __str__(self) -> str:
         return ""
 
-    def printing_to(self, file: object, handler: object) -> contextlib.AbstractContextManager:
-        """Print to the console."""
-        return contextlib.nullcontext()
-
     @contextlib.contextmanager
     def phase(self, doing: str) -> Iterator[None]:
         """Take as long as it takes: nobody waits for this process."""

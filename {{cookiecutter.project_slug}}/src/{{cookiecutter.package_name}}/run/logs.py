@@ -93,7 +93,8 @@ def logging_in(folder: Path, group: Any) -> Iterator[None]:
         if console:
             faulthandler.enable(file.stream)
             stack.callback(faulthandler.disable)
-            stack.enter_context(group.printing_to(file.stream, console))
+            if group.rank:
+                stack.enter_context(group.printing_to(file.stream, console))
         elif not PACKAGE.level:
             PACKAGE.setLevel(logging.INFO)
             stack.callback(PACKAGE.setLevel, logging.NOTSET)
