@@ -205,23 +205,22 @@ def parsed(line: str | bytes, last_step: int = sys.maxsize) -> dict[str, Any] | 
 
 def introduce(state: Any, run_dir: Path) -> None:
     """Log the model, the data, the batch and the run directory."""
-    config, world = state.config.train, state.world
+    config, world, samples = state.config.train, state.world, state.loader.size
     device, dtype = device_name(world.device), str(state.compute_dtype).removeprefix("torch.")
     size = sum(parameter.numel() for parameter in state.model.parameters())
-    samples, batch = state.loader.size, config.global_batch_size
     data, steps = "a stream", f"{config.steps} steps"
+    in_all = config.steps * config.global_batch_size
     if samples:  # of a stream nobody knows how many there are
-        epochs = config.steps * batch / samples
-        data = f"{samples:,} samples"
+        data, epochs = f"{samples:,} samples", in_all / samples
         steps += f" ({epochs:,.2f} epochs)" if epochs > 1 else " (less than one epoch)"
     if tokens := getattr(state.spec, "tokens_per_sample", None):
         data += f" of {tokens:,} tokens"
     drawn = state.loader.source.order.drawn(config.steps).items()
-    mix = ", ".join(f"{count / config.steps / batch:.1%} {name}" for name, count in drawn)
+    mix = ", ".join(f"{count / in_all:.1%} {name}" for name, count in drawn)
     for line in (
         f"model  {size:,} parameters, {dtype} on {device}, ranks: {world.size}",
         f"data   {data}, {len(state.validation):,} for validation",
-        f"batch  {batch:,} samples{mix and f' ({mix})'}; {steps}",
+        f"batch  {config.global_batch_size:,} samples{mix and f' ({mix})'}; {steps}",
         f"run    {run_dir}, {f'resumed at step {state.step}' if state.step else 'new'}",
     ):
         log.info("%s", line)
