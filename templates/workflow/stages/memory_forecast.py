@@ -60,12 +60,13 @@ def measure_memory(config: Config, world: World, one: Any) -> tuple[State, dict[
     _, of_first_step, _ = watch(device, lambda: record_steps(state, 1))  # the optimizer's state
     _, _, peak = watch(device, lambda: record_steps(state, 2))
     del data  # only now, or its release would be counted
+    states = state.optimizer.state.values()
     parts: dict[str, Any] = {
         "parameters": [*state.model.parameters(), *state.model.buffers()],
         "gradients": [p for p in state.model.parameters() if p.requires_grad],
-        "optimizer": [v for of_one in state.optimizer.state.values() for v in of_one.values()],
+        "optimizer": [v for each in states for v in each.values() if getattr(v, "ndim", 0)],
     }
-    parts = {n: sum(getattr(t, "nbytes", 0) for t in parallel.local(of)) for n, of in parts.items()}
+    parts = {n: sum(t.nbytes for t in parallel.local(of)) for n, of in parts.items()}
     samples = state.plan[0].places.stop - state.plan[0].places.start
     activations = one and one["activations"] * samples // one["samples"]
     if activations is None:
@@ -103,10 +104,9 @@ def ddp_or_fsdp(config: Config, one: Any, most: Any, ranks: int, device: torch.d
     state = one["parameters"] + one["gradients"] + one["optimizer"]
     sharded = state // ranks + one["whole"]
     needed = {"DDP": state + most["activations"], "FSDP": sharded + most["activations"]}
+    capacity = free_host_memory() // ranks  # they share one memory
     if device.type == "cuda":
         capacity = torch.cuda.get_device_properties(device).total_memory
-    else:
-        capacity = free_host_memory() // ranks  # they share one memory
     name = "DDP" if needed["DDP"] <= ROOM * capacity else "FSDP"
     text = f"{name} for {ranks} ranks: a rank takes {in_units(needed['DDP'])} under DDP and "
     text += f"{in_units(needed['FSDP'])} under FSDP, of {in_units(capacity)}"
