@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +25,44 @@ project = project_fixture("of_manifests", parallelism="single", checkpoint="torc
     ],
     ids=repr,
 )
-def test_a_manifest_names_plain_files_beside_it_alone(project: Project, names: list[str]) -> None:
-    module = project.module("checkpoint.manifest")
+def test_a_manifest_names_plain_files_beside_it_alone(
+    project: Project, tmp_path: Path, names: list[str]
+) -> None:
+    module, folder = project.module("checkpoint.manifest"), tmp_path / "step_00000003"
     entry = {"size": 1, "sha256": "0" * 64}
+    folder.mkdir()
 
-    def parsed(names: list[str]) -> dict[str, Any]:
+    def read(names: list[str]) -> dict[str, Any]:
         facts = {"format_version": 1, "step": 3, "files": dict.fromkeys(names, entry)}
-        return module.parse_manifest(module.sealed(facts), "step_00000003")
+        (folder / "manifest.json").write_bytes(module.sealed(facts))
+        return module.read_manifest(folder)
 
-    assert [*parsed(["state.pt"])["files"]] == ["state.pt"]
+    assert [*read(["state.pt"])["files"]] == ["state.pt"]
     error = project.module("checkpoint").CheckpointError
     with pytest.raises(error, match="a file outside its own directory, or none at all"):
-        parsed(names)
+        read(names)
 
 
-def test_a_link_is_no_file_of_a_checkpoint(project: Project, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").write_bytes(b"x" * 1000)
-    folder = tmp_path / "step_00000001"
-    folder.mkdir()
-    (folder / "state.pt").symlink_to(tmp_path / "elsewhere")
-    manifest = {"files": {"state.pt": {"size": 1000, "sha256": ""}}}
-    assert not project.module("checkpoint.manifest").has_sizes(folder, manifest)
-    (folder / "state.pt").unlink()
-    (folder / "state.pt").write_bytes(b"x" * 1000)
-    assert project.module("checkpoint.manifest").has_sizes(folder, manifest)
+def test_damaged_manifests_neither_count_nor_go(project: Project, tmp_path: Path) -> None:
+    """Nor does what a person has removed."""
+    module, directory = project.module("checkpoint.publish"), tmp_path / "checkpoints"
+    group = project.module("distributed").Group()
+
+    def publisher() -> Any:
+        return module.Publisher(directory, module.RetentionConfig(keep=2), group)
+
+    def save(by: Any, *steps: int) -> list[int]:
+        for step in steps:
+            by.publish(step, lambda folder: (folder / "a").write_bytes(b"x") and ["a"], {})
+        return sorted(int(path.name[5:]) for path in directory.iterdir())
+
+    assert save(first := publisher(), 1, 2, 3) == [2, 3]
+    (directory / "step_00000003/manifest.json").write_text("{}")
+    assert save(second := publisher(), 4) == [2, 3, 4]
+    assert save(second, 5) == [3, 4, 5]
+    shutil.rmtree(directory / "step_00000005")
+    assert save(second, 6) == [3, 4, 6]
+    assert first.losses.keys() == {directory / "step_00000002", directory / "step_00000003"}
 
 
 def test_all_that_a_name_hangs_on_is_synced_before_it(

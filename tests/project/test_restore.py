@@ -210,8 +210,8 @@ def test_an_incompatible_newest_is_refused_by_name(trained: Trained) -> None:
 
 
 def test_the_optimizers_state_is_allocated_with_one_gradient(parts: Project) -> None:
-    """Memory that is touched for the first time takes longer than the step."""
-    parameters = [torch.nn.Parameter(torch.randn(n, 3)) for n in (1, 5, 4)]
+    """Of parameters that are alike: new memory takes longer to touch than the step takes."""
+    parameters = [torch.nn.Parameter(torch.randn(7, 3)) for n in range(3)]
     parameters.append(torch.nn.Parameter(torch.randn(3, 7).T))  # needs one of its own
     before = [parameter.detach().clone() for parameter in parameters]
     optimizer = torch.optim.AdamW(parameters, lr=0.5, weight_decay=0.1)

@@ -595,7 +595,6 @@ def test_a_folder_leads_nowhere_else(project: Project, store: Store, tmp_path: P
     assert manifests.verify(checkpoint)[1] == []
     (checkpoint / whole["folder"]).rename(tmp_path / "elsewhere")
     (checkpoint / whole["folder"]).symlink_to(tmp_path / "elsewhere")
-    assert manifests.verify(checkpoint)[1] == [f"{whole['folder']} is a link"]
     del whole["digest"]
     for folder in ("..", "../elsewhere", "/elsewhere", "", 7, None, ["x"]):
         content = manifests.sealed({**whole, "folder": folder})

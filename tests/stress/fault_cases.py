@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from . import fault_injection
@@ -174,15 +175,21 @@ def slow(variant: Variant, seconds: float, hits: Counter[str]) -> None:
             return publish(self, number, lambda at: (time.sleep(seconds), write(at))[1], facts)
 
         state = importlib.import_module(f"{variant.package}.checkpoint.checkpointer")
-        warn = state.Checkpointer._warn_of_waiting
+        settle, agree, waited = state.Checkpointer.settle, state.parallel.agree_on_buffers, [0.0]
 
-        def note(self: Any, waited: float, number: int) -> None:
-            if self.world.rank == 0:
+        def measure(self: Any) -> None:
+            before = self.blocked_seconds
+            settle(self)
+            waited[0] = self.blocked_seconds - before
+
+        def note(model: Any, world: Any) -> None:
+            if world.rank == 0:  # a save has waited for the one before, and begins
                 with waits.open("a") as file:
-                    file.write(f"{waited}\n")
-            warn(self, waited, number)
+                    file.write(f"{waited[0]}\n")
+            agree(model, world)
 
-        state.Checkpointer._warn_of_waiting = note
+        state.Checkpointer.settle = measure
+        state.parallel = SimpleNamespace(agree_on_buffers=note)
         if os.environ.get("RANK", "0") == str(slowest):
             if seconds < 1:
                 training.train_step = lambda *a: (time.sleep(0.02), step(*a))[1]

@@ -248,7 +248,8 @@ class _Watch:
         state = importlib.import_module(f"{self.package}.checkpoint.checkpointer")
         publish = importlib.import_module(f"{self.package}.checkpoint.publish")
         writer = importlib.import_module(f"{self.package}.checkpoint.writer")
-        step, warn = training.train_step, state.Checkpointer._warn_of_waiting
+        step, save, write = training.train_step, state.Checkpointer.save, writer.Writer.save
+        number = [0]
 
         def train_step(now: Any, batches: Any) -> None:
             compiling = now.config.compile.mode != "none" and not self.mine[DONE]
@@ -257,9 +258,13 @@ class _Watch:
             self.mine[DONE] = now.step
             self.mine[MAIN] = PHASES.index("training")
 
-        def begin_save(checkpointer: Any, waited: float, number: int) -> None:
-            self.mine[SAVING] = number  # the save before is over, and this one is not skipped
-            warn(checkpointer, waited, number)
+        def begin_save(checkpointer: Any, of: int, *arguments: Any) -> None:
+            number[0] = of
+            save(checkpointer, of, *arguments)
+
+        def begin_to_write(*arguments: Any) -> None:
+            self.mine[SAVING] = number[0]  # the save before is over, and this one is not skipped
+            write(*arguments)
 
         def stage(holder: Any, *arguments: Any) -> Any:
             self.enter("staging", MAIN)
@@ -269,7 +274,8 @@ class _Watch:
             self.mark(holder, "copy", "staging")
             return copies, holder.copy
 
-        training.train_step, state.Checkpointer._warn_of_waiting = train_step, begin_save
+        training.train_step, state.Checkpointer.save = train_step, begin_save
+        writer.Writer.save = begin_to_write
         if begin := getattr(writer.Writer, "_stage", None):
             writer.Writer._stage = stage
         self.mark(training, "setup", "setting up")

@@ -65,7 +65,7 @@ def _sums_otherwise_at_first(package: str) -> None:
 def _prunes_in_place(package: str) -> None:
     publisher = importlib.import_module(f"{package}.checkpoint.publish").Publisher
 
-    def in_place(self, path: Path, manifest) -> None:
+    def in_place(self, path: Path) -> None:
         (path / "manifest.json").unlink()
         time.sleep(0.005)
         shutil.rmtree(path)

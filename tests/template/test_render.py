@@ -120,7 +120,7 @@ CONDITIONAL: dict[str, Condition] = {
     **dict.fromkeys(every(f"{PACKAGE}/distributed", "world agreement watchdog launch"), ranks),
     f"{PACKAGE}/distributed/stragglers.py": lambda a: ranks(a) and a["cluster"] != "none",
     **dict.fromkeys(
-        every(f"{PACKAGE}/checkpoint", "disk object_store upload"),
+        every(f"{PACKAGE}/checkpoint", "object_store upload"),
         lambda a: a["storage"] == "object_store",
     ),
     **dict.fromkeys(
@@ -174,7 +174,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(every(f"{PACKAGE}/distributed", "__init__ stragglers"), RANKS_AND_CLUSTER),
     **dict.fromkeys(every(f"{PACKAGE}/checkpoint", "writer"), ("checkpoint",)),
     **dict.fromkeys(
-        every(f"{PACKAGE}/checkpoint", "storage paths disk object_store upload"),
+        every(f"{PACKAGE}/checkpoint", "storage paths object_store upload"),
         ("storage",),
     ),
     **dict.fromkeys(every(f"{PACKAGE}/run", "tracker tracker_adapter"), ("tracker",)),
@@ -403,9 +403,7 @@ def test_every_branch_of_the_template_is_rendered_and_left_out(tmp_path: Path) -
         markers[marker] = where
         return marker + "\n"
 
-    # Renders with an object store have the first as disk.py, all others as paths.py; streams add to
-    # the second.
-    everywhere = {template / "templates" / it for it in ("storage/disk/paths.py", MAP_STYLE)}
+    everywhere = {template / "templates" / MAP_STYLE}  # streams add to it
     for path in template.rglob("*"):
         if not path.is_file() or path.name == "cookiecutter.json":
             continue

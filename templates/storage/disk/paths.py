@@ -10,13 +10,12 @@ from typing import Any
 
 from ..distributed import Group
 from ..errors import UserError
-from ..files import fingerprint_files, read_json
+from ..files import read_json
 from . import PUBLISHED
 
 Place = Path
 DAMAGED = re.compile(r"step_\d{8,}\.damaged-\d+")
-# With one slash too, since pathlib folds two into one.
-URL = re.compile(r"[a-zA-Z][\w+.-]+:/{1,3}[^/].*")
+URL = re.compile(r"[a-zA-Z][\w+.-]+:/.*")  # with one slash too: pathlib folds two into one
 NO_STORE = "which this project cannot open: render it with storage=object_store"
 
 
@@ -39,29 +38,13 @@ def checkpoints_of(run: Path) -> Path:
 
 def published(directory: Path) -> list[Path]:
     """Published checkpoints, oldest first, good or not."""
-    try:
-        names = filter(PUBLISHED.fullmatch, os.listdir(directory))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    names = filter(PUBLISHED.fullmatch, os.listdir(directory) if directory.is_dir() else ())
     return [directory / name for name in sorted(names, key=lambda name: int(name[5:]))]
 
 
 def damaged(directory: Path) -> list[str]:
     """The names of damaged checkpoints that were set aside."""
-    names = os.listdir(directory) if directory.is_dir() else []
-    return sorted(filter(DAMAGED.fullmatch, names))
-
-
-def listing(folder: Path) -> dict[str, int]:
-    """The names in a folder, with their sizes."""
-    with os.scandir(folder) as entries:
-        return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
-
-
-def fingerprint_of(path: Path) -> str:
-    """Fingerprint of a file, or of the plain files in a folder."""
-    plain = (file for file in path.glob("*") if file.is_file() and not file.is_symlink())
-    return fingerprint_files(path, sorted(plain) or [path])
+    return sorted(filter(DAMAGED.fullmatch, os.listdir(directory) if directory.is_dir() else ()))
 
 
 def open_regular(path: Path) -> Any:
@@ -72,19 +55,16 @@ def open_regular(path: Path) -> Any:
     return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
 
 
-def local_folder(path: Path, group: Group | None = None) -> Path:
-    """The folder from which a checkpoint is read: its own."""
-    return path
+def local_copy(
+    path: Path, manifest: dict[str, Any], group: Group | None = None, again: bool = False
+) -> tuple[Path, int, int]:
+    """Where the files of a checkpoint are, this rank among those that read them there, and ranks.
 
-
-def fetch(path: Path, again: bool = False) -> None:
-    """Nothing to fetch: every file is on disk."""
+    They are not copied: they are on a disk that all ranks see.
+    """
+    group = group or Group()
+    return path / manifest.get("folder", ""), group.rank, group.size
 
 
 def release_copies() -> None:
     """Nothing to remove: nothing was copied."""
-
-
-def share_of_files(path: Path, group: Group) -> tuple[int, int]:
-    """This rank among those that read the same files, and their number: all ranks."""
-    return group.rank, group.size

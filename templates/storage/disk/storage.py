@@ -1,16 +1,14 @@
-"""Where checkpoints lie: on disk, in the run directory, which all machines share."""
+"""Where checkpoints are: on disk, in the run directory, which all machines share."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..distributed import Group
-from .paths import Place, checkpoints_of, located
+from .paths import checkpoints_of
 from .publish import Publisher, RetentionConfig
 
 C = TypeVar("C")
-__all__ = ["Place", "StorageConfig", "located", "on_disk", "open_storage"]
-"""Settings that other projects have, with the answer that they need."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +21,8 @@ class StorageConfig(RetentionConfig):
 def open_storage(
     run_dir: Path, config: StorageConfig, group: Group, identity: dict[str, Any] | None
 ) -> Publisher:
-    """What publishes and finds the checkpoints of a run."""
-    return Publisher(run_dir / "checkpoints", config, group)
-
-
-def refuse_to_forget(run_dir: Path, directory: Path) -> None:
-    """UserError if a run without checkpoints in `directory` has some in another place."""
-    checkpoints_of(run_dir)
+    """What publishes and finds the checkpoints of a run; UserError if it has them in a store."""
+    return Publisher(checkpoints_of(run_dir), config, group)
 
 
 def on_disk(config: C) -> C:

@@ -144,6 +144,11 @@ class RemotePath:
             return {n.rpartition("/")[2]: size for n, size in sizes.items() if n != self.path}
         return {}
 
+    def holds(self, files: dict[str, dict[str, Any]]) -> bool:
+        """Whether all files of a manifest are right below, with the sizes that it names."""
+        sizes = self.sizes()
+        return all(sizes.get(name) == entry["size"] for name, entry in files.items())
+
     def read(self) -> bytes:
         """All of a small object."""
         return self.ask("cat_file", self.path)

@@ -1,24 +1,30 @@
-"""Files of checkpoints, on disk or in an object store: find them, open them."""
+"""Files of checkpoints, on disk or in an object store: find them, open them, fetch them."""
 
 import atexit
 import contextlib
+import errno
+import fcntl
 import io
 import os
 import re
 import shutil
+import stat
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from ..distributed import Group
 from ..errors import UserError
 from ..files import read_json
-from . import MANIFEST, PUBLISHED, disk
+from . import MANIFEST, PUBLISHED
 from .object_store import URL, RemotePath, remote, remote_of
 
 Place = Any  # a Path or a RemotePath, by the settings: either has what a checkpoint needs
-DAMAGED = re.compile(re.escape(MANIFEST) + r"\.damaged-\d+")
-copies: dict[RemotePath, Path] = {}  # folders and files of a store: where they are copied to
+DAMAGED = re.compile(r"(step_\d{8,}|manifest\.json)\.damaged-\d+")
+FETCHES = 4  # files that a rank fetches at a time
+scratch: dict[Path, Any] = {}  # folders of this process in TMPDIR, with the locks that it holds
+copies: dict[RemotePath, Path] = {}  # what was fetched, and where it is
 
 
 def located(where: Path | str | RemotePath) -> Place:
@@ -41,82 +47,114 @@ def checkpoints_of(run: Place) -> Place:
     return remote_of(run, url) if url else run / "checkpoints"
 
 
-def steps(directory: RemotePath) -> list[RemotePath]:
-    """The folders of checkpoints in a store, oldest first, finished or not."""
-    names = filter(PUBLISHED.fullmatch, directory.sizes())
+def names_in(folder: Place) -> list[str]:
+    """The names in a folder, none if it is not there."""
+    if isinstance(folder, RemotePath):
+        return [*folder.sizes()]
+    return os.listdir(folder) if folder.is_dir() else []
+
+
+def steps(directory: Place) -> list[Place]:
+    """The folders of checkpoints, oldest first, finished or not."""
+    names = filter(PUBLISHED.fullmatch, names_in(directory))
     return [directory / name for name in sorted(names, key=lambda name: int(name[5:]))]
 
 
 def published(directory: Place) -> list[Place]:
     """Published checkpoints, oldest first, good or not."""
-    if isinstance(directory, RemotePath):
-        # On a disk one without a manifest is damaged; in a store it was never finished.
-        return [path for path in steps(directory) if (path / MANIFEST).exists()]
-    return disk.published(directory)
+    # On a disk one without a manifest is damaged; in a store it was never finished.
+    is_far = isinstance(directory, RemotePath)
+    return [path for path in steps(directory) if not is_far or (path / MANIFEST).exists()]
 
 
 def damaged(directory: Place) -> list[str]:
     """The names of damaged checkpoints that were set aside."""
+    names = names_in(directory)
     if isinstance(directory, RemotePath):
-        inside = ((path, name) for path in steps(directory) for name in path.sizes())
-        return [f"{path.name}/{name}" for path, name in inside if DAMAGED.fullmatch(name)]
-    return disk.damaged(directory)
-
-
-def listing(folder: Place) -> dict[str, int]:
-    """The names in a folder, with their sizes."""
-    return folder.sizes() if isinstance(folder, RemotePath) else disk.listing(folder)
-
-
-def fingerprint_of(path: Place) -> str:
-    """Fingerprint of a file, or of a folder: on disk of its files, in a store of its listing."""
-    if isinstance(path, RemotePath):
-        return repr(sorted(path.sizes().items()))
-    return disk.fingerprint_of(path)
+        names = [f"{path.name}/{name}" for path in steps(directory) for name in path.sizes()]
+    return sorted(name for name in names if DAMAGED.fullmatch(name.rpartition("/")[2]))
 
 
 def open_regular(path: Place) -> Any:
-    """Open a regular file or an object for reading."""
-    return io.BytesIO(path.read()) if isinstance(path, RemotePath) else disk.open_regular(path)
+    """Open an object or a regular file for reading; OSError for a link, a device or a pipe."""
+    if isinstance(path, RemotePath):
+        return io.BytesIO(path.read())
+    # Nothing else is opened at all: opening a pipe waits for a writer.
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
 
 
-def local_folder(path: Place, group: Group | None = None) -> Path:
-    """The folder from which a checkpoint is read, one for each machine: of a store, a scratch one.
+def local_copy(
+    path: Place, manifest: dict[str, Any], group: Group | None = None, again: bool = False
+) -> tuple[Path, int, int]:
+    """Where the files of a checkpoint are, this rank among those that read them there, and ranks.
 
-    `fetch` copies the files into it. It is in TMPDIR, which needs room for the checkpoint until
-    `release_copies`. With a `group` it is a new one, and this a collective call.
+    On disk they are where they are, and all ranks read them. Of a store each machine fetches a copy
+    into TMPDIR, which its ranks share, and which needs room for it until `release_copies`. With a
+    `group` that is a new copy, and this a collective call.
     """
+    own = group or Group()
     if not isinstance(path, RemotePath):
-        return path
+        return path / manifest.get("folder", ""), own.rank, own.size
+    rank, ranks = 0, 1
+    if own.size > 1:
+        rank = int(os.environ.get("LOCAL_RANK", 0))
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if group or path not in copies:
-        group = group or Group()
-        place, _ = share_of_files(path, group)
-        folders = group.agree(lambda: "" if place else tempfile.mkdtemp(prefix="checkpoint-"))
-        copies[path] = Path(group.from_first(lambda: folders)[group.rank - place])
-    return copies[path]
+        release_copies()
+        folders = own.agree(lambda: "" if rank else str(make_scratch()))
+        folder = Path(own.from_first(lambda: folders)[own.rank - rank])
+        copies[path] = folder / path.name if not manifest and path.is_file() else folder
+        own.agree(lambda: fetch(path, manifest, folder, rank, ranks))
+    return copies[path], rank, ranks
 
 
-def fetch(path: Path, again: bool = False) -> None:
-    """Copy a file into its `local_folder`, if that is of a store."""
-    for source, folder in copies.items():
-        if folder == path.parent and (again or not path.exists()):
-            (source / path.name).fetch(path)
+def fetch(path: RemotePath, manifest: dict[str, Any], folder: Path, rank: int, ranks: int) -> None:
+    """Copy this rank's share of a checkpoint's files, or those of a folder, or a file."""
+    source, names = path, manifest.get("files") or path.sizes()
+    if name := manifest.get("folder"):
+        source = path / name
+    if not names:
+        source, names = path.parent, [path.name]
+
+    def copy(name: str) -> None:
+        # One that is missing, or not as it was saved, is damage, which verifying finds.
+        try:
+            (source / name).fetch(folder / name)
+        except OSError as error:
+            (folder / name).unlink(missing_ok=True)
+            if error.errno not in (errno.ENOENT, errno.EBADMSG):
+                raise
+
+    with ThreadPoolExecutor(FETCHES) as pool:
+        list(pool.map(copy, sorted(names)[rank::ranks]))
 
 
 def release_copies() -> None:
     """Remove what was fetched."""
-    while copies:
-        shutil.rmtree(copies.popitem()[1], ignore_errors=True)
+    copies.clear()
+    for folder in [*scratch]:
+        remove_scratch(folder)
 
 
-def share_of_files(path: Place, group: Group) -> tuple[int, int]:
-    """This rank among those that read the same files, and their number.
+def make_scratch() -> Path:
+    """A new folder in TMPDIR; removes those of processes that were killed."""
+    for path in Path(tempfile.gettempdir()).glob("checkpoint-*/.lock"):
+        if path.parent not in scratch:
+            with contextlib.suppress(OSError), path.open("r+") as lock:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its process would hold it
+                shutil.rmtree(path.parent, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix="checkpoint-"))
+    scratch[folder] = (folder / ".lock").open("w")
+    fcntl.lockf(scratch[folder], fcntl.LOCK_EX)
+    return folder
 
-    On disk these are all ranks; of a store each machine fetches a copy, which its ranks share.
-    """
-    if not isinstance(path, RemotePath) or group.size == 1:
-        return group.rank, group.size
-    return int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+def remove_scratch(folder: Path) -> None:
+    """Remove a folder that `make_scratch` made."""
+    shutil.rmtree(folder, ignore_errors=True)
+    scratch.pop(folder).close()
 
 
 atexit.register(release_copies)

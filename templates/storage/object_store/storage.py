@@ -19,7 +19,6 @@ import logging
 import os
 import re
 import socket
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -30,16 +29,22 @@ from typing import Any
 from ..distributed import Group
 from ..errors import RankError, UserError
 from . import MANIFEST, CheckpointError, object_store, step_name
-from .manifest import data_of, has_sizes, parse_manifest, read_manifest, sealed
+from .manifest import read_manifest, sealed
 from .object_store import RemotePath, check_address
-from .paths import DAMAGED, Place, checkpoints_of, located, published, steps
+from .paths import (
+    DAMAGED,
+    checkpoints_of,
+    located,
+    make_scratch,
+    published,
+    remove_scratch,
+    steps,
+)
 from .publish import Found, Publisher, RetentionConfig, Write
 from .tensors import identity_differences, offer_weights
 from .upload import UploadingPublisher
 
 log = logging.getLogger(__name__)
-__all__ = ["Place", "StorageConfig", "located", "on_disk", "open_storage"]
-"""Settings that other projects have, with the answer that they need."""
 OWNER = "owner.json"
 ATTEMPT = re.compile(r"[0-9a-f]{8}")
 
@@ -129,19 +134,21 @@ class StorePublisher(Publisher):
 
     def write_files(self, reserved: str, write: Write) -> dict[str, dict[str, Any]]:
         """Write this rank's files on disk and send them; their entries in the manifest."""
-        with tempfile.TemporaryDirectory(prefix="saving-") as folder:
-            entries = Publisher(Path(folder), self.retention, self.group).write_files("", write)
+        folder = make_scratch()
+        try:
+            entries = Publisher(folder, self.retention, self.group).write_files("", write)
             for name in entries:
-                (self.directory / reserved / name).send(Path(folder, name))
+                (self.directory / reserved / name).send(folder / name)
+        finally:
+            remove_scratch(folder)
         return entries
 
     def commit(self, reserved: str, manifest: dict[str, Any]) -> None:
         """Publish what was reserved, by writing the manifest."""
         name, attempt = reserved.split("/")
         content = sealed({**manifest, "folder": attempt})
-        parse_manifest(content, name)  # what a restore would refuse must not be published
         path = self.directory / name
-        if not has_sizes(path / attempt, manifest):
+        if not (path / attempt).holds(manifest["files"]):
             raise CheckpointError(f"{path / attempt} does not hold what was sent to it")
         try:
             (path / MANIFEST).write_new(content, self.check_owner)
@@ -167,11 +174,10 @@ class StorePublisher(Publisher):
         (path / MANIFEST).rename(aside)
         return aside
 
-    def discard(self, path: RemotePath, manifest: dict[str, Any]) -> None:
-        """Remove a checkpoint, its manifest first: what a crash leaves is a leftover."""
+    def discard(self, path: RemotePath) -> None:
+        """Begin to remove a checkpoint, by its manifest; `remove_leftovers` does the rest."""
         self.check_owner()
         (path / MANIFEST).unlink()
-        data_of(path, manifest).remove_tree()
 
     def remove_leftovers(self) -> None:
         """Remove attempts that no manifest names, up to the newest checkpoint.
@@ -193,23 +199,18 @@ class StorePublisher(Publisher):
             )
 
     def _clean(self, folders: list[RemotePath]) -> None:
-        """Remove attempts that no manifest names; none of a step with damage that was set aside.
-
-        Where the store refuses that, they stay, and do no harm.
-        """
-        with self.refusals_warned():
+        """Remove attempts that no manifest names; none of a step with damage that was set aside."""
+        try:
             for path in folders:
                 inside = path.sizes()
-                try:
-                    named = read_manifest(path).get("folder") if MANIFEST in inside else None
-                except RankError:
-                    continue  # damaged, for `newest_good` to report, or not to be read just now
+                named = read_manifest(path).get("folder") if MANIFEST in inside else None
                 if any(map(DAMAGED.fullmatch, inside)):
                     continue
-                for name in sorted(filter(ATTEMPT.fullmatch, inside)):
+                for name in filter(ATTEMPT.fullmatch, inside):
                     if name != named and f"{path.name}/{name}" != self.spared:
-                        log.info("removing what is left of a save: %s", path / name)
                         (path / name).remove_tree()
+        except (OSError, RankError) as error:
+            self.warn_not_removed(error)
 
     def _write_owner(self) -> str:
         note = {"token": self.token, "process": f"{os.getpid()} on {socket.gethostname()}"}
@@ -244,22 +245,23 @@ def explaining(directory: RemotePath) -> Iterator[None]:
 def open_storage(
     run_dir: Path, config: StorageConfig, group: Group, identity: dict[str, Any] | None
 ) -> Publisher:
-    """What publishes and finds the checkpoints of a run."""
+    """What publishes and finds the checkpoints of a run; UserError if it has them elsewhere."""
+    here = run_dir / "checkpoints"
+    url = located(config.url) if config.url else here
+
+    def refuse_to_forget() -> None:
+        for before in {checkpoints_of(run_dir), here} - {url, here if config.local_first else url}:
+            if published(before) and not published(url):
+                raise UserError(
+                    f"this run has its checkpoints in {before}, and there are none in {url}: go on "
+                    "there (--checkpoint.url), copy them, or start another run (--name NAME)"
+                )
+
+    group.from_first(refuse_to_forget)
     if not config.url:
-        return Publisher(run_dir / "checkpoints", config, group)
-    store = StorePublisher(located(config.url), config, group, identity)
-    return UploadingPublisher(run_dir / "checkpoints", store) if config.local_first else store
-
-
-def refuse_to_forget(run_dir: Path, directory: Place) -> None:
-    """UserError if a run without checkpoints in `directory` has some in another place."""
-    for before in (checkpoints_of(run_dir), run_dir / "checkpoints"):
-        if before != directory and published(before):
-            raise UserError(
-                f"this run has its checkpoints in {before}, and there are none in "
-                f"{directory}: go on there (--checkpoint.url), copy them, or start "
-                "another run (--name NAME)"
-            )
+        return Publisher(here, config, group)
+    store = StorePublisher(url, config, group, identity)
+    return UploadingPublisher(here, store) if config.local_first else store
 
 
 def on_disk(config: Any) -> Any:

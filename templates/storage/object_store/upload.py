@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import RankError, UserError
 from . import CheckpointError
-from .manifest import check_file, data_of, has_sizes, read_manifest, shared_out
+from .manifest import check_file, read_manifest, shared_out
 from .paths import published
 from .publish import Found, Publisher, Write
 from .tensors import identity_differences
@@ -72,9 +72,10 @@ class UploadingPublisher(Publisher):
             self.left_out = None
             self.sender.shutdown()
 
-    def kept(self, good: dict[Any, dict[str, Any]]) -> set[Any]:
-        """What retention keeps, and what is being uploaded."""
-        return super().kept(good) | {self.path}
+    def discard(self, path: Path) -> None:
+        """Begin to remove a checkpoint, unless it is being uploaded."""
+        if path != self.path:
+            super().discard(path)
 
     def newer(self, here: Found | None) -> Found | None:
         """The newer of a checkpoint on disk and the store's; one that only the disk has is sent.
@@ -141,7 +142,8 @@ class UploadingPublisher(Publisher):
         """Send this rank's part, without files that an earlier process has sent."""
         with warning(path):
             manifest, directory = read_manifest(path), self.store.directory
-            source, target = data_of(path, manifest), directory / attempt_of(path, manifest)
+            source = path / manifest.get("folder", "")
+            target = directory / attempt_of(path, manifest)
             there = target.sizes()
             for name, entry in shared_out(manifest, self.group.rank, self.group.size):
                 if there.get(name) != entry["size"]:
@@ -156,7 +158,7 @@ class UploadingPublisher(Publisher):
             manifest = read_manifest(path)
             attempt = attempt_of(path, manifest)
             folder, is_last = self.store.directory / attempt, False
-            while not has_sizes(folder, manifest):
+            while not folder.holds(manifest["files"]):
                 if is_last:
                     self.store.check_owner()
                     raise CheckpointError("not all of it has arrived")

@@ -17,7 +17,8 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from .checkpoint.checkpointer import CheckpointConfig
-from .checkpoint.storage import located, on_disk
+from .checkpoint.paths import located
+from .checkpoint.storage import on_disk
 from .compile import CompileConfig
 from .data import DataConfig
 from .distributed.parallel import ParallelConfig

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import platform
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,15 @@ from . import CheckpointError
 from .paths import Place, release_copies
 from .publish import Write
 from .reader import open_tensors
-from .storage import open_storage, refuse_to_forget
+from .storage import open_storage
 from .tensors import (
-    GROUPS,
     Tensors,
     create_optimizer_state,
     forms_of,
     identity_differences,
-    model_tensors,
     offer_weights,
+    optimizer_slots,
     optimizer_tensors,
-    put_back_numbers,
 )
 from .writer import CheckpointConfig, Writer
 
@@ -85,7 +83,14 @@ class Checkpointer:
         self.settle()  # a save is never skipped: this waits for the one before
         if step == self.last_saved:
             return
-        self._warn_of_waiting(self.blocked_seconds - before, step)
+        waited = self.blocked_seconds - before
+        if waited > LONG and self.world.rank == 0 and not self.warned:
+            self.warned = True  # once: metrics.jsonl has it each time
+            log.warning(
+                "step %d: training waited %.1f s for the save before to end; saves take longer "
+                "than %d steps: raise --checkpoint.every",
+                *(step, waited, step - self.last_tried),
+            )
         self.last_tried = step
         facts = {
             **self.facts,
@@ -137,7 +142,6 @@ class Checkpointer:
             raise CheckpointError(f"step {step} was not saved; earlier ones are")
 
     def __enter__(self) -> "Checkpointer":
-        """The checkpointer."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -154,7 +158,7 @@ class Checkpointer:
     def tensors(self) -> Tensors:
         """All that is saved, sharing memory with the model and the optimizer."""
         # In this order: state_dict() is what brings FSDP's parameters back to their shards.
-        model = model_tensors(self.model).items()
+        model = self.model.state_dict().items()
         optimizer = optimizer_tensors(self.model, self.optimizer).items()
         return {f"model.{n}": t for n, t in model} | {f"optimizer.{n}": t for n, t in optimizer}
 
@@ -165,8 +169,6 @@ class Checkpointer:
         """
         newest = self.publisher.newest_good()
         if newest is None:
-            directory = self.publisher.directory
-            self.group.from_first(lambda: refuse_to_forget(self.run_dir, directory))
             return 0
         path, manifest = newest
         if problems := identity_differences(manifest.get("identity"), self.facts["identity"]):
@@ -197,44 +199,22 @@ class Checkpointer:
         opened = []  # together: where a rank fails alone, the others wait for it
         self.group.agree(lambda: opened.append(open_tensors(path, manifest)))
         (source,) = opened
-        self._forget_state_not_in(source.forms.keys())
         tensors = self.tensors()
-        optional = f"optimizer.{GROUPS}"  # an optimizer of another release may write none
-        there = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if name in source.forms or not name.startswith(optional)
-        }
-        source.read(there, self.group)
-        put_back_numbers(tensors, self.model, self.optimizer)
-
-    def _forget_state_not_in(self, saved: Set[str]) -> None:
-        """Drop optimizer state that was not saved: a parameter may never have had a gradient."""
-        missing, averages = [], []
-        for name, parameter in self.model.named_parameters():
+        missing = {n for n in tensors.keys() - source.forms.keys() if n.startswith("optimizer.")}
+        for name, parameter in self.model.named_parameters() if missing else ():
             state = self.optimizer.state.get(parameter, {})
-            lost = {key for key in state if f"optimizer.{name}.{key}" not in saved}
+            lost = {key for key in state if f"optimizer.{name}.{key}" in missing}
             if lost == {EMA}:
-                averages.append(name)
                 del state[EMA]
-            elif lost:
-                missing.append(name)
+            elif lost:  # the parameter may never have had a gradient
                 del self.optimizer.state[parameter]
-        if averages:
-            log.info("no average of the weights was saved: it begins with the next step")
         if missing:
-            text = "no optimizer state was saved for %d parameters, such as %s: it starts afresh"
-            log.warning(text, len(missing), missing[0])
-
-    def _warn_of_waiting(self, seconds: float, step: int) -> None:
-        """Warn, once, that training waits for saves; metrics.jsonl has it each time."""
-        if seconds > LONG and self.world.rank == 0 and not self.warned:
-            self.warned = True
-            log.warning(
-                "step %d: training waited %.1f s for the save before to end; saves take longer "
-                "than %d steps: raise --checkpoint.every",
-                *(step, seconds, step - self.last_tried),
-            )
+            text = "%d tensors of the optimizer were not saved and start afresh, such as %s"
+            log.warning(text, len(missing), min(missing))
+        source.read({n: t for n, t in tensors.items() if n not in missing}, self.group)
+        for name, holder, key in optimizer_slots(self.model, self.optimizer):
+            if isinstance(value := holder[key], int | float):
+                holder[key] = type(value)(tensors[f"optimizer.{name}"].item())
 
     @contextlib.contextmanager
     def _blocking(self) -> Iterator[None]:
@@ -253,7 +233,10 @@ class Checkpointer:
 
 def identity_of(model: nn.Module, **fields: Any) -> dict[str, Any]:
     """What must be equal for a run to go on: `fields`, and each parameter's shape and dtype."""
-    return {**fields, "parameters": forms_of(model_tensors(model))}
+    tensors = model.state_dict()
+    if odd := [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]:
+        raise UserError(f"only tensors can be checkpointed; {odd[0]} is extra state of a module")
+    return {**fields, "parameters": forms_of(tensors)}
 
 
 def agree_on_identity(identity: dict[str, Any], group: Group) -> None:

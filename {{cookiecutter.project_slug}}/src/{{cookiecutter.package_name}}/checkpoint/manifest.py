@@ -8,7 +8,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import math
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,13 +19,13 @@ import torch
 from ..distributed import Group
 from ..errors import RankError, UserError
 from . import MANIFEST, PUBLISHED, CheckpointError, UnreadableError, step_name
-from .paths import Place, fetch, listing, local_folder, open_regular, share_of_files
+from .paths import Place, local_copy, open_regular
 
 FORMAT_VERSION = 1
 FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
 SEAL = b'%s"\n}'
 SEALED = 64 + 3  # bytes at the end of the file
-Verified = tuple[dict[str, Any], list[str]]  # a manifest, and the problems that were found
+Verified = tuple[dict[str, Any], list[str]]  # a manifest, and its problems
 DAMAGE = {
     errno.ENOENT: "is missing",
     errno.ENOTDIR: "is missing",
@@ -76,56 +75,33 @@ def read_manifest(path: Place) -> dict[str, Any]:
             content = file.read()
     except OSError as error:
         raise problem_of(path / MANIFEST, error) from error
-    return parse_manifest(content, path.name)
-
-
-def parse_manifest(content: bytes, name: str) -> dict[str, Any]:
-    """Check the content of a manifest that lies in the directory `name`; CheckpointError."""
     text, digest = content[:-SEALED], content[-SEALED:]
     if digest != SEAL % hashlib.sha256(text).hexdigest().encode():
         raise CheckpointError(f"{MANIFEST} does not match its own digest")
     try:
         manifest = json.loads(content)
-        version, step = manifest["format_version"], manifest["step"]
-        loss, entries = manifest.get("validation_loss"), manifest["files"].values()
-        if not all(type(n) is int for n in (version, step, *(entry["size"] for entry in entries))):
-            raise TypeError("a version, a step or a size is no integer")
-        if not isinstance(loss, float | None):
-            raise TypeError("the validation loss is no number")
+        version, name = manifest["format_version"], step_name(manifest["step"])
         names = [*manifest["files"], manifest.get("folder", "x")]
         plain = all(map(FILE_NAME.fullmatch, names)) and not {".", "..", MANIFEST} & {*names}
+        if any(type(entry["size"]) is not int for entry in manifest["files"].values()):
+            raise TypeError("a size is no integer")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} is not a manifest ({type(error).__name__})") from error
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{MANIFEST} has format {version}; this code reads {FORMAT_VERSION}")
-    if not plain or not entries:
+    if not plain or not manifest["files"]:
         raise CheckpointError(f"{MANIFEST} names a file outside its own directory, or none at all")
-    if PUBLISHED.fullmatch(name) and name != step_name(step):
-        raise CheckpointError(f"{MANIFEST} belongs to {step_name(step)}")
+    if PUBLISHED.fullmatch(path.name) and path.name != name:
+        raise CheckpointError(f"{MANIFEST} belongs to {name}")
     return manifest
-
-
-def data_of(path: Place, manifest: dict[str, Any]) -> Place:
-    """Where the files of a checkpoint lie: beside its manifest, or in a folder (object stores)."""
-    if (name := manifest.get("folder")) is None:
-        return path
-    if (path / name).is_symlink():
-        raise CheckpointError(f"{name} is a link")
-    return path / name
 
 
 def check_file(path: Path, entry: dict[str, Any]) -> str | None:
     """Compare one file with its manifest entry; return what is wrong with it, or None."""
-    size, sha256 = 0, ""
     try:
-        for again in (False, True):
-            fetch(path, again)
-            with open_regular(path) as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-                size = file.tell()
-            if (size, sha256) == (entry["size"], entry["sha256"]):
-                return None
-            # Read twice: one wrong read must not cost a good checkpoint its name.
+        with open_regular(path) as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            size = file.tell()
     except OSError as error:
         problem = problem_of(path, error)
         if isinstance(problem, UnreadableError):
@@ -133,39 +109,41 @@ def check_file(path: Path, entry: dict[str, Any]) -> str | None:
         return str(problem)
     if size != entry["size"]:
         return f"{path.name} has {size:,} bytes, not {entry['size']:,}"
-    return f"{path.name} has other content than was saved (sha256 differs)"
+    if sha256 != entry["sha256"]:
+        return f"{path.name} has other content than was saved (sha256 differs)"
+    return None
 
 
 def verify(path: Place, group: Group | None = None) -> Verified:
     """Verify a checkpoint, every byte, the work divided among the ranks.
 
-    Returns the manifest ({} if it is bad) and the problems found; the same on every rank. The files
-    of a checkpoint in an object store are fetched for that (`local_folder`).
+    Returns the manifest ({} if it is bad) and the problems; the same on every rank. The files of a
+    checkpoint in an object store are copied for that (`local_copy`).
     """
     group = group or Group()
 
     def manifest_or_problem() -> Verified:
         try:
-            manifest = read_manifest(path)
-            data_of(path, manifest)
-            return manifest, []
+            return read_manifest(path), []
         except CheckpointError as error:
             return {}, [str(error)]
 
+    def check_files(again: bool) -> list[str]:
+        folder, rank, size = local_copy(path, manifest, group, again)
+
+        def check() -> list[str | None]:
+            mine = shared_out(manifest, rank, size)
+            # Hashing lets go of Python's lock: a file for each core that this rank may use.
+            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+                return list(pool.map(lambda item: check_file(folder / item[0], item[1]), mine))
+
+        gathered = group.agree(check)
+        texts = (text for part in gathered for text in part if text)
+        return group.from_first(lambda: [*dict.fromkeys(texts)])
+
     manifest, problems = group.from_first(manifest_or_problem)
-    if problems:
-        return manifest, problems
-    folder = local_folder(data_of(path, manifest), group)
-
-    def check() -> list[str | None]:
-        mine = shared_out(manifest, *share_of_files(path, group))
-        # Hashing lets go of Python's lock: a file for each core that this rank may use.
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            return list(pool.map(lambda item: check_file(folder / item[0], item[1]), mine))
-
-    gathered = group.agree(check)
-    found = (text for part in gathered for text in part if text)
-    return manifest, group.from_first(lambda: [*dict.fromkeys(found)])
+    # Read twice: one wrong read must not cost a good checkpoint its name.
+    return manifest, problems or (check_files(again=False) and check_files(again=True))
 
 
 def shared_out(manifest: dict[str, Any], rank: int, size: int) -> list[tuple[str, dict[str, Any]]]:
@@ -174,16 +152,3 @@ def shared_out(manifest: dict[str, Any], rank: int, size: int) -> list[tuple[str
     there_and_back = 2 * size
     back = largest_first[there_and_back - 1 - rank :: there_and_back]
     return largest_first[rank::there_and_back] + back
-
-
-def has_sizes(folder: Place, manifest: dict[str, Any]) -> bool:
-    """Whether all files of a checkpoint are in a folder, with the sizes that they should have."""
-    sizes = listing(folder)
-    return all(sizes.get(name) == entry["size"] for name, entry in manifest["files"].items())
-
-
-def best_by_validation(manifests: dict[Place, dict[str, Any]]) -> Place | None:
-    """The checkpoint with the lowest validation loss on record, the newest of equals."""
-    found = ((manifest.get("validation_loss"), path) for path, manifest in manifests.items())
-    losses = {path: x for x, path in found if isinstance(x, float) and math.isfinite(x)}
-    return min(reversed(losses), key=losses.__getitem__, default=None)

@@ -20,10 +20,11 @@ import contextlib
 import hashlib
 import itertools
 import logging
+import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,17 +33,8 @@ from ..distributed import Group
 from ..errors import RankError, UserError
 from ..files import naming, sync_directory
 from . import MANIFEST, CheckpointError, step_name
-from .manifest import (
-    FORMAT_VERSION,
-    best_by_validation,
-    data_of,
-    has_sizes,
-    parse_manifest,
-    read_manifest,
-    sealed,
-    verify,
-)
-from .paths import Place, checkpoints_of, damaged, located, published, release_copies
+from .manifest import FORMAT_VERSION, read_manifest, sealed, verify
+from .paths import Place, checkpoints_of, damaged, located, published
 
 log = logging.getLogger(__name__)
 RESERVED = ".saving-"
@@ -80,6 +72,7 @@ class Publisher:
 
     def __init__(self, directory: Place, retention: RetentionConfig, group: Group) -> None:
         self.directory, self.retention, self.group = directory, retention, group
+        self.losses: dict[Place, Any] = {}  # of the checkpoints that retention counts
         self.refused = False  # whether the storage does not let this run remove anything
         self.synced = False  # whether the names of the directory and its parents are durable
 
@@ -105,9 +98,11 @@ class Publisher:
                 self.abandon(reserved)
             problem = f"the checkpoint of step {step} was not saved"
             raise CheckpointError(f"{problem}: {error}") from error
+        path = self.directory / step_name(step)
         if group.rank == 0:
+            self.losses[path] = facts.get("validation_loss")
             self.prune()
-        return self.directory / step_name(step)
+        return path
 
     def newest_good(self) -> Found | None:
         """The newest checkpoint that verifies, or None if none was ever published.
@@ -126,7 +121,6 @@ class Publisher:
                 "DAMAGED CHECKPOINT %s: %s. Moved to %s; going back to the one before it.",
                 *(path, "; ".join(problems), moved),
             )
-            release_copies()
         if names := self.group.from_first(lambda: damaged(self.directory)):
             raise CheckpointError(
                 f"no good checkpoint is left in {self.directory} ({', '.join(names)}). "
@@ -140,39 +134,33 @@ class Publisher:
     def prune(self) -> None:
         """Remove what retention does not keep, and reservations that nobody writes to.
 
-        Counts only checkpoints whose manifest and file sizes are right, so that damaged ones
-        never push out good ones. Damaged ones stay, for a person to look at.
+        A checkpoint whose manifest is damaged neither counts nor goes: it is for a person to see.
+        What cannot be removed is a warning: the save is safe.
         """
-        good: dict[Place, dict[str, Any]] = {}
-        with self.refusals_warned():
+        keep, every = self.retention.keep, self.retention.keep_every
+        try:
+            known, self.losses = self.losses, {}
             for path in published(self.directory):
                 with contextlib.suppress(RankError, OSError):  # damaged, or not to be read just now
-                    manifest = read_manifest(path)
-                    if has_sizes(data_of(path, manifest), manifest):
-                        good[path] = manifest
-            for path in good.keys() - self.kept(good):
-                self.discard(path, good[path])
+                    is_known = path in known
+                    loss = known[path] if is_known else read_manifest(path).get("validation_loss")
+                    self.losses[path] = loss
+            good = list(self.losses)
+            kept = {*good[-keep:], best_by_validation(self.losses)}
+            kept |= {path for path in good if every and int(path.name[5:]) % every == 0}
+            for path in good:
+                if path not in kept:
+                    self.discard(path)
             self.remove_leftovers()
-
-    @contextlib.contextmanager
-    def refusals_warned(self) -> Iterator[None]:
-        """What cannot be removed fails no save, which is safe; a lasting refusal is one warning."""
-        try:
-            yield
         except (OSError, RankError, UserError) as error:
-            lasting = isinstance(error, PermissionError)
-            if not (lasting and self.refused):
-                log.warning("old checkpoints could not be removed: %s", error)
-            self.refused = self.refused or lasting
+            self.warn_not_removed(error)
 
-    def kept(self, good: dict[Place, dict[str, Any]]) -> set[Place]:
-        """Which of the good checkpoints, oldest first, retention keeps."""
-        keep = set(list(good)[-self.retention.keep :])
-        if best := best_by_validation(good):
-            keep.add(best)
-        if every := self.retention.keep_every:
-            keep.update(path for path, manifest in good.items() if manifest["step"] % every == 0)
-        return keep
+    def warn_not_removed(self, error: Exception) -> None:
+        """Warn that old checkpoints stay: of a lasting refusal once."""
+        lasting = isinstance(error, PermissionError)
+        if not (lasting and self.refused):
+            log.warning("old checkpoints could not be removed: %s", error)
+        self.refused = self.refused or lasting
 
     def reserve(self, step: int) -> str:
         """Make a fresh directory to write into; its name."""
@@ -202,10 +190,8 @@ class Publisher:
         """Write the manifest, and rename the reservation: this publishes the checkpoint."""
         reservation = self.directory / reserved
         target = self.directory / step_name(manifest["step"])
-        content = sealed(manifest)
-        parse_manifest(content, reserved)  # what a restore would refuse must not be published
         with naming(reservation / MANIFEST), open(reservation / MANIFEST, "wb") as file:
-            file.write(content)
+            file.write(sealed(manifest))
             file.flush()
             os.fsync(file.fileno())
         sync_directory(reservation)
@@ -231,7 +217,7 @@ class Publisher:
         sync_directory(self.directory)
         return aside
 
-    def discard(self, path: Path, manifest: dict[str, Any]) -> None:
+    def discard(self, path: Path) -> None:
         """Begin to remove a checkpoint; `remove_leftovers` does the rest."""
         # Renamed first: a crash half way through removing must not leave half a checkpoint.
         os.rename(path, self.directory / f"{DISCARDED}{path.name}-{uuid.uuid4().hex[:8]}")
@@ -248,27 +234,30 @@ class Publisher:
                 shutil.rmtree(self.directory / name, ignore_errors=True)
 
 
+def best_by_validation(losses: Mapping[Place, Any]) -> Place | None:
+    """The checkpoint with the lowest validation loss on record, the newest of equals."""
+    measured = {p: x for p, x in losses.items() if isinstance(x, float) and math.isfinite(x)}
+    return min(reversed(measured), key=measured.__getitem__, default=None)
+
+
 def list_checkpoints(run_dir: Path) -> tuple[list[str], bool]:
     """Verify all checkpoints of a run: a line for each, and whether one is damaged."""
     directory = checkpoints_of(located(run_dir))
-    found = {}
-    for path in published(directory):
-        found[path] = verify(path)
-        release_copies()  # one at a time has to fit
-    if not found:
+    verified = {path: verify(path) for path in published(directory)}
+    if not verified:
         raise UserError(f"there are no checkpoints in {directory}: train first")
-    best = best_by_validation({path: m for path, (m, problems) in found.items() if not problems})
-    lines, bad = [], False
-    for path, (manifest, problems) in found.items():
-        if problems:
-            if path.exists():  # else it was pruned by a run that is under way
-                lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")
-                bad = True
-            continue
-        sizes = [entry["size"] for entry in manifest["files"].values()]
-        files = "1 file" if len(sizes) == 1 else f"{len(sizes)} files"
-        line = f"{path.name}  good  {sum(sizes) / 1e6:,.1f} MB in {files}"
-        if (loss := manifest.get("validation_loss")) is not None:
-            line += f"  validation loss {loss:.4f}"
-        lines.append(line + ("  best" if path == best else ""))
-    return [*lines, *(f"{name}  set aside" for name in damaged(directory))], bad
+    good = {path: manifest for path, (manifest, problems) in verified.items() if not problems}
+    losses = {path: manifest.get("validation_loss") for path, manifest in good.items()}
+    best, lines = best_by_validation(losses), []
+    bad = {path for path in verified.keys() - good.keys() if path.exists()}  # not just pruned
+    for path, (_, problems) in verified.items():
+        if path in good:
+            sizes = [entry["size"] for entry in good[path]["files"].values()]
+            files = "1 file" if len(sizes) == 1 else f"{len(sizes)} files"
+            line = f"{path.name}  good  {sum(sizes) / 1e6:,.1f} MB in {files}"
+            if isinstance(loss := losses[path], float):
+                line += f"  validation loss {loss:.4f}"
+            lines.append(line + ("  best" if path == best else ""))
+        elif path in bad:
+            lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")
+    return [*lines, *(f"{name}  set aside" for name in damaged(directory))], bool(bad)

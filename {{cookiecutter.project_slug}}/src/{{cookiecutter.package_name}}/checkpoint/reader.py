@@ -7,6 +7,7 @@ only. Of a checkpoint only the files that its verified manifest names are opened
 
 import importlib
 import logging
+import os
 import pickle
 import tarfile
 import types
@@ -14,7 +15,7 @@ import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from safetensors import safe_open
@@ -22,18 +23,9 @@ from safetensors import safe_open
 from ..distributed import Group, parallel
 from ..errors import UserError
 from . import DCP_INDEX, MANIFEST, WHOLE_FILE, CheckpointError, step_name
-from .manifest import data_of, reading, verify
-from .paths import (
-    Place,
-    checkpoints_of,
-    fetch,
-    listing,
-    local_folder,
-    located,
-    open_regular,
-    published,
-)
-from .tensors import check_shapes, flat, printable
+from .manifest import reading, verify
+from .paths import Place, checkpoints_of, local_copy, located, open_regular, published
+from .tensors import check_shapes, flat
 
 log = logging.getLogger(__name__)
 SAFETENSORS = ".safetensors"
@@ -47,24 +39,17 @@ ALLOWED |= {f"torch.{n}" for n, value in vars(torch).items() if type(value) is t
 """What an index of DCP consists of."""
 
 
-class Source(Protocol):
-    """Tensors that can be read. `forms` gives their shapes and dtypes by name, as tensors."""
+class OneFile:
+    """Tensors in one file, of `torch.save` or of safetensors.
 
-    path: Path
-    forms: dict[str, torch.Tensor]
-
-    def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
-        """Copy into live tensors, of sharded ones the parts that are here; a collective call."""
-
-
-class OneFile(Source):
-    """Tensors in one file, of `torch.save` or of safetensors; `forms` are the mapped tensors."""
+    `forms` are the mapped tensors by name.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with reading(path):
             load = load_safetensors if path.suffix == SAFETENSORS else load_torch
-            self.forms = {printable(name): tensor for name, tensor in load(path)}
+            self.forms = dict(load(path))
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
         """Copy into live tensors, of sharded ones the parts that are here; a collective call."""
@@ -77,8 +62,11 @@ class OneFile(Source):
         group.agree(copy)
 
 
-class DcpDirectory(Source):
-    """Tensors in a directory of DCP, by names as in "model.norm.weight"."""
+class DcpDirectory:
+    """Tensors in a directory of DCP, by names as in "model.norm.weight".
+
+    `forms` are tensors without data, of their shapes and dtypes, by name.
+    """
 
     def __init__(self, path: Path, files: Iterable[str]) -> None:
         """`files`: those that the index may refer to."""
@@ -95,7 +83,7 @@ class DcpDirectory(Source):
             for name in places:
                 open_regular(path / name).close()  # DCP would follow a link
             self.forms = {
-                printable(name): torch.empty(each.size, dtype=each.properties.dtype, device="meta")
+                name: torch.empty(each.size, dtype=each.properties.dtype, device="meta")
                 for name, each in self.index.state_dict_metadata.items()
                 if isinstance(each, TensorStorageMetadata)  # no object is ever read
             }
@@ -128,6 +116,9 @@ class DcpDirectory(Source):
 
         group.agree(lambda: check_shapes(self.forms, targets))
         group.agree(load)
+
+
+Source = OneFile | DcpDirectory
 
 
 class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no method for BUILD
@@ -170,15 +161,11 @@ def load_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:
     """Open a checkpoint that is verified; or, with manifest {}, a file or directory of tensors."""
-    if path.is_file():
-        fetch(file := local_folder(path.parent) / path.name)
-        return OneFile(file)
-    folder, files = local_folder(data_of(path, manifest)), manifest.get("files")
-    for name in () if files else listing(path):
-        fetch(folder / name)
-    if files and WHOLE_FILE in files:
-        return OneFile(folder / WHOLE_FILE)
-    return DcpDirectory(folder, files or listing(folder))
+    local, *_ = local_copy(path, manifest)
+    if not local.is_dir():
+        return OneFile(local)
+    files = manifest.get("files") or os.listdir(local)
+    return OneFile(local / WHOLE_FILE) if WHOLE_FILE in files else DcpDirectory(local, files)
 
 
 def find_checkpoint(

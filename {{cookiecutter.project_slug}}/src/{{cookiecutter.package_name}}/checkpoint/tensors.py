@@ -8,7 +8,6 @@ identity) is JSON in the manifest.
 
 import inspect
 import math
-import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,7 +20,6 @@ from ..errors import UserError
 from . import CheckpointError
 
 Tensors = dict[str, torch.Tensor]  # by names as in "model.norm.weight"
-GROUPS = "param_groups."  # by place: what an optimizer keeps in its groups
 
 
 def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -46,13 +44,6 @@ def nested(tensors: Tensors) -> dict[str, Any]:
     return tree
 
 
-def printable(name: str) -> str:
-    """A name as it is; UnpicklingError if it would break the line in which it is printed."""
-    if not name.isprintable():
-        raise pickle.UnpicklingError(f"{name!a:.200} is no name for a tensor")
-    return name
-
-
 def check_shapes(saved: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
     """CheckpointError for a target that was not saved, or with another shape."""
     for name, target in targets.items():
@@ -63,14 +54,6 @@ def check_shapes(saved: Mapping[str, torch.Tensor], targets: Mapping[str, torch.
             raise CheckpointError(f"{name} is {shapes}")
 
 
-def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and persistent buffers of an unwrapped model, sharing its memory."""
-    tensors = model.state_dict()
-    if odd := [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]:
-        raise UserError(f"only tensors can be checkpointed; {odd[0]} is extra state of a module")
-    return dict(tensors)
-
-
 def forms_of(tensors: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
     """Shape and dtype of each tensor, as a manifest has them."""
     return {
@@ -79,70 +62,59 @@ def forms_of(tensors: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
     }
 
 
-def optimizer_parts(
+def optimizer_slots(
     model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[str, dict[str, Any], list[str]]]:
-    """What any optimizer keeps: names, the dictionaries it is in, and the keys to save there.
+) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """What any optimizer keeps: the name of each value, the dictionary that has it, and its key.
 
     That is its state of each parameter, and the counts that it writes into its groups (some
     optimizers count their steps there), but no settings: those are in the signature of its class.
     """
-    first: set[nn.Parameter] = set()
+    seen: set[nn.Parameter] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter in optimizer.state:
-            state = optimizer.state[parameter]
-            keys = [key for key, value in state.items() if value is not None]
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items():
             # Of tied weights, the average by each name, as `model.state_dict()` has the weights.
-            yield name, state, [key for key in keys if parameter not in first or key == EMA]
-            first.add(parameter)
+            if value is not None and (parameter not in seen or key == EMA):
+                yield f"{name}.{key}", state, key
+        seen.add(parameter)
     scheduled = {"lr", "initial_lr", "rate_factor", "ema_decay"}
     settings = scheduled | inspect.signature(type(optimizer)).parameters.keys()
     for place, group in enumerate(optimizer.param_groups):
-        values = {k: v for k, v in group.items() if isinstance(v, int | float | torch.Tensor)}
-        if own := [k for k, v in values.items() if k not in settings and not isinstance(v, bool)]:
-            yield f"{GROUPS}{place}", group, own
+        for key, value in group.items():
+            is_number = isinstance(value, int | float | torch.Tensor) and type(value) is not bool
+            if is_number and key not in settings:
+                yield f"param_groups.{place}.{key}", group, key
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     """The optimizer's state, by parameter name and key; numbers come as scalar tensors."""
     tensors: Tensors = {}
-    for name, holder, keys in optimizer_parts(model, optimizer):
-        for key in keys:
-            value = holder[key]
-            if isinstance(value, int | float):
-                value = torch.tensor(value, dtype=torch.float64 if type(value) is float else None)
-            elif not isinstance(value, torch.Tensor):
-                what = f"{name} {key} is a {type(value)}"
-                raise UserError(f"optimizer state can be tensors and numbers; {what}")
-            tensors[f"{name}.{key}"] = value
+    for name, holder, key in optimizer_slots(model, optimizer):
+        value = holder[key]
+        if isinstance(value, int | float):
+            value = torch.tensor(value, dtype=torch.float64 if type(value) is float else None)
+        elif not isinstance(value, torch.Tensor):
+            text = f"optimizer state can be tensors and numbers; {name} is a {type(value)}"
+            raise UserError(text)
+        tensors[name] = value
     return tensors
 
 
-def put_back_numbers(tensors: Tensors, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer the plain numbers that were read into scalar tensors."""
-    for name, holder, keys in optimizer_parts(model, optimizer):
-        for key in keys:
-            if isinstance(value := holder[key], int | float):
-                holder[key] = type(value)(tensors[f"optimizer.{name}.{key}"].item())
-
-
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer allocate its state, by a step that changes nothing worth keeping."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    """Let the optimizer allocate its state, by a step that changes nothing worth keeping.
+
+    Only the optimizer itself knows what it keeps, and of which shape and type.
+    """
     before = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    # One gradient serves all: memory that is touched for the first time costs more than the step.
-    plain = [p for p in parameters if type(p.data) is torch.Tensor and p.is_contiguous()]
-    zeros: dict[Any, torch.Tensor] = {}
-    for parameter in sorted(plain, key=torch.numel, reverse=True):
-        kind = parameter.dtype, parameter.device
-        if kind not in zeros:
-            zeros[kind] = torch.zeros_like(parameter).view(-1)
-        parameter.grad = zeros[kind][: parameter.numel()].view_as(parameter)
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+    zeros: dict[Any, torch.Tensor] = {}  # for all that are alike: to touch new memory takes long
     for group in optimizer.param_groups:
         group["lr"] = 0.0
+        for parameter in group["params"]:
+            kind = parameter.shape, parameter.stride(), parameter.dtype, parameter.device
+            if kind not in zeros:
+                zeros[kind] = torch.zeros_like(parameter)
+            parameter.grad = zeros[kind]
     optimizer.step()
     for group, values in zip(optimizer.param_groups, before, strict=True):
         group.update(values)
@@ -178,16 +150,16 @@ def identity_differences(
     differences = []
     saved = saved if isinstance(saved, dict) else {}
     for field in sorted(saved.keys() | ours.keys()):
-        theirs, mine = saved.get(field), ours.get(field)
-        if isinstance(theirs, dict) and isinstance(mine, dict):
-            differing = [k for k in {**theirs, **mine} if theirs.get(k) != mine.get(k)]
-            for key in differing[:3]:
-                old, new = shown(theirs.get(key, "not")), mine.get(key, "not there")
-                differences.append(f"{field} {shown(key)}: {old} {there}, {new} {here}")
-            if len(differing) > 3:
-                differences.append(f"{field}: {len(differing) - 3} more")
-        elif theirs != mine:
-            differences.append(f"{shown(field)}: {shown(theirs)} {there}, {mine} {here}")
+        old, new = saved.get(field), ours.get(field)
+        if isinstance(old, dict) and isinstance(new, dict):
+            keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+            for key in keys[:3]:
+                values = f"{old.get(key)!a:.100} {there}, {new.get(key)} {here}"
+                differences.append(f"{field} {key!a:.100}: {values}")
+            if len(keys) > 3:
+                differences.append(f"{field}: {len(keys) - 3} more")
+        elif old != new:
+            differences.append(f"{ascii(field)[1:-1]:.100}: {old!a:.100} {there}, {new} {here}")
     return differences
 
 
@@ -196,9 +168,3 @@ def offer_weights(path: Any, differences: list[str]) -> str:
     if any(difference.startswith("parameters") for difference in differences):
         return ""
     return f", which begins with these weights by --init-from {path}"
-
-
-def shown(value: Any) -> str:
-    """A value that a stranger may have chosen, as it can be printed."""
-    text = f"{value}"
-    return f"{text if text.isprintable() else ascii(text):.100}"
