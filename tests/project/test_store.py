@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -353,8 +354,7 @@ def test_a_run_saves_where_nobody_may_delete(
             caplog.clear()
             assert trained(project, **{**settings, "train__steps": steps}).status == "finished"
             (warned,) = [r.message for r in caplog.records if "could not be removed" in r.message]
-            assert "it cannot be deleted" in warned and "takes the right s3:DeleteObject" in warned
-            assert store.url("kept") in warned
+            assert "was refused" in warned and store.url("kept") in warned
         assert f"resuming from {store.url('kept')}/step_00000008" in caplog.text
     assert trained(project, **{**settings, "train__steps": 14}).status == "finished"
     steps = {n.partition("/")[0] for n in store.objects("kept")} - {"owner.json"}
@@ -436,7 +436,7 @@ def test_a_slow_store_gets_what_it_can_and_the_newest(
     project: Project, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     both = Doubled(project, store, tmp_path, keep=1)
-    assert both.both.newer(None) is None
+    assert both.both.newest_good() is None
     gate = threading.Event()
 
     def slow(request: Request) -> str | None:
@@ -463,7 +463,7 @@ def test_who_has_lost_the_store_is_told_at_the_end(
 ) -> None:
     """Also when the start that took over has removed what was on its way."""
     both = Doubled(project, store, tmp_path)
-    both.both.newer(None)
+    both.both.newest_good()
     reached, gate = threading.Event(), threading.Event()
 
     def slow(request: Request) -> str | None:
@@ -487,41 +487,54 @@ def test_what_is_damaged_on_disk_is_not_published(
     project: Project, store: Store, tmp_path: Path
 ) -> None:
     both = Doubled(project, store, tmp_path, keep=1)
-    both.both.newer(None)
+    both.both.newest_good()
     for step in (1, 2):
         assert both.save(step)
         if step == 2:
             (tmp_path / "step_00000002/part-0").write_bytes(b"x" * 100)
         both.both.submit(tmp_path / f"step_{step:08d}")
-        both.both.copied.exception()
+        both.both.sending.exception()
     with pytest.raises(both.errors, match=r"not uploaded.*part-0 has other content"):
         both.both.close()
     assert both.in_store() == [1]
 
 
-def test_what_was_uploaded_before_a_kill_is_not_sent_again(
-    project: Project, store: Store, tmp_path: Path
+def test_a_killed_restore_leaves_no_scratch_for_ever(
+    project: Project, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = Doubled(project, store, tmp_path)
-    assert both.both.newer(None) is None and both.save(1)
-    found = both.on_disk.newest_good(both.both)
-    with store.failing(
-        lambda r: (
-            "500"
-            if r.path.endswith(("part-1", "step_00000001/manifest.json")) and r.method == "PUT"
-            else None
-        )
-    ):
-        both.both.submit(found[0])
-        both.both.copied.exception()
-    again = both.open()
-    store.requests.clear()
-    assert again.newer(found) == found
-    again.close()
-    sent = [r.path for r in store.requests if r.method == "PUT" and "step_" in r.path]
-    assert [path.rpartition("/")[2] for path in sent] == ["part-1", "manifest.json"]
-    assert both.in_store() == [1]
-    both.assert_tidy()
+    """The next one removes it; what a process that lives has fetched stays."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    saver, words = Saver(project, store), ("-c", FETCH_AND_WAIT, str(project.folder / "src"))
+    assert saver.save(1)
+    command = [sys.executable, *words, project.name, str(saver.directory)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    processes = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) for _ in range(2)
+    ]
+    folders = [Path(process.stdout.readline().decode().strip()) for process in processes]
+    assert all((folder / "part-0").exists() for folder in folders)
+    processes[0].kill()
+    processes[0].wait()
+    assert saver.newest() == 1
+    assert [folder.exists() for folder in folders] == [False, True]
+    processes[1].kill()
+    processes[1].wait()
+    saver.paths.release_copies()
+    assert saver.newest() == 1
+    saver.paths.release_copies()
+    assert not [*tmp_path.iterdir()]
+
+
+FETCH_AND_WAIT = """
+import importlib, sys, time
+sys.path.insert(0, sys.argv[1])
+of_checkpoints = f"{sys.argv[2]}.checkpoint."
+paths, manifest = (importlib.import_module(of_checkpoints + n) for n in ("paths", "manifest"))
+(path,) = paths.published(paths.located(sys.argv[3]))
+assert not manifest.verify(path)[1]
+print(paths.local_copy(path, {})[0], flush=True)
+time.sleep(600)
+"""
 
 
 def test_another_runs_checkpoints_are_left_alone(

@@ -32,13 +32,6 @@ PAUSES = (0.5, 2.0, 6.0, 15.0)  # seconds, at most, before each further attempt
 if not (seconds := os.environ.get("GRACE_SECONDS") or "120").isdecimal():
     raise UserError(f"GRACE_SECONDS is {seconds!r} in the environment: wanted a number of seconds")
 GRACE = 0.75 * int(seconds)
-RIGHTS = {  # a request, by what it does and the right (in S3's words) that it takes
-    **dict.fromkeys(("info", "cat_file", "get_file"), ("be read", "s3:GetObject")),
-    **dict.fromkeys(("ls", "find"), ("be listed", "s3:ListBucket")),
-    **dict.fromkeys(("pipe_file", "put_file", "cp_file"), ("be written", "s3:PutObject")),
-    **dict.fromkeys(("rm", "rm_file"), ("be deleted", "s3:DeleteObject")),
-    "call_s3": ("be cleaned up", "s3:ListBucketMultipartUploads or s3:AbortMultipartUpload"),
-}
 LASTING = (
     *(FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError),
     *(TypeError, ValueError, LookupError, AttributeError, NotImplementedError, ImportError),
@@ -196,10 +189,7 @@ class RemotePath:
             self.ask("rm_file", name)
 
     def abort_uploads(self) -> None:
-        """Drop uploads in parts that killed processes left below (S3 keeps, and bills, them).
-
-        At most 1,000 at a start; none in stores that do not list them.
-        """
+        """Drop uploads in parts that killed processes left below (S3 keeps, and bills, them)."""
         if not hasattr(self.store, "call_s3"):
             return
         bucket, prefix, _ = self.store.split_path(f"{self.path}/")
@@ -209,27 +199,20 @@ class RemotePath:
                 which = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
                 with contextlib.suppress(FileNotFoundError):
                     self.ask("call_s3", "abort_multipart_upload", **which)
-                    log.info("dropped a half upload: %s", upload["Key"])
         except (OSError, KeyError) as error:  # it takes rights of its own; some stores lack it
             log.info("half uploads in %s, if there are any, stay: %s", self, error)
 
     def ask(
         self, name: str, *arguments: Any, check: Callable[[], None] | None = None, **options: Any
     ) -> Any:
-        """Send a request, again while its failure may pass (StoreError after that).
-
-        A PermissionError names the object, the request and the right: the store names none.
-        """
+        """Send a request, again while its failure may pass (StoreError after that)."""
         for pause in (*PAUSES, None):
             try:
                 if check:
                     check()
                 return answer(self.store, name, *arguments, **options)
             except PermissionError as error:
-                what, right = RIGHTS[name]
-                text = (
-                    f"it cannot {what} ({error.strerror or error}), which takes the right {right}"
-                )
+                text = f"{name} was refused: {error.strerror or error}"
                 raise PermissionError(errno.EACCES, text, str(self)) from error
             except LASTING as error:
                 if isinstance(error, FileNotFoundError):

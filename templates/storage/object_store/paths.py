@@ -22,7 +22,7 @@ from .object_store import URL, RemotePath, remote, remote_of
 
 Place = Any  # a Path or a RemotePath, by the settings: either has what a checkpoint needs
 DAMAGED = re.compile(r"(step_\d{8,}|manifest\.json)\.damaged-\d+")
-FETCHES = 4  # files that a rank fetches at a time
+TRANSFERS = 4  # files that a rank fetches or sends at a time
 scratch: dict[Path, Any] = {}  # folders of this process in TMPDIR, with the locks that it holds
 copies: dict[RemotePath, Path] = {}  # what was fetched, and where it is
 
@@ -127,7 +127,7 @@ def fetch(path: RemotePath, manifest: dict[str, Any], folder: Path, rank: int, r
             if error.errno not in (errno.ENOENT, errno.EBADMSG):
                 raise
 
-    with ThreadPoolExecutor(FETCHES) as pool:
+    with ThreadPoolExecutor(TRANSFERS) as pool:
         list(pool.map(copy, sorted(names)[rank::ranks]))
 
 

@@ -15,13 +15,13 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import logging
 import os
 import re
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from .manifest import read_manifest, sealed
 from .object_store import RemotePath, check_address
 from .paths import (
     DAMAGED,
+    TRANSFERS,
     checkpoints_of,
     located,
     make_scratch,
@@ -44,7 +45,6 @@ from .publish import Found, Publisher, RetentionConfig, Write
 from .tensors import identity_differences, offer_weights
 from .upload import UploadingPublisher
 
-log = logging.getLogger(__name__)
 OWNER = "owner.json"
 ATTEMPT = re.compile(r"[0-9a-f]{8}")
 
@@ -88,36 +88,19 @@ class StorePublisher(Publisher):
     ) -> None:
         """`identity`: the run's, if a store with another run's is to be refused."""
         super().__init__(directory, retention, group)
-        self.identity = identity
-        self.token = uuid.uuid4().hex
-        self.spared: str | None = None  # an attempt of an earlier process, to be continued
+        self.identity, self.token = identity, uuid.uuid4().hex
 
-    def newest_good(self) -> Found | None:
+    def newest_good(self, after: int = -1) -> Found | None:
         """The newest good checkpoint, once this process owns the store; as on disk."""
-        self.group.from_first(self.refuse_others)
         self.own()
-        return super().newest_good()
-
-    def refuse_others(self) -> None:
-        """UserError when the newest checkpoint is of another run, whose owner has to stay."""
-        with explaining(self.directory):
-            for path in reversed(published(self.directory) if self.identity else ()):
-                with contextlib.suppress(CheckpointError):  # damaged: look at the one before it
-                    identity = read_manifest(path).get("identity")
-                    if problems := identity_differences(identity, self.identity or {}):
-                        raise UserError(
-                            "\n  ".join([f"{path} is of another run:", *problems])
-                            + "\nAnother run needs another --checkpoint.url and --name (or "
-                            f"--run-dir){offer_weights(path, problems)}"
-                        )
-                    return
+        return super().newest_good(after)
 
     def own(self) -> None:
         """Become the owner, and check that all ranks see the same store (UserError).
 
         A run that still goes on somewhere else stops at its next save.
         """
-        token = self.group.from_first(self._write_owner)
+        token = self.group.from_first(self._take_over)
 
         def look() -> None:
             if self._owner() != token:
@@ -137,11 +120,16 @@ class StorePublisher(Publisher):
         folder = make_scratch()
         try:
             entries = Publisher(folder, self.retention, self.group).write_files("", write)
-            for name in entries:
-                (self.directory / reserved / name).send(folder / name)
+            self.send(folder, entries, reserved)
         finally:
             remove_scratch(folder)
         return entries
+
+    def send(self, folder: Path, names: Iterable[str], reserved: str) -> None:
+        """Send files of a folder to what was reserved."""
+        target = self.directory / reserved
+        with ThreadPoolExecutor(TRANSFERS) as pool:
+            list(pool.map(lambda name: (target / name).send(folder / name), names))
 
     def commit(self, reserved: str, manifest: dict[str, Any]) -> None:
         """Publish what was reserved, by writing the manifest."""
@@ -149,6 +137,7 @@ class StorePublisher(Publisher):
         content = sealed({**manifest, "folder": attempt})
         path = self.directory / name
         if not (path / attempt).holds(manifest["files"]):
+            self.check_owner()  # who takes over removes what is not published
             raise CheckpointError(f"{path / attempt} does not hold what was sent to it")
         try:
             (path / MANIFEST).write_new(content, self.check_owner)
@@ -180,15 +169,23 @@ class StorePublisher(Publisher):
         (path / MANIFEST).unlink()
 
     def remove_leftovers(self) -> None:
-        """Remove attempts that no manifest names, up to the newest checkpoint.
-
-        None of a later step: other ranks may be sending it (upload.py).
-        """
+        """Remove attempts that no manifest names; none of a step with damage that was set aside."""
         self.check_owner()
-        for newest in published(self.directory)[-1:]:
-            folders = steps(self.directory)
-            if newest in folders:  # else the store has answered a listing wrongly
-                self._clean(folders[: folders.index(newest) + 1])
+        try:
+            for path in steps(self.directory):
+                inside, named = path.sizes(), None
+                if any(map(DAMAGED.fullmatch, inside)):
+                    continue
+                if MANIFEST in inside:
+                    try:
+                        named = read_manifest(path).get("folder")
+                    except RankError:
+                        continue  # damaged, for `newest_good` to report, or not readable just now
+                for name in filter(ATTEMPT.fullmatch, inside):
+                    if name != named:
+                        (path / name).remove_tree()
+        except (OSError, RankError) as error:
+            self.warn_not_removed(error)
 
     def check_owner(self) -> None:
         """UserError when another run has taken over since."""
@@ -198,27 +195,28 @@ class StorePublisher(Publisher):
                 "stops, and has not touched its checkpoints"
             )
 
-    def _clean(self, folders: list[RemotePath]) -> None:
-        """Remove attempts that no manifest names; none of a step with damage that was set aside."""
+    def _take_over(self) -> str:
+        """Write who the owner is; UserError if the newest checkpoint is of another run."""
         try:
-            for path in folders:
-                inside = path.sizes()
-                named = read_manifest(path).get("folder") if MANIFEST in inside else None
-                if any(map(DAMAGED.fullmatch, inside)):
-                    continue
-                for name in filter(ATTEMPT.fullmatch, inside):
-                    if name != named and f"{path.name}/{name}" != self.spared:
-                        (path / name).remove_tree()
-        except (OSError, RankError) as error:
-            self.warn_not_removed(error)
-
-    def _write_owner(self) -> str:
-        note = {"token": self.token, "process": f"{os.getpid()} on {socket.gethostname()}"}
-        with explaining(self.directory):
+            for path in reversed(published(self.directory) if self.identity else ()):
+                with contextlib.suppress(CheckpointError):  # damaged: look at the one before it
+                    identity = read_manifest(path).get("identity")
+                    if problems := identity_differences(identity, self.identity or {}):
+                        raise UserError(
+                            "\n  ".join([f"{path} is of another run:", *problems])
+                            + "\nAnother run needs another --checkpoint.url and --name (or "
+                            f"--run-dir){offer_weights(path, problems)}"
+                        )
+                    break
+            note = {"token": self.token, "process": f"{os.getpid()} on {socket.gethostname()}"}
             (self.directory / OWNER).write(json.dumps(note, indent=1).encode())
-            folders = steps(self.directory)
-        self._clean(folders)
-        self.directory.abort_uploads()
+            self.directory.abort_uploads()
+        except OSError as error:
+            raise UserError(
+                f"{self.directory} cannot be used: {error}. Is the address right, does the bucket "
+                "exist, and does the environment say who you are (as AWS_PROFILE) and where the "
+                "store is (AWS_ENDPOINT_URL, if it is not Amazon's)?"
+            ) from error
         return self.token
 
     def _owner(self) -> str | None:
@@ -229,25 +227,12 @@ class StorePublisher(Publisher):
         return None
 
 
-@contextlib.contextmanager
-def explaining(directory: RemotePath) -> Iterator[None]:
-    """UserError, with likely reasons, for a store that cannot be used from the start."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{directory} cannot be used: {error}. Is the address right, does the bucket exist, "
-            "and does the environment say who you are (as AWS_PROFILE) and where the store is "
-            "(AWS_ENDPOINT_URL, if it is not Amazon's)?"
-        ) from error
-
-
 def open_storage(
     run_dir: Path, config: StorageConfig, group: Group, identity: dict[str, Any] | None
 ) -> Publisher:
     """What publishes and finds the checkpoints of a run; UserError if it has them elsewhere."""
     here = run_dir / "checkpoints"
-    url = located(config.url) if config.url else here
+    url: Any = located(config.url) if config.url else here
 
     def refuse_to_forget() -> None:
         for before in {checkpoints_of(run_dir), here} - {url, here if config.local_first else url}:

@@ -104,8 +104,8 @@ class Publisher:
             self.prune()
         return path
 
-    def newest_good(self) -> Found | None:
-        """The newest checkpoint that verifies, or None if none was ever published.
+    def newest_good(self, after: int = -1) -> Found | None:
+        """The newest checkpoint that verifies, of a step after that one; None if there is none.
 
         Damaged ones on the way are renamed to `step_….damaged-<n>`. CheckpointError if there are
         only damaged ones: to start afresh over them is for a person to decide. RankError if one
@@ -113,6 +113,8 @@ class Publisher:
         """
         self.group.from_first(self.remove_leftovers)
         for path in reversed(self.group.from_first(lambda: published(self.directory))):
+            if int(path.name[5:]) <= after:
+                return None
             manifest, problems = verify(path, self.group)
             if not problems:
                 return path, manifest
