@@ -56,13 +56,13 @@ def test_damaged_manifests_neither_count_nor_go(project: Project, tmp_path: Path
             by.publish(step, lambda folder: (folder / "a").write_bytes(b"x") and ["a"], {})
         return sorted(int(path.name[5:]) for path in directory.iterdir())
 
-    assert save(first := publisher(), 1, 2, 3) == [2, 3]
+    assert save(publisher(), 1, 2, 3) == [2, 3]
     (directory / "step_00000003/manifest.json").write_text("{}")
-    assert save(second := publisher(), 4) == [2, 3, 4]
+    second = publisher()
+    assert save(second, 4) == [2, 3, 4]
     assert save(second, 5) == [3, 4, 5]
     shutil.rmtree(directory / "step_00000005")
     assert save(second, 6) == [3, 4, 6]
-    assert first.losses.keys() == {directory / "step_00000002", directory / "step_00000003"}
 
 
 def test_all_that_a_name_hangs_on_is_synced_before_it(
