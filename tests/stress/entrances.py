@@ -267,10 +267,10 @@ def draw_once(package: str) -> None:
     plots = importlib.import_module(f"{package}.workflow.plots")
     draw, drawn = plots.picture, {}
 
-    def picture(paint: Callable[..., None], *figures: Any) -> str | None:
-        key = f"{paint.__name__} {figures}"
+    def picture(title: str, paint: Callable[..., None], *figures: Any) -> tuple[str, str | None]:
+        key = f"{title} {figures}"
         if key not in drawn:
-            drawn[key] = draw(paint, *figures)
+            drawn[key] = draw(title, paint, *figures)
         return drawn[key]
 
     plots.picture = picture
@@ -358,9 +358,9 @@ def make_stages(package: str) -> None:
     words = f"--preset tiny {SMALL} {ON[package]} --run-dir run".split()
     config = main.parse("workflow", stages.StageConfig, words)
     factor = [1.2, 1.1, 1.3]
-    found = {"compile.mode": {"value": "full", "factor": factor}}
-    rest = {"given": {}, "factor": factor, "settings": ["--that"], "file": "recommended.toml"}
-    more = {"checkpoint": {"recommended": found, "rejected": ["--this"]}, "recommended": rest}
+    found = {"compile.mode": {"value": "full", "text": "--compile.mode full (compile)"}}
+    rest = {"factor": factor, "settings": ["--that"], "file": "recommended.toml"}
+    more = {"checkpoint": {"recommended": found}, "recommended": rest}
     for name in (*STAGES, "recommended"):
         stage = stages.Stage(name, config)
         stage.figures |= FIGURES.get(name, {}) | more.get(name, {})

@@ -242,9 +242,7 @@ def kill(stand: Stand, fault: str) -> tuple[Any, dict[str, float]]:
     processes = stand.project.module("workflow.processes")
 
     def child(drill: Any, ranks: int, task: str) -> dict[str, Any]:
-        words = str(drill.folder), task, fault
-        with processes.started(0, *words, module="saver") as process:
-            processes.finish(process, task, 60)
+        processes.run_module("saver", str(drill.folder), task, fault, seconds=60)
         return json.loads((drill.folder / f"{task}.json").read_text())
 
     stand.patch.setattr(stand.recovery.Drill, "child", child)
@@ -343,7 +341,7 @@ def test_what_kernels_that_are_not_deterministic_can_tell(on_one: Stand) -> None
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_nothing_of_a_drill_stays(on_one: Stand, error: Callable[[], BaseException]) -> None:
     """Whatever ended it, nor of one before that was killed and could not tidy up."""
-    left = on_one.run_dir / "workflow/.drill/runs/undisturbed"
+    left = on_one.run_dir / "workflow/.drill/undisturbed"
     left.mkdir(parents=True)
 
     def run(drill: Any) -> None:
@@ -354,4 +352,4 @@ def test_nothing_of_a_drill_stays(on_one: Stand, error: Callable[[], BaseExcepti
     on_one.patch.setattr(on_one.recovery.Drill, "run", run)
     with pytest.raises(error):
         on_one()
-    assert not list(left.parents[2].iterdir())
+    assert not list(left.parents[1].iterdir())

@@ -409,9 +409,8 @@ os.rename(f"new-{os.environ['RANK']}", f"rank-{os.environ['RANK']}")
 time.sleep(600)
 """
 STAGE = """
-from scaled.workflow.processes import started
-with started(2, module="rank") as process:
-    process.communicate()
+from scaled.workflow.processes import run_module
+run_module("rank", ranks=2, seconds=600)
 """
 
 

@@ -55,7 +55,8 @@ def test_the_smallest_of_the_fastest_micro_batches_is_recommended(
     stage = tried(project, tmp_path, **sizes)
     figures, (check,) = stage.figures, stage.checks
     assert figures["recommended"]["train.micro_batch_size"]["value"] == 8
-    assert figures["recommended"]["train.micro_batch_size"]["factor"] == [2.0, 2.0, 2.0]
+    text = "--train.micro-batch-size 8 (baseline: 2 (2 to 2) times as fast)"
+    assert figures["recommended"]["train.micro_batch_size"]["text"] == text
     assert set(largest) == {1, 2, 4, 8, 16}
     assert sorted(figures["micro_batch"]["median_step_seconds"]) == [1, 2, 4, 8]
     assert set(figures["micro_batch"]["peak_memory_bytes"]) == {1, 2, 4, 8}

@@ -1,84 +1,43 @@
-"""The engineering workflow as commands: stages that measure the project's loop and judge it.
+"""The stages of the workflow, and what only this answer has: a search, `compare`, expectations.
 
 Importing this imports no torch, so that `--help` stays quick.
 """
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
+from . import stages
 
-ABOUT = {
-    "baseline": "Measure one eager process: determinism, learning, throughput, waiting for data.",
-    "compile": "Try torch.compile: graph breaks, recompiles, same numbers, speedup, warm caches.",
-    "profile": "Trace some steps for Perfetto: where a step's time goes, and what to try next.",
-    "scale": "Run on 1 to n processes: same losses, efficiency, memory per rank, DDP or FSDP.",
-    "checkpoint": "Drill the recovery: restore, reshard, kill, damage; say how often to save.",
-}
-MODULES = {name: name for name in ABOUT} | {"baseline": "tuning", "checkpoint": "recovery"}
-HERE = Path(__file__).parent
-STAGES = {name: ABOUT[name] for name, file in MODULES.items() if (HERE / f"{file}.py").exists()}
-"""The stages of this project, in the order in which they build on each other."""
-COMMANDS = STAGES | {
-    "workflow": "Run all stages in order, up to the first failed gate; then write the report.",
+STAGES = stages.STAGES
+COMMANDS = stages.COMMANDS | {
     "compare": "Tell what is better or worse in one run, or result of a stage, than in another.",
-    "report": "Write report.html: loss, throughput, scaling, memory, checkpoints, checks, advice.",
 }
+stages.MODULES["baseline"] = "tuning"  # which measures the baseline, and then searches
 
 
 @dataclass(frozen=True)
-class WorkflowConfig:
-    """How far the stages go."""
+class WorkflowConfig(stages.WorkflowConfig):
+    """How far the stages go, and what they have to reach."""
 
-    ranks: int = 0
-    """The most processes to start (0: one per GPU of this machine, on a CPU 2)."""
-    hours_between_failures: float = 24.0
-    """Mean time between failures of the whole job, preemptions included; the advised interval
-    between checkpoints follows from it."""
-    keep_going: bool = False
-    """Continue after a gate that failed."""
-    force: bool = False
-    """Measure again what was already measured with these settings and this code."""
     expect: Path | None = None
     """TOML with losses and throughput that the baseline has to reach; README has the form."""
-
-    def __post_init__(self) -> None:
-        """Check the values (UserError)."""
-        if self.ranks < 0 or not self.hours_between_failures > 0:
-            raise UserError("workflow: ranks must be >= 0 and hours-between-failures > 0")
-
-    def repeats(self, stage: str) -> bool:
-        """Whether to measure a stage again though nothing has changed."""
-        return self.force or (stage == "baseline" and self.expect is not None)
 
 
 def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:
     """Run one of `COMMANDS`; `parse(kind)` reads settings of that kind from the arguments."""
-    from ..checkpoint.storage import on_disk
-    from ..config import RunLocation
-    from .chain import run_stages, start_from_recommended
     from .compare import CompareConfig, compare, keep_result
-    from .report import publish_report
-    from .stage import StageConfig
+    from .stage import StageConfig, stage_file
 
-    if name == "report":
-        print(publish_report(parse(RunLocation).directory))
-        return 0
     if name == "compare":
         return compare(parse(CompareConfig))
-    config = parse(StageConfig)
-    if name == "workflow":
-        return run_stages(config, arguments, publish_report)
-    config = start_from_recommended(on_disk(config), name, arguments)
-    keep_result(config.directory, name)
-    return importlib.import_module(f"{__name__}.{MODULES[name]}").measure(config)
-
-
-def earlier_results(run_dir: Path, name: str) -> list[Path]:
-    """The files of a stage's results before the last one, the oldest first."""
-    from .compare import earlier_results
-
-    return earlier_results(run_dir, name)
+    if name != "report":
+        config = parse(StageConfig)
+        for stage in STAGES if name == "workflow" else (name,):
+            keep_result(config.directory, stage)
+        if (
+            name == "workflow" and config.workflow.expect
+        ):  # the file may expect other figures by now
+            stage_file(config.directory, "baseline").unlink(missing_ok=True)
+    return stages.run_command(name, arguments, parse)

@@ -20,7 +20,7 @@ from ..files import flatten, read_json, write_json
 from ..run.hardware import in_units
 from ..run.journal import finite, read_records
 from . import STAGES
-from .chain import WITHOUT_EFFECT, read_stage, result_in
+from .chain import has_effect, read_stage, result_in
 from .interleaved import Interval, median_interval
 from .stage import stage_file
 from .timing import differences, spread
@@ -74,9 +74,7 @@ def compare(options: CompareConfig) -> int:
 def contents(path: Path) -> dict[str, Content]:
     """What was measured in a run directory, by stage ("run" is the training run), or in a file."""
     if not path.is_dir():
-        content = result_in(path)
-        if content["stage"] not in STAGES:
-            raise UserError(f"{path} is of no stage of this project")
+        content = result_in(path, *STAGES)
         return {content["stage"]: content}
     stages = {name: content for name in STAGES if (content := read_stage(path, name))}
     return {"run": content_of_run(path), **stages} if (path / "config.json").exists() else stages
@@ -147,8 +145,7 @@ def verdicts(a: Content, b: Content) -> Iterator[tuple[str, str]]:
     """Lines, of figures each with a word: better, worse, within noise or not comparable."""
     before, after = (dict(flatten(content["settings"])) for content in (a, b))
     for name in sorted(before.keys() | after.keys()):
-        without_effect = WITHOUT_EFFECT & {name, name.partition(".")[0]}
-        if before.get(name) != after.get(name) and not without_effect:
+        if before.get(name) != after.get(name) and has_effect(name):
             yield f"{name}: {before.get(name)} -> {after.get(name)}", ""
     apart, busy = another_machine(a, b), too_busy(a, b)
     first, second = dict(measured(a["figures"])), dict(measured(b["figures"]))

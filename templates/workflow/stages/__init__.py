@@ -3,6 +3,7 @@
 Importing this imports no torch, so that `--help` stays quick.
 """
 
+import contextlib
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,14 +48,9 @@ class WorkflowConfig:
         if self.ranks < 0 or not self.hours_between_failures > 0:
             raise UserError("workflow: ranks must be >= 0 and hours-between-failures > 0")
 
-    def repeats(self, stage: str) -> bool:
-        """Whether to measure a stage again though nothing has changed."""
-        return self.force
-
 
 def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:
     """Run one of `COMMANDS`; `parse(kind)` reads settings of that kind from the arguments."""
-    from ..checkpoint.storage import on_disk
     from ..config import RunLocation
     from .chain import run_stages, start_from_recommended
     from .report import publish_report
@@ -65,11 +61,9 @@ def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -
         return 0
     config = parse(StageConfig)
     if name == "workflow":
-        return run_stages(config, arguments, publish_report)
-    config = start_from_recommended(on_disk(config), name, arguments)
-    return importlib.import_module(f"{__name__}.{MODULES[name]}").measure(config)
-
-
-def earlier_results(run_dir: Path, name: str) -> list[Path]:
-    """The files of a stage's results before the last one: none are kept."""
-    return []
+        code = run_stages(config, arguments)
+        with contextlib.suppress(UserError):  # a stage that crashed may have left nothing
+            print(f"report: {publish_report(config.directory)}")
+        return code
+    config = start_from_recommended(config, name, arguments)
+    return importlib.import_module(f"{__package__}.{MODULES[name]}").measure(config)

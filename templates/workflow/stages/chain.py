@@ -14,10 +14,8 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import Any
 
 from ..checkpoint.storage import on_disk
 from ..config import override, preset, read_toml
@@ -32,46 +30,32 @@ from .stage import PACKAGE, STATUSES, Stage, StageConfig, origin, stage_file
 
 RECOMMENDED = "recommended"  # workflow/recommended.json and .toml
 FAILED = ("fail", "crashed")
-# Settings that change no measurement.
-WITHOUT_EFFECT = {"name", "run_dir", "fresh", "init_from", "init_strict", "track", "tracker"}
-WITHOUT_EFFECT |= {"workflow.keep_going", "workflow.force", "workflow.expect"}
 NOT_TRAINED = {"workflow", "fresh", "name", "run_dir"}  # settings that recommended.toml leaves out
+# Settings that change no measurement, and those of the workflow that do.
+WITHOUT_EFFECT = NOT_TRAINED | {"init_from", "init_strict", "track", "tracker"}
+WITH_EFFECT = {"workflow.ranks", "workflow.hours_between_failures"}
 FORM = dict.fromkeys(("figures", "settings", "machine", "versions"), dict)
 FORM |= dict.fromkeys(("stage", "code", "measured_at"), str) | {"checks": list, "advice": list}
+Recommendations = dict[str, dict[str, Any]]  # by setting: its value, and the text that says why
 
 
-class Recommendation(NamedTuple):
-    """A setting, and how many times as fast it made the steps, where that was measured."""
-
-    stage: str
-    setting: str
-    value: Any
-    factor: Interval | None
-
-    def __str__(self) -> str:
-        """As in --compile.mode blocks (compile: 1.25 (1.21 to 1.3) times as fast)."""
-        times = f": {self.factor} times as fast" if self.factor else ""
-        return f"{flag(self.setting)} {self.value} ({self.stage}{times})"
-
-
-def run_stages(
-    given: StageConfig, arguments: list[str], publish_report: Callable[[Path], Path]
-) -> int:
+def run_stages(given: StageConfig, arguments: list[str]) -> int:
     """Run each stage with these arguments in a process of its own; 0 if no gate failed, else 1.
 
     A stage measured before with the same settings and code is not run again, so the same command
     continues an interrupted workflow. The first failed gate ends it, unless
-    `--workflow.keep-going`. At the end it writes the report.
+    `--workflow.keep-going`.
     """
     signal.signal(signal.SIGTERM, leave)
     config, typed = on_disk(given), typed_settings(arguments)
+    for suffix in (".json", ".toml"):
+        stage_file(config.directory, RECOMMENDED).with_suffix(suffix).unlink(missing_ok=True)
     results = dict.fromkeys(STAGES, "not_run")
     for number, (name, about) in enumerate(STAGES.items(), 1):
         print(f"\n[{number}/{len(STAGES)}] {name}: {about}", flush=True)
         status = reusable_status(with_recommended(config, name, typed)[0], name)
         results[name] = status or run_stage(config, name, arguments)
         if results[name] in FAILED and not config.workflow.keep_going:
-            remove_recommended(config.directory)
             break
     else:
         print(f"\n{RECOMMENDED}: Measure all that the stages recommend, together.", flush=True)
@@ -79,8 +63,6 @@ def run_stages(
     print()
     for name, status in results.items():
         print(f"{name:<12}{status.replace('_', ' ')}", flush=True)
-    with contextlib.suppress(UserError):  # a stage that crashed may have left nothing
-        print(f"report: {publish_report(config.directory)}")
     failed = [name for name, status in results.items() if status in FAILED]
     if failed and not config.workflow.keep_going:
         print(
@@ -92,8 +74,7 @@ def run_stages(
 
 def run_stage(config: StageConfig, name: str, arguments: list[str]) -> str:
     """The status of a stage run in a process of its own; "crashed" if it wrote no result."""
-    path = stage_file(config.directory, name)
-    before = path.stat().st_mtime_ns if path.exists() else None
+    stage_file(config.directory, name).unlink(missing_ok=True)
     command = [sys.executable, "-u", "-m", PACKAGE, name, *arguments]
     # In this process group: Ctrl-C reaches it, and it ends what it has started.
     process = subprocess.Popen(command, env=plain_environment())
@@ -101,21 +82,18 @@ def run_stage(config: StageConfig, name: str, arguments: list[str]) -> str:
         code = process.wait()
     except BaseException:
         process.terminate()
-        print(f"\nstopped in {name}: the same command runs it again from its start", flush=True)
         process.wait()
         raise
-    written = code in (0, 1) and path.exists() and path.stat().st_mtime_ns != before
-    if written and (content := read_stage(config.directory, name)):
+    if content := read_stage(config.directory, name):
         return content["status"]
-    problem = "refused its input (see above)" if code == 2 else f"crashed (exit code {code})"
     alone = shlex.join(["python", "-m", PACKAGE, name, *arguments])
-    print(f"{name} {problem}; to run it alone: {alone}")
+    print(f"{name} crashed (exit code {code}); to run it alone: {alone}")
     return "crashed"
 
 
 def reusable_status(config: StageConfig, name: str) -> str | None:
     """The status of a stage that need not be measured again, else None."""
-    if config.workflow.repeats(name) or not stage_file(config.directory, name).exists():
+    if config.workflow.force or not stage_file(config.directory, name).exists():
         return None
     if content := current_result(config, name):
         status, when = content["status"], printable(content["measured_at"])
@@ -136,13 +114,17 @@ def current_result(config: StageConfig, name: str) -> dict[str, Any] | None:
 
 def with_effect(origin: dict[str, Any]) -> dict[str, Any]:
     """What can change a measurement: settings, code, torch and the kind of machine."""
-    named = flatten(origin["settings"])
     return {
-        "settings": {n: v for n, v in named if not WITHOUT_EFFECT & {n, n.partition(".")[0]}},
+        "settings": {n: v for n, v in flatten(origin["settings"]) if has_effect(n)},
         "code": origin["code"],
         "torch": origin["versions"].get("torch"),
         "machine": [origin["machine"].get(key) for key in ("device", "gpus", "cpu")],
     }
+
+
+def has_effect(setting: str) -> bool:
+    """Whether a setting can change a measurement."""
+    return setting in WITH_EFFECT or setting.partition(".")[0] not in WITHOUT_EFFECT
 
 
 def read_stage(run_dir: Path, name: str) -> dict[str, Any] | None:
@@ -155,12 +137,12 @@ def read_stage(run_dir: Path, name: str) -> dict[str, Any] | None:
         raise UserError(f"{path} is damaged ({error}): measure again with `{again}`") from None
 
 
-def result_in(path: Path, name: str = "") -> dict[str, Any]:
-    """What a stage, or the one of this name, measured; UserError for any other file."""
+def result_in(path: Path, *stages: str) -> dict[str, Any]:
+    """What one of these stages measured; UserError for any other file."""
     content = read_json(path)
     whole = all(isinstance(content.get(key), kind) for key, kind in FORM.items())
-    if not whole or content.get("status") not in STATUSES or name not in ("", content["stage"]):
-        raise UserError(f"{path} is not a result of {name or 'a stage'}")
+    if not whole or content["stage"] not in stages or content.get("status") not in STATUSES:
+        raise UserError(f"{path} is not a result of a stage: {' or '.join(stages)}")
     return content
 
 
@@ -170,42 +152,37 @@ def flag(setting: str) -> str:
 
 
 def recommend(stage: Stage, setting: str, value: Any, factor: Interval | None = None) -> None:
-    """Hand a setting on to the stages after this one."""
-    recommended = stage.figures.setdefault("recommended", {})
-    recommended[setting] = {"value": value, "factor": factor and list(factor)}
+    """Hand a setting on to the stages after this one; `factor`: how many times as fast it is."""
+    times = f": {factor} times as fast" if factor else ""
+    text = f"{flag(setting)} {value} ({stage.name}{times})"
+    stage.figures.setdefault("recommended", {})[setting] = {"value": value, "text": text}
 
 
-def start_from_recommended(config: StageConfig, name: str, arguments: list[str]) -> StageConfig:
+def start_from_recommended(given: StageConfig, name: str, arguments: list[str]) -> StageConfig:
     """The settings of a stage with what the stages before it recommend, and say so."""
     if os.environ.get("WORLD_SIZE", "1") != "1":  # ranks could read different files
-        return config
-    config, taken = with_recommended(config, name, typed_settings(arguments))
+        return on_disk(given)
+    config, taken = with_recommended(on_disk(given), name, typed_settings(arguments))
     if taken:
-        print(f"     going on from {', '.join(map(str, taken))}", flush=True)
+        print(
+            f"     going on from {', '.join(each['text'] for each in taken.values())}", flush=True
+        )
     return config
 
 
 def with_recommended(
     config: StageConfig, name: str, typed: set[str]
-) -> tuple[StageConfig, list[Recommendation]]:
+) -> tuple[StageConfig, Recommendations]:
     """The settings with what the stages before `name` recommend, except for options typed."""
-    taken: list[Recommendation] = []
+    taken: Recommendations = {}
     for earlier in itertools.takewhile(lambda stage: stage != name, STAGES):
         content = current_result(config, earlier) or {"figures": {}}
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # damaged
-            new = [
-                Recommendation(earlier, setting, each["value"], interval(each["factor"]))
-                for setting, each in content["figures"].get("recommended", {}).items()
-                if setting not in typed
-            ]
-            config = override(config, {each.setting: each.value for each in new})
-            taken += new
+            recommended = content["figures"].get("recommended", {}).items()
+            new = {setting: {**each} for setting, each in recommended if setting not in typed}
+            config = override(config, {setting: each["value"] for setting, each in new.items()})
+            taken |= new
     return config, taken
-
-
-def interval(factor: Any) -> Interval | None:
-    """An interval out of JSON; ValueError or TypeError for anything else."""
-    return None if factor is None else Interval(*map(float, factor))
 
 
 def typed_settings(arguments: list[str]) -> set[str]:
@@ -218,14 +195,6 @@ def typed_settings(arguments: list[str]) -> set[str]:
     return named | (read_toml(file).keys() if file and file.suffix == ".toml" else set())
 
 
-def remove_recommended(run_dir: Path) -> Path:
-    """Remove what was recommended before; the path of the new recommended.toml."""
-    path = stage_file(run_dir, RECOMMENDED)
-    for each in (path, toml := path.with_suffix(".toml")):
-        each.unlink(missing_ok=True)
-    return toml
-
-
 def measure_together(given: StageConfig, typed: set[str]) -> str:
     """Measure what the stages recommend against the given settings; its status.
 
@@ -233,59 +202,54 @@ def measure_together(given: StageConfig, typed: set[str]) -> str:
     """
     config = on_disk(given)
     final, taken = with_recommended(config, "", typed)
-    settings = with_effect(origin(config))["settings"]
-    before = current_result(final, RECOMMENDED)
-    same = before and before["figures"].get("given") == settings
-    if same and (status := reusable_status(final, RECOMMENDED)):
-        return status
-    file, stage = remove_recommended(config.directory), Stage(RECOMMENDED, final)
-    words = [str(each) for each in taken]
-    stage.figures |= {"given": settings, "file": str(file), "settings": words}
+    stage, texts = Stage(RECOMMENDED, final), [each["text"] for each in taken.values()]
+    file = stage.file.with_suffix(".toml")
+    stage.figures |= {"file": str(file), "settings": texts}
     measured, passed = "no setting was found that is faster than yours", True
-    if any(not each.setting.startswith("checkpoint.") for each in taken):
+    if any(not setting.startswith("checkpoint.") for setting in taken):
         print("     your settings and the recommended ones, interleaved ...", flush=True)
         try:
             seconds = time_steps({"given": config, RECOMMENDED: final})
+        except Exception as error:  # as when both do not fit into the memory
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            measured, passed = f"not measured: {reason}", None
+        else:
             speedup, verdict = speedup_of(seconds["given"], seconds[RECOMMENDED])
             stage.figures["factor"] = list(speedup)
             measured = f"{speedup} times as fast as your settings: {verdict}"
             passed = None if verdict == TOO_NOISY else verdict != "slower"
-        except Exception as error:  # as when both do not fit into the memory
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            measured, passed = f"not measured: {reason}", None
     wanted = "not slower than your settings"
-    advice = "measure again with --workflow.force when nothing else runs on this machine"
+    advice = "measure again when nothing else runs on this machine"
     stage.check("together", passed, measured=measured, wanted=wanted, advice=advice)
     if taken and passed is not False:
-        print("\n".join(f"     {each}" for each in words))
-        write_toml(file, override(given, {each.setting: each.value for each in taken}), taken)
+        print("\n".join(f"     {text}" for text in texts))
+        write_toml(file, given, taken)
         print(f"     to train with them: python -m {PACKAGE} train --config {file}")
     stage.close()
     return stage.status
 
 
-def write_toml(path: Path, config: StageConfig, taken: list[Recommendation]) -> None:
-    """What differs from the default preset, for `train --config`, and where it comes from."""
+def write_toml(path: Path, given: StageConfig, taken: Recommendations) -> None:
+    """What differs from the default preset, for `train --config`, and why."""
+    config = override(given, {setting: each["value"] for setting, each in taken.items()})
     usual = dict(flatten(to_json(preset("default", StageConfig))))
-    sources = {each.setting: f"  # {each.stage}" for each in taken}
     lines = ["# What the workflow recommends, on top of --preset default."]
     for name, value in flatten(to_json(config)):
         if value != usual.get(name) and value is not None and name.split(".")[0] not in NOT_TRAINED:
-            text = json.dumps(value, ensure_ascii=False)
-            lines.append(f"{name} = {text}{sources.get(name, '')}")
+            why = f"  # {taken[name]['text']}" if name in taken else ""
+            lines.append(f"{name} = {json.dumps(value, ensure_ascii=False)}{why}")
     replace_file(path, "\n".join(lines) + "\n")
 
 
 def time_steps(configs: dict[str, StageConfig]) -> dict[str, list[float]]:
     """Seconds per step with each of the settings, in interleaved windows, data loading included."""
-    from torch._dynamo import config as dynamo  # slow to import
-
     first = next(iter(configs.values()))
     world = join(first.parallel, first.device)
-    workers = (max(1, config.train.loader_workers) for config in configs.values())
     # Else the second compiles for any size of batch, since the first has shown another.
-    with patch.object(dynamo, "automatic_dynamic_shapes", False):
-        ways = {name: with_loader(setup(config, world)) for name, config in configs.items()}
-        for way in ways.values():
-            way(2)  # compiles
-        return time_interleaved(ways, multiple=math.lcm(*workers))
+    static = {"compile.dynamic": bool(first.compile.dynamic)}
+    states = {name: setup(override(config, static), world) for name, config in configs.items()}
+    ways = {name: with_loader(state) for name, state in states.items()}
+    for way in ways.values():
+        way(2)  # compiles
+    workers = (max(1, config.train.loader_workers) for config in configs.values())
+    return time_interleaved(ways, multiple=math.lcm(*workers))

@@ -4,7 +4,6 @@
 ranks. It reads FOLDER/settings.json, works on the run FOLDER/run and writes FOLDER/TASK.json.
 """
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -12,22 +11,23 @@ import math
 import mmap
 import os
 import shutil
+import signal
 import sys
 import time
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
-from ..checkpoint import step_name
+from ..checkpoint.checkpointer import Checkpointer
 from ..checkpoint.tensors import flat
 from ..config import Config, load, override
 from ..device import synchronize
 from ..distributed import Group, World, join, leave, parallel
 from ..errors import RankError, UserError, exit_code
 from ..files import write_json
+from ..run.journal import read_records
 from ..run.logs import log_to_console
 from ..train import State, run, setup, start, train_step
 from .stage import PACKAGE, StageConfig
@@ -65,7 +65,7 @@ class Recorder:
     """
 
     def __init__(self, kill_file: Path | None) -> None:
-        self.kill_file, self.hashing = kill_file, 0.0
+        self.kill_file, self.hashed = kill_file, 0.0
         self.restart: dict[str, float] = {}
         self.digests: dict[int, Digests] = {}
         self.result = {"restart": self.restart, "digests": self.digests}
@@ -75,17 +75,19 @@ class Recorder:
         if self.restart:
             return
         self.restart |= {"step": state.step, "imported": IMPORTED, "restored": time.time()}
+        self.group = Group(state.world)
         if state.step:
-            self.digests[state.step] = digests_of(state, Group(state.world))
-            self.hashing = time.time() - self.restart["restored"]  # no part of a restart
+            self.digests[state.step] = digests_of(state, self.group)
+        self.hashed = time.time()
         if self.kill_file:
             self.kill_in_last_save(state, self.kill_file)
 
     def after_step(self, state: State, record: dict[str, Any] | None) -> None:
         """Note the first step, and what is saved."""
-        self.restart.setdefault("first_step", time.time() - self.hashing)
+        first_step = time.time() - self.hashed  # hashing is no part of a restart
+        self.restart.setdefault("first_step", self.restart["restored"] + first_step)
         if state.step % EVERY == 0:
-            self.digests[state.step] = digests_of(state, Group(state.world))
+            self.digests[state.step] = digests_of(state, self.group)
 
     def kill_in_last_save(self, state: State, kill_file: Path) -> None:
         """Let rank 0 kill the run when all ranks have written their files, before it publishes."""
@@ -102,14 +104,10 @@ class Recorder:
 
 
 def kill_run() -> None:
-    """Kill all processes of this run, torchrun included, this one last: nothing can tidy up."""
-    own = psutil.Process()
-    first = psutil.Process(os.getppid()) if "RANK" in os.environ else own
-    for each in (*first.children(recursive=True), first):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if each != own:
-                each.kill()
-    own.kill()
+    """Kill this run: torchrun, with which the kernel kills all its ranks, or this process alone."""
+    if "RANK" in os.environ:
+        os.kill(os.getppid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def reload(config: Config, world: World, folder: Path) -> dict[str, Any]:
@@ -150,19 +148,21 @@ def problem_with_flip(state: State, file: Path, group: Group, expected: Digests)
             problem = f"not noticed, or not repaired: restored other values, of step {state.step}"
     except RankError as error:
         problem = str(error)
-
-    def undo() -> bool:
-        set_aside = next(newest.parent.glob(f"{newest.name}.damaged-*"), None)
-        if set_aside:
-            os.rename(set_aside, newest)
-        flip_bit(file)
-        return bool(set_aside)
-
-    set_aside, messages = group.from_first(undo), [r.getMessage() for r in LOG.buffer]
+    messages = [record.getMessage() for record in LOG.buffer]
     named = any("DAMAGED" in text and file.name in text for text in messages)
+    set_aside = group.from_first(lambda: undo_flip(file))
     if not problem and not (named and set_aside):
         problem = "noticed, but not named by a warning, or the checkpoint not set aside"
     return problem and f"{file.name}: {problem}"
+
+
+def undo_flip(file: Path) -> bool:
+    """Repair a checkpoint and put it back into its place; whether it had been set aside."""
+    set_aside = [*file.parents[1].glob(f"{file.parent.name}.damaged-*")]
+    for path in set_aside:
+        os.rename(path, file.parent)
+    flip_bit(file)
+    return bool(set_aside)
 
 
 def flip_bit(path: Path) -> None:
@@ -175,7 +175,7 @@ def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
     """Seconds of a step without a save, of saves one at a time, and of a restore."""
     checkpointer = start(state, run_dir, group)
     quiet = record_steps(state, QUIET_STEPS).seconds[1:]
-    saves = [time_save(state, run_dir, group) for _ in range(SAVES)]
+    saves = [time_save(state, checkpointer, group) for _ in range(SAVES)]
     began = time.perf_counter()
     checkpointer.restore()
     restored = max(group.agree(lambda: time.perf_counter() - began))
@@ -190,18 +190,17 @@ def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
     }
 
 
-def time_save(state: State, run_dir: Path, group: Group) -> tuple[float, float]:
+def time_save(state: State, checkpointer: Checkpointer, group: Group) -> tuple[float, float]:
     """Save, and train until the save is published: (blocked seconds, seconds until published).
 
     Blocked is what the checkpointer of the slowest rank counts. The second figure can be a step too
     long, since the checkpoint is looked for before each step.
     """
-    checkpointer, path = state.checkpointer, run_dir / "checkpoints" / step_name(state.step)
-    assert checkpointer
+    step, before = state.step, checkpointer.blocked_seconds
     synchronize(state.world.device)  # otherwise the save would wait for the steps before it
-    before, began = checkpointer.blocked_seconds, time.perf_counter()
-    checkpointer.save(state.step)
-    while not group.from_first(lambda: path.exists() or checkpointer.failed):
+    began = time.perf_counter()
+    checkpointer.save(step)
+    while not group.from_first(lambda: checkpointer.last_good == step or checkpointer.failed):
         train_step(state, state.loader.next())
     until_published = time.perf_counter() - began
     train_step(state, state.loader.next())  # the next save is of another step
@@ -229,19 +228,17 @@ def digests_of(state: State, group: Group) -> Digests:
     parallel.agree_on_buffers(state.model, state.world)
     digests = {}
     for name, tensor in flat(state.checkpointer.tensors()):
-        content = (
-            parallel.full_tensor(tensor).detach().cpu().contiguous().flatten().view(torch.uint8)
-        )
-        digests[name] = hashlib.sha256(content.numpy().data).hexdigest()
+        full = parallel.full_tensor(tensor).detach().cpu().contiguous()
+        content = full.flatten().view(torch.uint8).numpy()
+        digests[name] = hashlib.sha256(content.data).hexdigest()
     ranks = group.agree(lambda: digests)
     return {name: " ".join(sorted({other[name] for other in ranks})) for name in digests}
 
 
 def losses_of(run_dir: Path) -> dict[int, float]:
-    """Loss by step, from the complete lines of metrics.jsonl; NaN where it was not finite."""
-    *lines, _ = (run_dir / "metrics.jsonl").read_text("utf-8").split("\n")
-    records = [json.loads(line) for line in lines]
-    return {r["step"]: math.nan if r["loss"] is None else r["loss"] for r in records}
+    """Loss by step; NaN where it was not finite."""
+    losses = {record["step"]: record["loss"] for record in read_records(run_dir)}
+    return {step: math.nan if loss is None else loss for step, loss in losses.items()}
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from .recovery import lost_share
 
 BLUE, ORANGE, GREEN = "#2f6fde", "#e08a1e", "#2a9d6f"
 GREY, VIOLET, INK = "#8a94a6", "#b58bd3", "#1d2433"
+Picture = tuple[str, str | None]  # title, and an SVG as a data: address; None if there is none
 Row = tuple[Any, ...]  # of `bars`: (what, value), or (what, value, low, high)
 STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
@@ -30,8 +31,8 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def picture(paint: Callable[..., None], *figures: Any) -> str | None:
-    """What `paint(axes, *figures)` draws, an SVG as a data: address; None if it cannot."""
+def picture(title: str, paint: Callable[..., None], *figures: Any) -> Picture:
+    """What `paint(axes, *figures)` draws; no picture if it cannot or there is nothing to draw."""
     with matplotlib.rc_context(STYLE), io.BytesIO() as out:
         # 4.8 inches are wide enough to be read on a phone without turning it.
         figure = Figure(figsize=(4.8, 2.7), layout="constrained")
@@ -39,39 +40,38 @@ def picture(paint: Callable[..., None], *figures: Any) -> str | None:
         try:
             paint(axes, *figures)
             if not axes.has_data():
-                return None
+                return title, None
             figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
         except (ValueError, TypeError, LookupError, ArithmeticError):  # no figures, or too large
-            return None
-        return "data:image/svg+xml;base64," + b64encode(out.getvalue()).decode()
+            return title, None
+        return title, "data:image/svg+xml;base64," + b64encode(out.getvalue()).decode()
+
+
+def curve(axes: Axes, records: list[dict[str, Any]], key: str, form: str, **style: Any) -> None:
+    """Draw a figure by step, of the records that have it; memory in GB."""
+    unit = 1e9 if key.endswith("bytes") else 1
+    if points := [(r["step"], r[key] / unit) for r in records if key in r]:
+        axes.plot(*zip(*points, strict=True), form, **style)
 
 
 def loss_curve(axes: Axes, records: list[dict[str, Any]], first_losses: list[float]) -> None:
     """Loss by step of the run, in training and validation; without a run, of baseline's steps."""
-    training, validation = (
-        [(r["step"], r[key]) for r in records if r.get(key) is not None]
-        for key in ("loss", "validation_loss")
-    )
-    if training := training or [*enumerate(first_losses, 1)]:
-        axes.plot(*zip(*training, strict=True), color=BLUE, label="training")
-        if validation:
-            axes.plot(*zip(*validation, strict=True), "o-", color=ORANGE, label="validation")
-            axes.legend()
+    records = records or [{"step": n, "loss": loss} for n, loss in enumerate(first_losses, 1)]
+    curve(axes, records, "loss", "-", color=BLUE, label="training")
+    curve(axes, records, "validation_loss", "o-", color=ORANGE, label="validation")
+    if len(axes.lines) > 1:
+        axes.legend()
     axes.set(xlabel="step", ylabel="loss")
 
 
 def memory_curve(axes: Axes, records: list[dict[str, Any]]) -> None:
     """What the run took by step: at most on the device, and on the host."""
-    for key, label, color in (
-        ("device_peak_bytes", "device, peak", BLUE),
-        ("device_reserved_bytes", "device, reserved", VIOLET),
-        ("host_bytes", "host", ORANGE),
-        ("staging_bytes", "host, copies for saves", GREEN),
-    ):
-        if found := [(r["step"], r[key] / 1e9) for r in records if r.get(key)]:
-            axes.plot(*zip(*found, strict=True), color=color, label=label)
-            axes.legend(loc="lower left")
+    curve(axes, records, "device_peak_bytes", "-", color=BLUE, label="device, peak")
+    curve(axes, records, "device_reserved_bytes", "-", color=VIOLET, label="device, reserved")
+    curve(axes, records, "host_bytes", "-", color=ORANGE, label="host")
+    curve(axes, records, "staging_bytes", "-", color=GREEN, label="host, copies for saves")
     axes.set(xlabel="step", ylabel="GB", ylim=(0, 1.1 * axes.dataLim.ymax))
+    axes.legend(loc="lower left")
 
 
 def bars(axes: Axes, rows: list[Row], xlabel: str, label: Callable[[float], str]) -> None:

@@ -8,11 +8,9 @@ import signal
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from ..distributed import parallel
@@ -22,29 +20,27 @@ from .stage import PACKAGE, StageConfig
 
 # Variables by which torchrun tells a process its rank: the stage may have them, its children not.
 OF_TORCHRUN = re.compile("TORCHELASTIC|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME|MASTER_")
-Process = subprocess.Popen[str]
 
 
 def most_ranks(config: StageConfig, device: torch.device) -> tuple[int, str]:
     """The most processes that can share the work here; with 1, why. UserError for too many."""
     asked, batch = config.workflow.ranks, config.train.global_batch_size
-    devices = {"cpu": 2, "cuda": torch.cuda.device_count()}.get(device.type, 1)
-    if ":" in config.device:  # as in cuda:1
-        devices = 1
+    one_of_many = ":" in config.device  # as in cuda:1
+    devices = torch.cuda.device_count() if device.type == "cuda" and not one_of_many else 1
+    if device.type == "cpu":
+        devices = max(2, asked)
     most = asked or min(batch, devices)
-    if most > devices and device.type != "cpu":
-        raise UserError(f"--workflow.ranks {most}: --device {config.device} has only {devices}")
-    if most > batch:
-        problem = f"is more than --train.global-batch-size {batch}, which they share"
-        raise UserError(f"--workflow.ranks {most} {problem}: lower it, or raise the batch")
-    # Of those that are 1, the last is named.
-    reasons = {
-        devices: "there is one device here; --device cpu shows everything except its speed",
-        batch: "--train.global-batch-size 1 cannot be divided",
-        asked: "one process was asked for",
-    }
-    reason = reasons[1] if most == 1 else refusal(config, most)
-    return (1, reason) if reason else (most, "")
+    if most > min(batch, devices):
+        limits = f"--device {config.device} has {devices}, --train.global-batch-size is {batch}"
+        raise UserError(f"--workflow.ranks {most} is too many: {limits}")
+    if most > 1:
+        reason = refusal(config, most)
+        return (1, reason) if reason else (most, "")
+    if asked == 1:
+        return 1, "one process was asked for"
+    if batch == 1:
+        return 1, "--train.global-batch-size 1 cannot be divided"
+    return 1, "there is one device here; --device cpu shows everything except its speed"
 
 
 def refusal(config: StageConfig, ranks: int) -> str:
@@ -73,24 +69,33 @@ def plain_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not OF_TORCHRUN.match(name)}
 
 
-@contextlib.contextmanager
-def started(
-    ranks: int,
-    *arguments: str,
-    module: str = PACKAGE,
+def run_task(module: str, folder: Path, task: str, **options: Any) -> Any:
+    """What `python -m workflow.<module> FOLDER TASK` writes to FOLDER/TASK.json.
+
+    `options` as of `run_module`.
+    """
+    run_module(f"{__package__}.{module}", str(folder), task, **options)
+    return json.loads((folder / f"{task}.json").read_text("utf-8"))
+
+
+def run_module(
+    module: str,
+    *words: str,
+    ranks: int = 1,
+    seconds: float,
     threads: int | None = None,
     **environment: str,
-) -> Iterator[Process]:
-    """`python -m module arguments`, as one plain process, or as several `ranks` under torchrun.
+) -> None:
+    """Run `python -m module words` as one plain process, or as several `ranks` under torchrun.
 
-    Each rank has `threads` threads (default: its share of the cores). The output goes to a pipe.
-    When the block ends, by SIGTERM or Ctrl-C too, all that it started is killed; torchrun and its
-    ranks also when this process is killed.
+    Each rank has `threads` threads (default: its share of the cores). RankError if it fails, or
+    takes more than so many seconds. At the end, by SIGTERM or Ctrl-C too, all that it started is
+    killed; torchrun and its ranks also when this process is killed.
     """
-    words = [module, *arguments]
+    command = [module, *words]
     if ranks > 1:
         torchrun = [f"{PACKAGE}.distributed.launch", f"--nproc-per-node={ranks}"]
-        words = [*torchrun, "-m", *words]
+        command = [*torchrun, "-m", *command]
         threads = threads or max(1, usable_cores() // ranks)
         environment |= {"LAUNCHER_PID": str(os.getpid()), "OF_A_STAGE": "1"}  # for launch.py
     if threads:
@@ -98,62 +103,27 @@ def started(
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch.sh sets it
     earlier_handler = signal.signal(signal.SIGTERM, leave)
+    # In a session of its own: Ctrl-C reaches this process only, which then ends all others.
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", *command],
+        env=plain_environment() | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    problem = f"took more than {seconds:.0f} s"
     try:
-        # In a session of its own: Ctrl-C reaches this process only, which then ends all others.
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-m", *words],
-            env=plain_environment() | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            yield process
-        finally:
-            kill(process)
-            process.communicate()  # until nobody holds the pipe any more
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=seconds)
+            problem = process.returncode and f"ended with exit code {process.returncode}"
     finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the kernel kills torchrun's ranks with it
+        output, _ = process.communicate()  # until nobody holds the pipe any more
         signal.signal(signal.SIGTERM, earlier_handler)
-
-
-def run_task(
-    module: str, folder: Path, *task: str, ranks: int = 1, seconds: float, **options: Any
-) -> Any:
-    """What `python -m workflow.<module> FOLDER TASK …` writes to FOLDER/TASK.json within that time.
-
-    RankError when it fails. `options` as of `started`.
-    """
-    words, module_name = (str(folder), *task), f"{__package__}.{module}"
-    with started(ranks, *words, module=module_name, **options) as process:
-        finish(process, " ".join([module, *task]), seconds)
-    return json.loads((folder / f"{task[0]}.json").read_text("utf-8"))
-
-
-def finish(process: Process, task: str, seconds: float) -> str:
-    """The output of a process that succeeds in time; else RankError with what it says went wrong.
-
-    These are the first errors in its output, since torchrun prints much after them; else the end.
-    """
-    problem = ""
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        kill(process)
-        output, _ = process.communicate()
-        problem = f"took more than {seconds:.0f} s"
-    if process.returncode:
-        problem = problem or f"ended with exit code {process.returncode}"
+    if problem:
+        # The first errors, since torchrun prints much after them; else the end.
         lines = output.splitlines()
         shown = [line for line in lines if re.search("[Ee]rror: ", line)][:3] or lines[-15:]
-        raise RankError("\n  ".join([f"{task} {problem}", *shown]))
-    return output
-
-
-def kill(process: Process) -> None:
-    """Kill a process and everything that it started, unless it has ended."""
-    if process.poll() is None:
-        parent = psutil.Process(process.pid)
-        for each in [parent, *parent.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
+        raise RankError("\n  ".join([f"{' '.join([module, *words[1:]])} {problem}", *shown]))

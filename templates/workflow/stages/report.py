@@ -4,7 +4,6 @@ import base64
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ from markupsafe import Markup, escape
 from ..errors import UserError, command_for, printable
 from ..files import flatten, read_json, replace_file
 from ..run.hardware import in_units
-from ..run.journal import finite, parsed
+from ..run.journal import METRICS, finite, parsed
 from ..run.samples import read_sample, samples_of
-from . import STAGES, earlier_results, plots
-from .chain import RECOMMENDED, interval, read_stage, result_in
+from . import STAGES, plots
+from .chain import RECOMMENDED, read_stage
+from .interleaved import Interval
 from .recovery import RESTART
 from .stage import PACKAGE
 from .timing import spread
@@ -26,13 +26,6 @@ from .timing import spread
 Figures = dict[str, Any]
 POINTS = 2000  # of a curve: more are thinned out
 COMPILED = {"blocks": "block by block", "full": "as a whole"}  # by --compile.mode
-MOST_OF_A_STEP = {  # by the diagnosis of the profile stage
-    "input-bound": "waiting for data",
-    "host-bound": "Python on the host",
-    "kernel-bound": "computing",
-    "communication-bound": "communication between ranks",
-    "recompiling": "recompiling",
-}
 
 
 @dataclass
@@ -45,32 +38,22 @@ class Section:
     status: str = "not_run"  # or damaged, or the stage's own
     problem: str = ""
     content: Figures = field(default_factory=dict)  # of workflow/<stage>.json
-    rejected: list[str] = field(default_factory=list)  # settings that were tried
-    earlier: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
-    """The results before this one: when, status, and tiles."""
     tiles: list[tuple[str, str]] = field(default_factory=list)  # (what, value)
     rates: list[plots.Row] = field(default_factory=list)  # samples/s
-    plots: list[tuple[str, str | None]] = field(default_factory=list)  # (title, picture)
+    pictures: list[plots.Picture] = field(default_factory=list)
 
     def rate(self, label: str, seconds: dict[str, float] | None) -> None:
         """Add a row to the plot of throughput, if the seconds of a step are known."""
         batch = self.content["settings"]["train"]["global_batch_size"]
         if seconds:
-            self.rates.append((label, *(batch / seconds[key] for key in ("median", "p90", "p10"))))
-
-    def plot(self, title: str, paint: Callable[..., None], *figures: Any) -> None:
-        """Add a plot, unless there is nothing to draw."""
-        if self.command:  # an earlier result has no plots
-            self.plots.append((title, plots.picture(paint, *figures)))
+            rates = (batch / seconds[key] for key in ("median", "p90", "p10"))
+            self.rates.append((label, *rates))
 
 
 def publish_report(run_dir: Path) -> Path:
     """Write RUN_DIR/report.html."""
-    path, page = run_dir / "report.html", page_of(run_dir)
-    try:
-        replace_file(path, page)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error}") from None
+    path = run_dir / "report.html"
+    replace_file(path, page_of(run_dir))
     return path
 
 
@@ -78,27 +61,21 @@ def page_of(run_dir: Path) -> str:
     """The page as HTML; what is damaged is named on it. UserError if nothing is there."""
     notes: list[str] = []
     sections = [section(run_dir, name) for name in STAGES]
-    records = read_metrics(run_dir / "metrics.jsonl", notes)
-    found: dict[str, Figures] = {}
-    for file in (run_dir / "status.json", run_dir / "config.json"):
-        try:
-            found |= {file.stem: read_json(file)} if os.path.lexists(file) else {}
-        except UserError as error:
-            notes.append(str(error))
-    if not (records or notes or "status" in found or any(s.status != "not_run" for s in sections)):
+    records = read_metrics(run_dir / METRICS, notes)
+    run, settings = (read(run_dir / name, notes) for name in ("status.json", "config.json"))
+    if not (records or notes or run or any(it.status != "not_run" for it in sections)):
         raise UserError(
             f"there is nothing to report in {run_dir}: run `{command_for('workflow', run_dir)}` or "
             f"`{command_for('train', run_dir)}` first"
         )
-    run = found.get("status", {})
     if run.get("status") == "running" and records:  # it knows where the run began, or went on
         run = {"status": "running or killed, last heard of", "step": records[-1]["step"]}
-    measured = [it.content for it in sections if it.content]
-    newest = max(measured, key=lambda content: content["measured_at"], default={})
     tiles = [tile for it in sections for tile in it.tiles]
-    for record in [r for r in records if r.get("validation_loss") is not None][-1:]:
-        what = f"validation loss, step {record['step']}"
-        tiles.insert(0, (what, f"{record['validation_loss']:.4f}"))
+    for record in [record for record in records if "validation_loss" in record][-1:]:
+        validated = f"validation loss, step {record['step']}"
+        tiles.insert(0, (validated, f"{record['validation_loss']:.4f}"))
+    measured = [it.content for it in sections if it.content]
+    newest = max(measured, key=lambda content: content.get("measured_at", ""), default={})
     environment = Environment(autoescape=True)
     environment.filters["prose"] = prose
     template = Path(__file__).with_name("report.html").read_text("utf-8")
@@ -113,8 +90,17 @@ def page_of(run_dir: Path) -> str:
         plots=overview(sections, records),
         samples=[sample(path) for path in samples_of(run_dir)[-1:]],
         origin=[*newest.get("machine", {}).items(), *newest.get("versions", {}).items()],
-        settings=flatten(found.get("config") or newest.get("settings", {})),
+        settings=flatten(settings or newest.get("settings", {})),
     )
+
+
+def read(path: Path, notes: list[str]) -> Figures:
+    """The content of a JSON file; {} if there is none, or a damaged one, which is noted."""
+    try:
+        return read_json(path) if os.path.lexists(path) else {}
+    except UserError as error:
+        notes.append(str(error))
+        return {}
 
 
 def sample(path: Path) -> tuple[str, str, str]:
@@ -131,9 +117,7 @@ def section(run_dir: Path, name: str) -> Section:
     try:
         if content := read_stage(run_dir, name):
             result.content, result.status = content, content["status"]
-            result.rejected = [str(each) for each in content["figures"].get("rejected", [])]
             SHOW[name](result, content["figures"])
-            result.earlier = [*earlier(run_dir, name, content["measured_at"])]
         return result
     except UserError as error:
         problem = str(error).partition(": measure again")[0]
@@ -142,26 +126,14 @@ def section(run_dir: Path, name: str) -> Section:
     return Section(name, result.about, result.command, "damaged", problem)
 
 
-def earlier(run_dir: Path, name: str, last: str) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """The results of a stage before the last one, the newest first."""
-    for path in reversed(earlier_results(run_dir, name)):
-        view = Section(name, "", "")
-        with contextlib.suppress(Exception):  # it may be of an older version of this project
-            view.content = content = result_in(path, name)
-            SHOW[name](view, content["figures"])
-            if (when := content["measured_at"]) != last:
-                yield when, content["status"], dict(view.tiles)
-
-
 def recommended(run_dir: Path) -> Figures:
     """What the stages recommend, and how many times as fast it is; {} if that is not known."""
-    content = None
-    with contextlib.suppress(UserError):
+    with contextlib.suppress(UserError, ValueError, TypeError, LookupError):  # damaged
         content = read_stage(run_dir, RECOMMENDED)
-    if not content or content["status"] == "fail" or not content["figures"].get("settings"):
-        return {}
-    factor = content["figures"].get("factor") if content["status"] == "pass" else None
-    return content["figures"] | {"factor": interval(factor)}
+        if content and content["status"] != "fail" and content["figures"]["settings"]:
+            factor = content["figures"].get("factor") if content["status"] == "pass" else None
+            return content["figures"] | {"factor": factor and Interval(*map(float, factor))}
+    return {}
 
 
 def of_baseline(section: Section, figures: Figures) -> None:
@@ -192,21 +164,25 @@ def of_compile(section: Section, figures: Figures) -> None:
 def of_profile(section: Section, figures: Figures) -> None:
     """What takes most of a step, and the operators in which its time goes."""
     if diagnosis := figures.get("diagnosis"):
-        section.tiles.append(("what takes most of a step", MOST_OF_A_STEP[diagnosis]))
-    rows = [
+        section.tiles.append(("what limits a step", diagnosis))
+    rows = []
+    for operator in figures.get("operators", [])[:8]:
+        name = operator["name"]
         # Both ends of a long name: operators and their backward differ in the last letters.
-        (name if len(name) <= 28 else f"{name[:17]}…{name[-10:]}", 100 * share)
-        for name, share in ((it["name"], it["share"]) for it in figures.get("operators", [])[:8])
-    ]
-    what = "% of a step, self time"
-    section.plot("Operators by self time", plots.bars, rows, what, "{:.3g}".format)
+        short = name if len(name) <= 28 else f"{name[:17]}…{name[-10:]}"
+        rows.append((short, 100 * operator["share"]))
+    unit = "% of a step, self time"
+    title = "Operators by self time"
+    section.pictures.append(plots.picture(title, plots.bars, rows, unit, "{:.3g}".format))
 
 
 def of_scale(section: Section, figures: Figures) -> None:
     """Throughput and memory by the number of processes."""
     records = figures.get("ranks", {})
-    section.plot("Throughput by processes", plots.scaling, records)
-    section.plot("Memory of a rank", plots.memory, records)
+    section.pictures += [
+        plots.picture("Throughput by processes", plots.scaling, records),
+        plots.picture("Memory of a rank", plots.memory, records),
+    ]
 
 
 def of_checkpoint(section: Section, figures: Figures) -> None:
@@ -222,13 +198,14 @@ def of_checkpoint(section: Section, figures: Figures) -> None:
         ("save every", plots.in_time(best)),
     ]
     rows = [("blocked by a save", blocked), ("save, until published", published)]
-    parts = (part for part in RESTART if part in restart)  # older results tell fewer
-    rows += [(f"restart: {RESTART[part]}", restart[part]) for part in parts]
+    rows += [(f"restart: {what}", restart[part]) for part, what in RESTART.items()]
     rows.append(("verify and load", figures["restore_seconds"]))
-    title = "What saving and restarting cost"
-    section.plot(title, plots.bars, rows, "seconds", plots.in_time)
     costs = blocked, restart["total"], 3600 * hours, best, published
-    section.plot(f"Time lost, at a failure every {hours:g} h", plots.lost_time, *costs)
+    titles = "What saving and restarting cost", f"Time lost, at a failure every {hours:g} h"
+    section.pictures += [
+        plots.picture(titles[0], plots.bars, rows, "seconds", plots.in_time),
+        plots.picture(titles[1], plots.lost_time, *costs),
+    ]
 
 
 SHOW = {
@@ -240,49 +217,42 @@ SHOW = {
 }
 
 
-def overview(sections: list[Section], records: list[Figures]) -> list[tuple[str, str | None]]:
-    """The first plots: (title, picture)."""
+def overview(sections: list[Section], records: list[Figures]) -> list[plots.Picture]:
+    """The first plots."""
     first_losses = sections[0].content.get("figures", {}).get("losses", [])
     rates = [rate for it in sections for rate in it.rates]
     if run := [r["samples_per_second"] for r in records if r.get("samples_per_second")]:
-        figures = spread(run)
-        rates.append(("training run", *(figures[key] for key in ("median", "p10", "p90"))))
-    title = "Loss" if records else "Loss in the baseline's steps"
-    loss = plots.picture(plots.loss_curve, records, first_losses)
+        rates.append(("training run", *(spread(run)[key] for key in ("median", "p10", "p90"))))
     what = "samples/s (median, p10 to p90)"
-    throughput = plots.picture(plots.bars, rates, what, "{:,.0f}".format)
-    memory = plots.picture(plots.memory_curve, records)
-    return [(title, loss), ("Throughput by stage", throughput), ("Memory of the run", memory)]
+    title = "Loss" if records else "Loss in the baseline's steps"
+    return [
+        plots.picture(title, plots.loss_curve, records, first_losses),
+        plots.picture("Throughput by stage", plots.bars, rates, what, "{:,.0f}".format),
+        plots.picture("Memory of the run", plots.memory_curve, records),
+    ]
 
 
 def read_metrics(path: Path, notes: list[str]) -> list[Figures]:
-    """The lines of metrics.jsonl, of many every n-th and those with a validation.
+    """The lines of metrics.jsonl; of many, one of each of `POINTS` parts of the file.
 
-    Lines that are damaged are left out, with a note.
+    Those with a validation are counted apart. Damaged lines are left out, with a note.
     """
-    records: list[Figures] = []
-    validated: list[Figures] = []
-    count = damaged = 0
-    every = 1
-    with open(path if path.is_file() else os.devnull, "rb") as lines:
+    kept: dict[tuple[bool, int], Figures] = {}
+    size = damaged = 0
+    if not path.is_file():
+        return []
+    total = path.stat().st_size
+    with open(path, "rb") as lines:
         for line in lines:
-            record = parsed(line)
-            if record is None:
+            size += len(line)
+            if record := parsed(line):
+                record = {figure: value for figure, value in record.items() if finite(value)}
+                kept["validation_loss" in record, POINTS * size // total] = record
+            else:
                 damaged += line.endswith(b"\n")  # the last may be cut
-                continue
-            count += 1
-            record = {figure: value for figure, value in record.items() if finite(value)}
-            if record.get("validation_loss") is not None:
-                validated.append(record)
-            elif count % every == 0:
-                records.append(record)
-            if len(records) > POINTS:
-                every, records = 2 * every, records[::2]
-            if len(validated) > POINTS:
-                validated = validated[::2]
     if damaged:
         notes.append(f"{path.name}: damaged lines, left out here: {damaged}")
-    return sorted(records + validated, key=lambda record: record["step"])
+    return sorted(kept.values(), key=lambda record: record["step"])
 
 
 def prose(text: str) -> Markup:
