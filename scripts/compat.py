@@ -41,7 +41,6 @@ ELASTIC = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElast
 PRIVATE = (
     "pickle._Unpickler",
     "torch._dynamo",
-    "torch._dynamo.config.automatic_dynamic_shapes",
     "torch._dynamo.utils",
     "torch._foreach_add_",
     "torch._foreach_copy_",

@@ -96,7 +96,6 @@ def test_only_a_gate_that_held_hands_on(project: Project, tmp_path: Path) -> Non
         "all",
         {"train.micro_batch_size": 2},
         {"train.micro_batch_size": {"text": "--train.micro-batch-size 2"}},
-        {"train.micro_batch_size": {**one, "text": 3}},
         {"train.micro_batch_size": {**one, "value": "2"}},
         {"train.micro_batch_size": {**one, "value": -2}},
         {"run_dir": one},

@@ -164,9 +164,7 @@ def start_from_recommended(given: StageConfig, name: str, arguments: list[str]) 
         return on_disk(given)
     config, taken = with_recommended(on_disk(given), name, typed_settings(arguments))
     if taken:
-        print(
-            f"     going on from {', '.join(each['text'] for each in taken.values())}", flush=True
-        )
+        print(f"     going on from {', '.join(texts_of(taken))}", flush=True)
     return config
 
 
@@ -183,6 +181,11 @@ def with_recommended(
             config = override(config, {setting: each["value"] for setting, each in new.items()})
             taken |= new
     return config, taken
+
+
+def texts_of(taken: Recommendations) -> list[str]:
+    """What is recommended, in words."""
+    return [str(each["text"]) for each in taken.values()]
 
 
 def typed_settings(arguments: list[str]) -> set[str]:
@@ -202,7 +205,7 @@ def measure_together(given: StageConfig, typed: set[str]) -> str:
     """
     config = on_disk(given)
     final, taken = with_recommended(config, "", typed)
-    stage, texts = Stage(RECOMMENDED, final), [each["text"] for each in taken.values()]
+    stage, texts = Stage(RECOMMENDED, final), texts_of(taken)
     file = stage.file.with_suffix(".toml")
     stage.figures |= {"file": str(file), "settings": texts}
     measured, passed = "no setting was found that is faster than yours", True

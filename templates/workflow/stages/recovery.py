@@ -4,11 +4,9 @@ The drill trains this run's model for a few steps in RUN_DIR/workflow/.drill; th
 checkpoints are not touched. Each task runs in processes of its own (drill.py).
 """
 
-import contextlib
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from ..device import pick_device
 from ..errors import RankError
 from ..files import make_folder, to_json, write_json
 from ..run.hardware import in_units
-from .chain import flag, recommend
+from .chain import recommend
 from .drill import EVERY, STEPS, Digests, losses_of
 from .processes import most_ranks, named, refusal, run_task
 from .stage import Stage, StageConfig
@@ -67,10 +65,7 @@ def measure(config: StageConfig) -> int:
 
 
 class Drill:
-    """The parts of the drill in `folder`: one run, killed in its last save and started again.
-
-    If a part breaks down, its checks fail and the rest goes on.
-    """
+    """The parts of the drill in `folder`: one run, killed in its last save and started again."""
 
     def __init__(self, stage: Stage, folder: Path) -> None:
         config, self.stage, self.folder = stage.config, stage, folder
@@ -92,27 +87,22 @@ class Drill:
         write_json(folder / "settings.json", to_json(override(config, short_run)))
 
     def run(self) -> None:
-        """Run all parts."""
+        """Run all parts; when a process breaks down, the checks that are left fail."""
         stage, ranks = self.stage, named(self.ranks, "process")
-        say(f"training {STEPS} steps on {ranks}, saving every {EVERY}, killed in the last save")
-        killed = self.kill()
-        self.saved = killed["digests"]
-        costs, restart = {}, {}
-        say("starting it again")
-        with self.part("roundtrip", "killed_while_saving"):
-            restart = self.restart(killed)
-        with self.part("reshard"):
-            self.reshard()
-        say("flipping bits, timing saves")
-        with self.part("corrupt_newest"):
-            result = self.child(self.ranks, "damage")
-            good = f"a bit of each of {len(result['flips'])} files: noticed and named, the "
-            good += "checkpoint set aside, the previous one restored"
-            judge(stage, "corrupt_newest", [*filter(None, result["flips"])], good)
-            costs = result["costs"]
-        if costs and restart:
-            stage.figures |= {**costs, "restart_seconds": restart}
+        try:
+            say(f"training {STEPS} steps on {ranks}, saving every {EVERY}, killed in the last save")
+            killed = self.kill()
+            say("starting it again")
+            stage.figures["restart_seconds"] = self.restart(killed)
+            say("flipping bits, timing saves")
+            stage.figures |= self.damage()
             conclude(stage)
+            self.reshard()
+        except RankError as error:
+            reason = "; ".join(str(error).splitlines()[:3])
+            judged = [check["name"] for check in stage.checks]
+            for name in [name for name in CHECKS if name not in judged]:
+                judge(stage, name, [reason])
 
     def kill(self) -> dict[str, Any]:
         """Train until the run kills itself; what it recorded. RankError if it failed otherwise."""
@@ -153,37 +143,34 @@ class Drill:
         seconds = dict(zip(RESTART, (b - a for a, b in pairwise(moments)), strict=True))
         return {**seconds, "total": moments[-1] - moments[0]}
 
+    def damage(self) -> dict[str, Any]:
+        """Damage each file of the newest checkpoint in turn; what saves cost."""
+        result = self.child(self.ranks, "damage")
+        good = f"a bit of each of {len(result['flips'])} files: noticed and named, the "
+        good += "checkpoint set aside, the previous one restored"
+        judge(self.stage, "corrupt_newest", [*filter(None, result["flips"])], good)
+        return result["costs"]
+
     def reshard(self) -> None:
         """Load the newest checkpoint into other numbers of processes."""
-        loaded, problems, refused, count = [], [], [self.why_one], 0
+        loaded, problems, refused = [], [], [self.why_one]
         for size in other_sizes(self.ranks, self.device.type):
             say(f"loading into {named(size, 'process')}")
             reason = refusal(self.stage.config, size)
-            result = {} if reason else self.child(size, "reload")
-            if reason := reason or result.get("refused"):
-                refused.append(f"{size} cannot: {reason}")
+            result = {"refused": reason} if reason else self.child(size, "reload")
+            if "refused" in result:
+                refused.append(f"{size} cannot: {result['refused']}")
                 continue
             if problem := differing(result["digests"], self.saved[str(result["step"])]):
                 problems.append(f"on {size}: {problem}")
-            loaded.append(str(size))
-            count = len(result["digests"])
-        good = f"saved by {self.ranks}, loaded by {' and by '.join(loaded)}: "
-        good = f"{good}{count} tensors bit for bit" if loaded else ""
+            loaded.append(f"by {size} ({len(result['digests'])} tensors bit for bit)")
+        good = f"saved by {self.ranks}, loaded {' and '.join(loaded)}" if loaded else ""
         good = "; ".join(filter(None, [good, *refused]))
         judge(self.stage, "reshard", problems, good, measurable=bool(loaded))
 
     def child(self, ranks: int, task: str) -> dict[str, Any]:
         """The result of a task of drill.py."""
         return run_task("drill", self.folder, task, ranks=ranks, seconds=TIMEOUT)
-
-    @contextlib.contextmanager
-    def part(self, *checks: str) -> Iterator[None]:
-        """Fail the checks if a process inside breaks down."""
-        try:
-            yield
-        except RankError as error:
-            for check in checks:
-                judge(self.stage, check, ["; ".join(str(error).splitlines()[:3])])
 
 
 def other_sizes(ranks: int, device: str) -> list[int]:
@@ -271,8 +258,8 @@ def conclude(stage: Stage) -> None:
     size = 10 ** max(0, len(str(steps)) - 2)  # nobody wants to save every 487 steps
     rounded = math.ceil(steps / size) * size
     if rounded >= config.train.steps:
-        why = f"(this run of {config.train.steps} steps then saves only at its end): {why}"
-    stage.advise(f"{flag('checkpoint.every')} {rounded}: {why}")
+        why = f"this run of {config.train.steps} steps then saves only at its end; {why}"
+    stage.advise(f"--checkpoint.every {rounded}: {why}")
     recommend(stage, "checkpoint.every", rounded)
 
 

@@ -164,7 +164,7 @@ def of_compile(section: Section, figures: Figures) -> None:
 def of_profile(section: Section, figures: Figures) -> None:
     """What takes most of a step, and the operators in which its time goes."""
     if diagnosis := figures.get("diagnosis"):
-        section.tiles.append(("what limits a step", diagnosis))
+        section.tiles.append(("what bounds a step", diagnosis.removesuffix("-bound")))
     rows = []
     for operator in figures.get("operators", [])[:8]:
         name = operator["name"]
