@@ -79,27 +79,19 @@ def run_task(module: str, folder: Path, task: str, **options: Any) -> Any:
 
 
 def run_module(
-    module: str,
-    *words: str,
-    ranks: int = 1,
-    seconds: float,
-    threads: int | None = None,
-    **environment: str,
+    module: str, *words: str, ranks: int = 1, seconds: float, **environment: str
 ) -> None:
     """Run `python -m module words` as one plain process, or as several `ranks` under torchrun.
 
-    Each rank has `threads` threads (default: its share of the cores). RankError if it fails, or
-    takes more than so many seconds. At the end, by SIGTERM or Ctrl-C too, all that it started is
-    killed; torchrun and its ranks also when this process is killed.
+    RankError if it fails, or takes more than so many seconds. At the end, by SIGTERM or Ctrl-C too,
+    all that it started is killed; torchrun and its ranks also when this process is killed.
     """
     command = [module, *words]
     if ranks > 1:
         torchrun = [f"{PACKAGE}.distributed.launch", f"--nproc-per-node={ranks}"]
         command = [*torchrun, "-m", *command]
-        threads = threads or max(1, usable_cores() // ranks)
         environment |= {"LAUNCHER_PID": str(os.getpid()), "OF_A_STAGE": "1"}  # for launch.py
-    if threads:
-        environment["OMP_NUM_THREADS"] = str(threads)
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch.sh sets it
     earlier_handler = signal.signal(signal.SIGTERM, leave)

@@ -93,7 +93,7 @@ def world_sizes(config: StageConfig, device: torch.device) -> tuple[list[int], s
 def run_ranks(folder: Path, ranks: int, threads: int) -> dict[str, Any]:
     """What so many processes measure."""
     print(f"     {named(ranks, 'process')}, {named(threads, 'thread')} each …", flush=True)
-    options = {"ranks": ranks, "threads": threads, "seconds": TIMEOUT}
+    options = {"ranks": ranks, "OMP_NUM_THREADS": str(threads), "seconds": TIMEOUT}
     record = run_task("scale", folder, str(ranks), **options)
     strong, weak = (record[kind]["samples_per_second"] for kind in ("strong", "weak"))
     text = f"     {strong:,.0f} samples/s"
