@@ -32,7 +32,7 @@ def test_a_stage_goes_on_from_those_before_it(project: Project, tmp_path: Path) 
     config, taken = chain.with_recommended(given, "compile", set())
     assert config == loaded and [*taken] == ["train.micro_batch_size", "checkpoint.every"]
     text = "--train.micro-batch-size 4 (baseline: 1.2 (1.1 to 1.3) times as fast)"
-    assert taken["train.micro_batch_size"] == {"value": 4, "text": text}
+    assert taken["train.micro_batch_size"] == (4, text)
     # A stage measured on other settings than it would go on from now counts for nothing.
     finished(project, given, "compile", compile__mode="full")
     assert chain.with_recommended(given, "profile", set())[0] == loaded

@@ -36,7 +36,7 @@ WITHOUT_EFFECT = NOT_TRAINED | {"init_from", "init_strict", "track", "tracker"}
 WITH_EFFECT = {"workflow.ranks", "workflow.hours_between_failures"}
 FORM = dict.fromkeys(("figures", "settings", "machine", "versions"), dict)
 FORM |= dict.fromkeys(("stage", "code", "measured_at"), str) | {"checks": list, "advice": list}
-Recommendations = dict[str, dict[str, Any]]  # by setting: its value, and the text that says why
+Recommendations = dict[str, tuple[Any, str]]  # by setting: its value, and the text that says why
 
 
 def run_stages(given: StageConfig, arguments: list[str]) -> int:
@@ -164,7 +164,8 @@ def start_from_recommended(given: StageConfig, name: str, arguments: list[str]) 
         return on_disk(given)
     config, taken = with_recommended(on_disk(given), name, typed_settings(arguments))
     if taken:
-        print(f"     going on from {', '.join(texts_of(taken))}", flush=True)
+        texts = ", ".join(text for _, text in taken.values())
+        print(f"     going on from {texts}", flush=True)
     return config
 
 
@@ -176,16 +177,14 @@ def with_recommended(
     for earlier in itertools.takewhile(lambda stage: stage != name, STAGES):
         content = current_result(config, earlier) or {"figures": {}}
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # damaged
-            recommended = content["figures"].get("recommended", {}).items()
-            new = {setting: {**each} for setting, each in recommended if setting not in typed}
-            config = override(config, {setting: each["value"] for setting, each in new.items()})
+            new = {
+                setting: (each["value"], str(each["text"]))
+                for setting, each in content["figures"].get("recommended", {}).items()
+                if setting not in typed
+            }
+            config = override(config, {setting: value for setting, (value, _) in new.items()})
             taken |= new
     return config, taken
-
-
-def texts_of(taken: Recommendations) -> list[str]:
-    """What is recommended, in words."""
-    return [str(each["text"]) for each in taken.values()]
 
 
 def typed_settings(arguments: list[str]) -> set[str]:
@@ -205,7 +204,7 @@ def measure_together(given: StageConfig, typed: set[str]) -> str:
     """
     config = on_disk(given)
     final, taken = with_recommended(config, "", typed)
-    stage, texts = Stage(RECOMMENDED, final), texts_of(taken)
+    stage, texts = Stage(RECOMMENDED, final), [text for _, text in taken.values()]
     file = stage.file.with_suffix(".toml")
     stage.figures |= {"file": str(file), "settings": texts}
     measured, passed = "no setting was found that is faster than yours", True
@@ -234,12 +233,12 @@ def measure_together(given: StageConfig, typed: set[str]) -> str:
 
 def write_toml(path: Path, given: StageConfig, taken: Recommendations) -> None:
     """What differs from the default preset, for `train --config`, and why."""
-    config = override(given, {setting: each["value"] for setting, each in taken.items()})
+    config = override(given, {setting: value for setting, (value, _) in taken.items()})
     usual = dict(flatten(to_json(preset("default", StageConfig))))
     lines = ["# What the workflow recommends, on top of --preset default."]
     for name, value in flatten(to_json(config)):
         if value != usual.get(name) and value is not None and name.split(".")[0] not in NOT_TRAINED:
-            why = f"  # {taken[name]['text']}" if name in taken else ""
+            why = f"  # {taken[name][1]}" if name in taken else ""
             lines.append(f"{name} = {json.dumps(value, ensure_ascii=False)}{why}")
     replace_file(path, "\n".join(lines) + "\n")
 
