@@ -15,7 +15,7 @@ from ..checkpoint import PUBLISHED
 from ..config import override
 from ..device import pick_device
 from ..errors import RankError
-from ..files import make_folder, to_json, write_json
+from ..files import to_json, write_json
 from ..run.hardware import in_units
 from .chain import recommend
 from .drill import EVERY, STEPS, Digests, losses_of
@@ -57,7 +57,7 @@ def measure(config: StageConfig) -> int:
     folder = config.directory / "workflow/.drill"
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier drill that was killed
     try:
-        make_folder(folder)
+        folder.mkdir(parents=True)
         Drill(stage, folder).run()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -157,9 +157,9 @@ class Drill:
         for size in other_sizes(self.ranks, self.device.type):
             say(f"loading into {named(size, 'process')}")
             reason = refusal(self.stage.config, size)
-            result = {"refused": reason} if reason else self.child(size, "reload")
-            if "refused" in result:
-                refused.append(f"{size} cannot: {result['refused']}")
+            result = {} if reason else self.child(size, "reload")
+            if reason := reason or result.get("refused"):
+                refused.append(f"{size} cannot: {reason}")
                 continue
             if problem := differing(result["digests"], self.saved[str(result["step"])]):
                 problems.append(f"on {size}: {problem}")
