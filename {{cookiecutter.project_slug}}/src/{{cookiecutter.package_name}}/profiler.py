@@ -47,7 +47,7 @@ class Profiler:
         self.written: list[Path] = []
         self.window = config.warmup + config.active
         self.period = config.every or config.wait + self.window
-        self.step, self.first = state.step, state.step if config.every else 0
+        self.step, self.start = state.step, 0 if config.every else state.step
         kinds = ("CPU", "CUDA") if self.world.device.type == "cuda" else ("CPU",)
         self.profile = profile(
             activities=[getattr(ProfilerActivity, kind) for kind in kinds],
@@ -67,19 +67,21 @@ class Profiler:
         self.profile.stop()
 
     def after_step(self, state: Any, record: dict[str, Any] | None = None) -> None:
-        """Go on to the next step of a window, or towards it."""
+        """Go on to the next step of a window; between windows torch's profiler is left alone."""
         self.step = state.step
-        if self._left(self.profile.step_num + 1) in (self.config.active - 1, self.period - 1):
+        left = self._left()
+        if left in (self.config.active - 1, self.period - 1):
             synchronize(self.world.device)  # the traced steps then hold only their own kernels
-        self.profile.step()
+        if left < self.window or left == self.period - 1:
+            self.profile.step()
 
-    def _left(self, done: int) -> int:
-        """Steps that follow the next one in its period, of which the window is the end."""
-        return self.period - 1 - (self.first + done) % self.period
+    def _left(self) -> int:
+        """Steps that follow the next one in its period, which a window ends."""
+        return self.period - 1 - (self.step - self.start) % self.period
 
-    def _action(self, done: int) -> ProfilerAction:
-        """What the profiler does in the step after `done` ones."""
-        left = self._left(done)
+    def _action(self, _: int) -> ProfilerAction:
+        """What the profiler does in the next step."""
+        left = self._left()
         if left < self.config.active:
             return ProfilerAction.RECORD if left else ProfilerAction.RECORD_AND_SAVE
         return ProfilerAction.WARMUP if left < self.window else ProfilerAction.NONE
