@@ -178,7 +178,8 @@ def check_dataset(dataset: Any, name: str) -> None:
     if isinstance(dataset, IterableDataset) or not (by_number and hasattr(dataset, "__len__")):
         raise UserError(
             f"the {name} data (build_datasets in data.py) is a {type(dataset).__name__}: it needs "
-            "__len__, and __getitem__ or __getitems__ (a stream: render with samples=stream)"
+            "__len__, and __getitem__ or __getitems__. Write a stream to files first, or render "
+            "with samples=stream"
         )
     if not len(dataset):
         raise UserError(f"the {name} data is empty")
@@ -244,9 +245,7 @@ class Loader:
         started = time.perf_counter()
         with annotated(WAITING):
             if self.workers:
-                if self.iterator is None:
-                    self.iterator = iter(self._worker_loader())
-                batches = [next(self.iterator) for _ in self.plan]
+                batches = self._of_workers()
             else:
                 batches = [self.source[self.step, share] for share in self.plan]
         self.step += 1
@@ -256,6 +255,14 @@ class Loader:
     def of(self, step: int, plan: list[Share]) -> list[Any]:
         """The micro-batches of any step by any plan, read at once."""
         return [self.source[step, share] for share in plan]
+
+    def _of_workers(self) -> list[Any]:
+        if self.iterator is None:
+            self.iterator = iter(self._worker_loader())
+        try:
+            return [next(self.iterator) for _ in self.plan]
+        except UserError as error:  # its text begins with the worker's whole traceback
+            raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
 
     def close(self) -> None:
         """Stop the workers; `next` starts them again."""

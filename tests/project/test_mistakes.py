@@ -252,8 +252,8 @@ def test_a_stream_is_one_line(
     said = project.refuses("train", *project.settings, "--run-dir", str(tmp_path / "run"))
     assert said == (
         f"the {part} data (build_datasets in data.py) is a Lines: "
-        "it needs __len__, and __getitem__ or __getitems__ "
-        "(a stream: render with samples=stream)"
+        "it needs __len__, and __getitem__ or __getitems__. "
+        "Write a stream to files first, or render with samples=stream"
     )
 
 
