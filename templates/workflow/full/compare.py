@@ -160,11 +160,11 @@ def verdicts(a: Content, b: Content) -> Iterator[tuple[str, str]]:
             yield line, f"not comparable: {apart or busy}" if apart or busy else word
         elif one.low > 0 and two.low > 0:
             times = Interval(two.value / one.value, two.low / one.high, two.high / one.low)
-            once = one.low == one.high or two.low == two.high
-            once = once and not name.endswith("bytes")
+            of_bytes = name.endswith("bytes")
+            once = not of_bytes and (one.low == one.high or two.low == two.high)
             word = word_for(times, ONCE if once else NOISE, ends_with(name, MORE_IS_BETTER))
             line = f"{name} {shown(name, one)} -> {shown(name, two)}, {times} times"
-            reason = apart or (not name.endswith("bytes") and busy)
+            reason = apart or (not of_bytes and busy)
             yield line, f"not comparable: {reason}" if reason else word
 
 

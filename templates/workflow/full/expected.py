@@ -51,18 +51,15 @@ def hold_to(stage: Stage, path: Path, expected: dict[str, Any] | None) -> None:
         measured = f"there is no {path}"
         stage.check("expected", False, measured=measured, wanted="a file", advice=advice)
         return
-    steps = [step for step in expected["losses"] if step <= len(losses)]
-    if steps:
-        apart = differences(
-            [losses[step - 1] for step in steps], map(expected["losses"].get, steps)
-        )
-        step, limit = steps[int(apart.argmax())], expected["tolerance"]
-        measured = f"{losses[step - 1]:.6g} at step {step}, where {expected['losses'][step]:.6g} "
+    known = {step: loss for step, loss in expected["losses"].items() if step <= len(losses)}
+    if known:
+        apart = differences([losses[step - 1] for step in known], known.values())
+        step, limit = [*known][int(apart.argmax())], expected["tolerance"]
+        measured = f"{losses[step - 1]:.6g} at step {step}, where {known[step]:.6g} is expected"
         passed, wanted = bool(apart.max() <= limit), f"within {limit:.2%}"
         tip = f"find what changed the training, or state the new losses in {path}"
-        measured += "is expected"
         stage.check("expected_losses", passed, measured=measured, wanted=wanted, advice=tip)
-    if len(steps) < len(expected["losses"]):
+    if len(known) < len(expected["losses"]):
         measured = f"only {len(losses)} steps were taken"
         stage.check("expected_at_later_steps", None, measured=measured, wanted="all steps of it")
     if not expected["samples_per_second"]:

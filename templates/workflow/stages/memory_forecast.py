@@ -70,7 +70,9 @@ def measure_memory(config: Config, world: World, one: Any) -> tuple[State, dict[
     samples = state.plan[0].places.stop - state.plan[0].places.start
     activations = one and one["activations"] * samples // one["samples"]
     if activations is None:
-        activations = max(0, peak_of_micro_batch(state) - parts["gradients"])
+        _, _, most = watch(device, lambda: compute_gradients(state))
+        activations = max(0, most - parts["gradients"])
+        state.optimizer.zero_grad()
     size_of = {p: p.numel() * state.compute_dtype.itemsize for p in state.model.parameters()}
     in_blocks = sorted(sum(size_of[p] for p in each.parameters()) for each in blocks(state.model))
     whole = sum(size_of.values()) - sum(in_blocks[:-2])
@@ -82,18 +84,12 @@ def measure_memory(config: Config, world: World, one: Any) -> tuple[State, dict[
     return state, {**parts, **totals, "whole": whole, "samples": samples}
 
 
-def peak_of_micro_batch(state: State) -> int:
-    """The most bytes that forward and backward of one micro-batch take, gradients included."""
-
-    def compute_gradients() -> None:
-        batch = move(state.loader.source[state.step, state.plan[0]], state.world.device)
-        with parallel.autocast(state.world, state.compute_dtype):
-            loss = compute_loss(state.module, batch)
-        loss.total.backward()
-
-    _, _, peak = watch(state.world.device, compute_gradients)
-    state.optimizer.zero_grad()
-    return peak
+def compute_gradients(state: State) -> None:
+    """Forward and backward of one micro-batch."""
+    batch = move(state.loader.source[state.step, state.plan[0]], state.world.device)
+    with parallel.autocast(state.world, state.compute_dtype):
+        loss = compute_loss(state.module, batch)
+    loss.total.backward()
 
 
 def ddp_or_fsdp(config: Config, one: Any, most: Any, ranks: int, device: torch.device) -> str:
