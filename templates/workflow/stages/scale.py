@@ -67,7 +67,8 @@ def measure(config: StageConfig) -> int:
             stage.check(name, None, measured=failed, wanted="measured")
         stage.advise(OUT_OF_MEMORY + forecast.change_to("FSDP"))
         return stage.close()
-    print("     this does not predict scaling across machines, whose network is slower")
+    if most > 1:
+        print("     this does not predict scaling across machines, whose network is slower")
     judge_losses(stage, records, reason)
     if not reason and device.type == "cpu" and most > cores:
         reason = f"{most} ranks take turns on {named(cores, 'core')}"
