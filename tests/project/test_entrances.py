@@ -140,3 +140,15 @@ def test_a_directory_set_aside_before_it_was_locked_is_not_taken(
         assert len(opened) == 2 and (run / ".lock").stat().st_ino == opened[1] != opened[0]
         assert taken.lock.fileno() and (run / ".lock").read_text().startswith("process ")
         assert (aside / ".lock").read_text() == ""
+
+
+def test_a_directory_in_use_is_refused_by_the_name_of_its_owner(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: Any, how: int) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    (tmp_path / ".lock").write_text("process 5 on another-host\n")
+    monkeypatch.setattr(project.module("run.directory").fcntl, "lockf", refuse)
+    line = project.refuses("train", *project.settings, "--run-dir", str(tmp_path))
+    assert line.startswith(f"{tmp_path} is in use by process 5 on another-host (Resource ")

@@ -26,7 +26,7 @@ def naming(path: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        cause = error if isinstance(error, OSError) else error.__context__
+        cause = error if isinstance(error, OSError | UserError) else error.__context__
         if not isinstance(cause, OSError) or not cause.errno or (cause is error and cause.filename):
             raise
         raise OSError(cause.errno, cause.strerror, str(cause.filename or path)) from error
