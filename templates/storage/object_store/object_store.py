@@ -115,10 +115,6 @@ class RemotePath:
         """The folder that it is in."""
         return RemotePath(self.store, self.path.rpartition("/")[0])
 
-    def is_symlink(self) -> bool:
-        """A store has no links."""
-        return False
-
     def exists(self, kinds: tuple[str, ...] = ("file", "directory")) -> bool:
         """Whether there is an object, or one below."""
         with contextlib.suppress(FileNotFoundError):
@@ -170,11 +166,6 @@ class RemotePath:
     def fetch(self, target: Path) -> None:
         """Copy the object into a file."""
         self.ask("get_file", self.path, str(target))
-
-    def rename(self, other: "RemotePath") -> None:
-        """Copy, then remove: stores know nothing better. For small objects."""
-        self.ask("cp_file", self.path, other.path)
-        self.unlink()
 
     def unlink(self) -> None:
         """Remove an object, if it is there."""

@@ -160,7 +160,8 @@ class StorePublisher(Publisher):
         inside = path.sizes()
         names = (f"{MANIFEST}.damaged-{n}" for n in itertools.count(1))
         aside = path / next(name for name in names if name not in inside)
-        (path / MANIFEST).rename(aside)
+        aside.write((path / MANIFEST).read())
+        (path / MANIFEST).unlink()
         return aside
 
     def discard(self, path: RemotePath) -> None:

@@ -59,8 +59,10 @@ class UploadingPublisher(Publisher):
         try:
             self.group.from_first(self._arrive)
         except RankError as error:
-            problem = f"{self.path} is good, but it was not uploaded to {self.store.directory}"
-            raise CheckpointError(f"{problem}: {error}. The same command tries again") from error
+            where = (
+                f"the newest checkpoint is good, but it was not uploaded to {self.store.directory}"
+            )
+            raise CheckpointError(f"{where}: {error}. The same command tries again") from error
         finally:
             self.sender.shutdown()
 
@@ -78,11 +80,9 @@ class UploadingPublisher(Publisher):
         if not self.sending:
             self._send(path)
             return
-        if self.path and not self.left_out:
-            log.warning(
-                "%s is still being uploaded to %s: %s is left out, unless it stays the newest",
-                *(self.path.name, self.store.directory, path.name),
-            )
+        if not self.left_out:
+            text = "%s is still being uploaded: %s is left out, unless it stays the newest"
+            log.warning(text, self.path, path.name)
         self.left_out = path
 
     def _arrive(self) -> None:

@@ -51,25 +51,22 @@ def problem_of(path: Place, error: OSError) -> RankError:
 
 
 @contextlib.contextmanager
-def reading(path: Place, verb: str = "reading") -> Iterator[None]:
+def reading(path: Place) -> Iterator[None]:
     """Give all that libraries raise one type and one line."""
-    doing = f"{verb} {path}"
     try:
         yield
     except (UserError, RankError):
         raise
     except OSError as error:
-        raise CheckpointError(f"{doing} failed: {error}") from error
+        raise CheckpointError(f"reading {path} failed: {error}") from error
     except Exception as error:  # a file that is something else can fail in any way
         reason = f"{error}".rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
-        text = f"{doing} was refused: {type(error).__name__}: {reason}"
+        text = f"reading {path} was refused: {type(error).__name__}: {reason}"
         raise CheckpointError(text) from error
 
 
 def read_manifest(path: Place) -> dict[str, Any]:
     """Read and check the manifest of a checkpoint; CheckpointError says what is wrong."""
-    if PUBLISHED.fullmatch(path.name) and path.is_symlink():
-        raise CheckpointError("it is a link to somewhere else")
     try:
         with open_regular(path / MANIFEST) as file:
             content = file.read()

@@ -32,7 +32,6 @@ from .writer import write_tensors
 MODEL, OPTIMIZER, NOTE = "model.", "optimizer.", "note"
 Weights = Literal["last", "ema"]
 FILES = (".pt", ".pth", SAFETENSORS)
-OF_ONE_CHECKPOINT = ("step", "files", "folder", "format_version", "digest")  # not for another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +166,7 @@ def make_note(where: Place, path: Place, manifest: dict[str, Any]) -> dict[str, 
     run = path.resolve().parent.parent if isinstance(path, Path) else where
     config = Path(f"{run}", "config.json")
     settings = read_json(config) if config.exists() else {}
-    return {"manifest": {k: v for k, v in manifest.items() if k != "files"}, "config": settings}
+    return {"manifest": manifest, "config": settings}
 
 
 def read_note(source: Source) -> dict[str, Any]:
@@ -194,7 +193,7 @@ def read_state(source: Source, optimizer: bool, weights: Weights) -> Tensors:
 def import_as_run(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None:
     """Publish as the one checkpoint of a new run, with the identity of the run it is of."""
     group, step = Group(), note["manifest"]["step"]
-    facts = {k: v for k, v in note["manifest"].items() if k not in OF_ONE_CHECKPOINT}
+    facts = {k: v for k, v in note["manifest"].items() if k not in ("files", "folder", "digest")}
     with RunDirectory(run_dir, group) as directory:
         if config := note["config"]:
             settings = config.get("checkpoint", {})
