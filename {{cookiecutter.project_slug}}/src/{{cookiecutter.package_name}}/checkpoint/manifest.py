@@ -82,6 +82,8 @@ def read_manifest(path: Place) -> dict[str, Any]:
         plain = all(map(FILE_NAME.fullmatch, names)) and not {".", "..", MANIFEST} & {*names}
         if any(type(entry["size"]) is not int for entry in manifest["files"].values()):
             raise TypeError("a size is no integer")
+        if not isinstance(manifest.get("validation_loss"), float | None):
+            raise TypeError("the validation loss is no number")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} is not a manifest ({type(error).__name__})") from error
     if version != FORMAT_VERSION:

@@ -72,7 +72,8 @@ def export(run_dir: Path, options: ExportConfig) -> str:
         if options.step not in (None, step := note["manifest"]["step"]):
             raise UserError(f"{path} is of step {step}, not {options.step}")
         whole = target.suffix != SAFETENSORS
-        tensors = read_state(source, whole, options.weights)
+        parameters = note["manifest"]["identity"]["parameters"]
+        tensors = read_state(source, parameters, whole, options.weights)
     (write_file if is_file else import_as_run)(target, tensors, note)
     release_copies()
     what = "model and optimizer" if whole else "the model"
@@ -178,9 +179,13 @@ def read_note(source: Source) -> dict[str, Any]:
     return {}
 
 
-def read_state(source: Source, optimizer: bool, weights: Weights) -> Tensors:
+def read_state(
+    source: Source, parameters: dict[str, Any], optimizer: bool, weights: Weights
+) -> Tensors:
     """The model and, if wanted, the optimizer of a source, in new memory on the host."""
     model = {n.removeprefix(MODEL): n for n in source.forms if n.startswith(MODEL)}
+    if lost := parameters.keys() - model.keys():
+        raise UserError(f"the source has no {', '.join(sorted(lost)[:3])}: not all of the model")
     names = {f"{MODEL}{n}": full for n, full in with_averages(model, source, weights).items()}
     if optimizer:
         names |= {full: full for full in source.forms if full.startswith(OPTIMIZER)}
