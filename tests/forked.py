@@ -6,7 +6,8 @@ the difference, starts as always.
 The real starts are tested by launch.sh and by the commands of the READMEs, which a shell starts.
 
 The server is a child of the process that asks: what it starts through an intermediate process that
-ends at once becomes that one's child, too, as if it had started it itself.
+ends at once becomes that one's child, too, as if it had started it itself. A forked torchrun gets a
+server of its own, so that its ranks are forks, too.
 """
 
 import atexit
@@ -21,6 +22,7 @@ import json
 import os
 import re
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -37,14 +39,16 @@ PRELOADED = (
 )
 # Variables that are read before a command's own code: where they differ, it is started anew.
 READ_EARLY = re.compile(
-    "(TORCH(?!ELASTIC|_DISABLE_SHARE|INDUCTOR_CACHE)|ATEN|MKL|KMP|GOMP|OMP_(?!NUM_THREADS$)|LD_"
+    "(TORCH(?!ELASTIC|_DISABLE_SHARE|_NCCL|INDUCTOR_CACHE)|ATEN|MKL|KMP|GOMP|OMP_(?!NUM_THREADS$)|LD_"
     "|ONEDNN|DNNL|MALLOC|CUDA"
     "|LANG|LC_|PYTHON(?!PATH$|FAULTHANDLER$|UNBUFFERED$))"
 )
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 DRILLS = Path(__file__).parent / "project/drills"
 HEADER = 8  # bytes: the length of a request, the process id of a reply
-OWNER = os.getpid()  # the server is of this process: no child of it may ask for one
+LAUNCHER = re.compile(r"-m \S+\.distributed\.launch( |$)")
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+owner = os.getpid()  # the server is of this process: no child of it may ask for one
 started_anew = subprocess.Popen
 lock = threading.Lock()
 server: socket.socket | None = None
@@ -105,7 +109,7 @@ def forkable(args: Any, environment: dict[str, str], folder: str) -> bool:
     package = "" if is_drill else words[2].partition(".")[0]
     return (
         read_early(environment) == early_here()
-        and os.getpid() == OWNER
+        and os.getpid() == owner
         and (is_drill or any(Path(entry, package, "train.py").exists() for entry in entries))
         and not any(Path(entry, "sitecustomize.py").exists() for entry in entries)
     )
@@ -153,6 +157,25 @@ def serve(connection: socket.socket) -> None:
         for given in fds:
             os.close(given)
         connection.sendall(pid.to_bytes(HEADER, "big"))
+
+
+def fork_its_ranks() -> None:
+    """Give a launcher a server of its own; returns in it, and in each rank that is forked."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    global server, owner
+    ours, theirs = socket.socketpair()
+    if os.fork():
+        theirs.close()
+        server, owner = ours, os.getpid()
+        subprocess.Popen = subprocess_handler.Popen = Popen
+        return
+    ours.close()
+    # It ends with the launcher, not with the signals that stop a group of processes.
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOPS}
+    serve(theirs)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def fork_for(requester: int) -> int | None:
@@ -210,6 +233,8 @@ def main() -> None:
     gc.freeze()  # the collector would write to what all share
     serve(socket.socket(fileno=os.dup(0)))
     ctypes.CDLL(None).prctl(PR_SET_NAME, b"python")
+    if LAUNCHER.search(" ".join(sys.orig_argv)):
+        fork_its_ranks()
     code: Any = 0
     try:
         if Path(sys.argv[0]).parent == DRILLS:

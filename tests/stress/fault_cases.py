@@ -233,7 +233,9 @@ def memory(variant: Variant, saves: int, width: int, hits: Counter[str]) -> None
     first, last = watch.held[quarter : 2 * quarter], watch.held[-quarter:]
     grown = statistics.median(b for _, b in last) - statistics.median(b for _, b in first)
     handles = statistics.median(n for n, _ in last) - statistics.median(n for n, _ in first)
-    good = code == 0 and len(watch.held) == saves and grown < size / 2 and handles <= 0
+    # The two windows are half of the saves apart: what leaked with each would be many times a
+    # checkpoint. The allocator alone may keep a part of one.
+    good = code == 0 and len(watch.held) == saves and grown < size and handles <= 0
     text = (
         f"{grown / 1e6:.1f} MB, {handles} descriptors more, {size / 1e6:.0f} MB each, {log[-500:]}"
     )
