@@ -56,7 +56,7 @@ def open_regular(path: Path) -> Any:
 
 
 def local_copy(
-    path: Path, manifest: dict[str, Any], group: Group | None = None, again: bool = False
+    path: Path, manifest: dict[str, Any], group: Group | None = None
 ) -> tuple[Path, int, int]:
     """Where the files of a checkpoint are, this rank among those that read them there, and ranks.
 

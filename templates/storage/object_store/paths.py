@@ -86,7 +86,7 @@ def open_regular(path: Place) -> Any:
 
 
 def local_copy(
-    path: Place, manifest: dict[str, Any], group: Group | None = None, again: bool = False
+    path: Place, manifest: dict[str, Any], group: Group | None = None
 ) -> tuple[Path, int, int]:
     """Where the files of a checkpoint are, this rank among those that read them there, and ranks.
 

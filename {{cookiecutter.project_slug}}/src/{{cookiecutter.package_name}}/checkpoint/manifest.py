@@ -127,8 +127,8 @@ def verify(path: Place, group: Group | None = None) -> Verified:
         except CheckpointError as error:
             return {}, [str(error)]
 
-    def check_files(again: bool) -> list[str]:
-        folder, rank, size = local_copy(path, manifest, group, again)
+    def check_files() -> list[str]:
+        folder, rank, size = local_copy(path, manifest, group)
 
         def check() -> list[str | None]:
             mine = shared_out(manifest, rank, size)
@@ -142,7 +142,7 @@ def verify(path: Place, group: Group | None = None) -> Verified:
 
     manifest, problems = group.from_first(manifest_or_problem)
     # Read twice: one wrong read must not cost a good checkpoint its name.
-    return manifest, problems or (check_files(again=False) and check_files(again=True))
+    return manifest, problems or (check_files() and check_files())
 
 
 def shared_out(manifest: dict[str, Any], rank: int, size: int) -> list[tuple[str, dict[str, Any]]]:
