@@ -5,7 +5,6 @@ On two ranks, with every process and every kill, it passes in test_whole_workflo
 
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -158,29 +157,35 @@ def test_a_restore_that_fails_fails_the_checks_that_hang_on_it(on_one: Stand) ->
 def test_resharding_is_judged(on_many: Stand, fault: str) -> None:
     """All world sizes in one process, which shows how they are judged."""
     on_many.in_this_process()
-    reload, setup, times = on_many.drill.reload, on_many.drill.setup, iter(range(2))
+    reload, errors, times = on_many.drill.reload, on_many.project.module("errors"), iter(range(2))
 
-    def load_another(*arguments: Any) -> dict[str, Any]:
-        found = reload(*arguments)
-        if next(times) == 1:
+    def load_another(config: Any, world: Any, timed: bool) -> dict[str, Any]:
+        found = reload(config, world, timed)
+        if not timed and next(times) == 1:
             found["digests"][next(iter(found["digests"]))] = "0"
         return found
 
-    def refuse(config: Any, world: Any) -> Any:
-        refused = sys._getframe(1).f_code.co_name == "reload"
-        if refused:
-            raise on_many.project.module("errors").UserError("it does not fit")
-        return setup(config, world)
+    def refuse(config: Any, world: Any, timed: bool) -> dict[str, Any]:
+        if timed:
+            return reload(config, world, timed)
+        with on_many.patch.context() as patch:
+            patch.setattr(on_many.drill, "setup", does_not_fit)
+            return reload(config, world, timed)
 
-    def break_down(*arguments: str) -> None:
-        raise on_many.project.module("errors").RankError("it broke")
+    def does_not_fit(*arguments: Any) -> None:
+        raise errors.UserError("it does not fit")
+
+    def break_down(config: Any, world: Any, timed: bool) -> dict[str, Any]:
+        if timed:
+            return reload(config, world, timed)
+        raise errors.RankError("it broke")
 
     if fault == "breaks":
         on_many.patch.setattr(on_many.drill, "reload", break_down)
     elif fault == "differs":
         on_many.patch.setattr(on_many.drill, "reload", load_another)
     elif fault == "refused":
-        on_many.patch.setattr(on_many.drill, "setup", refuse)
+        on_many.patch.setattr(on_many.drill, "reload", refuse)
     checks = on_many()
     wanted = {"none": "pass", "refused": "not_measured"}.get(fault, "fail")
     assert checks["reshard"]["status"] == wanted

@@ -6,6 +6,7 @@ checkpoints are not touched. Each task runs in processes of its own (drill.py).
 
 import json
 import math
+import mmap
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -17,8 +18,9 @@ from ..device import pick_device
 from ..errors import RankError
 from ..files import to_json, write_json
 from ..run.hardware import in_units
+from ..run.journal import read_records
 from .chain import recommend
-from .drill import EVERY, STEPS, Digests, losses_of
+from .drill import EVERY, STEPS, Digests
 from .processes import most_ranks, named, refusal, run_task
 from .stage import Stage, StageConfig
 from .timing import describe, differences
@@ -69,7 +71,7 @@ class Drill:
 
     def __init__(self, stage: Stage, folder: Path) -> None:
         config, self.stage, self.folder = stage.config, stage, folder
-        self.device = pick_device(config.device)
+        self.run_dir, self.device = folder / "run", pick_device(config.device)
         self.ranks, self.why_one = most_ranks(config, self.device)
         self.exact = self.device.type == "cpu" or config.train.deterministic
         short_run = {
@@ -79,9 +81,6 @@ class Drill:
             "train.validate_samples": config.train.global_batch_size,  # the last step validates
             "checkpoint.every": EVERY,
             "checkpoint.keep": 2,
-            "checkpoint.keep_every": 0,
-            "checkpoint.on_failure": "stop",
-            "profile.every": 0,
             "track": False,
         }
         write_json(folder / "settings.json", to_json(override(config, short_run)))
@@ -94,7 +93,7 @@ class Drill:
             killed = self.kill()
             say("starting it again")
             stage.figures["restart_seconds"] = self.restart(killed)
-            say("flipping bits, timing saves")
+            say("flipping a bit, timing saves")
             stage.figures |= self.damage()
             conclude(stage)
             self.reshard()
@@ -102,7 +101,7 @@ class Drill:
             reason = "; ".join(str(error).splitlines()[:3])
             judged = [check["name"] for check in stage.checks]
             for name in [name for name in CHECKS if name not in judged]:
-                judge(stage, name, [reason])
+                self.judge(name, False, reason)
 
     def kill(self) -> dict[str, Any]:
         """Train until the run kills itself; what it recorded. RankError if it failed otherwise."""
@@ -118,38 +117,49 @@ class Drill:
 
         Returns the seconds of the restart.
         """
-        run_dir, end = self.folder / "run", str(STEPS)
-        losses = losses_of(run_dir)
+        losses = losses_of(self.run_dir)
         result = self.child(self.ranks, "train")
-        restart, self.saved = result["restart"], killed["digests"] | result["digests"]
-        first, again = (losses, killed["digests"][end]), (losses_of(run_dir), self.saved[end])
+        self.saved, end = killed["digests"] | result["digests"], str(STEPS)
+        first, again = (losses, killed["digests"][end]), (losses_of(self.run_dir), self.saved[end])
         problems, same = compare(first, again, self.exact)
 
-        resumed = restart["step"]
+        restart, resumed = result["restart"], result["restart"]["step"]
+        if resumed != STEPS - EVERY:
+            problems.append(f"resumed from step {resumed}, not {STEPS - EVERY}")
         before, after = (ran["digests"].get(str(resumed), {}) for ran in (killed, result))
         other_tensors = differing(after, before)
         restored = other_tensors or f"{len(after)} tensors bit for bit"
-        words = f"step {resumed}: {restored}; {'; '.join(problems) or same}"
-        if resumed != STEPS - EVERY:
-            problems.append(f"resumed from step {resumed}, not {STEPS - EVERY}")
-        judge(self.stage, "roundtrip", [words] if problems or other_tensors else [], words)
+        measured = f"step {resumed}: {restored}; {'; '.join(problems) or same}"
+        self.judge("roundtrip", not problems and not other_tensors, measured)
 
-        names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+        names = sorted(path.name for path in (self.run_dir / "checkpoints").iterdir())
         if left := [name for name in names if not PUBLISHED.fullmatch(name)]:
             problems.append(f"left over: {', '.join(left)}")
         good = f"1 kill, in the save of step {STEPS}; {STEPS - resumed} steps done again, {same}"
-        judge(self.stage, "killed_while_saving", problems, good)
+        self.judge("killed_while_saving", not problems, "; ".join(problems) or good)
         moments = [killed["killed_at"], *(restart[part] for part in RESTART)]
         seconds = dict(zip(RESTART, (b - a for a, b in pairwise(moments)), strict=True))
         return {**seconds, "total": moments[-1] - moments[0]}
 
     def damage(self) -> dict[str, Any]:
-        """Damage each file of the newest checkpoint in turn; what saves cost."""
+        """Flip a bit in the middle of the newest checkpoint's largest file, and restore the run.
+
+        Returns what saves and a restore cost.
+        """
+        newest = max((self.run_dir / "checkpoints").glob("step_????????"))
+        sizes = {file: file.stat().st_size for file in newest.iterdir()}
+        file = max(sizes, key=sizes.__getitem__)
+        with open(file, "r+b") as opened, mmap.mmap(opened.fileno(), 0) as content:
+            content[len(content) // 2] ^= 1
         result = self.child(self.ranks, "damage")
-        good = f"a bit of each of {len(result['flips'])} files: noticed and named, the "
-        good += "checkpoint set aside, the previous one restored"
-        judge(self.stage, "corrupt_newest", [*filter(None, result["flips"])], good)
-        return result["costs"]
+        warned = any("DAMAGED" in text and file.name in text for text in result["messages"])
+        problems = [] if warned else ["not noticed, no warning names it"]
+        problems += ["the checkpoint is not set aside"] if newest.exists() else []
+        problems += filter(None, [differing(result["digests"], self.saved[str(STEPS - EVERY)])])
+        good = "noticed and named, the checkpoint set aside, the previous one restored"
+        measured = f"a bit of {file.name}: {'; '.join(problems) or good}"
+        self.judge("corrupt_newest", not problems, measured)
+        return {"bytes": sum(sizes.values()), **result["costs"]}
 
     def reshard(self) -> None:
         """Load the newest checkpoint into other numbers of processes."""
@@ -165,8 +175,14 @@ class Drill:
                 problems.append(f"on {size}: {problem}")
             loaded.append(f"by {size} ({len(result['digests'])} tensors bit for bit)")
         good = f"saved by {self.ranks}, loaded {' and '.join(loaded)}" if loaded else ""
-        good = "; ".join(filter(None, [good, *refused]))
-        judge(self.stage, "reshard", problems, good, measurable=bool(loaded))
+        measured = "; ".join(problems or filter(None, [good, *refused]))
+        self.judge("reshard", not problems if loaded else None, measured)
+
+    def judge(self, name: str, passed: bool | None, measured: str) -> None:
+        """Add one of `CHECKS`."""
+        wanted, advice = CHECKS[name]
+        advice = "" if passed is None else advice
+        self.stage.check(name, passed, measured=measured, wanted=wanted, advice=advice)
 
     def child(self, ranks: int, task: str) -> dict[str, Any]:
         """The result of a task of drill.py."""
@@ -179,14 +195,9 @@ def other_sizes(ranks: int, device: str) -> list[int]:
     return sorted({1, third} - {ranks}) if ranks > 1 else []
 
 
-def judge(
-    stage: Stage, name: str, problems: list[str], good: str = "", measurable: bool = True
-) -> None:
-    """Add a check that fails with `problems`, or passes with `good`, if it is `measurable`."""
-    wanted, advice = CHECKS[name]
-    passed = not problems if measurable else None
-    measured = "; ".join(problems) or good
-    stage.check(name, passed, measured=measured, wanted=wanted, advice=advice if measurable else "")
+def losses_of(run_dir: Path) -> dict[int, float]:
+    """Loss by step; None where it was not finite."""
+    return {record["step"]: record["loss"] for record in read_records(run_dir)}
 
 
 def compare(first: Ran, again: Ran, exact: bool) -> tuple[list[str], str]:
@@ -208,8 +219,7 @@ def compare(first: Ran, again: Ran, exact: bool) -> tuple[list[str], str]:
 
 def differing(digests: Digests, expected: Digests) -> str:
     """Which tensors are missing, new or not the same bit for bit; empty if none is."""
-    names = sorted(digests.keys() | expected.keys())
-    names = [name for name in names if digests.get(name) != expected.get(name)]
+    names = sorted({name for name, _ in digests.items() ^ expected.items()})
     return f"{len(names)} tensors differ, such as {names[0]}" if names else ""
 
 
@@ -230,29 +240,29 @@ def lost_share(interval: float, cost: float, restart: float, failures: float) ->
 def conclude(stage: Stage) -> None:
     """Say what saving and restarting cost, and advise how often to save."""
     config, figures = stage.config, stage.figures
-    blocked, published = figures["blocked_seconds"], figures["save_seconds"]
-    restart = figures["restart_seconds"]
+    blocked, published, restart = (figures[f"{n}_seconds"] for n in ("blocked", "save", "restart"))
+    parts = ", ".join(f"{name} {restart[part]:.1f}" for part, name in RESTART.items())
     say(
         f"a save of {in_units(figures['bytes'])} blocks training for {describe(blocked)}; "
         f"it is published after {describe(published)}"
     )
-    parts = ", ".join(f"{name} {restart[part]:.1f}" for part, name in RESTART.items())
     say(f"from the kill to the next step {restart['total']:.1f} s: {parts}")
 
-    cost, upload, step = blocked["median"], published["median"], figures["step_seconds"]["median"]
+    upload, step = published["median"], figures["step_seconds"]["median"]
     hours, every = config.workflow.hours_between_failures, config.checkpoint.every
     every = every or config.train.steps
-    best, now = best_interval(cost, 3600 * hours, upload), every * step
+    best, now = best_interval(blocked["median"], 3600 * hours, upload), every * step
     figures |= {"interval_seconds": best, "hours_between_failures": hours}
-    lost, lost_now = (lost_share(t, cost, restart["total"], 3600 * hours) for t in (best, now))
+    costs = blocked["median"], restart["total"], 3600 * hours
+    lost, lost_now = (f"{lost_share(interval, *costs):.2%}" for interval in (best, now))
     steps = max(1, math.ceil(best / step))
     say(
         f"with a failure every {hours:g} h, save every {best:.3g} s: {steps} steps of "
-        f"{1e3 * step:.3g} ms; {lost:.2%} of the time is lost then"
+        f"{1e3 * step:.3g} ms; {lost} of the time is lost then"
     )
     if now >= upload and 0.5 <= now / best <= 2:
         return
-    why = f"{lost:.2%} of the time is lost then, {lost_now:.2%} as it is"
+    why = f"{lost} of the time is lost then, {lost_now} as it is"
     if now < upload:
         why = f"a save takes longer than the {every} steps between two, and waits"
     size = 10 ** max(0, len(str(steps)) - 2)  # nobody wants to save every 487 steps
