@@ -135,7 +135,7 @@ def test_a_restart_compiles_warm(project: Project, tmp_path: Path) -> None:
 
 
 @on_a_gpu
-def test_the_memory_forecast_holds(project: Project, tmp_path: Path) -> None:
+def test_the_memory_of_a_rank_is_measured(project: Project, tmp_path: Path) -> None:
     words = ("--preset", "tiny", "--device", DEVICE, "--data.path", "text.txt")
     project("scale", *words, "--run-dir", str(tmp_path), "--workflow.ranks", "1")
     content = json.loads((tmp_path / "workflow/scale.json").read_text())

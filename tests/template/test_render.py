@@ -114,7 +114,7 @@ CONDITIONAL: dict[str, Condition] = {
         lambda a: a["cluster"] == "kubernetes",
     ),
     **dict.fromkeys(
-        every(f"{PACKAGE}/workflow", "scale memory_forecast"),
+        every(f"{PACKAGE}/workflow", "scale"),
         lambda a: stages(a) and ranks(a),
     ),
     **dict.fromkeys(every(f"{PACKAGE}/distributed", "world agreement watchdog launch"), ranks),
@@ -185,7 +185,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     f"{PACKAGE}/workflow/__init__.py": ("workflow",),
     f"{PACKAGE}/workflow/report.html": ("workflow",),
     **dict.fromkeys(
-        every(f"{PACKAGE}/workflow", "scale memory_forecast"),
+        every(f"{PACKAGE}/workflow", "scale"),
         ("workflow", "parallelism"),
     ),
     **dict.fromkeys(

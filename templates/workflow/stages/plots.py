@@ -107,23 +107,11 @@ def scaling(axes: Axes, records: dict[str, dict[str, Any]]) -> None:
 
 
 def memory(axes: Axes, records: dict[str, dict[str, Any]]) -> None:
-    """Memory of a rank, as predicted part by part and as measured."""
-    sizes = {ranks: record["memory"] for ranks, record in records.items()}
-    bottom = [0.0] * len(sizes)
-    parts = ("parameters", "gradients", "optimizer", "activations", "gathered")
-    for part, color in zip(parts, (BLUE, GREEN, ORANGE, GREY, VIOLET), strict=True):
-        values = [size[part] / 1e6 for size in sizes.values()]
-        if any(values):
-            axes.bar([*sizes], values, bottom=bottom, color=color, width=0.5, label=part)
-            bottom = [a + b for a, b in zip(bottom, values, strict=True)]
-    measured = {n: size["measured"] / 1e6 for n, size in sizes.items() if size["measured"]}
-    if measured:
-        axes.plot([*measured], [*measured.values()], "D", color=INK, label="measured")
+    """Peak memory of a rank by the number of processes."""
+    values = [record["memory"]["measured"] / 1e6 for record in records.values()]
+    axes.bar([*records], values, color=BLUE, width=0.5)
     axes.set(xlabel="processes", ylabel="MB per rank")
     axes.grid(axis="x", visible=False)
-    if sizes:
-        figure: Any = axes.figure
-        figure.legend(loc="outside center right")
 
 
 def lost_time(

@@ -17,28 +17,24 @@ import torch
 
 from ..config import Config, load, override
 from ..device import pick_device
-from ..distributed import World, join, leave
+from ..distributed import Group, World, join, leave
 from ..errors import RankError, exit_code
 from ..files import to_json, write_json
-from ..run.hardware import in_units, usable_cores
+from ..run.hardware import free_host_memory, in_units, peak_memory, usable_cores
 from ..sampling import seed_step
 from ..train import State, setup
-from . import memory_forecast as forecast
 from .interleaved import median_interval
 from .processes import most_ranks, named, refusal, run_task
 from .stage import Stage, StageConfig
 from .timing import differences, record_steps
 
 TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}  # relative
-FACTOR = 1.5  # between predicted and measured memory
+ROOM = 0.95  # of the memory: the rest is for fragments and what others allocate
 LEAST_WEAK = 0.8  # efficiency, between GPUs of one machine
 TIMEOUT = 3600.0  # seconds for one number of processes
 COMPARED = 12  # steps whose losses are compared
 TIMED, SECONDS = 30, 3.0  # timed steps, and seconds for them where steps are slow
-OUT_OF_MEMORY = (
-    "measure a smaller relative: fewer layers, a smaller --train.micro-batch-size or "
-    "--train.activation-checkpointing. A model that no device can hold needs FSDP: "
-)
+LESS_MEMORY = "--train.activation-checkpointing, a smaller --train.micro-batch-size or fewer layers"
 WHAT_RANKS_SHARE = (
     "if a rank computes too little between two synchronisations, raise --train.micro-batch-size "
     "and --train.global-batch-size; see the links of the GPUs (nvidia-smi topo -m), and what the "
@@ -65,7 +61,8 @@ def measure(config: StageConfig) -> int:
         failed = f"{named(sizes[len(records)], 'process')} ran out of memory"
         for name in ("same_losses", "strong_efficiency", "weak_efficiency", "memory"):
             stage.check(name, None, measured=failed, wanted="measured")
-        stage.advise(OUT_OF_MEMORY + forecast.change_to("FSDP"))
+        needs_fsdp = f"A model that no device can hold needs FSDP: {change_to('FSDP')}"
+        stage.advise(f"measure with {LESS_MEMORY}. {needs_fsdp}")
         return stage.close()
     if most > 1:
         print("     this does not predict scaling across machines, whose network is slower")
@@ -74,9 +71,7 @@ def measure(config: StageConfig) -> int:
         reason = f"{most} ranks take turns on {named(cores, 'core')}"
     for kind in ("strong", "weak"):
         judge_efficiency(stage, kind, records, reason, device.type)
-    judge_memory(stage, records)
-    one, last, ranks = records[1], records[most], max(2, config.workflow.ranks, most)
-    stage.advise(forecast.ddp_or_fsdp(config, one["memory"], last["memory"], ranks, device))
+    judge_memory(stage, records, device)
     batch = config.train.global_batch_size
     stage.advise(f"learning rate: leave it, the global batch is {batch} on any number of ranks")
     stage.figures["ranks"] = records
@@ -153,21 +148,32 @@ def judge_efficiency(stage: Stage, kind: str, records: Records, reason: str, dev
         stage.advise(f"{most} ranks do not do more than one here: {kind} scaling brings nothing")
 
 
-def judge_memory(stage: Stage, records: Records) -> None:
-    """A rank takes what was forecast."""
-    memory = {ranks: record["memory"] for ranks, record in records.items()}
-    ratios = [m["measured"] / max(1, m["predicted"]) for m in memory.values()]
-    reason = memory[1]["unpredictable"]
-    passed = None if reason else all(1 / FACTOR <= ratio <= FACTOR for ratio in ratios)
-    parts = [
-        f"{named(ranks, 'rank')} predicted {in_units(m['predicted'])}, "
-        f"measured {in_units(m['measured'])}"
-        for ranks, m in memory.items()
-    ]
-    measured, wanted = reason or "; ".join(parts), f"within a factor of {FACTOR:g}"
-    advice = "more is allocated than weights, gradients, optimizer state and what one forward and "
-    advice += "backward take: see the operators of `profile`, with memory"
+def judge_memory(stage: Stage, records: Records, device: torch.device) -> None:
+    """A rank's peak fits into its memory; DDP if one process can hold everything, else FSDP."""
+    peaks = {ranks: record["memory"]["measured"] for ranks, record in records.items()}
+    capacity, shared = free_host_memory(), " that all ranks share"
+    if device.type == "cuda":
+        capacity, shared = torch.cuda.get_device_properties(device).total_memory, ""
+    largest = {ranks: peak * (ranks if shared else 1) for ranks, peak in peaks.items()}
+    parts = [f"{named(ranks, 'rank')} {in_units(peak)}" for ranks, peak in peaks.items()]
+    measured = f"a rank's peak: {', '.join(parts)}, of {in_units(capacity)}{shared}"
+    passed = max(largest.values()) <= ROOM * capacity
+    wanted = f"at most {ROOM:.0%} of the memory"
+    advice = f"try {LESS_MEMORY}"
     stage.check("memory", passed, measured=measured, wanted=wanted, advice=advice)
+    rendered = "FSDP" if hasattr(stage.config.parallel, "replicate") else "DDP"
+    if rendered == "FSDP":  # one process holds all of the state, as each rank does under DDP
+        passed = peaks[1] * (max(peaks) if shared else 1) <= ROOM * capacity
+    name = "DDP" if passed else "FSDP"
+    text = f"{name}: one process, with the whole state, takes {in_units(peaks[1])}"
+    end = "; as rendered" if name == rendered else f". For it: {change_to(name)}"
+    stage.advise(text + end)
+
+
+def change_to(name: str) -> str:
+    """What to type to render this project for DDP, or FSDP."""
+    answer = json.dumps({"parallelism": name.lower()})
+    return f"cruft update --variables-to-update '{answer}'"
 
 
 def main() -> int:
@@ -185,20 +191,24 @@ def main() -> int:
 
 def examine(config: Config, world: World, one: dict[str, Any] | None) -> dict[str, Any]:
     """All that is measured on this number of ranks; `one` is what one process measured before."""
-    record = compare(config, world)
-    state, record["memory"] = forecast.measure_memory(config, world, one and one["memory"])
+    state = setup(config, world)
     usual = record_steps(state, 3).seconds[-1]
     # Ranks must take equally many, so all take what one process took.
-    record["steps"] = steps = one["steps"] if one else int(np.clip(SECONDS / usual, 10, TIMED))
-    record["strong"] = record["weak"] = time_steps(state, steps)
+    steps = one["steps"] if one else int(np.clip(SECONDS / usual, 10, TIMED))
+    strong = weak = time_steps(state, steps)
+    # Before the larger batch and float32, which take more.
+    peak = max(Group(world).agree(lambda: peak_memory(world.device)))
+    del state
+    gc.collect()
     if one:
-        del state
-        gc.collect()
         larger = {"train.global_batch_size": config.train.global_batch_size * world.size}
         state = setup(override(config, larger), world)
         record_steps(state, 2)
-        record["weak"] = time_steps(state, steps)
-    return record
+        weak = time_steps(state, steps)
+        del state
+        gc.collect()
+    record = {"steps": steps, "strong": strong, "weak": weak, "memory": {"measured": peak}}
+    return record | compare(config, world)
 
 
 def time_steps(state: State, steps: int) -> dict[str, Any]:
