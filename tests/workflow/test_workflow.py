@@ -58,6 +58,7 @@ FIGURES: dict[str, dict[str, Any]] = {
         "modes": {
             "full": {
                 "step_seconds": spread(0.05),
+                "eager_step_seconds": spread(0.06),
                 "compile_seconds": {"cold": 19.0, "warm": 3.0},
                 "speedup": {"value": 1.2, "low": 1.1, "high": 1.3},
             }

@@ -14,9 +14,9 @@ from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from ..checkpoint.checkpointer import Checkpointer
 from ..config import Config, load, override
 from ..device import synchronize
 from ..distributed import Group, World, join, leave, parallel
@@ -119,40 +119,34 @@ def reload(config: Config, world: World, timed: bool) -> dict[str, Any]:
 
 
 def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
-    """Seconds of a step without a save, of saves one at a time, and of a restore."""
+    """Seconds of a step without a save, of saves one at a time, and of a restore.
+
+    Of a save: what it blocks training, as the checkpointer counts, and until it is published,
+    while training takes one step.
+    """
     checkpointer = start(state, run_dir, group)
     quiet = record_steps(state, QUIET_STEPS).seconds[1:]
-    saves = [time_save(state, checkpointer, group) for _ in range(SAVES)]
+    blocked, published = seconds = np.zeros((2, SAVES))
+    for save in range(SAVES):
+        synchronize(state.world.device)  # otherwise the save would wait for the steps before it
+        began, before = time.perf_counter(), checkpointer.blocked_seconds
+        checkpointer.save(state.step)
+        train_step(state, state.loader.next())
+        blocked[save] = checkpointer.blocked_seconds - before
+        checkpointer.settle()
+        published[save] = time.perf_counter() - began
     began = time.perf_counter()
     checkpointer.restore()
-    restored = max(group.agree(lambda: time.perf_counter() - began))
+    restored = time.perf_counter() - began
     checkpointer.close()
-    blocked, until_published = zip(*saves, strict=True)
+    ranks = group.agree(lambda: (seconds[:, 1:], restored))  # the first save has no buffers yet
+    blocked, published = np.max([saves for saves, _ in ranks], axis=0)  # of the slowest rank
     return {
-        "blocked_seconds": spread(blocked[1:]),
-        "save_seconds": spread(until_published[1:]),
-        "restore_seconds": restored,
+        "blocked_seconds": spread(blocked),
+        "save_seconds": spread(published),
+        "restore_seconds": max(restored for _, restored in ranks),
         "step_seconds": spread(quiet),
     }
-
-
-def time_save(state: State, checkpointer: Checkpointer, group: Group) -> tuple[float, float]:
-    """Save, and train until the save is published: (blocked seconds, seconds until published).
-
-    Blocked is what the checkpointer of the slowest rank counts. The second figure can be a step too
-    long, since the checkpoint is looked for before each step.
-    """
-    step, before = state.step, checkpointer.blocked_seconds
-    synchronize(state.world.device)  # otherwise the save would wait for the steps before it
-    began = time.perf_counter()
-    checkpointer.save(step)
-    while not group.from_first(lambda: checkpointer.last_good == step or checkpointer.failed):
-        train_step(state, state.loader.next())
-    until_published = time.perf_counter() - began
-    train_step(state, state.loader.next())  # the next save is of another step
-    blocked = max(group.agree(lambda: checkpointer.blocked_seconds - before))
-    checkpointer.settle()
-    return blocked, until_published
 
 
 def digests_of(state: State, group: Group) -> Digests:

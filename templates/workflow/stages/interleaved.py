@@ -73,7 +73,7 @@ def speedup_of(before: Sequence[float], after: Sequence[float]) -> tuple[Interva
 def without_loader(state: State) -> Way:
     """Steps on a few batches that were read before: neither reading nor loader workers count."""
     batches = [state.loader.of(step, state.plan) for step in range(BATCHES)]
-    return partial(_seconds, state, lambda: batches[state.step % len(batches)])
+    return partial(_seconds, state, lambda: batches[state.step % BATCHES])
 
 
 def with_loader(state: State) -> Way:
@@ -82,19 +82,15 @@ def with_loader(state: State) -> Way:
     Else they would read ahead during the windows of another way. All of them deliver their first
     batch at the same time, so only a multiple of their number shows the pace of training.
     """
-
-    def take(steps: int) -> float:
-        with contextlib.closing(state.loader):
-            _seconds(state, state.loader.next, 1)  # starts the workers
-            return _seconds(state, state.loader.next, steps)
-
-    return take
+    return partial(_seconds, state, lambda: state.loader.next())
 
 
 def _seconds(state: State, read: Callable[[], list[Any]], steps: int) -> float:
-    synchronize(state.world.device)
-    started = time.perf_counter()
-    for _ in range(steps):
-        train_step(state, read())
-    synchronize(state.world.device)
-    return (time.perf_counter() - started) / steps
+    with contextlib.closing(state.loader):
+        train_step(state, read())  # starts the workers
+        synchronize(state.world.device)
+        started = time.perf_counter()
+        for _ in range(steps):
+            train_step(state, read())
+        synchronize(state.world.device)
+        return (time.perf_counter() - started) / steps

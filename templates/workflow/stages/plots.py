@@ -11,22 +11,18 @@ from matplotlib.figure import Figure
 
 from .recovery import lost_share
 
-BLUE, ORANGE, GREEN = "#2f6fde", "#e08a1e", "#2a9d6f"
-GREY, VIOLET, INK = "#8a94a6", "#b58bd3", "#1d2433"
+BLUE, GREY, INK = "#2f6fde", "#8a94a6", "#1d2433"
+COLORS = [BLUE, "#e08a1e", "#2a9d6f", GREY, "#b58bd3"]  # of lines and bars that stand together
 Picture = tuple[str, str | None]  # title, and an SVG as a data: address; None if there is none
 Row = tuple[Any, ...]  # of `bars`: (what, value), or (what, value, low, high)
 STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": "#b9c0cc",
-    "axes.labelcolor": "#4a5468",
     "axes.grid": True,
     "axes.axisbelow": True,
+    "axes.prop_cycle": matplotlib.cycler(color=COLORS),
     "grid.color": "#e6e9ef",
-    "xtick.color": "#4a5468",
-    "ytick.color": "#4a5468",
     "legend.frameon": False,
-    "legend.fontsize": 9,
     "svg.hashsalt": "report",  # the same figures give the same bytes
 }
 
@@ -47,29 +43,28 @@ def picture(title: str, paint: Callable[..., None], *figures: Any) -> Picture:
         return title, "data:image/svg+xml;base64," + b64encode(out.getvalue()).decode()
 
 
-def curve(axes: Axes, records: list[dict[str, Any]], key: str, form: str, **style: Any) -> None:
+def curve(axes: Axes, records: list[dict[str, Any]], key: str, label: str, form: str = "-") -> None:
     """Draw a figure by step, of the records that have it; memory in GB."""
     unit = 1e9 if key.endswith("bytes") else 1
     if points := [(r["step"], r[key] / unit) for r in records if key in r]:
-        axes.plot(*zip(*points, strict=True), form, **style)
+        axes.plot(*zip(*points, strict=True), form, label=label)
 
 
-def loss_curve(axes: Axes, records: list[dict[str, Any]], first_losses: list[float]) -> None:
-    """Loss by step of the run, in training and validation; without a run, of baseline's steps."""
-    records = records or [{"step": n, "loss": loss} for n, loss in enumerate(first_losses, 1)]
-    curve(axes, records, "loss", "-", color=BLUE, label="training")
-    curve(axes, records, "validation_loss", "o-", color=ORANGE, label="validation")
-    if len(axes.lines) > 1:
+def loss_curve(axes: Axes, records: list[dict[str, Any]]) -> None:
+    """Loss by step, in training and validation."""
+    curve(axes, records, "loss", "training")
+    curve(axes, records, "validation_loss", "validation", "o-")
+    if axes.lines:
         axes.legend()
     axes.set(xlabel="step", ylabel="loss")
 
 
 def memory_curve(axes: Axes, records: list[dict[str, Any]]) -> None:
     """What the run took by step: at most on the device, and on the host."""
-    curve(axes, records, "device_peak_bytes", "-", color=BLUE, label="device, peak")
-    curve(axes, records, "device_reserved_bytes", "-", color=VIOLET, label="device, reserved")
-    curve(axes, records, "host_bytes", "-", color=ORANGE, label="host")
-    curve(axes, records, "staging_bytes", "-", color=GREEN, label="host, copies for saves")
+    curve(axes, records, "device_peak_bytes", "device, peak")
+    curve(axes, records, "host_bytes", "host")
+    curve(axes, records, "staging_bytes", "host, copies for saves")
+    curve(axes, records, "device_reserved_bytes", "device, reserved")
     axes.set(xlabel="step", ylabel="GB", ylim=(0, 1.1 * axes.dataLim.ymax))
     axes.legend(loc="lower left")
 
@@ -96,12 +91,12 @@ def scaling(axes: Axes, records: dict[str, dict[str, Any]]) -> None:
     ranks = [int(n) for n in records]
     alone = records["1"]["strong"]["samples_per_second"]
     axes.plot(ranks, [alone * n for n in ranks], ":", color=GREY, label="no loss at all")
-    for kind, mark, color, label in (
-        ("strong", "o-", BLUE, "same global batch"),
-        ("weak", "s--", GREEN, "batch grows"),
+    for kind, mark, label in (
+        ("strong", "o-", "same global batch"),
+        ("weak", "s--", "batch grows"),
     ):
         values = [record[kind]["samples_per_second"] for record in records.values()]
-        axes.plot(ranks, values, mark, color=color, label=label)
+        axes.plot(ranks, values, mark, label=label)
     axes.set(xlabel="processes", ylabel="samples/s", xticks=ranks, ylim=(0, None))
     axes.legend()
 
@@ -109,7 +104,7 @@ def scaling(axes: Axes, records: dict[str, dict[str, Any]]) -> None:
 def memory(axes: Axes, records: dict[str, dict[str, Any]]) -> None:
     """Peak memory of a rank by the number of processes."""
     values = [record["memory"]["measured"] / 1e6 for record in records.values()]
-    axes.bar([*records], values, color=BLUE, width=0.5)
+    axes.bar([*records], values, width=0.5)
     axes.set(xlabel="processes", ylabel="MB per rank")
     axes.grid(axis="x", visible=False)
 
@@ -124,9 +119,9 @@ def lost_time(
     """
     intervals = [best * 10 ** (k / 20 - 1.5) for k in range(61)]
     shares = [100 * lost_share(t, cost, restart, failures) for t in intervals]
-    axes.semilogx(intervals, shares, color=BLUE)
+    axes.semilogx(intervals, shares)
     least = best, 100 * lost_share(best, cost, restart, failures)
-    axes.plot(*least, "o", color=ORANGE)
+    axes.plot(*least, "o")
     axes.annotate(in_time(best), least, (0, 9), textcoords="offset points", ha="center")
     if intervals[0] < upload:
         axes.axvspan(intervals[0], upload, color=GREY, alpha=0.18, lw=0)
