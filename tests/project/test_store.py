@@ -906,7 +906,7 @@ HOSTILE = {
     "github://somebody:repository@main/run": "no credentials|not opened unasked",
     "sftp://somewhere/run": "which is not opened unasked",
     "s3://bucket/\x1b[2Jrun": "no address of a store",
-    "nothing like it": "give an address",
+    "nothing like it": "no address of a store",
 }
 
 

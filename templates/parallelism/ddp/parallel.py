@@ -6,6 +6,7 @@ Under torchrun there is a process group; a plain process runs without one, as on
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,11 +83,6 @@ def accumulate(module: nn.Module, last: bool) -> contextlib.AbstractContextManag
     return module.no_sync()
 
 
-def local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts of the tensors that this rank holds: all of them."""
-    return tensors
-
-
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this rank holds: all of it."""
     return tensor
@@ -126,19 +122,15 @@ def divide_work(
     """`work` on the matrices, which all ranks have; each is worked on by one rank."""
     if not dist.is_initialized():
         return work(matrices)
-    ranks, results = dist.get_world_size(), [*matrices]
+    ranks = dist.get_world_size()
     by_size = sorted(range(len(matrices)), key=lambda index: -matrices[index].numel())
-    parts = [by_size[rank::ranks] for rank in range(ranks)]
-    done = work([matrices[index] for index in parts[dist.get_rank()]])
-    sent = []
-    for rank, indices in enumerate(parts[: len(matrices)]):
-        mine = rank == dist.get_rank()
-        each = done if mine else [matrices[index] for index in indices]
-        flat = torch.cat([matrix.flatten() for matrix in each])
-        sent.append((indices, flat, dist.broadcast(flat, rank, async_op=True)))
-    for indices, flat, transfer in sent:
+    mine = by_size[dist.get_rank() :: ranks]
+    results = [torch.empty_like(m, memory_format=torch.contiguous_format) for m in matrices]
+    for index, result in zip(mine, work([matrices[index] for index in mine]), strict=True):
+        results[index].copy_(result)
+    transfers: list[Any] = []
+    for place, index in enumerate(by_size):
+        transfers.append(dist.broadcast(results[index], place % ranks, async_op=True))
+    for transfer in transfers:
         transfer.wait()
-        sizes = [matrices[index].numel() for index in indices]
-        for index, result in zip(indices, flat.split(sizes), strict=True):
-            results[index] = result.view_as(matrices[index])
     return results

@@ -6,6 +6,7 @@ runs without one, as one rank, unsharded.
 """
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -38,15 +39,12 @@ class ParallelConfig:
     """Copies of the sharded model (HSDP): each is sharded over ranks / replicate neighbours, which
     then gather among themselves only. 0: a copy on each machine."""
 
-    def __post_init__(self) -> None:
-        if self.replicate < 0:
-            raise UserError("--parallel.replicate must be >= 1, or 0 for a copy on each machine")
-
 
 def check_ranks(config: ParallelConfig, ranks: int) -> None:
     """UserError when the work cannot be spread over so many processes."""
-    if config.replicate and ranks % config.replicate:
-        raise UserError(f"--parallel.replicate {config.replicate} does not divide {ranks} ranks")
+    copies = copies_of_the_model(config)
+    if copies < 1 or ranks % copies:
+        raise UserError(f"--parallel.replicate {copies} does not divide {ranks} ranks")
 
 
 def wrap(
@@ -60,59 +58,35 @@ def wrap(
     if not world.distributed:
         return model.to(world.device)
     check_ranks(config, world.size)
-    mesh = build_mesh(config.replicate, world)
-    reduced = compute_dtype != torch.float32
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype if reduced else None,
-        # Stated, since its default differs between releases: gradients are summed in float32.
-        reduce_dtype=torch.float32 if reduced else None,
-    )
+    policy = MixedPrecisionPolicy()
+    if compute_dtype != torch.float32:
+        # reduce_dtype is stated, since its default differs between releases: sums are in float32.
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    shard = functools.partial(fully_shard, mesh=build_mesh(config, world), mp_policy=policy)
     units = list(blocks)
     if not units and world.rank == 0:
-        log.warning("%s", one_unit(model))
-    for block in units:
-        fully_shard(
-            block,
-            mesh=mesh,
-            mp_policy=policy,
-            reshard_after_forward=config.reshard_after_forward,
+        log.warning(
+            "blocks(model) in model.py is empty: each rank gathers the whole model at once; "
+            "return its largest parts, as in [*model.layers]"
         )
-    fully_shard(model, mesh=mesh, mp_policy=policy)  # in place
+    for block in units:
+        shard(block, reshard_after_forward=config.reshard_after_forward)
+    shard(model)
     return model
 
 
-def one_unit(model: nn.Module) -> str:
-    """What it means that `blocks` names none, and which part of the model would do."""
-    lists = [
-        (sum(parameter.numel() for parameter in part.parameters()), name)
-        for name, part in model.named_modules()
-        if isinstance(part, nn.ModuleList | nn.Sequential) and len(part) > 1
-    ]
-    text = "blocks(model) in model.py is empty: each rank gathers the whole model at once"
-    if not lists:
-        return text
-    name = max(lists)[1]
-    part = f"model.{name}" if name else "model"
-    part = f'model.get_submodule("{name}")' if "." in name else part
-    return f"{text}. Return its largest parts, as in [*{part}]"
+def copies_of_the_model(config: ParallelConfig) -> int:
+    """As many as the settings say, or as there are machines, each with a torchrun."""
+    return config.replicate or int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
-def build_mesh(replicate: int, world: World) -> DeviceMesh:
+def build_mesh(config: ParallelConfig, world: World) -> DeviceMesh:
     """The ranks as a line, or as one line of shards for each copy."""
-    copies = replicate or world.size // ranks_per_machine(world)
+    copies = copies_of_the_model(config)
     if copies == 1:
         return init_device_mesh(world.device.type, (world.size,))
     shape, names = (copies, world.size // copies), ("replicate", "shard")
     return init_device_mesh(world.device.type, shape, mesh_dim_names=names)
-
-
-def ranks_per_machine(world: World) -> int:
-    """The number of ranks on each machine; UserError, on every rank, if they differ."""
-    counts: list[str | None] = [None] * world.size
-    dist.all_gather_object(counts, os.environ.get("LOCAL_WORLD_SIZE"))
-    if len(set(counts)) > 1 or not counts[0]:
-        raise UserError("--parallel.replicate 0 needs equally many ranks on each machine: state it")
-    return int(counts[0])
 
 
 def warm_up(module: nn.Module, step: Callable[[], object]) -> None:
@@ -131,11 +105,6 @@ def accumulate(module: nn.Module, last: bool) -> contextlib.AbstractContextManag
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(last)
     return contextlib.nullcontext()
-
-
-def local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts of the tensors that this rank holds."""
-    return [local_part(tensor) for tensor in tensors]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -113,10 +113,7 @@ class Group:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        tensor = torch.tensor(int(flag))
-        if self.process_group is not None:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, self.process_group)
-        return bool(tensor)
+        return flag if self.process_group is None else bool(self.maximum([flag])()[0])
 
     def prove_shared(self, folder: Path) -> None:
         """Each rank must find a file that rank 0 has just written to a folder (UserError)."""
@@ -164,25 +161,17 @@ class Group:
         work: Any = dist.all_reduce(tensor, dist.ReduceOp.MAX, self.process_group, async_op=True)
 
         def wait() -> list[float]:
+            # In a step longer than the watchdog, which names a rank within the limit, 30 s and
+            # twice the longest step: for when its thread hangs as well, on a disk that went with
+            # a machine.
+            limit = PHASE_LIMIT if self.phases else 2 * self.step_limit + timedelta(minutes=1)
             try:
-                work.wait(self.waits)
+                work.wait(limit)
             except RuntimeError as error:  # too late, or a rank is gone
                 raise RankError(f"a rank did not answer the others: {error}") from error
             return tensor.tolist()
 
         return wait
-
-    @property
-    def waits(self) -> timedelta:
-        """How long hosts wait for each other; while stepping, longer than the watchdog does.
-
-        The watchdog ends a hang, and names a rank, within the limit, 30 s and twice the longest
-        step. This limit is for when its thread hangs as well, on a disk that went with a machine.
-        """
-        if self.phases:
-            return PHASE_LIMIT
-        limit = 2 * self.step_limit
-        return min(limit + timedelta(minutes=1), max(PHASE_LIMIT, limit))
 
     def _broadcast(self, value: Any) -> Any:
         if self.process_group is None:

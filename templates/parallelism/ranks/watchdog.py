@@ -140,10 +140,9 @@ class Watchdog:
         """Write what the flight recorder knows of the last 2,000 collectives."""
         core: Any = torch._C
         recorder = core._distributed_c10d
-        nccl = hasattr(recorder, "_dump_nccl_trace")
-        content = recorder._dump_nccl_trace() if nccl else recorder._dump_fr_trace()
+        dump = getattr(recorder, "_dump_nccl_trace", None) or recorder._dump_fr_trace
         with open_to_write(self.folder / f"{TRACE}{self.group.rank}", "wb") as file:
-            file.write(content)
+            file.write(dump())
 
     def _reports(self) -> dict[int, dict[str, Any]]:
         found = {}
@@ -155,18 +154,15 @@ class Watchdog:
 
 def blame(reports: dict[int, dict[str, Any]], size: int) -> str:
     """Which ranks the others wait for, from the reports of those that wrote one."""
-    if silent := [rank for rank in range(size) if rank not in reports]:
-        return f"{_named(silent)} gave no sign of life"
-    counts = {rank: report["collectives"] for rank, report in reports.items()}
-    behind = [rank for rank, count in counts.items() if count == min(counts.values())]
-    if len(behind) == size:
-        return "all ranks wait within the same collective"
-    return f"{_named(behind)} did not enter the collective that the others are waiting in"
-
-
-def _named(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    ranks, problem = [rank for rank in range(size) if rank not in reports], "gave no sign of life"
+    if not ranks:
+        counts = {rank: report["collectives"] for rank, report in reports.items()}
+        ranks = [rank for rank, count in counts.items() if count == min(counts.values())]
+        problem = "did not enter the collective that the others are waiting in"
+        if len(ranks) == size:
+            return "all ranks wait within the same collective"
+    named = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {named} {problem}"
 
 
 def _position_of(thread: int) -> str:

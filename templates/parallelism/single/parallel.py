@@ -55,11 +55,6 @@ def accumulate(module: nn.Module, last: bool) -> contextlib.AbstractContextManag
     return contextlib.nullcontext()
 
 
-def local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts of the tensors that this process holds: all of them."""
-    return tensors
-
-
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this process holds: all of it."""
     return tensor

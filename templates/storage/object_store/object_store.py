@@ -133,11 +133,6 @@ class RemotePath:
             return {n.rpartition("/")[2]: size for n, size in sizes.items() if n != self.path}
         return {}
 
-    def holds(self, files: dict[str, dict[str, Any]]) -> bool:
-        """Whether all files of a manifest are right below, with the sizes that it names."""
-        sizes = self.sizes()
-        return all(sizes.get(name) == entry["size"] for name, entry in files.items())
-
     def read(self) -> bytes:
         """All of a small object."""
         return self.ask("cat_file", self.path)
@@ -187,9 +182,7 @@ class RemotePath:
         try:
             found = self.ask("call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=prefix)
             for upload in found.get("Uploads", []):
-                which = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
-                with contextlib.suppress(FileNotFoundError):
-                    self.ask("call_s3", "abort_multipart_upload", **which)
+                self.ask("abort_mpu", bucket, upload["Key"], upload["UploadId"])
         except (OSError, KeyError) as error:  # it takes rights of its own; some stores lack it
             log.info("half uploads in %s, if there are any, stay: %s", self, error)
 
@@ -260,10 +253,9 @@ def check_address(url: str) -> str:
 
     A password is not repeated in the message.
     """
-    if not isinstance(url, str) or "::" in url or not url.isprintable():
+    match = URL.fullmatch(url) if isinstance(url, str) and url.isprintable() else None
+    if match is None or "::" in url:
         raise UserError(f"{url!a} is no address of a store: one protocol, as in s3://bucket/run")
-    if not (match := URL.fullmatch(url)):
-        raise UserError(f"--checkpoint.url {url}: give an address such as s3://bucket/run")
     protocol, rest = match.groups()
     if "@" in rest.partition("/")[0] or "?" in rest:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: on disk, in an object store, or on disk and uploaded in the background.
+"""Checkpoint storage: on disk, in an object store, or on disk and uploaded in the background.
 
 In an object store a rename is a copy, so the manifest, written last, publishes:
 
@@ -136,7 +136,8 @@ class StorePublisher(Publisher):
         name, attempt = reserved.split("/")
         content = sealed({**manifest, "folder": attempt})
         path = self.directory / name
-        if not (path / attempt).holds(manifest["files"]):
+        sizes = (path / attempt).sizes()
+        if any(sizes.get(file) != entry["size"] for file, entry in manifest["files"].items()):
             self.check_owner()  # who takes over removes what is not published
             raise CheckpointError(f"{path / attempt} does not hold what was sent to it")
         try:

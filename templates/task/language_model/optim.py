@@ -114,9 +114,9 @@ class Muon(torch.optim.Optimizer):
         for p in matrices:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        weights = parallel.local(matrices)
-        gradients = parallel.local([p.grad for p in matrices if p.grad is not None])
-        momenta = parallel.local([self.state[p]["momentum_buffer"] for p in matrices])
+        weights = [parallel.local_part(p) for p in matrices]
+        gradients = [parallel.local_part(p.grad) for p in matrices if p.grad is not None]
+        momenta = [parallel.local_part(self.state[p]["momentum_buffer"]) for p in matrices]
         rate: Any = group["lr"]
         if found_inf is not None:  # the rest stays as it is, but without waiting for the device
             rate = rate * (1.0 - found_inf)

@@ -31,8 +31,8 @@ def _follow(optimizer: torch.optim.Optimizer) -> None:
         for p in trained:
             if EMA not in optimizer.state[p]:
                 optimizer.state[p][EMA] = p.detach().clone()
-        weights = parallel.local(trained)
-        averages = parallel.local([optimizer.state[p][EMA] for p in trained])
+        weights = [parallel.local_part(p) for p in trained]
+        averages = [parallel.local_part(optimizer.state[p][EMA]) for p in trained]
         if weights:
             bad = getattr(optimizer, "found_inf", None)  # a step that changes nothing (a tensor)
             part = (1 - group["ema_decay"]) * (1 if bad is None else 1 - bad)
@@ -59,7 +59,7 @@ def _exchange(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model.state_dict()  # lets go what FSDP has gathered, which would be the other weights
     for p, state in optimizer.state.items():
         if EMA in state:
-            weight, average = parallel.local([p, state[EMA]])
+            weight, average = parallel.local_part(p), parallel.local_part(state[EMA])
             kept = weight.clone()
             weight.copy_(average)
             average.copy_(kept)

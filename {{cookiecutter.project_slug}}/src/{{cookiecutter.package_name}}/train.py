@@ -133,7 +133,7 @@ def train_step(state: State, batches: list[Any]) -> None:
     norm = parallel.total_norm(gradients, world)
     # One factor turns sums into means and clips: gradients are multiplied once.
     scale, norm, bad = judge_step(sums, norm, world.size, config.optim.clip)
-    torch._foreach_mul_(parallel.local(gradients), scale)
+    torch._foreach_mul_([parallel.local_part(g) for g in gradients], scale)
     set_schedule(state.optimizer, config, state.step)
     if state.checkpointer:
         # A save may still be copying these weights: the optimizer must not change them under it.

@@ -1,7 +1,6 @@
 """Stop signals, and how all processes act on them at the same step."""
 
 import contextlib
-import logging
 import math
 import os
 import signal
@@ -12,7 +11,6 @@ from typing import Any, Literal
 
 from . import Group, regrouping
 
-log = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TO_BE_RESTARTED = 75  # exit code (EX_TEMPFAIL) after "regrouping": any but 0 makes torchrun restart
 
@@ -33,17 +31,16 @@ class Stop:
 
     def __enter__(self) -> "Stop":
         Stop.since = math.inf
-        try:
+        with contextlib.suppress(ValueError):  # not in the main thread: then nothing is handled
             self.previous = {n: signal.signal(n, self._handle) for n in STOP_SIGNALS}
-        except ValueError:
-            log.debug("not in the main thread: stop signals are not handled")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         for number, handler in self.previous.items():
             # A run that is about to exit, since it was stopped, must not die of a second signal.
+            # A function that does nothing: unlike SIG_IGN, child processes do not inherit it.
             stopping = self.signal is not None and handler == signal.SIG_DFL
-            signal.signal(number, _ignore if stopping else handler)
+            signal.signal(number, (lambda *_: None) if stopping else handler)
         if kind is None:
             self.group.settle()
 
@@ -74,7 +71,3 @@ class Stop:
                 with contextlib.suppress(OSError):  # not by a stream, which may be in use
                     os.write(2, ("\n" * sys.stderr.isatty() + said).encode())
         self.signal = number
-
-
-def _ignore(number: int, frame: types.FrameType | None) -> None:
-    """Do nothing; unlike SIG_IGN, child processes do not inherit it."""
