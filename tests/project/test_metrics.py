@@ -219,7 +219,7 @@ def test_a_report_of_many_lines_is_thinned(project: Project, tmp_path: Path) -> 
     assert 2000 <= len(records) <= 4002 and "damaged lines, left out here: 2" in notes[0]
     assert records == sorted(records, key=lambda record: record["step"])
     assert records[-1]["step"] == 30_000 and records[-1]["validation_loss"] == 30_000 / 7
-    page = report.page_of(tmp_path)
+    page = report.publish_report(tmp_path).read_text("utf-8")
     assert len(page) < 1_000_000 and "4285.7143" in page
 
 

@@ -274,7 +274,8 @@ def draw_once(package: str) -> None:
         return drawn[key]
 
     plots.picture = picture
-    importlib.import_module(f"{package}.workflow.report").page_of(Path(package) / "base/run")
+    report = importlib.import_module(f"{package}.workflow.report")
+    report.publish_report(Path(package) / "base/run").unlink()
 
 
 def in_a_fork(action: Callable[[], str]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.rcsetup import cycler
 
 from .recovery import lost_share
 
@@ -20,7 +21,7 @@ STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "axes.prop_cycle": matplotlib.cycler(color=COLORS),
+    "axes.prop_cycle": cycler(color=COLORS),
     "grid.color": "#e6e9ef",
     "legend.frameon": False,
     "svg.hashsalt": "report",  # the same figures give the same bytes
@@ -89,14 +90,13 @@ def scaling(axes: Axes, records: dict[str, dict[str, Any]]) -> None:
     if len(records) < 2:
         return
     ranks = [int(n) for n in records]
-    alone = records["1"]["strong"]["samples_per_second"]
-    axes.plot(ranks, [alone * n for n in ranks], ":", color=GREY, label="no loss at all")
-    for kind, mark, label in (
-        ("strong", "o-", "same global batch"),
-        ("weak", "s--", "batch grows"),
-    ):
-        values = [record[kind]["samples_per_second"] for record in records.values()]
-        axes.plot(ranks, values, mark, label=label)
+    strong, weak = (
+        [record[kind]["samples_per_second"] for record in records.values()]
+        for kind in ("strong", "weak")
+    )
+    axes.plot(ranks, [strong[0] * n for n in ranks], ":", color=GREY, label="no loss at all")
+    axes.plot(ranks, strong, "o-", label="same global batch")
+    axes.plot(ranks, weak, "s--", label="batch grows")
     axes.set(xlabel="processes", ylabel="samples/s", xticks=ranks, ylim=(0, None))
     axes.legend()
 

@@ -241,25 +241,18 @@ def conclude(stage: Stage) -> None:
     """Say what saving and restarting cost, and advise how often to save."""
     config, figures = stage.config, stage.figures
     blocked, published, restart = (figures[f"{n}_seconds"] for n in ("blocked", "save", "restart"))
+    say(f"a save of {in_units(figures['bytes'])} blocks training for {describe(blocked)}")
+    say(f"it is published after {describe(published)}")
     parts = ", ".join(f"{name} {restart[part]:.1f}" for part, name in RESTART.items())
-    say(
-        f"a save of {in_units(figures['bytes'])} blocks training for {describe(blocked)}; "
-        f"it is published after {describe(published)}"
-    )
     say(f"from the kill to the next step {restart['total']:.1f} s: {parts}")
 
-    upload, step = published["median"], figures["step_seconds"]["median"]
-    hours, every = config.workflow.hours_between_failures, config.checkpoint.every
-    every = every or config.train.steps
-    best, now = best_interval(blocked["median"], 3600 * hours, upload), every * step
-    figures |= {"interval_seconds": best, "hours_between_failures": hours}
-    costs = blocked["median"], restart["total"], 3600 * hours
+    step, upload = figures["step_seconds"]["median"], published["median"]
+    hours = figures["hours_between_failures"] = config.workflow.hours_between_failures
+    best = figures["interval_seconds"] = best_interval(blocked["median"], 3600 * hours, upload)
+    every, steps = config.checkpoint.every or config.train.steps, max(1, math.ceil(best / step))
+    now, costs = every * step, (blocked["median"], restart["total"], 3600 * hours)
     lost, lost_now = (f"{lost_share(interval, *costs):.2%}" for interval in (best, now))
-    steps = max(1, math.ceil(best / step))
-    say(
-        f"with a failure every {hours:g} h, save every {best:.3g} s: {steps} steps of "
-        f"{1e3 * step:.3g} ms; {lost} of the time is lost then"
-    )
+    say(f"with a failure every {hours:g} h, save every {steps} steps: {lost} of the time is lost")
     if now >= upload and 0.5 <= now / best <= 2:
         return
     why = f"{lost} of the time is lost then, {lost_now} as it is"

@@ -28,14 +28,7 @@ COMPILED = {"blocks": "block by block", "full": "as a whole"}  # by --compile.mo
 
 
 def publish_report(run_dir: Path) -> Path:
-    """Write RUN_DIR/report.html."""
-    path = run_dir / "report.html"
-    replace_file(path, page_of(run_dir))
-    return path
-
-
-def page_of(run_dir: Path) -> str:
-    """The page as HTML; what is damaged is named on it. UserError if nothing is there."""
+    """Write RUN_DIR/report.html; what is damaged is named on it. UserError if nothing is there."""
     notes: list[str] = []
     sections = {name: section(run_dir, name) for name in STAGES}
     records = read_metrics(run_dir / METRICS, notes)
@@ -51,7 +44,7 @@ def page_of(run_dir: Path) -> str:
     environment = Environment(autoescape=True, undefined=ChainableUndefined)
     environment.filters |= {"prose": prose, "in_time": plots.in_time, "in_units": in_units}
     template = Path(__file__).with_name("report.html").read_text("utf-8")
-    return environment.from_string(template).render(
+    page = environment.from_string(template).render(
         name=run_dir.name,
         package=PACKAGE,
         run=run,
@@ -65,6 +58,8 @@ def page_of(run_dir: Path) -> str:
         origin=[*newest.get("machine", {}).items(), *newest.get("versions", {}).items()],
         settings=flatten(settings or newest.get("settings", {})),
     )
+    replace_file(path := run_dir / "report.html", page)
+    return path
 
 
 def read(path: Path, notes: list[str]) -> Figures:
@@ -194,16 +189,13 @@ def read_metrics(path: Path, notes: list[str]) -> list[Figures]:
     Those with a validation are counted apart. Damaged lines are left out, with a note.
     """
     kept: dict[tuple[bool, int], Figures] = {}
-    size = damaged = 0
-    if not path.is_file():
-        return []
-    total = path.stat().st_size
-    with open(path, "rb") as lines:
+    damaged = 0
+    with open(path if path.is_file() else os.devnull, "rb") as lines:
+        total = os.fstat(lines.fileno()).st_size
         for line in lines:
-            size += len(line)
             if record := parsed(line):
                 record = {figure: value for figure, value in record.items() if finite(value)}
-                kept["validation_loss" in record, POINTS * size // total] = record
+                kept["validation_loss" in record, POINTS * lines.tell() // total] = record
             else:
                 damaged += line.endswith(b"\n")  # the last may be cut
     if damaged:
