@@ -6,8 +6,8 @@ the difference, starts as always.
 The real starts are tested by launch.sh and by the commands of the READMEs, which a shell starts.
 
 The server is a child of the process that asks: what it starts through an intermediate process that
-ends at once becomes that one's child, too, as if it had started it itself. A forked torchrun gets a
-server of its own, so that its ranks are forks, too.
+ends at once becomes that one's child, too, as if it had started it itself. A forked command that
+starts processes, as torchrun and the stages do, gets a server of its own: they are forks, too.
 """
 
 import atexit
@@ -46,7 +46,9 @@ READ_EARLY = re.compile(
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 DRILLS = Path(__file__).parent / "project/drills"
 HEADER = 8  # bytes: the length of a request, the process id of a reply
-LAUNCHER = re.compile(r"-m \S+\.distributed\.launch( |$)")
+STARTS_OTHERS = re.compile(
+    r"-m (\S+\.distributed\.launch|\S+ (workflow|baseline|compile|profile|scale|checkpoint))( |$)"
+)
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 owner = os.getpid()  # the server is of this process: no child of it may ask for one
 started_anew = subprocess.Popen
@@ -159,8 +161,8 @@ def serve(connection: socket.socket) -> None:
         connection.sendall(pid.to_bytes(HEADER, "big"))
 
 
-def fork_its_ranks() -> None:
-    """Give a launcher a server of its own; returns in it, and in each rank that is forked."""
+def fork_its_processes() -> None:
+    """Give a command a server of its own; returns in it, and in each process that it starts."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     global server, owner
@@ -171,7 +173,7 @@ def fork_its_ranks() -> None:
         subprocess.Popen = subprocess_handler.Popen = Popen
         return
     ours.close()
-    # It ends with the launcher, not with the signals that stop a group of processes.
+    # It ends with the command, not with the signals that stop a group of processes.
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOPS}
     serve(theirs)
     for number, handler in handlers.items():
@@ -233,8 +235,8 @@ def main() -> None:
     gc.freeze()  # the collector would write to what all share
     serve(socket.socket(fileno=os.dup(0)))
     ctypes.CDLL(None).prctl(PR_SET_NAME, b"python")
-    if LAUNCHER.search(" ".join(sys.orig_argv)):
-        fork_its_ranks()
+    if STARTS_OTHERS.search(" ".join(sys.orig_argv)):
+        fork_its_processes()
     code: Any = 0
     try:
         if Path(sys.argv[0]).parent == DRILLS:
