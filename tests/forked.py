@@ -47,7 +47,8 @@ PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 DRILLS = Path(__file__).parent / "project/drills"
 HEADER = 8  # bytes: the length of a request, the process id of a reply
 STARTS_OTHERS = re.compile(
-    r"-m (\S+\.distributed\.launch|\S+ (workflow|baseline|compile|profile|scale|checkpoint))( |$)"
+    r"-m (pytest|\S+\.distributed\.launch"
+    r"|\S+ (workflow|baseline|compile|profile|scale|checkpoint))( |$)"
 )
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 owner = os.getpid()  # the server is of this process: no child of it may ask for one
@@ -109,10 +110,12 @@ def forkable(args: Any, environment: dict[str, str], folder: str) -> bool:
         return False
     entries = [folder, *environment.get("PYTHONPATH", "").split(os.pathsep)]
     package = "" if is_drill else words[2].partition(".")[0]
+    if package == "pytest":  # a project's own tests
+        package = "*"
     return (
         read_early(environment) == early_here()
         and os.getpid() == owner
-        and (is_drill or any(Path(entry, package, "train.py").exists() for entry in entries))
+        and (is_drill or any(any(Path(it).glob(f"{package}/train.py")) for it in entries))
         and not any(Path(entry, "sitecustomize.py").exists() for entry in entries)
     )
 
