@@ -278,11 +278,11 @@ def test_a_run_directory_has_one_writer(tmp_path: Path) -> None:
 def test_bad_settings_are_told_in_one_line(tmp_path: Path, capsys, monkeypatch) -> None:
     for words, message in [
         (["train", "--preset", "none-such"], "none-such: unknown preset"),
-        (["train", "--config", str(tmp_path / "nothing")], "is not a config.json"),
+        (["train", "--config", str(tmp_path / "nothing")], "cannot be read"),
         (["train", "--name", "../elsewhere"], "--name '../elsewhere'"),
         (["no-such-command"], "there is no command"),
         (["verify", "--run-dir", str(tmp_path)], "no checkpoints"),
-        (["infer", "--run-dir", str(tmp_path)], "there is no run"),
+        (["infer", "--run-dir", str(tmp_path)], "config.json cannot be read"),
     ]:
         assert main_with(monkeypatch, *words) == 2
         assert message in capsys.readouterr().err
