@@ -9,6 +9,8 @@ import pytest
 from tests.conftest import Project, project_fixture
 
 project = project_fixture("chained")
+STAGES = ["baseline", "compile", "profile", "scale", "checkpoint"]
+FASTER = "baseline: 1.2 (1.1 to 1.3) times as fast"
 
 
 def finished(project: Project, config: Any, name: str, passed: bool = True, **found: Any) -> Path:
@@ -23,32 +25,56 @@ def finished(project: Project, config: Any, name: str, passed: bool = True, **fo
     return stages.stage_file(config.directory, name)
 
 
-def test_a_stage_goes_on_from_those_before_it(project: Project, tmp_path: Path) -> None:
-    chain, override = project.module("workflow.chain"), project.module("config").override
+class Chain:
+    """`workflow` whose stages recommend what they are told to."""
+
+    def __init__(self, project: Project, patch: pytest.MonkeyPatch) -> None:
+        self.project, self.chain = project, project.module("workflow.chain")
+        self.recommend: dict[str, dict[str, Any]] = {}
+        self.failing: set[str] = set()
+        self.ran: dict[str, tuple[Any, list[str]]] = {}
+        """Settings and arguments of each stage that was run."""
+        patch.setattr(self.chain, "run_stage", self.run_stage)
+        patch.setattr(self.chain, "measure_together", lambda *_: "pass")
+        patch.setattr(self.chain.signal, "signal", lambda *_: None)
+
+    def run_stage(self, config: Any, name: str, arguments: list[str]) -> dict[str, Any]:
+        self.ran[name] = config, arguments
+        found, passed = self.recommend.get(name, {}), name not in self.failing
+        return json.loads(finished(self.project, config, name, passed, **found).read_text())
+
+    def __call__(self, given: Any, *words: str) -> list[str]:
+        self.ran.clear()
+        self.chain.run_stages(given, list(words))
+        return list(self.ran)
+
+
+def test_a_stage_goes_on_from_those_before_it(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    workflow, override = Chain(project, monkeypatch), project.module("config").override
     given = project.config(run_dir=tmp_path)
-    finished(project, given, "baseline", train__micro_batch_size=4, checkpoint__every=7)
-    assert chain.with_recommended(given, "baseline", set()) == (given, {})
+    workflow.recommend["baseline"] = {"train__micro_batch_size": 4, "checkpoint__every": 7}
+    assert workflow(given, "--fresh") == STAGES
+    assert workflow.ran["baseline"] == (given, ["--fresh"])
     loaded = override(given, {"train.micro_batch_size": 4, "checkpoint.every": 7})
-    config, taken = chain.with_recommended(given, "compile", set())
-    assert config == loaded and [*taken] == ["train.micro_batch_size", "checkpoint.every"]
-    text = "--train.micro-batch-size 4 (baseline: 1.2 (1.1 to 1.3) times as fast)"
-    assert taken["train.micro_batch_size"] == (4, text)
+    options = ["--fresh", "--train.micro-batch-size", "4", "--checkpoint.every", "7"]
+    for name in STAGES[1:]:
+        assert workflow.ran[name] == (loaded, options)
+    assert f"going on from --train.micro-batch-size 4 ({FASTER}), " in capsys.readouterr().out
+    assert workflow(given) == []  # all of it is there
     # A stage measured on other settings than it would go on from now counts for nothing.
-    finished(project, given, "compile", compile__mode="full")
-    assert chain.with_recommended(given, "profile", set())[0] == loaded
-    finished(project, loaded, "compile", compile__mode="full")
-    whole = override(loaded, {"compile.mode": "full"})
-    assert (
-        chain.with_recommended(given, "profile", set())[0]
-        == chain.with_recommended(given, "", set())[0]
-        == whole
-    )
-    assert chain.with_recommended(override(given, {"train.seed": 5}), "", set())[1] == {}
+    (tmp_path / "workflow/compile.json").unlink()
+    workflow.recommend["compile"] = {"compile__mode": "full"}
+    assert workflow(given) == STAGES[1:]
+    assert workflow.ran["compile"][0] == loaded
+    assert workflow.ran["profile"][0] == override(loaded, {"compile.mode": "full"})
+    assert workflow(override(given, {"train.seed": 5})) == STAGES
 
 
 def test_what_is_typed_stays(project: Project, tmp_path: Path) -> None:
     chain, given = project.module("workflow.chain"), project.config(run_dir=tmp_path)
-    finished(project, given, "baseline", train__micro_batch_size=4, checkpoint__every=7)
+    path = finished(project, given, "baseline", train__micro_batch_size=4, checkpoint__every=7)
     file = tmp_path / "own.toml"
     file.write_text("[train]\nmicro-batch-size = 8\n")
     for words in (
@@ -57,39 +83,27 @@ def test_what_is_typed_stays(project: Project, tmp_path: Path) -> None:
         ["--config", str(file)],
         [f"--config={file}", "--fresh"],
     ):
-        typed = chain.typed_settings(["compile", *words])
-        config, taken = chain.with_recommended(given, "compile", typed)
+        typed, taken = chain.typed_settings(["compile", *words]), {}
+        config = chain.take_recommended(given, json.loads(path.read_text()), typed, taken)
         assert config.train.micro_batch_size == given.train.micro_batch_size
-        assert [*taken] == ["checkpoint.every"]
+        assert config.checkpoint.every == 7 and [*taken] == ["checkpoint.every"]
 
 
-def test_a_stage_that_is_typed_goes_on_but_not_under_torchrun(
-    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+def test_only_a_gate_that_held_hands_on(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There each rank would decide for itself, by files that may be different ones."""
-    words = ("--run-dir", str(tmp_path), "--data.path", str(project.folder / "text.txt"))
-    measured: list[Any] = []
-    profile = project.module("workflow.profile")
-    monkeypatch.setattr(profile, "measure", lambda config: measured.append(config) or 0)
-    given = project.config(run_dir=tmp_path)
-    finished(project, given, "baseline", train__micro_batch_size=2)
-    for ranks, size in (("1", 2), ("2", given.train.micro_batch_size)):
-        monkeypatch.setenv("WORLD_SIZE", ranks)
-        capsys.readouterr()
-        project("profile", "--preset", "tiny", "--device", "cpu", *words)
-        assert measured[-1].train.micro_batch_size == size
-        assert ("going on from --train.micro-batch-size 2" in capsys.readouterr().out) == (
-            size == 2
-        )
-
-
-def test_only_a_gate_that_held_hands_on(project: Project, tmp_path: Path) -> None:
-    chain, given = project.module("workflow.chain"), project.config(run_dir=tmp_path)
-    path = finished(project, given, "baseline", passed=False, train__micro_batch_size=4)
-    assert chain.with_recommended(given, "compile", set()) == (given, {})
-    path = finished(project, given, "baseline", train__micro_batch_size=4)
-    assert chain.with_recommended(given, "compile", set())[1]
+    workflow = Chain(project, monkeypatch)
+    workflow.failing.add("baseline")
+    workflow.recommend["baseline"] = {"train__micro_batch_size": 2}
+    given = project.config(run_dir=tmp_path, workflow__keep_going=True)
+    assert workflow(given) == STAGES and workflow.ran["compile"] == (given, [])
+    workflow.failing.clear()
+    assert workflow(given) == STAGES and workflow.ran["compile"][0] != given
+    assert workflow(given) == []
+    path = tmp_path / "workflow/baseline.json"
     content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "code": "another"}))
+    assert workflow(given) == ["baseline"]
     one = {"value": 2, "text": "--train.micro-batch-size 2 (baseline)"}
     for found in (
         [],
@@ -101,12 +115,9 @@ def test_only_a_gate_that_held_hands_on(project: Project, tmp_path: Path) -> Non
         {"run_dir": one},
         {"checkpoint.url": {**one, "value": "s3://theirs"}},
     ):
-        content["figures"]["recommended"] = found
-        path.write_text(json.dumps(content))
-        assert chain.with_recommended(given, "compile", set()) == (given, {}), found
-    content["figures"]["recommended"] = {"train.micro_batch_size": one}
-    path.write_text(json.dumps({**content, "code": "another"}))
-    assert chain.with_recommended(given, "compile", set()) == (given, {})
+        content["figures"]["recommended"], taken = found, {}
+        config = workflow.chain.take_recommended(given, content, set(), taken)
+        assert (config, taken) == (given, {}), found
 
 
 @pytest.mark.parametrize("workers, multiple", [((3, 4), 12), ((0, 2), 2), ((2, 2), 2), ((0, 0), 1)])
@@ -153,6 +164,9 @@ def test_the_sum_is_measured_and_written_for_train(
     chain, config = project.module("workflow.chain"), project.module("config")
     given = project.config(run_dir=tmp_path, train__seed=7)
     finished(project, given, "baseline", train__micro_batch_size=4)
+    texts = {"train.micro_batch_size": (4, f"--train.micro-batch-size 4 ({FASTER})")}
+    final = config.override(given, {"train.micro_batch_size": 4})
+    together = (given, final, texts)
     windows = {"given": [0.3] * 8, "recommended": [0.2] * 8}
 
     def time_steps(configs: dict[str, Any]) -> dict[str, list[float]]:
@@ -162,7 +176,7 @@ def test_the_sum_is_measured_and_written_for_train(
         return windows
 
     monkeypatch.setattr(chain, "time_steps", time_steps)
-    assert chain.measure_together(given, set()) == "pass"
+    assert chain.measure_together(*together) == "pass"
     said = capsys.readouterr().out
     assert "1.5 (1.5 to 1.5) times as fast as your settings: faster" in said
     file = tmp_path / "workflow/recommended.toml"
@@ -173,17 +187,17 @@ def test_the_sum_is_measured_and_written_for_train(
     project("report", "--run-dir", str(tmp_path))
     page = (tmp_path / "report.html").read_text("utf-8")
     assert "1.5 (1.5 to 1.5) times as fast as your settings" in page
-    assert "--train.micro-batch-size 4 (baseline: 1.2 (1.1 to 1.3) times as fast)" in page
+    assert f"--train.micro-batch-size 4 ({FASTER})" in page
     windows = {}
-    assert chain.measure_together(given, set()) == "not_measured" and file.exists()
+    assert chain.measure_together(*together) == "not_measured" and file.exists()
     windows = {"given": [1.0, 3.0] * 4, "recommended": [3.0, 1.0] * 4}
-    assert chain.measure_together(given, set()) == "not_measured"
+    assert chain.measure_together(*together) == "not_measured"
     project("report", "--run-dir", str(tmp_path))
     page = (tmp_path / "report.html").read_text("utf-8")
     assert "as your settings" not in page and "Recommended:" in page  # too noisy to tell
     windows = {"given": [0.2] * 8, "recommended": [0.3] * 8}
     file.unlink()  # as `workflow` does before its first stage
-    assert chain.measure_together(given, set()) == "fail" and not file.exists()
+    assert chain.measure_together(*together) == "fail" and not file.exists()
     project("report", "--run-dir", str(tmp_path))
     assert "as your settings" not in (tmp_path / "report.html").read_text("utf-8")
 

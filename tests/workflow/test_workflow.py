@@ -141,7 +141,7 @@ def test_another_setting_makes_a_measurement_stale(project: Project, tmp_path: P
     def is_current(content: dict[str, Any], **changes: Any) -> bool:
         path.write_text(json.dumps(content))
         config = project.config(**same, **changes)
-        return project.module("workflow.chain").reusable_status(config, "baseline") == "pass"
+        return bool(project.module("workflow.chain").reusable_result(config, "baseline"))
 
     assert is_current(content)
     assert not is_current(content, workflow__force=True)
@@ -149,6 +149,7 @@ def test_another_setting_makes_a_measurement_stale(project: Project, tmp_path: P
         assert not is_current(content, **change)
     assert not is_current({**content, "code": "another"})
     assert not is_current({**content, "machine": {**content["machine"], "device": "NVIDIA H100"}})
+    assert not is_current({**content, "machine": {**content["machine"], "cores": 99}})
     assert not is_current({**content, "versions": {"torch": "2.9.0"}})
     forced = content["settings"]["workflow"] | {"force": True}
     assert is_current({**content, "settings": {**content["settings"], "workflow": forced}})

@@ -51,8 +51,9 @@ class WorkflowConfig:
 
 def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:
     """Run one of `COMMANDS`; `parse(kind)` reads settings of that kind from the arguments."""
+    from ..checkpoint.storage import on_disk
     from ..config import RunLocation
-    from .chain import run_stages, start_from_recommended
+    from .chain import run_stages
     from .report import publish_report
     from .stage import StageConfig
 
@@ -65,5 +66,4 @@ def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -
         with contextlib.suppress(UserError):  # a stage that crashed may have left nothing
             print(f"report: {publish_report(config.directory)}")
         return code
-    config = start_from_recommended(config, name, arguments)
-    return importlib.import_module(f"{__package__}.{MODULES[name]}").measure(config)
+    return importlib.import_module(f"{__package__}.{MODULES[name]}").measure(on_disk(config))

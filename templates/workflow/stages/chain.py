@@ -1,15 +1,13 @@
 """Run the stages in order: what each recommends is handed to the next, and all is measured at last.
 
-A recommendation counts as long as its stage's gate has not failed and nothing that it was measured
-with has changed.
+A recommendation counts as long as its stage's gate has not failed. The next stages get it as an
+option on their command line; `recommended.toml` has all of them.
 """
 
 import argparse
 import contextlib
-import itertools
 import json
 import math
-import os
 import shlex
 import signal
 import subprocess
@@ -31,9 +29,9 @@ from .stage import PACKAGE, STATUSES, Stage, StageConfig, origin, stage_file
 RECOMMENDED = "recommended"  # workflow/recommended.json and .toml
 FAILED = ("fail", "crashed")
 NOT_TRAINED = {"workflow", "fresh", "name", "run_dir"}  # settings that recommended.toml leaves out
-# Settings that change no measurement, and those of the workflow that do.
-WITHOUT_EFFECT = NOT_TRAINED | {"init_from", "init_strict", "track", "tracker"}
-WITH_EFFECT = {"workflow.ranks", "workflow.hours_between_failures"}
+# Settings that change no measurement.
+WITHOUT_EFFECT = {f"workflow.{name}" for name in ("force", "keep_going", "expect")}
+WITHOUT_EFFECT |= {"fresh", "name", "run_dir", "init_from", "init_strict", "track", "tracker"}
 FORM = dict.fromkeys(("figures", "settings", "machine", "versions"), dict)
 FORM |= dict.fromkeys(("stage", "code", "measured_at"), str) | {"checks": list, "advice": list}
 Recommendations = dict[str, tuple[Any, str]]  # by setting: its value, and the text that says why
@@ -48,18 +46,24 @@ def run_stages(given: StageConfig, arguments: list[str]) -> int:
     """
     signal.signal(signal.SIGTERM, leave)
     config, typed = on_disk(given), typed_settings(arguments)
+    taken: Recommendations = {}
     for suffix in (".json", ".toml"):
         stage_file(config.directory, RECOMMENDED).with_suffix(suffix).unlink(missing_ok=True)
     results = dict.fromkeys(STAGES, "not_run")
     for number, (name, about) in enumerate(STAGES.items(), 1):
         print(f"\n[{number}/{len(STAGES)}] {name}: {about}", flush=True)
-        status = reusable_status(with_recommended(config, name, typed)[0], name)
-        results[name] = status or run_stage(config, name, arguments)
-        if results[name] in FAILED and not config.workflow.keep_going:
+        if taken:
+            print(f"     going on from {', '.join(text for _, text in taken.values())}", flush=True)
+        options = [word for name, (value, _) in taken.items() for word in (flag(name), str(value))]
+        content = reusable_result(config, name) or run_stage(config, name, arguments + options)
+        results[name] = content["status"]
+        if content["status"] not in FAILED:
+            config = take_recommended(config, content, typed, taken)
+        elif not config.workflow.keep_going:
             break
     else:
         print(f"\n{RECOMMENDED}: Measure all that the stages recommend, together.", flush=True)
-        results[RECOMMENDED] = measure_together(given, typed)
+        results[RECOMMENDED] = measure_together(given, config, taken)
     print()
     for name, status in results.items():
         print(f"{name:<12}{status.replace('_', ' ')}", flush=True)
@@ -72,8 +76,8 @@ def run_stages(given: StageConfig, arguments: list[str]) -> int:
     return int(bool(failed))
 
 
-def run_stage(config: StageConfig, name: str, arguments: list[str]) -> str:
-    """The status of a stage run in a process of its own; "crashed" if it wrote no result."""
+def run_stage(config: StageConfig, name: str, arguments: list[str]) -> dict[str, Any]:
+    """What a stage measured in a process of its own; "crashed" if it wrote no result."""
     stage_file(config.directory, name).unlink(missing_ok=True)
     command = [sys.executable, "-u", "-m", PACKAGE, name, *arguments]
     # In this process group: Ctrl-C reaches it, and it ends what it has started.
@@ -85,30 +89,23 @@ def run_stage(config: StageConfig, name: str, arguments: list[str]) -> str:
         process.wait()
         raise
     if content := read_stage(config.directory, name):
-        return content["status"]
+        return content
     alone = shlex.join(["python", "-m", PACKAGE, name, *arguments])
     print(f"{name} crashed (exit code {code}); to run it alone: {alone}")
-    return "crashed"
+    return {"status": "crashed"}
 
 
-def reusable_status(config: StageConfig, name: str) -> str | None:
-    """The status of a stage that need not be measured again, else None."""
-    if config.workflow.force or not stage_file(config.directory, name).exists():
-        return None
-    if content := current_result(config, name):
-        status, when = content["status"], printable(content["measured_at"])
-        print(f"{status.replace('_', ' ')}, measured {when} (--workflow.force measures again)")
-        return status
-    print("measuring again: it failed or is damaged, or the settings, code or machine have changed")
-    return None
-
-
-def current_result(config: StageConfig, name: str) -> dict[str, Any] | None:
-    """What a stage measured, unless it failed or what it was measured with has changed since."""
-    with contextlib.suppress(UserError):  # a damaged file counts as if the stage had not run
+def reusable_result(config: StageConfig, name: str) -> dict[str, Any] | None:
+    """What a stage measured, if it need not be measured again."""
+    with contextlib.suppress(UserError):  # a damaged file counts as if the gate had failed
         content = read_stage(config.directory, name)
-        if content and content["status"] != "fail":
-            return content if with_effect(content) == with_effect(origin(config)) else None
+        if content is None or config.workflow.force:
+            return None
+        if content["status"] != "fail" and with_effect(content) == with_effect(origin(config)):
+            status, when = content["status"].replace("_", " "), printable(content["measured_at"])
+            print(f"{status}, measured {when} (--workflow.force measures again)")
+            return content
+    print("measuring again: it failed or is damaged, or the settings, code or machine have changed")
     return None
 
 
@@ -118,13 +115,13 @@ def with_effect(origin: dict[str, Any]) -> dict[str, Any]:
         "settings": {n: v for n, v in flatten(origin["settings"]) if has_effect(n)},
         "code": origin["code"],
         "torch": origin["versions"].get("torch"),
-        "machine": [origin["machine"].get(key) for key in ("device", "gpus", "cpu")],
+        "machine": [origin["machine"].get(key) for key in ("device", "gpus", "cpu", "cores")],
     }
 
 
 def has_effect(setting: str) -> bool:
     """Whether a setting can change a measurement."""
-    return setting in WITH_EFFECT or setting.partition(".")[0] not in WITHOUT_EFFECT
+    return not {setting, setting.partition(".")[0]} & WITHOUT_EFFECT
 
 
 def read_stage(run_dir: Path, name: str) -> dict[str, Any] | None:
@@ -158,33 +155,19 @@ def recommend(stage: Stage, setting: str, value: Any, factor: Interval | None = 
     stage.figures.setdefault("recommended", {})[setting] = {"value": value, "text": text}
 
 
-def start_from_recommended(given: StageConfig, name: str, arguments: list[str]) -> StageConfig:
-    """The settings of a stage with what the stages before it recommend, and say so."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":  # ranks could read different files
-        return on_disk(given)
-    config, taken = with_recommended(on_disk(given), name, typed_settings(arguments))
-    if taken:
-        texts = ", ".join(text for _, text in taken.values())
-        print(f"     going on from {texts}", flush=True)
+def take_recommended(
+    config: StageConfig, content: dict[str, Any], typed: set[str], taken: Recommendations
+) -> StageConfig:
+    """The settings with what a stage recommends, except for options typed; added to `taken`."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # damaged
+        new = {
+            setting: (each["value"], str(each["text"]))
+            for setting, each in content["figures"].get("recommended", {}).items()
+            if setting not in typed
+        }
+        config = override(config, {setting: value for setting, (value, _) in new.items()})
+        taken |= new
     return config
-
-
-def with_recommended(
-    config: StageConfig, name: str, typed: set[str]
-) -> tuple[StageConfig, Recommendations]:
-    """The settings with what the stages before `name` recommend, except for options typed."""
-    taken: Recommendations = {}
-    for earlier in itertools.takewhile(lambda stage: stage != name, STAGES):
-        content = current_result(config, earlier) or {"figures": {}}
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # damaged
-            new = {
-                setting: (each["value"], str(each["text"]))
-                for setting, each in content["figures"].get("recommended", {}).items()
-                if setting not in typed
-            }
-            config = override(config, {setting: value for setting, (value, _) in new.items()})
-            taken |= new
-    return config, taken
 
 
 def typed_settings(arguments: list[str]) -> set[str]:
@@ -197,13 +180,11 @@ def typed_settings(arguments: list[str]) -> set[str]:
     return named | (read_toml(file).keys() if file and file.suffix == ".toml" else set())
 
 
-def measure_together(given: StageConfig, typed: set[str]) -> str:
+def measure_together(given: StageConfig, final: StageConfig, taken: Recommendations) -> str:
     """Measure what the stages recommend against the given settings; its status.
 
     Writes workflow/recommended.toml, unless it is slower, and recommended.json beside it.
     """
-    config = on_disk(given)
-    final, taken = with_recommended(config, "", typed)
     stage, texts = Stage(RECOMMENDED, final), [text for _, text in taken.values()]
     file = stage.file.with_suffix(".toml")
     stage.figures |= {"file": str(file), "settings": texts}
@@ -211,7 +192,7 @@ def measure_together(given: StageConfig, typed: set[str]) -> str:
     if any(not setting.startswith("checkpoint.") for setting in taken):
         print("     your settings and the recommended ones, interleaved ...", flush=True)
         try:
-            seconds = time_steps({"given": config, RECOMMENDED: final})
+            seconds = time_steps({"given": on_disk(given), RECOMMENDED: final})
         except Exception as error:  # as when both do not fit into the memory
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             measured, passed = f"not measured: {reason}", None
