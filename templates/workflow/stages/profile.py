@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,12 +27,11 @@ from ..run.hardware import usable_cores
 from ..sampling import WAITING
 from ..train import State, setup, train_step
 from .chain import read_stage
-from .interleaved import Interval, median_interval
 from .stage import Stage
 from .timing import record_steps, spread
 
 UNTRACED = 20  # steps that are timed without a trace
-CALLS, IDLE_LIMIT = 50, 0.01  # to a profiler between its windows; of a step
+CALLS, IDLE = 50, 0.01  # to a profiler between its windows; of a step
 SHOWN = 10  # operators
 WORTH_A_WORD = 0.15  # the share of a step from which on a second cause is mentioned
 CAUSES = {
@@ -103,26 +103,24 @@ def measure(config: Config) -> int:
     if world.rank == 0:
         print("     tracing some steps, then timing steps without a trace ...", flush=True)
     tracer = trace_steps(config.profile, config.directory / "traces", state)
-    traces, averages = tracer.written, tracer.profile.key_averages()
+    trace, averages = tracer.written[-1], tracer.profile.key_averages()
     try:
-        ranks, problem = Group(world).agree(lambda: read_back(traces, averages)), ""
+        ranks, problem = Group(world).agree(lambda: read_back(trace, averages)), ""
     except RankError as error:
         ranks, problem = [], f"not a whole trace: {error}"
-    steps, calls = record_steps(state, UNTRACED).seconds, idle_calls(state)
+    steps = spread(record_steps(state, UNTRACED).seconds)
     state.loader.close()
+    if world.rank == 0:
+        stage.figures |= {"trace": str(trace), "step_seconds": steps, "diagnosis": None}
+        measured, wanted = problem or f"{trace.name}, read back whole", "written and readable"
+        tip = "is there space left on the disk?"
+        stage.check("trace", not problem, measured=measured, wanted=wanted, advice=tip)
+        if ranks:
+            judge_steps(stage, world.device, ranks, steps["median"])
+        judge_idle(stage, state, steps["median"])
     del state
     leave(world)
-    if world.rank:
-        return 0
-    stage.figures |= {"trace": str(traces[-1]), "step_seconds": spread(steps), "diagnosis": None}
-    measured, wanted = problem or f"{traces[-1].name}, read back whole", "written and readable"
-    tip = "is there space left on the disk?"
-    stage.check("trace", not problem, measured=measured, wanted=wanted, advice=tip)
-    usual = float(np.median(steps))
-    if ranks:
-        judge_steps(stage, world.device, ranks, usual)
-    judge_idle(stage, median_interval(calls / usual), float(np.median(calls)))
-    return stage.close()
+    return stage.close() if world.rank == 0 else 0
 
 
 def trace_steps(config: ProfileConfig, directory: Path, state: State) -> Profiler:
@@ -136,14 +134,11 @@ def trace_steps(config: ProfileConfig, directory: Path, state: State) -> Profile
     return tracer
 
 
-def read_back(traces: list[Path], averages: Iterable[Any] = ()) -> Breakdown:
-    """Where the time of this rank's traced steps went."""
-    windows = [breakdown(read_trace(path)) for path in traces]
-    seconds = np.concatenate([window.seconds for window in windows])
-    compilations, last = sum(window.compilations for window in windows), windows[-1]
-    # Operators and the longest gap come from the last window.
-    operators = operators_of(averages, last.device, float(last.seconds.sum()))
-    return last._replace(seconds=seconds, compilations=compilations, operators=operators)
+def read_back(trace: Path, averages: Iterable[Any] = ()) -> Breakdown:
+    """Where the time of this rank's traced steps went; torch's averages are of the same steps."""
+    result = breakdown(read_trace(trace))
+    operators = operators_of(averages, result.device, float(result.seconds.sum()))
+    return result._replace(operators=operators)
 
 
 def operators_of(averages: Iterable[Any], device: bool, seconds: float) -> list[dict[str, Any]]:
@@ -157,15 +152,6 @@ def operators_of(averages: Iterable[Any], device: bool, seconds: float) -> list[
             operator = {"name": average.key, "self_seconds": own, "calls": average.count}
             operators.append(operator | {"share": own / seconds})
     return sorted(operators, key=itemgetter("self_seconds"), reverse=True)
-
-
-def idle_calls(state: State) -> np.ndarray:
-    """Seconds of calls to a profiler between its windows, all that `--profile.every` adds there.
-
-    They are timed by themselves: a difference of whole steps would drown in noise.
-    """
-    profiler = Profiler(replace(state.config.profile, every=2**40), Path("unused"), state)
-    return np.array(timeit.repeat(lambda: profiler.after_step(state), repeat=CALLS, number=1))
 
 
 def judge_steps(stage: Stage, device: torch.device, ranks: list[Breakdown], usual: float) -> None:
@@ -226,15 +212,18 @@ def without_tracing(shares: Shares, slowdown: float) -> Shares:
     return {part: share / (1 - added) for part, share in rest.items()}
 
 
-def judge_idle(stage: Stage, ratio: Interval, call: float) -> None:
-    """Check that `--profile.every` costs almost nothing between its windows."""
-    stage.figures["idle_overhead"] = ratio._asdict()
-    passed = None if ratio.low <= IDLE_LIMIT <= ratio.high else ratio.high < IDLE_LIMIT
-    measured = f"{ratio.value:.4%} of a step ({ratio.low:.4%} to {ratio.high:.4%}), "
-    measured += f"{call * 1e6:.2g} us a call{'; too noisy here to tell' if passed is None else ''}"
-    wanted = f"less than {IDLE_LIMIT:.0%}"
+def judge_idle(stage: Stage, state: State, usual: float) -> None:
+    """Check that `--profile.every` costs almost nothing between its windows.
+
+    Its calls are timed by themselves: a difference of whole steps would drown in noise.
+    """
+    profiler = Profiler(replace(state.config.profile, every=2**40), Path("unused"), state)
+    call = median(timeit.repeat(lambda: profiler.after_step(state), repeat=CALLS, number=1))
+    share = call / usual
+    stage.figures["idle_overhead"] = {"value": share}
+    measured, wanted = f"{share:.4%} of a step, {call * 1e6:.2g} us a call", f"less than {IDLE:.0%}"
     tip = "if steps are this short, leave --profile.every off and use this command"
-    stage.check("idle_overhead", passed, measured=measured, wanted=wanted, advice=tip)
+    stage.check("idle_overhead", share < IDLE, measured=measured, wanted=wanted, advice=tip)
 
 
 def diagnose(shares: Shares, compilations: int) -> list[str]:
