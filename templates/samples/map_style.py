@@ -156,19 +156,19 @@ class Share(NamedTuple):
     weight: float
 
 
-def shares(batch_size: int, micro_batch_size: int, rank: int, world_size: int) -> list[Share]:
-    """Divide a global batch into this rank's micro-batches.
+def shares(size: int, micro_batch_size: int, rank: int, ranks: int, first: int = 0) -> list[Share]:
+    """Divide a global batch, or `size` samples of it from `first` on, into a rank's micro-batches.
 
     Slices are near-equal and the last micro-batch may be shorter. Every rank gets the same number
     of micro-batches, since collectives inside forward and backward must match: a rank with
     nothing left puts one sample through at weight zero.
     """
-    start, stop = (batch_size * r // world_size for r in (rank, rank + 1))
-    largest = -(-batch_size // world_size)
+    start, stop = (first + size * r // ranks for r in (rank, rank + 1))
+    padding = Share(slice(first, first + 1), 0.0)
     result = []
-    for offset in range(0, largest, micro_batch_size):
+    for offset in range(0, -(-size // ranks), micro_batch_size):
         low, high = min(start + offset, stop), min(start + offset + micro_batch_size, stop)
-        result.append(Share(slice(low, high), 1.0) if low < high else Share(slice(0, 1), 0.0))
+        result.append(Share(slice(low, high), 1.0) if low < high else padding)
     return result
 
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import open_to_write, to_json
-from .samples import read_sample
+import numpy as np
+
+from ..files import read_json, to_json, write_json
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,9 @@ class Tracker:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run_dir / "tensorboard"
-        folder.mkdir(parents=True, exist_ok=True)
-        self.note = folder / "logged.json"
-        known = json.loads(self.note.read_text("utf-8") or "{}") if self.note.exists() else {}
+        self.note, self.settings = folder / "logged.json", to_json(config)
+        known = read_json(self.note) if self.note.exists() else {}
         self.logged = min(step, known.get("step", 0))
-        self.settings = to_json(config)
         # Readers then ignore this step and later ones in the files of earlier starts.
         self.writer: Any = SummaryWriter(folder, purge_step=self.logged + 1)
         if known.get("settings") != self.settings:
@@ -40,16 +39,13 @@ class Tracker:
 
     def sample(self, path: Path, step: int) -> None:
         """Log the sample of a step: a text, or a picture."""
-        content = read_sample(path)
         if path.suffix == ".txt":
-            self._text("sample", content.decode(errors="replace"), step)
-            return
-        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore
+            self._text("sample", path.read_text("utf-8", "replace"), step)
+        else:
+            from PIL import Image  # which TensorBoard brings along
 
-        width, height = (int.from_bytes(content[at : at + 4]) for at in (16, 20))  # of a PNG
-        image = Summary.Image(encoded_image_string=content, width=width, height=height)
-        summary = Summary(value=[Summary.Value(tag="sample", image=image)])
-        self.writer.file_writer.add_summary(summary, step)
+            picture = np.asarray(Image.open(path).convert("RGB"))
+            self.writer.add_image("sample", picture, step, dataformats="HWC")
 
     def close(self, status: str) -> None:
         """End the log with the run's status."""
@@ -64,5 +60,4 @@ class Tracker:
         """Write the records to disk, as a run may be killed, then the step of the last one."""
         self.writer.flush()
         self.logged = step
-        with open_to_write(self.note) as file:
-            file.write(json.dumps({"step": step, "settings": self.settings}))
+        write_json(self.note, {"step": step, "settings": self.settings})

@@ -21,14 +21,9 @@ from .logs import ONLY_IN_FILES
 from .samples import samples_of
 from .tracker_adapter import Tracker, TrackerConfig
 
-__all__ = ["TrackerConfig", "tracking"]
+__all__ = ["TRACKERS", "TrackerConfig"]
 log = logging.getLogger(__name__)
 LIMIT = 20.0  # seconds to wait for a tracker to open, and to close
-
-
-def tracking(config: Any, run_dir: Path, step: int) -> "tuple[Tracking, ...]":
-    """The callbacks that log to the tracker, from `step` on."""
-    return (Tracking(config, run_dir, step),)
 
 
 class Tracking:
@@ -69,8 +64,8 @@ class Tracking:
         self.opened.set()
         if not tracker:
             return
-        before = read_records(self.run_dir, self.step) if self.step else ()  # earlier starts
-        for record in itertools.chain(before, iter(self.records.get, None)):
+        earlier = read_records(self.run_dir, self.step)  # by the starts before
+        for record in itertools.chain(earlier, iter(self.records.get, None)):
             if (step := record["step"]) > tracker.logged:
                 for path in samples_of(self.run_dir, step):
                     self._attempt(tracker.sample, path, step)
@@ -94,3 +89,6 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
     """The finite figures of a record by tag, such as train/loss and validation/loss."""
     figures = {n: v for n in record.keys() - {"step", "time"} for v in finite(record[n])}
     return {re.sub("^train/validation_", "validation/", f"train/{n}"): figures[n] for n in figures}
+
+
+TRACKERS = (Tracking,)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..files import to_json, write_json
-from .samples import read_sample
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Tracker:
         if path.suffix == ".png":
             sample: Any = Image(str(path))
         else:
-            sample = Html(f"<pre>{html.escape(read_sample(path).decode(errors='replace'))}</pre>")
+            sample = Html(f"<pre>{html.escape(path.read_text('utf-8', 'replace'))}</pre>")
         self.run.log({"sample": sample}, step=step, commit=False)
 
     def close(self, status: str) -> None:

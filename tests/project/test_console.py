@@ -81,27 +81,39 @@ def on_a_terminal(command: list[str], columns: int, **options: Any) -> str:
     return printed.decode()
 
 
-@pytest.mark.parametrize("columns", [80, 60])
-def test_the_bar_shows_the_metric_within_the_terminal(project: Project, columns: int) -> None:
+def test_a_line_of_the_log_fits_a_terminal(project: Project) -> None:
     printed = on_a_terminal(
         [
             *(sys.executable, "-m", project.name, "train", *project.settings),
-            *("--name", f"bar-{columns}", "--train.steps", "40", "--train.log-every", "1"),
+            *("--name", "terminal", "--train.steps", "40", "--train.log-every", "1"),
         ],
-        columns,
+        80,
         cwd=project.folder,
-        env={**os.environ, "PYTHONPATH": "src", "TQDM_MININTERVAL": "0"},
+        env={**os.environ, "PYTHONPATH": "src"},
     )
-    frames = [line.strip() for line in re.split(r"[\r\n]+", printed) if re.match(r"\d+/40 ", line)]
-    shown = [frame for frame in frames if "loss" in frame]
-    assert shown, printed
-    form = r"\d+/40 \|(.+)\| \d\d:\d\d<[\d:?]+, loss \d\.\d{3}  bits per byte \d\.\d{3}"
-    assert all(len(frame) <= columns for frame in frames), frames
-    for frame in shown:
-        found = re.match(form, frame)
-        assert found, frame
-        if columns == 80:
-            assert len(found[1]) >= 8 and re.search(rf"{NUMBER} tokens/s$", frame), frame
+    shown = [line.strip() for line in printed.splitlines() if line.startswith("step ")]
+    form = (
+        rf"step \d+/40  loss \d\.\d{{3}}  bits per byte \d\.\d{{3}}  {NUMBER} tokens/s  \d+ s left"
+    )
+    assert len(shown) == 40
+    for line in shown:
+        assert re.fullmatch(form, line) and len(line) <= 80, line
+
+
+def test_a_console_that_is_gone_does_not_end_a_run(project: Project) -> None:
+    """As after `2>&1 | head -n 1`; train.log has all lines."""
+    words = (*project.settings, "--train.log-every", "1", "--train.steps", "30", "--name", "gone")
+    with subprocess.Popen(
+        [sys.executable, "-m", project.name, "train", *words],
+        cwd=project.folder,
+        env={**os.environ, "PYTHONPATH": "src"},
+        stderr=subprocess.PIPE,
+    ) as child:
+        assert child.stderr and child.stderr.readline()
+        child.stderr.close()
+    run_dir = project.folder / "runs/gone"
+    assert json.loads((run_dir / "status.json").read_text("utf-8"))["status"] == "finished"
+    assert (run_dir / "logs/train.log").read_text("utf-8").count(" INFO step ") == 30
 
 
 def test_bare_help_is_quick(project: Project) -> None:

@@ -146,10 +146,10 @@ def test_an_error_told_by_its_message_leaves_its_traceback_where_it_happened(
 def test_a_log_that_cannot_be_written_ends_nothing(project: Project, tmp_path: Path) -> None:
     logs, group = project.module("run.logs"), project.module("distributed").Group()
     with logs.logging_in(tmp_path, group):
-        file = logs.PACKAGE.handlers[-1]
-        file.setStream(open("/dev/full", "w"))  # noqa: SIM115 - the handler closes it
+        handler = logs.PACKAGE.handlers[-1]
+        handler.file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - the handler closes it
         logs.PACKAGE.warning("lost")
-    assert file not in logs.PACKAGE.handlers
+    assert handler not in logs.PACKAGE.handlers
 
 
 @pytest.mark.parametrize("begins", [".nonce-", ".metrics.jsonl"])

@@ -419,41 +419,49 @@ def test_a_harmless_callback_is_left_out_when_it_fails(
 def test_a_log_that_cannot_be_written_is_told_once(
     image: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And its lines are there as soon as there is room."""
+    """No line is ever half, and all are there as soon as there is room."""
     full = [True]  # from the first line on
 
     class Disk:
+        """Takes a part of what is written, and refuses the rest."""
+
         def __init__(self, file: Any) -> None:
             self.file = file
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.file, name)
 
-        def flush(self) -> None:
-            if full[0]:
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *exception: object) -> None:
+            self.file.close()
+
+        def write(self, lines: bytes) -> int:
+            if full[0] and len(lines) < 10:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            self.file.flush()
+            return self.file.write(lines[:-9] if full[0] else lines)
 
     def fill(state: Any, record: Any) -> None:
-        full[0] = state.step < 15
+        full[0] = not 5 <= state.step < 8 and state.step < 15
+        text = (tmp_path / "metrics.jsonl").read_text()
+        assert not text or text.endswith("}\n"), "half a line"
+        seen.append(len(text.splitlines()))
 
-    journal = image.module("run.journal")
+    journal, logs, seen = image.module("run.journal"), image.module("run.logs"), []
     with pytest.MonkeyPatch.context() as patch:
         write = journal.open_to_write
-        patch.setattr(
-            journal,
-            "open_to_write",
-            lambda path, mode="w", **more: (Disk if mode == "a" else lambda file: file)(
-                write(path, mode, **more)
-            ),
-        )
+        for module in (journal, logs):
+            patch.setattr(module, "open_to_write", lambda *how, **more: Disk(write(*how, **more)))
         settings = {"run_dir": tmp_path, "data__path": None, "train__log_every": 1}
         config = image.config(**settings, checkpoint__every=0, train__steps=20)
         image.module("train").run(config, [SimpleNamespace(after_step=fill)])
     warned = [text for text in caplog.messages if "metrics.jsonl cannot be written" in text]
-    assert len(warned) == 1
+    assert len(warned) == 2
+    assert seen == [0] * 5 + [5, 6] + [7] * 8 + [*range(15, 20)]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [*range(1, 21)]
+    assert all(" INFO " in line for line in (tmp_path / "logs/train.log").read_text().splitlines())
 
 
 def test_what_is_set_aside_has_the_first_free_name(image: Project, tmp_path: Path) -> None:

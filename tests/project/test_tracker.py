@@ -22,7 +22,7 @@ from tests.conftest import Project
 
 Lines = dict[int, dict[str, float]]
 LOGGED = {"train/loss", "train/lr", "train/grad_norm", "train/samples_per_second"}
-LOGGED |= {"train/data_seconds", "validation/loss", "validation/bits_per_byte"}
+LOGGED |= {"train/data_seconds", "validation/loss", "validation/bits_per_byte", "train/mine"}
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +55,20 @@ def project_with(home: Path, tracker: str) -> Iterator[Project]:
 
 
 def train(project: Project, name: str, steps: int, stop: int = 0, **changes: Any) -> Any:
-    """Train the run `name` with a log line at every step; by an error behind step `stop`."""
+    """Train the run `name` with a log line at every step; till an error behind step `stop`."""
     fixed = {"run_dir": project.folder / "runs" / name, "train.steps": steps}
     fixed |= {"train.log_every": 1, "checkpoint.every": 3, "train.validate_every": 3}
     config = project.config(**fixed, **changes)
 
-    def observer(state: Any, record: Any) -> None:
-        if state.step == stop:
+    def observer(state: Any) -> None:
+        if state.step == stop > 0:
             raise InterruptedError
 
-    project.module("train").run(config, [SimpleNamespace(after_step=observer)])
+    def add(state: Any, record: Any) -> None:
+        if record:
+            record["mine"] = state.step / 4
+
+    project.module("train").run(config, [SimpleNamespace(before_step=observer, after_step=add)])
     return config
 
 

@@ -87,8 +87,8 @@ def _stops_for_a_line(package: str) -> None:
     metrics = module(package, "run.journal")
 
     def write(self: Any, record: dict[str, Any]) -> None:
-        self.file.write(f"{record['step']}\n")
-        self.file.flush()
+        with open(self.path, "ab", buffering=0) as file:
+            file.write(f"{record['step']}\n".encode())
 
     metrics.Journal._write = write
 

@@ -10,8 +10,8 @@ A callback has any of these methods; the loop calls those that are there (train.
 `state` is train.State: model, optimizer, step, config. A callback may also be a context manager,
 entered before the first step and left after the last one. An exception that it raises ends the run,
 unless its class sets `harmless = True`: then the exception becomes one warning and the callback is
-disabled from there on. Figures that it adds to `figures` in the first process are logged with the
-others. Random numbers drawn here do not change the steps' own.
+disabled from there on. Numbers that it adds to `record` or `figures` in the first process are in
+metrics.jsonl and in the tracker, too. Random numbers drawn here do not change the steps' own.
 """
 
 import logging

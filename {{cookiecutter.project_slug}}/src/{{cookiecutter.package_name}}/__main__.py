@@ -47,7 +47,6 @@ def train(arguments: list[str]) -> int:
 def summary(run_dir: Path, result: Any) -> list[str]:
     """The lines that sum up a run and where its files are."""
     from .checkpoint.paths import checkpoints_of, published
-    from .run import journal
 
     try:
         directory = checkpoints_of(run_dir)
@@ -58,7 +57,8 @@ def summary(run_dir: Path, result: Any) -> list[str]:
         checkpoints = f"checkpoints: cannot be listed now ({error})"
     if result.status != "already finished":
         checkpoints += f" (training waited {result.blocked_seconds:.2f} s for saves)"
-    return [*journal.summary(run_dir, result.step), checkpoints, f"everything is in {run_dir}"]
+    figures = [f"{n.replace('_', ' ')}: {value:.4f}" for n, value in result.validation.items()]
+    return [*figures, checkpoints, f"everything is in {run_dir}"]
 
 
 def verify(arguments: list[str]) -> int:

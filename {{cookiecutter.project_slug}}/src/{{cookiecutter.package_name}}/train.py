@@ -22,7 +22,7 @@ from .device import annotated, move, set_up_torch
 from .distributed import Group, World, join, leave, monitors, parallel
 from .distributed.stop import Stop
 from .ema import averaged_weights, keep_average
-from .files import to_json
+from .files import to_json, write_json
 from .loss import LossSum, judge_step, loss_vector, means, returned
 from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer
@@ -214,24 +214,26 @@ def _run(config: Config, world: World, own_callbacks: Iterable[Any]) -> Result:
         owed = state.step > 0 and not done and is_due(state, config.train.validate_every)
         if state.step >= config.train.steps and not owed:
             checkpointer.close()
-            run_dir.record_again(config, "finished", state.step)
+            settings = run_dir.path / "config.json"  # which names the store of its checkpoints
+            group.from_first(lambda: settings.exists() or write_json(settings, to_json(config)))
+            run_dir.record_status("finished", state.step)
             return Result("already finished", state.step, validation)
         run_dir.begin(state, stop)
         introduce(state, run_dir.path)
         stack.callback(state.loader.close)
         journal = Journal(run_dir.path, state, group)
-        writing = (journal, *after_journal)  # only rank 0 writes: no part of a step for stragglers
-        callbacks += enter(built_in(state, train_step, run_dir.path, group, writing), stack)
-        callbacks += enter([*own.callbacks(config, run_dir.path), *own_callbacks], stack)
-        with journal.paused():
-            first = state.plan[:1]
-            parallel.warm_up(state.module, lambda: try_step(train_step, state, state.step, first))
+        # Yours are called before the record is written, so that they can add to it. Only rank 0
+        # writes, which is no part of a step for stragglers.
+        yours = (*own.callbacks(config, run_dir.path), *own_callbacks, journal, *after_journal)
+        callbacks += enter(built_in(state, train_step, run_dir.path, group, yours), stack)
+        first = state.plan[:1]
+        parallel.warm_up(state.module, lambda: try_step(train_step, state, state.step, first))
         stop_signal, validation = _loop(state, checkpointer, stop, journal, callbacks, owed)
         with group.phase("save"):
             journal.sync()
             checkpointer.finish(state.step)
         status, blocked = stop.outcome(stop_signal), checkpointer.blocked_seconds
-        run_dir.record_status(status, step=state.step, checkpoint_blocked_seconds=blocked)
+        run_dir.record_status(status, state.step, checkpoint_blocked_seconds=blocked)
         return Result(status, state.step, validation, blocked)
 
 
@@ -244,7 +246,7 @@ def _loop(
 
     def evaluate() -> dict[str, float]:
         """Validate, and call the callbacks; {} if a stop signal cuts it short."""
-        with group.phase("validation"), journal.paused():
+        with group.phase("validation"):
             figures = validate_averaged(state, lambda: stop.poll(saves.failed)[0])
             for call in after_validation if figures else ():
                 call(state, figures)
@@ -252,7 +254,7 @@ def _loop(
 
     # `owed`: a stop signal cut the validation short of the step that the run resumes from.
     validation = evaluate() if owed else {}
-    journal.amend(validation)
+    journal.begin(validation)
     # A stop signal during the last validation: the poll below must see it, too.
     while state.step < settings.steps or not validation:
         # Flags that any rank raised, as of the step before: all ranks act at the same step and

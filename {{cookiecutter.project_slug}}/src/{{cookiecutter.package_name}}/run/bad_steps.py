@@ -103,10 +103,7 @@ class BadSteps:
     def _search(self, state: Any, low: int, high: int) -> list[int]:
         """Indices in batch[low:high] of the samples that are bad on their own."""
         micro_batch, world = state.config.train.micro_batch_size, state.world
-        plan = [
-            Share(slice(part.start + low, part.stop + low), weight)
-            for part, weight in shares(high - low, micro_batch, world.rank, world.size)
-        ]
+        plan = shares(high - low, micro_batch, world.rank, world.size, low)
         if not try_step(self.train_step, state, state.step - 1, plan).bad_steps:
             return []
         if high - low == 1:

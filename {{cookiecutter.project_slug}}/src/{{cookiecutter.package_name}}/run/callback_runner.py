@@ -1,7 +1,6 @@
 """The callbacks of a run, and how the loop calls them; callbacks.py says what they are."""
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -11,21 +10,20 @@ from ..compile import Compiling
 from ..distributed import Group
 from ..profiler import Profiler
 from .bad_steps import BadSteps
-from .tracker import tracking
+from .tracker import TRACKERS
 
 log = logging.getLogger(__name__)
-METHODS = ("before_step", "after_step", "after_validation")
 
 
 def built_in(
-    state: Any, train_step: Callable[..., None], run_dir: Path, group: Group, writing: tuple
+    state: Any, train_step: Callable[..., None], run_dir: Path, group: Group, yours: tuple
 ) -> Iterator[Any]:
-    """The callbacks between the watchdog's and your own, in the order in which they are called."""
+    """The callbacks behind the watchdog, yours and the journal among them, in their order."""
     config = state.config
     yield BadSteps(config.train, train_step, group)
-    yield from writing  # the record, to which the callbacks before may have added figures
+    yield from yours
     if config.track and state.world.rank == 0:
-        yield from tracking(config, run_dir, state.step)
+        yield from (tracker(config, run_dir, state.step) for tracker in TRACKERS)
     if config.profile.every:
         yield Profiler(config.profile, run_dir / "traces", state)
     if config.compile.mode != "none":
@@ -44,7 +42,7 @@ def enter(callbacks: Iterable[Any], stack: contextlib.ExitStack) -> Iterator[Any
 
 def methods(callbacks: list[Any]) -> Iterator[list[Callable[..., None]]]:
     """Their bound methods by name, looked up once so that a step calls them directly."""
-    for name in METHODS:
+    for name in ("before_step", "after_step", "after_validation"):
         yield [getattr(one, name) for one in callbacks if hasattr(one, name)]
 
 
@@ -53,22 +51,22 @@ class Harmless:
 
     def __init__(self, callback: Any) -> None:
         self.callback, self.failed, self.entered = callback, False, contextlib.ExitStack()
-        for name in METHODS:
-            if method := getattr(callback, name, None):
-                setattr(self, name, functools.partial(self._call, method))
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        method = getattr(self.callback, name)
+        return lambda *arguments: None if self.failed else self._call(method, *arguments)
 
     def __enter__(self) -> None:
         if hasattr(self.callback, "__enter__"):
             self._call(self.entered.enter_context, self.callback)
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Leave the callback if it was entered, even after an error."""
-        self._call(self.entered.__exit__, *exception, always=True)
+        self._call(self.entered.__exit__, *exception)
 
-    def _call(self, method: Callable[..., Any], *arguments: Any, always: bool = False) -> None:
+    def _call(self, method: Callable[..., Any], *arguments: Any) -> None:
         try:
-            if always or not self.failed:
-                method(*arguments)
+            method(*arguments)
         except Exception as error:
             if not self.failed:
                 kind = type(self.callback).__name__

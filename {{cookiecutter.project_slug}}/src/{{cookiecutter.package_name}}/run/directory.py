@@ -41,9 +41,7 @@ class RunDirectory:
         """Lock the directory; UserError when another run has it, or not all ranks see it."""
         launchers = [str(name) for name in self.group.agree(launcher) if name]
         self.group.from_first(lambda: self._take(launchers))
-        if self.apart:
-            self.group.agree(lambda: self.path.mkdir(parents=True, exist_ok=True))
-        else:
+        if not self.apart:
             self.group.prove_shared(self.path)
         self.group.agree(lambda: self.logs.enter_context(logging_in(self.path / LOGS, self.group)))
         return self
@@ -69,26 +67,19 @@ class RunDirectory:
         self.group.from_first(lambda: self._write_status("running", step=state.step))
         self.running = state, stop
 
-    def record_status(self, status: str, **details: Any) -> None:
-        """Write to status.json how the run ended; a warning where that fails."""
+    def record_status(self, status: str, step: int, **details: Any) -> None:
+        """Write to status.json how the run ended, unless it says so; a warning if that fails."""
         self.running = None
-        if self.group.rank == 0:
-            try:
-                self._write_status(status, **details)
-                log.info("%s: %s", status, details, extra=ONLY_IN_FILES)
-            except OSError as error:
-                log.warning("status.json cannot be written (%s): %s", status, error)
-
-    def record_again(self, config: Any, status: str, step: int) -> None:
-        """Record how a run ended before this start, unless its files are here and say so."""
-        recorded: dict[str, Any] = {}
         with contextlib.suppress(UserError):
             recorded = read_json(self.path / "status.json")
-        if (recorded.get("status"), recorded.get("step")) != (status, step):
-            self.record_status(status, step=step)
-        if self.group.rank == 0 and not (settings := self.path / "config.json").exists():
-            with contextlib.suppress(OSError):
-                write_json(settings, to_json(config))  # they name the store of its checkpoints
+            if (recorded.get("status"), recorded.get("step")) == (status, step):
+                return
+        if self.group.rank == 0:
+            try:
+                self._write_status(status, step=step, **details)
+                log.info("%s: %s", status, {"step": step, **details}, extra=ONLY_IN_FILES)
+            except OSError as error:
+                log.warning("status.json cannot be written (%s): %s", status, error)
 
     def _record_error(self, error: BaseException, state: Any, stop: Stop) -> None:
         """Record what ended the run: a failure, or a stop that did not save its last step."""
@@ -124,11 +115,8 @@ class RunDirectory:
 
     def _lock(self) -> set[str]:
         """Lock the directory; returns the launchers of the process that held it last."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            file = open_to_write(self.path / ".lock", "a+", errors="replace")
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be used as a run directory: {error}") from None
+        self.path.mkdir(parents=True, exist_ok=True)
+        file = open_to_write(self.path / ".lock", "a+", errors="replace")
         file.seek(0)
         owner, *launchers = file.read().splitlines() or ["another process"]
         try:

@@ -70,10 +70,8 @@ class MemoryUse:
     """A callback: adds the memory to each log line, and warns once when host memory grows.
 
     `host_bytes` includes the `staging_bytes` of a save in the background. Nothing here waits for
-    the device.
-
-    Python's cycle collector runs at log steps only, where the host waits anyway. Elsewhere it would
-    stop one rank, and all that wait for it, at a random moment.
+    the device. What was made before the run is left out of garbage collection: looking through it
+    would stop one rank, and all that wait for it, at a random moment.
     """
 
     def __init__(self) -> None:
@@ -82,18 +80,15 @@ class MemoryUse:
 
     def __enter__(self) -> None:
         gc.collect()
-        gc.freeze()  # objects made so far stay for the run
-        gc.disable()
+        gc.freeze()
 
     def __exit__(self, *exception: object) -> None:
-        gc.enable()
         gc.unfreeze()
 
     def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
-        """Collect garbage and add to the log line, if there is one."""
+        """Add to the log line, if there is one."""
         if record is None:
             return
-        gc.collect(1)
         device = state.world.device
         if device.type == "cuda":
             record["device_peak_bytes"] = torch.cuda.max_memory_allocated(device)
@@ -109,9 +104,8 @@ class MemoryUse:
         (first, before), (last, now) = self.lines[0], self.lines[-1]
         if len(self.lines) < LINES or last - first < STEPS:
             return
-        size = len(self.lines) // 3
-        thirds = [self.lines[start : start + size] for start in (0, size, 2 * size)]
-        one, two, three = (statistics.median(held for _, held in third) for third in thirds)
+        held, size = [held for _, held in self.lines], len(self.lines) // 3
+        one, two, three = (statistics.median(held[at * size :][:size]) for at in range(3))
         self.warned = two > GROWTH * one and three > GROWTH * two
         if self.warned:
             log.warning(

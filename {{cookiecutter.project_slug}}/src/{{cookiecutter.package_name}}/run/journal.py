@@ -1,61 +1,49 @@
-"""A run's metrics: computed at log steps, written to metrics.jsonl, shown on the console."""
+"""A run's metrics: computed at log steps, written to metrics.jsonl and to the log."""
 
 import contextlib
 import json
 import logging
 import math
 import os
-import statistics
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from ..distributed import Group
 from ..files import naming, open_to_write, replace_file, sync_directory
 from ..loss import means
 from .hardware import device_name
-from .logs import ONLY_IN_FILES
+from .logs import append
 
 log = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 
 
 class Journal:
-    """A callback: writes metrics.jsonl and shows progress, on rank 0.
+    """A callback: writes metrics.jsonl and logs its lines, on rank 0.
 
     The file has one object per line, and only whole lines. It is synced before each save: a power
-    loss costs only lines after the newest checkpoint, whose steps are done again. Progress is a
-    bar on a terminal, elsewhere a line per log step.
+    loss costs only lines after the newest checkpoint, whose steps are done again.
     """
 
     def __init__(self, run_dir: Path, state: Any, group: Group) -> None:
         self.path, self.group, self.first_step = run_dir / METRICS, group, state.step
         self.total, self.samples = state.config.train.steps, state.config.train.global_batch_size
         self.tokens = getattr(state.spec, "tokens_per_sample", None)
-        self.first, self.on_terminal = group.rank == 0, sys.stderr.isatty()
-        self.behind = False  # lines wait that could not be written
+        self.mark = [state.step, time.perf_counter(), 0.0, 0.0]
+        self.waiting = b""  # lines that could not be written
 
-    def __enter__(self) -> "Journal":
-        """Open the file, without the lines of steps that will be done again; RankError."""
-        self.group.from_first(self._open)
-        # With room for the figures in 80 columns.
-        form = "{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
-        steps = {"total": self.total, "initial": self.first_step, "bar_format": form}
-        self.bar = tqdm(**steps, dynamic_ncols=True, disable=not (self.first and self.on_terminal))
-        self.mark = [self.first_step, time.perf_counter(), 0.0, 0.0]
-        return self
+    def begin(self, figures: dict[str, float]) -> None:
+        """Cut the file back to the step that the run resumes from; RankError.
 
-    def __exit__(self, *exception: object) -> None:
-        self.bar.close()
-        if self.first:
-            try:
-                self.file.close()
-            except OSError as error:
-                log.warning("the last lines of metrics.jsonl are lost: %s", error)
+        A validation's figures, if any, are added to the line of that step.
+        """
+        self.group.from_first(lambda: self._cut(figures))
+        if self.group.rank == 0:
+            self._show_validation({"step": self.first_step, **figures})
+        self.mark[1] = time.perf_counter()
 
     def record(self, state: Any) -> dict[str, Any]:
         """The metrics since the last record, the same on all ranks; waits for the device."""
@@ -88,72 +76,54 @@ class Journal:
             record["mfu"] = flops / (state.peak_flops * self.group.size)
         return record
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the time of the block (a validation) out of the step time."""
-        started = time.perf_counter()
-        yield
-        self.mark[1] += time.perf_counter() - started
-
     def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
-        """Count the step; write and show its record if it has one."""
-        self.bar.update()
-        if record is not None and self.first:
-            self._write(record)
-            self._show(record, state.metrics[:1])
-
-    def amend(self, figures: dict[str, float]) -> None:
-        """Add figures, if any, to the record of the step that the run resumed from."""
-        if figures:
-            self.group.from_first(lambda: self._open(figures))
-            if self.first:
-                self._show_validation({"step": self.first_step, **figures})
+        """Write and show the record of a step, if it has one."""
+        if record is None:
+            return
+        self.mark[1] = time.perf_counter()  # a validation is no part of the next step's time
+        if self.group.rank:
+            return
+        self._write(record)
+        self._show_validation(record)
+        figures = [f"{n.replace('_', ' ')} {record[n]:.3f}" for n in ("loss", *state.metrics[:1])]
+        unit = "tokens" if self.tokens else "samples"
+        left = (self.total - record["step"]) * record["step_seconds"]
+        figures += [f"{record[f'{unit}_per_second']:,.0f} {unit}/s", f"{left:.0f} s left"]
+        log.info("step %d/%d  %s", record["step"], self.total, "  ".join(figures))
 
     def sync(self) -> None:
         """Make the lines so far durable."""
-        if self.first:
-            with contextlib.suppress(OSError):  # what cannot be written is warned of
-                os.fsync(self.file.fileno())
+        if self.group.rank == 0:
+            with contextlib.suppress(OSError), open_to_write(self.path, "ab") as file:
+                os.fsync(file.fileno())
 
-    def _open(self, figures: dict[str, float] | None = None) -> None:
-        if self.path.is_file():  # what is there otherwise, `open_to_write` refuses
+    def _cut(self, figures: dict[str, float]) -> None:
+        kept: list[bytes] = []
+        if self.path.is_file():
             with naming(self.path), open(self.path, "rb") as file:
                 kept = [line.rstrip() for line in file if parsed(line, self.first_step)]
-            if figures:
-                self.file.close()
-                if (last := json.loads(kept[-1]))["step"] == self.first_step:
-                    kept[-1] = json.dumps(last | figures).encode()
-            replace_file(self.path, b"".join(line + b"\n" for line in kept))
-        with naming(self.path):
-            self.file = open_to_write(self.path, "a", buffering=1 << 20)
+        if figures and kept and (last := json.loads(kept[-1]))["step"] == self.first_step:
+            kept[-1] = json.dumps(last | figures).encode()
+        replace_file(self.path, b"".join(line + b"\n" for line in kept))
         sync_directory(self.path.parent)
 
     def _write(self, record: dict[str, Any]) -> None:
-        """Append a line now, or with the lines after it if the system refuses."""
-        odd = [name for name, v in record.items() if isinstance(v, float) and not math.isfinite(v)]
+        """Append a line and those that wait; if the system refuses, all of them wait."""
+        odd = [n for n, v in record.items() if hasattr(v, "__float__") and not math.isfinite(v)]
+        behind, line = bool(self.waiting), json.dumps(record | dict.fromkeys(odd), default=float)
+        self.waiting += f"{line}\n".encode()
         try:
-            self.file.write(json.dumps(record | dict.fromkeys(odd)) + "\n")
-            self.file.flush()  # what it cannot write it keeps, and continues there next time
-            self.behind = False
+            with open_to_write(self.path, "ab", buffering=0) as file:
+                append(file, self.waiting)
+            self.waiting = b""
         except OSError as error:
-            if not self.behind:
-                log.warning("metrics.jsonl cannot be written, its lines wait: %s", error)
-            self.behind = True
+            if not behind:
+                log.warning("metrics.jsonl cannot be written, its lines wait for room: %s", error)
 
     def _show_validation(self, record: dict[str, Any]) -> None:
         shown = [f"{n[11:].replace('_', ' ')} {v:.4f}" for n, v in validation_of(record).items()]
         if shown:
             log.info("validation at step %d: %s", record["step"], ", ".join(shown))
-
-    def _show(self, record: dict[str, Any], metrics: tuple[str, ...]) -> None:
-        self._show_validation(record)
-        figures = [f"{name.replace('_', ' ')} {record[name]:.3f}" for name in ("loss", *metrics)]
-        unit = "tokens" if self.tokens else "samples"
-        text = "  ".join([*figures, f"{record[f'{unit}_per_second']:,.0f} {unit}/s"])
-        self.bar.set_postfix_str(text)
-        left = (self.total - record["step"]) * record["step_seconds"]
-        text = f"step {record['step']}/{self.total}  {text}  {left:.0f} s left"
-        log.info(text, extra=ONLY_IN_FILES if self.on_terminal else None)
 
 
 def read_records(run_dir: Path, last_step: int = sys.maxsize) -> Iterator[dict[str, Any]]:
@@ -167,18 +137,6 @@ def validated_at(run_dir: Path, step: int) -> dict[str, float]:
     """The validation's figures in the line of a step, {} if it has none."""
     records = (record for record in read_records(run_dir, step) if record["step"] == step)
     return next(filter(None, map(validation_of, records)), {})
-
-
-def summary(run_dir: Path, last_step: int) -> list[str]:
-    """The lines that sum a run up: median throughput and last validation, up to a step."""
-    forms, record = {"samples_per_second": ",.0f", "tokens_per_second": ",.0f", "mfu": ".1%"}, {}
-    rates: dict[str, list[float]] = {name: [] for name in forms}
-    for record in read_records(run_dir, last_step):
-        for name, values in rates.items():
-            values.extend(finite(record.get(name)))
-    lines = [f"{n}: {statistics.median(v):{forms[n]}} (median)" for n, v in rates.items() if v]
-    lines += [f"{name}: {value:.4f}" for name, value in validation_of(record).items()]
-    return [line.replace("_", " ") for line in lines]
 
 
 def finite(value: Any) -> tuple[float, ...]:

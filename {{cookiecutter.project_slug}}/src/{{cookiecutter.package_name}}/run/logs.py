@@ -28,40 +28,49 @@ ONLY_IN_FILES = {"only_in_files": True}  # `extra` of a record that the console 
 
 
 class Console(logging.Handler):
-    """Prints log records without tearing the progress bar."""
+    """Prints log records; a terminal or a pipe that is gone does not end the run."""
 
     stream: TextIO | None = None  # the console, while stderr is redirected into a file
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record to the console."""
         if not hasattr(record, *ONLY_IN_FILES):
-            from tqdm import tqdm  # late: a Python without it gets one line, not a traceback
-
             label = "" if record.levelno < logging.WARNING else f"{record.levelname}: "
-            tqdm.write(printable(label + self.format(record)), file=self.stream or sys.stderr)
+            text = printable(label + self.format(record))
+            with contextlib.suppress(OSError, ValueError):
+                print(text, file=self.stream or sys.stderr, flush=True)
 
 
-class LogFile(logging.FileHandler):
-    """A file that records are appended to; a disk that fails does not end the run."""
-
-    stream: TextIO
+class LogFile(logging.Handler):
+    """Appends records to a file; a disk that fails does not end the run."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        super().__init__()
+        self.file = open_to_write(path, "ab", buffering=0)
         form = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%SZ")
         form.converter = time.gmtime
         self.setFormatter(form)
 
-    def _open(self) -> TextIO:
-        return open_to_write(self.baseFilename, "a")
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Ignore it: the warning about metrics.jsonl says that the disk is full."""
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append one record; that the disk is full, the warning about metrics.jsonl says."""
+        with contextlib.suppress(OSError):
+            append(self.file, f"{self.format(record)}\n".encode(errors="replace"))
 
     def close(self) -> None:
-        """Close the file even if its last lines cannot be written."""
+        """Close the file."""
         with contextlib.suppress(OSError):
-            super().close()
+            self.file.close()
+
+
+def append(file: Any, lines: bytes) -> None:
+    """Append lines to an unbuffered file; OSError, and none of them, if the disk is full."""
+    end = file.seek(0, os.SEEK_END)
+    try:
+        while lines:  # the system may write a part, and refuse the rest
+            lines = lines[file.write(lines) :]
+    except OSError:
+        file.truncate(end)
+        raise
 
 
 def log_to_console() -> None:
@@ -78,26 +87,25 @@ def log_to_console() -> None:
 def logging_in(folder: Path, group: Any) -> Iterator[None]:
     """Append the log to this rank's file in a folder, too.
 
-    After `log_to_console` the file also gets Python's warnings, the stacks of a crash, and what
-    other ranks than 0 print; in a caller's own process these stay the caller's.
+    After `log_to_console` the file also gets the stacks of a crash, and what other ranks than 0
+    print; in a caller's own process these stay the caller's.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with naming(path := folder / (f"rank_{group.rank}.log" if group.rank else "train.log")):
-        file = LogFile(path)
+        handler = LogFile(path)
     console = next((handler for handler in PACKAGE.handlers if isinstance(handler, Console)), None)
     with contextlib.ExitStack() as stack:
-        stack.callback(file.close)
-        for logger in (PACKAGE, WARNINGS) if console else (PACKAGE,):
-            logger.addHandler(file)
-            stack.callback(logger.removeHandler, file)
+        stack.callback(handler.close)
+        for logger in (PACKAGE, WARNINGS):
+            logger.addHandler(handler)
+            stack.callback(logger.removeHandler, handler)
+        stack.callback(PACKAGE.setLevel, PACKAGE.level)
+        PACKAGE.setLevel(PACKAGE.level or logging.INFO)
         if console:
-            faulthandler.enable(file.stream)
+            faulthandler.enable(handler.file)
             stack.callback(faulthandler.disable)
             if group.rank:
-                stack.enter_context(group.printing_to(file.stream, console))
-        elif not PACKAGE.level:
-            PACKAGE.setLevel(logging.INFO)
-            stack.callback(PACKAGE.setLevel, logging.NOTSET)
+                stack.enter_context(group.printing_to(handler.file, console))
         origin = group, os.getpid(), socket.gethostname()
         PACKAGE.info("%sprocess %d on %s", *origin, extra=ONLY_IN_FILES)
         try:
@@ -106,5 +114,5 @@ def logging_in(folder: Path, group: Any) -> Iterator[None]:
             # In the file alone: whoever catches the error reports it on the console.
             known = isinstance(error, UserError)
             text = str(error) if known else "".join(traceback.format_exception(error)).rstrip()
-            file.handle(logging.makeLogRecord({"levelname": "ERROR", "msg": text}))
+            handler.handle(logging.makeLogRecord({"levelname": "ERROR", "msg": text}))
             raise

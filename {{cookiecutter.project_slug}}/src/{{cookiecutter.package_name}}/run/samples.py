@@ -16,9 +16,6 @@ def samples_of(run_dir: Path, step: int | None = None) -> list[Path]:
     """The paths of the samples of one step, or of all steps in order."""
     name = "step_*" if step is None else f"step_{step:08}"
     paths = sorted((run_dir / "samples").glob(f"{name}.*"))
-    return [path for path in paths if path.suffix in (".txt", ".png")]
-
-
-def read_sample(path: Path) -> bytes:
-    """The content of a sample; nothing of a link, which may lead to any file of the user."""
-    return path.read_bytes() if path.is_file() and not path.is_symlink() else b""
+    # No link, which may lead to any file of the user.
+    files = [path for path in paths if path.is_file() and not path.is_symlink()]
+    return [path for path in files if path.suffix in (".txt", ".png")]
