@@ -1,5 +1,7 @@
 """Who says what and where, which rank is slow, and how long ranks wait for each other."""
 
+import errno
+import io
 import itertools
 import json
 import os
@@ -147,9 +149,28 @@ def test_a_log_that_cannot_be_written_ends_nothing(project: Project, tmp_path: P
     logs, group = project.module("run.logs"), project.module("distributed").Group()
     with logs.logging_in(tmp_path, group):
         handler = logs.PACKAGE.handlers[-1]
-        handler.file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - the handler closes it
+        handler.setStream(open("/dev/full", "w"))  # noqa: SIM115 - the handler closes it
         logs.PACKAGE.warning("lost")
     assert handler not in logs.PACKAGE.handlers
+
+
+def test_a_full_disk_leaves_no_half_line_in_a_log(project: Project, tmp_path: Path) -> None:
+    class Full(io.FileIO):
+        """Takes a part of the first line, and no more."""
+
+        def write(self, line: Any) -> int:
+            if self.tell() > before:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(bytes(line)[:20])
+
+    logs, group, path = project.module("run.logs"), project.module("distributed").Group(), tmp_path
+    with logs.logging_in(path, group):
+        before = (path / "train.log").stat().st_size
+        disk = io.BufferedWriter(Full(path / "train.log", "ab"))
+        logs.PACKAGE.handlers[-1].setStream(io.TextIOWrapper(disk, "utf-8"))
+        logs.PACKAGE.warning("a line that is lost")
+        assert (path / "train.log").stat().st_size > before
+    assert (path / "train.log").stat().st_size == before
 
 
 @pytest.mark.parametrize("begins", [".nonce-", ".metrics.jsonl"])

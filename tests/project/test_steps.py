@@ -448,11 +448,10 @@ def test_a_log_that_cannot_be_written_is_told_once(
         assert not text or text.endswith("}\n"), "half a line"
         seen.append(len(text.splitlines()))
 
-    journal, logs, seen = image.module("run.journal"), image.module("run.logs"), []
+    journal, seen = image.module("run.journal"), []
     with pytest.MonkeyPatch.context() as patch:
         write = journal.open_to_write
-        for module in (journal, logs):
-            patch.setattr(module, "open_to_write", lambda *how, **more: Disk(write(*how, **more)))
+        patch.setattr(journal, "open_to_write", lambda *how, **more: Disk(write(*how, **more)))
         settings = {"run_dir": tmp_path, "data__path": None, "train__log_every": 1}
         config = image.config(**settings, checkpoint__every=0, train__steps=20)
         image.module("train").run(config, [SimpleNamespace(after_step=fill)])
@@ -461,7 +460,6 @@ def test_a_log_that_cannot_be_written_is_told_once(
     assert seen == [0] * 5 + [5, 6] + [7] * 8 + [*range(15, 20)]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [*range(1, 21)]
-    assert all(" INFO " in line for line in (tmp_path / "logs/train.log").read_text().splitlines())
 
 
 def test_what_is_set_aside_has_the_first_free_name(image: Project, tmp_path: Path) -> None:

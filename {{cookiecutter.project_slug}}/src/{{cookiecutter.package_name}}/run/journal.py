@@ -15,7 +15,6 @@ from ..distributed import Group
 from ..files import naming, open_to_write, replace_file, sync_directory
 from ..loss import means
 from .hardware import device_name
-from .logs import append
 
 log = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
@@ -114,11 +113,20 @@ class Journal:
         self.waiting += f"{line}\n".encode()
         try:
             with open_to_write(self.path, "ab", buffering=0) as file:
-                append(file, self.waiting)
-            self.waiting = b""
+                self._append(file)
         except OSError as error:
             if not behind:
                 log.warning("metrics.jsonl cannot be written, its lines wait for room: %s", error)
+
+    def _append(self, file: Any) -> None:
+        end, rest = file.seek(0, os.SEEK_END), self.waiting
+        try:
+            while rest:  # a full disk may take a part, and refuse the rest
+                rest = rest[file.write(rest) :]
+        except OSError:
+            file.truncate(end)
+            raise
+        self.waiting = b""
 
     def _show_validation(self, record: dict[str, Any]) -> None:
         shown = [f"{n[11:].replace('_', ' ')} {v:.4f}" for n, v in validation_of(record).items()]

@@ -41,36 +41,30 @@ class Console(logging.Handler):
                 print(text, file=self.stream or sys.stderr, flush=True)
 
 
-class LogFile(logging.Handler):
-    """Appends records to a file; a disk that fails does not end the run."""
+class LogFile(logging.FileHandler):
+    """A file that records are appended to; a disk that fails does not end the run."""
+
+    stream: TextIO
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.file = open_to_write(path, "ab", buffering=0)
+        super().__init__(path)
         form = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%SZ")
         form.converter = time.gmtime
         self.setFormatter(form)
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Append one record; that the disk is full, the warning about metrics.jsonl says."""
-        with contextlib.suppress(OSError):
-            append(self.file, f"{self.format(record)}\n".encode(errors="replace"))
+    def _open(self) -> TextIO:
+        return open_to_write(self.baseFilename, "a")
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Ignore it: the warning about metrics.jsonl says that the disk is full."""
 
     def close(self) -> None:
-        """Close the file."""
-        with contextlib.suppress(OSError):
-            self.file.close()
-
-
-def append(file: Any, lines: bytes) -> None:
-    """Append lines to an unbuffered file; OSError, and none of them, if the disk is full."""
-    end = file.seek(0, os.SEEK_END)
-    try:
-        while lines:  # the system may write a part, and refuse the rest
-            lines = lines[file.write(lines) :]
-    except OSError:
-        file.truncate(end)
-        raise
+        """Close the file, without the half line that a full disk has taken."""
+        try:
+            super().close()
+        except OSError:
+            with contextlib.suppress(OSError), open_to_write(self.baseFilename, "rb+") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def log_to_console() -> None:
@@ -102,10 +96,10 @@ def logging_in(folder: Path, group: Any) -> Iterator[None]:
         stack.callback(PACKAGE.setLevel, PACKAGE.level)
         PACKAGE.setLevel(PACKAGE.level or logging.INFO)
         if console:
-            faulthandler.enable(handler.file)
+            faulthandler.enable(handler.stream)
             stack.callback(faulthandler.disable)
             if group.rank:
-                stack.enter_context(group.printing_to(handler.file, console))
+                stack.enter_context(group.printing_to(handler.stream, console))
         origin = group, os.getpid(), socket.gethostname()
         PACKAGE.info("%sprocess %d on %s", *origin, extra=ONLY_IN_FILES)
         try:
