@@ -114,21 +114,6 @@ def time_saves(folder: Path, device: str, data: Path, smoke: bool) -> None:
     os._exit(0)
 
 
-def idle_profiler(bench: Bench) -> Series:
-    """The share of a step that a profiler costs between its windows."""
-    run_dir = bench.work / "profiled"
-    command, environment = bench.command("profile", "--run-dir", str(run_dir))
-    outcome = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if outcome.returncode not in (0, 1):
-        raise RuntimeError(f"{outcome.stdout[-1000:]}{outcome.stderr[-3000:]}")
-    figures = json.loads((run_dir / "workflow/profile.json").read_text("utf-8"))["figures"]
-    idle = figures["idle_overhead"]
-    return {
-        "idle profiler, of a step": series([100 * idle["value"]], "%"),
-        "a step, idle profiler": series([1e3 * figures["step_seconds"]["median"]], "ms"),
-    }
-
-
 def restart(bench: Bench) -> Series:
     """Seconds from `kill -9` to the next step that is logged, compiled, with a warm cache."""
     run_dir = bench.work / "restarted"
@@ -169,7 +154,6 @@ PIECES: dict[str, Callable[[Bench], Series]] = {
     "gpt2, round 1": lambda bench: gpt2.measure(bench),
     "gpt2, round 2": lambda bench: gpt2.measure(bench),
     "saves": saves,
-    "profiler": idle_profiler,
     "restart": restart,
 }
 

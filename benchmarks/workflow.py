@@ -41,8 +41,6 @@ def figures_of(stages: dict[str, Any]) -> Iterator[tuple[str, float, str]]:
         yield f"compiled, {mode}: eager time / compiled time", entry["speedup"]["value"], "x"
         for how, seconds in entry["compile_seconds"].items():
             yield f"compiled, {mode}: compiling, {how}", seconds, "s"
-    if overhead := found.get("profile", {}).get("idle_overhead"):
-        yield "profiler between its windows, of a step", 100 * overhead["value"], "%"
     if efficiency := found.get("scale", {}).get("strong_efficiency"):
         yield "2 ranks: strong efficiency", 100 * efficiency["2"], "%"
     if drill := found.get("checkpoint"):

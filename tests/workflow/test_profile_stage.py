@@ -104,11 +104,10 @@ def test_what_holds_a_step_up_is_named(
         assert figures["diagnosis"] == f"{how}-bound"
         assert figures["shares"][part] == max(figures["shares"].values()) > 0.5
         assert sum(figures["shares"].values()) == pytest.approx(1)
-        assert statuses(content) | {"idle_overhead": ""} == {
+        assert statuses(content) == {
             "trace": "pass",
             "recompiles": "pass",
             "shares": "pass",
-            "idle_overhead": "",  # a busy machine may keep it from being decided
         }
         assert tip in content["advice"][0] and f"{how}-bound: " in content["advice"][0]
         assert figures["recompiles"] == 0 and figures["steps"] == 3
@@ -164,28 +163,6 @@ def test_what_is_no_trace_is_refused(project: Project, traces: Any, tmp_path: Pa
             group.agree(lambda: project.module("workflow.profile").read_back(path))
     with pytest.raises(ValueError, match="no step"):
         traces.breakdown(traces.read_trace(path))
-
-
-def test_idle_overhead_both_ways(
-    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    stage = project.module("workflow.profile")
-
-    class Busy(stage.Profiler):
-        def after_step(self, state: Any, record: Any = None) -> None:
-            if self.config.every:
-                time.sleep(0.02)
-            else:  # the one that traces
-                super().after_step(state, record)
-
-    state = project.module("train").setup(project.config(run_dir=tmp_path))
-    gate = project.module("workflow.stage").Stage("profile", state.config)
-    stage.judge_idle(gate, state, 0.1)
-    assert gate.checks[0]["status"] == "pass" and 0 < gate.figures["idle_overhead"]["value"] < 0.01
-    monkeypatch.setattr(stage, "Profiler", Busy)
-    content = profile(project, "busy", code=1)
-    assert statuses(content)["idle_overhead"] == "fail"
-    assert content["figures"]["idle_overhead"]["value"] > 0.01
 
 
 def test_a_device_that_no_trace_tells_of(project: Project, traces: Any, tmp_path: Path) -> None:

@@ -7,12 +7,10 @@ communication, since the others wait for it there.
 import gzip
 import json
 import re
-import timeit
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +29,6 @@ from .stage import Stage
 from .timing import record_steps, spread
 
 UNTRACED = 20  # steps that are timed without a trace
-CALLS, IDLE = 50, 0.01  # to a profiler between its windows; of a step
 SHOWN = 10  # operators
 WORTH_A_WORD = 0.15  # the share of a step from which on a second cause is mentioned
 CAUSES = {
@@ -117,7 +114,6 @@ def measure(config: Config) -> int:
         stage.check("trace", not problem, measured=measured, wanted=wanted, advice=tip)
         if ranks:
             judge_steps(stage, world.device, ranks, steps["median"])
-        judge_idle(stage, state, steps["median"])
     del state
     leave(world)
     return stage.close() if world.rank == 0 else 0
@@ -210,20 +206,6 @@ def without_tracing(shares: Shares, slowdown: float) -> Shares:
     added = min(max(0.0, 1 - 1 / slowdown), shares["host"])
     rest = shares | {"host": shares["host"] - added}
     return {part: share / (1 - added) for part, share in rest.items()}
-
-
-def judge_idle(stage: Stage, state: State, usual: float) -> None:
-    """Check that `--profile.every` costs almost nothing between its windows.
-
-    Its calls are timed by themselves: a difference of whole steps would drown in noise.
-    """
-    profiler = Profiler(replace(state.config.profile, every=2**40), Path("unused"), state)
-    call = median(timeit.repeat(lambda: profiler.after_step(state), repeat=CALLS, number=1))
-    share = call / usual
-    stage.figures["idle_overhead"] = {"value": share}
-    measured, wanted = f"{share:.4%} of a step, {call * 1e6:.2g} us a call", f"less than {IDLE:.0%}"
-    tip = "if steps are this short, leave --profile.every off and use this command"
-    stage.check("idle_overhead", share < IDLE, measured=measured, wanted=wanted, advice=tip)
 
 
 def diagnose(shares: Shares, compilations: int) -> list[str]:

@@ -144,8 +144,6 @@ def judge_efficiency(stage: Stage, kind: str, records: Records, reason: str, dev
     wanted = f"{most} ranks above {limit:.0%}" if limit else "measured"
     advice = "" if reason else WHAT_RANKS_SHARE
     stage.check(name, passed, measured=measured, wanted=wanted, advice=advice)
-    if passed and most * by_ranks[most][0] <= 1:
-        stage.advise(f"{most} ranks do not do more than one here: {kind} scaling brings nothing")
 
 
 def judge_memory(stage: Stage, records: Records, device: torch.device) -> None:
