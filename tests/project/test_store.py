@@ -494,7 +494,7 @@ def test_what_is_damaged_on_disk_is_not_published(
             (tmp_path / "step_00000002/part-0").write_bytes(b"x" * 100)
         both.both.submit(tmp_path / f"step_{step:08d}")
         both.both.sending.exception()
-    with pytest.raises(both.errors, match=r"not uploaded.*part-0 has other content"):
+    with pytest.raises(both.errors, match=r"does not have it.*part-0 has other content"):
         both.both.close()
     assert both.in_store() == [1]
 

@@ -59,9 +59,7 @@ class UploadingPublisher(Publisher):
         try:
             self.group.from_first(self._arrive)
         except RankError as error:
-            where = (
-                f"the newest checkpoint is good, but it was not uploaded to {self.store.directory}"
-            )
+            where = f"the newest checkpoint is good, but {self.store.directory} does not have it"
             raise CheckpointError(f"{where}: {error}. The same command tries again") from error
         finally:
             self.sender.shutdown()
