@@ -7,8 +7,10 @@ billionth, on 1 rank or 1,000, cost the same.
 """
 
 import itertools
+import random
 import signal
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +30,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the increment of SplitMix64
 MASK = (1 << 64) - 1
 ROUNDS = 6  # four are measurably biased on small domains
 TABLE_BELOW = 4096  # under this a sorted table is cheaper than a cipher and exactly uniform
+STEP = 2  # purpose of the random numbers of a step
 BLOCK = 16384  # positions computed at once: about 10 ns each, against 300 ns one batch at a time
 
 
@@ -54,11 +57,17 @@ def sample_keys(seed: int, positions: np.ndarray) -> np.ndarray:
     return mix(positions.astype(np.uint64) * np.uint64(GOLDEN) + np.uint64(stream_key(seed, 1)))
 
 
-def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
-    """Make the random numbers of a step a function of (seed, step, rank): no state is saved."""
-    key = stream_key(seed, 2, step, rank) >> 1
+def seed_random(*words: int, device: torch.device | None = None) -> None:
+    """Make random numbers a function of these words: no state is saved.
+
+    Torch's on a device; without one all that data may draw, from torch, numpy and Python.
+    """
+    key = stream_key(*words) >> 1
     torch.default_generator.manual_seed(key)  # torch.manual_seed takes a hundred times as long
-    if device.type == "cuda":
+    if device is None:
+        np.random.seed(key & 0xFFFFFFFF)
+        random.seed(key)
+    elif device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(key)
     elif device.type == "mps":
         torch.mps.manual_seed(key)
@@ -159,17 +168,17 @@ class Share(NamedTuple):
 def shares(size: int, micro_batch_size: int, rank: int, ranks: int, first: int = 0) -> list[Share]:
     """Divide a global batch, or `size` samples of it from `first` on, into a rank's micro-batches.
 
-    Slices are near-equal and the last micro-batch may be shorter. Every rank gets the same number
-    of micro-batches, since collectives inside forward and backward must match: a rank with
-    nothing left puts one sample through at weight zero.
+    All are near-equal: 9 samples in micro-batches of up to 8 are 5 and 4, as batch statistics of
+    one sample would fail. Every rank gets the same number of micro-batches, since collectives
+    inside forward and backward must match: a rank with nothing left, which has none larger than
+    one sample, puts one through at weight zero.
     """
     start, stop = (first + size * r // ranks for r in (rank, rank + 1))
     padding = Share(slice(first, first + 1), 0.0)
-    result = []
-    for offset in range(0, -(-size // ranks), micro_batch_size):
-        low, high = min(start + offset, stop), min(start + offset + micro_batch_size, stop)
-        result.append(Share(slice(low, high), 1.0) if low < high else padding)
-    return result
+    count = -(-(-(-size // ranks)) // micro_batch_size)  # of the largest slice, rounded up
+    cuts = [start - (start - stop) * i // count for i in range(count + 1)]
+    pairs = itertools.pairwise(cuts)
+    return [Share(slice(low, high), 1.0) if low < high else padding for low, high in pairs]
 
 
 def check_dataset(dataset: Any, name: str) -> None:
@@ -185,17 +194,27 @@ def check_dataset(dataset: Any, name: str) -> None:
         raise UserError(f"the {name} data is empty")
 
 
-def fetch(dataset: Any, ids: np.ndarray, keys: np.ndarray | None = None) -> Any:
+def fetch(
+    dataset: Any, ids: np.ndarray, keys: np.ndarray | None = None, draws: Sequence[int] = ()
+) -> Any:
     """Read samples as one batch of tensors.
 
     `dataset.__getitems__(ids)` may return a finished batch, or a list of samples to collate; a
     dataset with `__getitem__` alone works too. With `keys` (uint64, one per sample), the dataset's
-    `augment(batch, keys)` changes the batch.
+    `augment(batch, keys)` changes the batch. `draws` (a key, and the position of the first sample)
+    seed the global random numbers, for each sample or, for `__getitems__`, for the batch.
     """
+    key, position = draws or (0, 0)
     if hasattr(dataset, "__getitems__"):
+        if draws:
+            seed_random(key, position)
         batch = dataset.__getitems__(ids.tolist())
     else:
-        batch = [dataset[i] for i in ids.tolist()]
+        batch = []
+        for place, number in enumerate(ids.tolist(), position):
+            if draws:
+                seed_random(key, place)
+            batch.append(dataset[number])
     batch = default_collate(batch) if isinstance(batch, list) else batch
     return batch if keys is None else dataset.augment(batch, keys)
 
@@ -205,13 +224,14 @@ class _MicroBatches(Dataset):
 
     def __init__(self, dataset: Any, order: GlobalBatches) -> None:
         self.dataset, self.order = dataset, order
+        self.draws = stream_key(order.seed, 5)
 
     def __getitem__(self, item: tuple[int, Share]) -> Any:
         step, (places, _) = item
-        keys = None
+        keys, draws = None, (self.draws, step * self.order.batch_size + places.start)
         if hasattr(self.dataset, "augment"):
             keys = sample_keys(self.order.seed, self.order.positions(step)[places])
-        return fetch(self.dataset, self.order.ids(step)[places], keys)
+        return fetch(self.dataset, self.order.ids(step)[places], keys, draws)
 
 
 class Loader:

@@ -6,6 +6,7 @@ Face's streaming data sets. Each rank reads its own, and the manifest has each r
 
 import copy
 import json
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from . import map_style
 from .device import annotated
 from .distributed import Group, World
 from .errors import UserError
+from .map_style import STEP as STEP
 from .map_style import WAITING as WAITING
 from .map_style import GlobalBatches as GlobalBatches
 from .map_style import Loader as Loader
@@ -25,13 +27,14 @@ from .map_style import check_dataset as check_dataset
 from .map_style import fetch as fetch
 from .map_style import fixed_subset as fixed_subset
 from .map_style import sample_keys as sample_keys
-from .map_style import seed_step as seed_step
+from .map_style import seed_random as seed_random
 from .map_style import shares as shares
 from .map_style import stream_key as stream_key
 
 if TYPE_CHECKING:
     from .config import TrainConfig
 
+log = logging.getLogger(__name__)
 WAYS_OUT = (
     "give it both, as torchdata's nodes and Hugging Face's streaming data sets have them, or write "
     "its samples to files and read these by number"
@@ -53,10 +56,10 @@ class StreamLoader(Loader):
     step, so at a save its position is that of the samples that were trained on.
     """
 
-    def __init__(self, stream: Any, batch_size: int, plan: list[Share], world: World) -> None:
-        order = StreamOrder(0, batch_size, 0)
+    def __init__(self, stream: Any, train: "TrainConfig", plan: list[Share], world: World) -> None:
+        order = StreamOrder(0, train.global_batch_size, train.seed)
         super().__init__(_FirstSamples(self), order, plan, workers=0, pin=False)
-        self.stream, self.ranks, self.epoch = stream, world.size, 0
+        self.stream, self.world, self.epoch = stream, world, 0
         self.iterating: Any = None
         self.first: list[Any] = []  # samples; measurements use them again and again
         self.ahead: list[Any] = []
@@ -82,7 +85,9 @@ class StreamLoader(Loader):
         return [default_collate(samples[place]) for place in places]
 
     def _peek(self) -> list[Any]:
-        while len(self.ahead) < self.source.order.batch_size // self.ranks:
+        if not self.ahead:
+            seed_random(self.source.draws, self.step, self.world.rank)
+        while len(self.ahead) < self.source.order.batch_size // self.world.size:
             self.ahead.append(self._read())
         self.first = self.first or self.ahead
         return self.ahead
@@ -144,7 +149,7 @@ class StreamLoader(Loader):
             raise UserError(
                 f"the training stream cannot resume at its position: {error!r}"
             ) from error
-        self.iterating = iter(self.stream)
+        self.iterating = None  # `_read` starts it, once its random numbers are seeded
 
 
 class _FirstSamples:
@@ -173,4 +178,17 @@ def open_loader(dataset: Any, train: "TrainConfig", plan: list[Share], world: Wo
             f"--train.global-batch-size {train.global_batch_size} of a stream must be a "
             f"multiple of the {world.size} ranks"
         )
-    return StreamLoader(dataset, train.global_batch_size, plan, world)
+    if has_shuffle_buffer(dataset):
+        log.warning(
+            "the training stream shuffles in a buffer, which its state_dict() leaves out: a resume "
+            "is not exact, as it passes over the samples in the buffer. Shuffle the files instead"
+        )
+    return StreamLoader(dataset, train, plan, world)
+
+
+def has_shuffle_buffer(part: Any) -> bool:
+    """Whether a Hugging Face stream, or a part of one, shuffles in a buffer."""
+    names = ("dataset", "_ex_iterable", "ex_iterable")
+    sources = [*(getattr(part, name, None) for name in names), *getattr(part, "ex_iterables", ())]
+    below = any(has_shuffle_buffer(source) for source in sources if source is not None)
+    return below or getattr(part, "buffer_size", 0) > 1

@@ -3,8 +3,10 @@
 A tokenizer is a tokenizer.json of the package of that name, which the command `tokens` leaves.
 """
 
+import codecs
 import hashlib
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -13,10 +15,12 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from .errors import UserError
-from .files import fingerprint, read_json
+from .files import fingerprint, read_json, warn_left_out
 
 if TYPE_CHECKING:
     from .data import Spec
+
+SPLIT = re.compile("(?<![a-z])(train(ing)?|val(id(ation)?)?|test)(?![a-z])", re.I)
 
 
 @dataclass(frozen=True)
@@ -102,3 +106,25 @@ def read_tokenizer(path: Path) -> Tokenizer:
 def digest_of(tokenizer: Tokenizer) -> str:
     """What tells a tokenizer from another one, in 16 letters."""
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:16]
+
+
+def encoding_of(start: bytes) -> str:
+    """The encoding of text by its byte order mark, which UTF-16 and UTF-32 have; or UTF-8."""
+    if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):  # begins as UTF-16's does
+        return "utf-32"
+    return "utf-16" if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8"
+
+
+def splits_of(names: Sequence[Path]) -> list[str]:
+    """What files are for, "train", "val" or "test", by the first names in their paths.
+
+    As in valid/a.txt or wiki.test.txt; "train" by any other name. All are "" unless some are named
+    "train" and some "val".
+    """
+    found = [SPLIT.search(name.as_posix().partition("/")[0]) for name in names]
+    splits = [match[0][:3].lower() if match else "" for match in found]
+    if not {"tra", "val"} <= {*splits}:
+        return [""] * len(splits)
+    tests = [name for name, split in zip(names, splits, strict=True) if split == "tes"]
+    warn_left_out(tests, "files named test, neither train nor val")
+    return [{"val": "val", "tes": "test"}.get(split, "train") for split in splits]

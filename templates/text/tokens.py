@@ -30,15 +30,18 @@ from .files import (
     read_json,
     replacing,
     sync_directory,
+    warn_left_out,
     write_json,
 )
-from .text import NAME, digest_of, read_tokenizer
+from .text import NAME, digest_of, encoding_of, read_tokenizer, splits_of
 
 log = logging.getLogger(__name__)
 SHARD = 1 << 26  # bytes of text in one, or a thousandth of all, if that is more
 SAMPLE = 100_000_000  # bytes of text that a tokenizer is trained on
 BATCH = 1 << 24  # letters that are encoded at the same time
-VALIDATION_SHARE = 20  # one document in so many, by a hash of its name or, in JSON lines, its text
+# Without names that say what files are for one document in so many, by a hash of the name of its
+# file or, in JSON lines, its text.
+VALIDATION_SHARE = 20
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class Piece(NamedTuple):
     path: Path
     start: int
     stop: int
-    validation: bool  # of a file: what it is for
+    validation: bool | None  # what it is for (None: JSON lines, each by its text)
+    encoding: str = "utf-8"
 
 
 class Part(NamedTuple):
@@ -127,18 +131,32 @@ def write_tokens(options: TokensConfig) -> str:
 
 def divide(text: Path) -> tuple[Path, list[Piece]]:
     """The folder of the text, and its pieces in a fixed order; UserError for no text."""
-    root, pieces = text if text.is_dir() else text.parent, []
+    root = text if text.is_dir() else text.parent
+    encodings: dict[Path, str] = {}
+    left_out: list[Path] = []
     for path in [text] if text.is_file() else sorted(text.rglob("*")):
         if path.is_dir() or any(part[0] == "." for part in path.relative_to(text).parts):
             continue
         check_regular([path])
         with open(path, "rb") as file:
-            if b"\0" in file.read(8192):  # as git tells text from what is none
-                continue
-        name, size = path.relative_to(root).as_posix().encode(), path.stat().st_size
-        chosen = bool(pieces) and zlib.crc32(name) % VALIDATION_SHARE == 0
-        step = SHARD if path.suffix == ".jsonl" else max(size, 1)
-        pieces += [Piece(path, at, min(at + step, size), chosen) for at in range(0, size, step)]
+            start = file.read(8192)
+        encoding = "utf-8" if path.suffix == ".jsonl" else encoding_of(start)
+        if b"\0" in start and encoding == "utf-8":  # as git tells text from what is none
+            left_out.append(path)
+        else:
+            encodings[path] = encoding
+    warn_left_out(left_out, "files with zero bytes, which are no text")
+    names = [path.relative_to(root) for path in encodings]
+    pieces: list[Piece] = []
+    for name, split in zip(names, splits_of(names), strict=True):
+        path = root / name
+        lines, size = path.suffix == ".jsonl", path.stat().st_size
+        hashed = bool(pieces) and zlib.crc32(name.as_posix().encode()) % VALIDATION_SHARE == 0
+        chosen = split == "val" if split else None if lines else hashed
+        step = SHARD if lines else max(size, 1)
+        if split != "test":
+            bounds = ((at, min(at + step, size)) for at in range(0, size, step))
+            pieces += [Piece(path, *ends, chosen, encodings[path]) for ends in bounds]
     if not pieces:
         raise UserError(f"--text {text}: there is no text in it")
     return root, pieces
@@ -174,10 +192,10 @@ def parts(piece: Piece, field: str) -> Iterator[Part]:
     """The documents of a piece, about a megabyte at a time; UserError for a line without text."""
     with open(piece.path, "rb") as file:
         if piece.path.suffix != ".jsonl":
-            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            decoder = codecs.getincrementaldecoder(piece.encoding)("replace")
             while content := file.read(1 << 20) + file.readline(1 << 16):  # to the end of a line
-                yield Part(piece.validation, decoder.decode(content), last=False)
-            yield Part(piece.validation, decoder.decode(b"", final=True), last=True)
+                yield Part(bool(piece.validation), decoder.decode(content), last=False)
+            yield Part(bool(piece.validation), decoder.decode(b"", final=True), last=True)
             return
         if piece.start:
             file.seek(piece.start - 1)
@@ -190,7 +208,9 @@ def parts(piece: Piece, field: str) -> Iterator[Part]:
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 where = f"{piece.path}, the line at byte {place:,}"
                 raise UserError(f"{where}: wanted JSON with a text in {field!r}") from None
-            chosen = zlib.crc32(content) % VALIDATION_SHARE == 0
+            chosen = piece.validation
+            if chosen is None:
+                chosen = zlib.crc32(content) % VALIDATION_SHARE == 0
             yield Part(chosen, content.decode(), last=True)
 
 

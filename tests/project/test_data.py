@@ -1,5 +1,7 @@
 """Data of one's own: token files, arrays and folders of images; what grew, what is no such data."""
 
+import codecs
+import gzip
 import itertools
 import json
 import os
@@ -8,6 +10,7 @@ import resource
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,6 +170,73 @@ def test_what_stands_beside_tokens_says_what_they_are(text: Project, tmp_path: P
     assert rounded.vocabulary == 64
 
 
+def words_of(part: Any) -> set[str]:
+    """The words in some samples of text."""
+    tokens = part.__getitems__(list(range(len(part))))["tokens"][:, :-1]
+    return {*bytes(tokens.flatten().tolist()).decode(errors="replace").split()}
+
+
+def test_text_of_any_encoding_is_read_and_what_is_none_is_named(
+    text: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    encodings = ["utf-8", "utf-16", "utf-32"]
+    for mark, name in ((codecs.BOM_UTF16_BE, "utf-16-be"), (codecs.BOM_UTF32_BE, "utf-32-be")):
+        encodings.append(name)
+        (tmp_path / f"{name}.txt").write_bytes(mark + f"naïve_{name} ".encode(name) * 50)
+    for name in encodings[:3]:
+        (tmp_path / f"{name}.txt").write_text(f"naïve_{name} " * 50, name)
+    (tmp_path / ".hidden").write_bytes(b"\0")
+    training, validation, _ = datasets(text, data__path=tmp_path, data__context=8)
+    assert words_of(training) | words_of(validation) >= {f"naïve_{name}" for name in encodings}
+    assert not caplog.text
+    (tmp_path / "packed.gz").write_bytes(gzip.compress(b"text " * 1000, mtime=0))
+    (tmp_path / "unmarked.txt").write_bytes("text ".encode("utf-16-le"))
+    datasets(text, data__path=tmp_path, data__context=8)
+    (line,) = caplog.messages
+    assert line.startswith("left out: files with zero bytes, which are no text (2)")
+    assert line.endswith("packed.gz")
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone/a.txt").write_text("alone " * 100, "utf-16")
+    for path in (tmp_path / "alone", tmp_path / "alone/a.txt"):
+        assert "alone" in words_of(datasets(text, data__path=path, data__context=8)[0])
+
+
+@pytest.mark.parametrize(
+    ("training_file", "validation_file", "test_file"),
+    [
+        ("train.txt", "val.txt", "test.txt"),
+        ("train/a.txt", "valid/a.txt", "test/a.txt"),
+        ("training_00.txt", "Validation_00.txt", "test_00.txt"),
+        ("wiki.train.raw", "wiki.valid.raw", "wiki.test.raw"),
+    ],
+)
+def test_text_may_be_divided_already(
+    text: Project,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    training_file: str,
+    validation_file: str,
+    test_file: str,
+) -> None:
+    others = ("trainer.txt", "validators.py", "contest.txt", "docs/val.txt")
+    names = {"a": training_file, "b": validation_file, "c": test_file}
+    names |= {f"other{i}": name for i, name in enumerate(others)}
+    for word, name in names.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{word} " * 100)
+
+    def read() -> list[set[str]]:
+        parts = datasets(text, data__path=tmp_path, data__context=10)[:2]
+        return [words_of(part) & {*names} for part in parts]
+
+    assert read() == [{*names} - {"b", "c"}, {"b"}]
+    (line,) = caplog.messages
+    assert line.startswith("left out: files named test, neither train nor val (1)")
+    assert line.endswith(test_file)
+    (tmp_path / training_file).unlink()
+    assert set.union(*read()) >= {"b", "c"}, "one of the names alone says nothing"
+
+
 @pytest.mark.parametrize("kind", ["tokens", "images"])
 def test_data_that_grew_is_another_run(
     text: Project, image: Project, tmp_path: Path, kind: str
@@ -252,6 +322,65 @@ def test_a_folder_may_be_divided_already(image: Project, tmp_path: Path) -> None
     training, validation, spec = datasets(image, data__path=tmp_path)
     assert (len(training), len(validation)) == (10, 4)
     assert spec.classes == ("cat", "dog")
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation"])
+def test_what_is_no_image_of_a_class_is_passed_over(
+    image: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """Hidden names in silence, other files with one line."""
+    for folder, count in (("train", 10), (name, 4), (".ipynb_checkpoints", 4), ("__MACOSX", 4)):
+        images(tmp_path / folder, count)
+    images(tmp_path / "train/.ipynb_checkpoints", 2)
+    shutil.copytree(tmp_path / "train/cat", tmp_path / "train/__MACOSX")
+    (tmp_path / "train/cat/._000.png").write_bytes(b"a Mac's")
+    training, validation, spec = datasets(image, data__path=tmp_path)
+    assert (len(training), len(validation)) == (10, 4) and spec.classes == ("cat", "dog")
+    assert not caplog.text
+    images(tmp_path / "test", 4)
+    (tmp_path / "train/cat/notes.txt").touch()
+    (tmp_path / "train/cat/deeper").mkdir()
+    assert len(datasets(image, data__path=tmp_path)[0]) == 10
+    (line,) = caplog.messages
+    assert line.startswith("left out: what is no image in a folder of its class (6), such as ")
+
+
+def test_images_of_phones_and_browsers_are_read(image: Project, tmp_path: Path) -> None:
+    """Upright, as their EXIF tag says, and under all names that a JPEG has."""
+    images(tmp_path, 20)
+    stored = np.zeros((16, 24, 3), np.uint8)
+    stored[:4] = 255  # the upper side, which is the right one
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for name in ("a.jfif", "b.png"):
+        Image.fromarray(stored).save(tmp_path / "cat" / name, exif=exif, format="PNG")
+    training, validation, _ = datasets(image, data__path=tmp_path)
+    files = [*training.files, *validation.files]
+    assert {"a.jfif", "b.png"} < {file.name for file in files}
+    for file in files:
+        if file.name in ("a.jfif", "b.png"):
+            pixels = np.array(training.decode(file))
+            assert pixels.shape == (24, 16, 3)
+            assert pixels[:, -4:].min() == 255 and not pixels[:, :-4].any()
+
+
+def test_arrays_with_their_channels_first_are_refused(image: Project, tmp_path: Path) -> None:
+    pixels = images(tmp_path, 20)
+    path, labels = tmp_path / "array.npz", np.arange(20) % 2
+    np.savez(path, images=pixels.transpose(0, 3, 1, 2), labels=labels)
+    with pytest.raises(image.module("errors").UserError, match=r"transpose\(0, 2, 3, 1\)"):
+        datasets(image, data__path=path)
+    for channels in (1, 2, 4):
+        np.savez(path, images=np.zeros((20, 8, 8, channels), np.uint8), labels=labels)
+        assert datasets(image, data__path=path)[2].channels == channels
+
+
+def test_settings_of_a_windows_editor_are_read(text: Project, tmp_path: Path) -> None:
+    load = text.module("config").load
+    (tmp_path / "a.toml").write_bytes(codecs.BOM_UTF8 + b"[train]\r\nsteps = 3\r\n")
+    (tmp_path / "config.json").write_bytes(codecs.BOM_UTF8 + b'{"train": {"steps": 3}}')
+    for path in (tmp_path / "a.toml", tmp_path):
+        assert load(path).train.steps == 3
 
 
 def test_images_in_files_train_resume_and_are_named(

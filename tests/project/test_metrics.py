@@ -141,12 +141,12 @@ def test_a_validation_cut_short_is_made_up_for(
     undisturbed = train(project, tmp_path / "whole")
     fetch, armed = training.fetch, False
 
-    def stopping(dataset: Any, ids: Any) -> Any:
+    def stopping(*arguments: Any) -> Any:
         nonlocal armed
         if armed and len(lines(run_dir)) >= step - 1:
             armed = False
             os.kill(os.getpid(), signal.SIGTERM)
-        return fetch(dataset, ids)
+        return fetch(*arguments)
 
     monkeypatch.setattr(training, "fetch", stopping)
     for _ in range(1 + again):

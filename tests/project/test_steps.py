@@ -61,8 +61,8 @@ def test_ranks_validate_with_the_same_batch_statistics(tmp_path: Path) -> None:
 def test_random_numbers_of_a_step_stay_what_they_were(image: Project) -> None:
     """A run that goes on with a newer render has the dropout that it would have had."""
     sampling, drawn = image.module("sampling"), []
-    for place in ((0, 0, 0), (0, 1, 0), (0, 0, 1), (7, 0, 0)):
-        sampling.seed_step(*place, torch.device("cpu"))
+    for seed, *place in ((0, 0, 0), (0, 1, 0), (0, 0, 1), (7, 0, 0)):
+        sampling.seed_random(seed, sampling.STEP, *place, device=torch.device("cpu"))
         drawn.append(int(torch.randint(2**31, (1,))))
     assert drawn == [1513507357, 269167787, 1334207398, 1465103326]
 

@@ -1,11 +1,14 @@
 """Streams: each rank reads its own, and a resume reads on exactly where the checkpoint was."""
 
 import json
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,6 +79,44 @@ def test_a_resume_reads_on(project: Project, tmp_path: Path) -> None:
     shutil.rmtree(path)
     with pytest.raises(project.module("errors").UserError, match="cannot resume at its position"):
         train(project, other, tmp_path / "whole")
+
+
+def test_what_a_stream_draws_follows_from_seed_step_and_rank(
+    project: Project, tmp_path: Path
+) -> None:
+    class Drawing(Stream):
+        def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+            for sample in super().__iter__():
+                numbers = (torch.rand(()).item(), float(np.random.rand()), random.random())
+                self.drawn = [*getattr(self, "drawn", []), *numbers]
+                yield sample
+
+    train(project, whole := Drawing(), tmp_path, checkpoint__keep=20)
+    for later in range(8, 21):
+        shutil.rmtree(tmp_path / f"checkpoints/step_{later:08}")
+    train(project, resumed := Drawing(), tmp_path)
+    assert resumed.drawn == whole.drawn[3 * 8 * 7 :] and len({*whole.drawn}) == 3 * 160
+    sampling, found = project.module("sampling"), []
+    for seed, rank in ((0, 0), (0, 1), (1, 0)):
+        settings = project.config(train__seed=seed, train__global_batch_size=8).train
+        world = SimpleNamespace(rank=rank, size=2)
+        plan = sampling.shares(8, 8, rank, 2)
+        sampling.open_loader(stream := Drawing(), settings, plan, world).next()
+        found.append({*stream.drawn})
+    assert found[0] < {*whole.drawn} and not found[0] & found[1] and not found[0] & found[2]
+
+
+@pytest.mark.parametrize("buffer_size", [1, 100])
+def test_a_shuffle_buffer_is_told_as_it_is_lost(
+    project: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture, buffer_size: int
+) -> None:
+    """Parts of a stream as Hugging Face's have them (datasets 5.2)."""
+    stream = Stream()
+    shuffled = SimpleNamespace(ex_iterable=SimpleNamespace(), buffer_size=buffer_size)
+    joined = SimpleNamespace(ex_iterables=[SimpleNamespace(), shuffled])
+    stream._ex_iterable = SimpleNamespace(ex_iterable=joined)
+    train(project, stream, tmp_path, train__steps=1)
+    assert ("a resume is not exact" in caplog.text) is (buffer_size > 1)
 
 
 def test_micro_batches_are_parts_of_the_same_samples(project: Project, tmp_path: Path) -> None:

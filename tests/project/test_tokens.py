@@ -99,6 +99,34 @@ def test_every_document_comes_back_as_it_was(project: Project, text: Path, tmp_p
         assert next(files).read_bytes() == next(files).read_bytes()
 
 
+@pytest.mark.parametrize("ending", ["txt", "jsonl"])
+def test_files_may_say_what_they_are_for(
+    project: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture, ending: str
+) -> None:
+    """By their names; UTF-16 is read, what is no text is left out with one line."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name in ("train", "more", "valid", "test"):
+        texts = [f"{name} {i}" for i in range(40)]
+        lines = [json.dumps({"text": text}) for text in texts] if ending == "jsonl" else texts
+        encoding = "utf-16" if (name, ending) == ("more", "txt") else "utf-8"
+        (folder / f"{name}.{ending}").write_text("\n".join(lines), encoding)
+    (folder / "packed.gz").write_bytes(b"\x1f\x8b\0")
+    note = tokens(project, folder, tmp_path / "tokens")
+    for name, words in (("train", {"train", "more"}), ("val", {"valid"})):
+        part = tmp_path / name
+        part.mkdir()
+        for file in (tmp_path / "tokens").glob("*.json"):
+            (part / file.name).write_bytes(file.read_bytes())
+        for file in (tmp_path / "tokens").glob(f"{name}_*.bin"):
+            (part / file.name).write_bytes(file.read_bytes())
+        found = " ".join(documents(part)).split()
+        assert {word for word in found if word.isalpha()} == words
+    assert note["documents"] == (120 if ending == "jsonl" else 3)
+    lines = [line for line in caplog.messages if line.startswith("left out: files")]
+    assert "packed.gz" in lines[0] and f"test.{ending}" in lines[1] and len(lines) == 2
+
+
 def test_a_model_is_trained_on_them_and_answers_in_text(
     project: Project, text: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:

@@ -75,7 +75,7 @@ def test_randomness_without_a_seed_is_found(
 
     def noisy(model: Any, batch: Any) -> Any:
         loss = compute(model, batch)
-        return loss._replace(total=loss.total * (1 + 1e-3 * random.random()))
+        return loss._replace(total=loss.total * (1 + 1e-3 * random.SystemRandom().random()))
 
     monkeypatch.setattr(training, "compute_loss", noisy)
     assert measure(project, tmp_path)[0]["deterministic"] == "fail"

@@ -123,7 +123,7 @@ def test_a_restore_that_changes_one_number_is_found(on_one: Stand) -> None:
 
 def test_randomness_of_its_own_is_found(on_one: Stand) -> None:
     on_one.in_this_process().patch.setattr(
-        on_one.project.module("train"), "seed_step", lambda *arguments: None
+        on_one.project.module("train"), "seed_random", lambda *words, device: None
     )
     override = on_one.project.module("config").override
     on_one.config = override(on_one.config, {"model.dropout": 0.2})

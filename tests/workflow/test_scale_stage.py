@@ -309,7 +309,7 @@ def test_losses_do_not_depend_on_what_training_draws_or_averages(
 ) -> None:
     """Dropout and batch statistics by rank change no loss; drawing in evaluation is noticed."""
     training, scale = project.module("train"), project.module("workflow.scale")
-    build, seed, compared = training.build_model, training.seed_step, []
+    build, seed, compared = training.build_model, training.seed_random, []
 
     def changed(config: Any, spec: Any) -> nn.Module:
         model = build(config, spec)
@@ -321,10 +321,10 @@ def test_losses_do_not_depend_on_what_training_draws_or_averages(
     world = training.join(config.parallel, config.device)
     for rank, size in ((0, 4), (1, 2)):  # as if it were of that rank, and other micro-batches
 
-        def as_rank(seeds: int, step: int, _: int, device: Any, rank: int = rank) -> None:
-            seed(seeds, step, rank, device)
+        def as_rank(*words: int, device: Any, rank: int = rank) -> None:
+            seed(*words[:-1], rank, device=device)
 
-        monkeypatch.setattr(training, "seed_step", as_rank)
+        monkeypatch.setattr(training, "seed_random", as_rank)
         changes = {"train.micro_batch_size": size}
         override = project.module("config").override
         compared.append(scale.compare(override(config, changes), world))

@@ -47,6 +47,8 @@ def test_ranks_share_a_batch_without_overlap(world_size: int, micro_batch_size: 
     assert np.concatenate(seen).tolist() == batch.tolist()
     assert len({len(plan) for plan in plans}) == 1, "collectives would not match"
     assert all(0 < len(batch[s.places]) <= micro_batch_size for plan in plans for s in plan)
+    sizes = [[len(batch[s.places]) for s in plan if s.weight] for plan in plans]
+    assert all(max(of_rank) - min(of_rank) <= 1 for of_rank in sizes), "a micro-batch is small"
 
 
 def test_another_seed_is_another_order() -> None:

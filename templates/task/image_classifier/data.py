@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from .errors import UserError
-from .files import check_regular, fingerprint, fingerprint_files
+from .files import check_regular, fingerprint, fingerprint_files, warn_left_out
 
 if TYPE_CHECKING:
     from .config import Config
@@ -58,7 +58,7 @@ def build_datasets(config: "Config") -> tuple["Images", "Images", Spec]:
     """Training and validation images and their spec; UserError for unusable data.
 
     One image in five is for validation: by its place in an .npz, by a hash of its name in a folder,
-    unless that has `train` and `val` folders of its own.
+    unless that has folders of its own, `train` and `val`, `valid` or `validation`.
     """
     data, path = config.data, config.data.path
     if path and not path.exists():
@@ -78,19 +78,24 @@ def build_datasets(config: "Config") -> tuple["Images", "Images", Spec]:
 
 def read_folder(path: Path, config: DataConfig) -> tuple["Images", "Images", Spec]:
     """Images in a folder per class, divided as `build_datasets` says; their spec."""
-    divided = (path / "train").is_dir() and (path / "val").is_dir()
-    files = sorted(
-        file
-        for file in path.glob("*/*/*" if divided else "*/*")
-        if file.suffix.lower() in ENDINGS and (not divided or file.parts[-3] in ("train", "val"))
-    )
+    divided = (path / "train").is_dir() and any((path / name).is_dir() for name in FOR_VALIDATION)
+    files: list[Path] = []
+    left_out: list[Path] = []
+    for file in sorted(path.glob("*/*/*" if divided else "*/*")):
+        folder, *names = file.relative_to(path).parts
+        if any(name[0] == "." or name == "__MACOSX" for name in (folder, *names)):
+            continue  # of a Mac, a notebook or a version control
+        used = file.suffix.lower() in ENDINGS
+        used = used and (not divided or folder in ("train", *FOR_VALIDATION))
+        (files if used else left_out).append(file)
+    warn_left_out(left_out, "what is no image in a folder of its class")
     check_regular(files)
     classes = {name: i for i, name in enumerate(sorted({file.parent.name for file in files}))}
     parts: tuple[list[Path], list[Path]] = ([], [])
     for file in files:
         named = f"{file.parent.name}/{file.name}".encode()
         chosen = zlib.crc32(named) % VALIDATION_SHARE == 0
-        parts[file.parts[-3] == "val" if divided else chosen].append(file)
+        parts[file.parts[-3] in FOR_VALIDATION if divided else chosen].append(file)
     if not parts[0] or not parts[1]:
         raise UserError(
             f"--data.path {path}: {len(files)} images in folders named by their class are too few "
@@ -107,7 +112,8 @@ def read_folder(path: Path, config: DataConfig) -> tuple["Images", "Images", Spe
     return training, validation, spec
 
 
-ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+FOR_VALIDATION = ("val", "valid", "validation")
+ENDINGS = (".avif", ".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
 
 class Images:
@@ -181,6 +187,7 @@ def read_image(file: Path) -> Image.Image:
     try:
         with Image.open(file) as image:
             image.load()
+            ImageOps.exif_transpose(image, in_place=True)  # upright, as viewers show it
     except Exception as error:  # Pillow has a dozen kinds
         raise UserError(f"{file} cannot be read as an image: {error}") from None
     if image.mode not in (*GREY, *COLOUR):  # 16 bits, say: a conversion would cut them off
@@ -211,4 +218,9 @@ def read_images(path: Path | None) -> tuple[np.ndarray, np.ndarray]:
     if len(labels) == 0 or labels.min() < 0:
         raise UserError(f"--data.path {path}: no images, or a negative label")
     images = images if images.ndim == 4 else images[..., None]
+    if images.shape[3] > 4:
+        raise UserError(
+            f"--data.path {path}: images of {images.shape[3]} channels. If these come first, save "
+            "images.transpose(0, 2, 3, 1)"
+        )
     return np.ascontiguousarray(images), labels.astype(np.int64)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from .errors import UserError
-from .files import check_regular, fingerprint, fingerprint_files, read_json
-from .text import TextConfig, fingerprint_of_text
+from .files import check_regular, fingerprint, fingerprint_files, read_json, warn_left_out
+from .text import TextConfig, encoding_of, fingerprint_of_text, splits_of
 
 if TYPE_CHECKING:
     from .config import Config
@@ -63,9 +63,10 @@ class Spec:
 def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
     """Training and validation data and their spec; UserError for unusable data.
 
-    Text is split by file, a twentieth of the files by a hash of their names, so that the split is
-    the same on every machine and when files are added. Of token files, those whose name begins
-    with "val" are for validation. What is not divided like this gives its last twentieth.
+    Text is split by the names of files or folders, as in train.txt and valid.txt; else a twentieth
+    of the files by a hash of their names, so that the split is the same on every machine and when
+    files are added. Of token files, those whose name begins with "val" are for validation. What is
+    not divided like this gives its last twentieth.
     """
     data, encoding = config.data, "bytes"
     folder = data.path or Path(sysconfig.get_paths()["stdlib"])
@@ -194,19 +195,29 @@ def check_token_files(files: list[Path], vocabulary: int, kind: str) -> None:
 
 def read_text(path: Path, ending: str) -> list[list[np.ndarray]]:
     """All text at `path` in files named so, as bytes (uint8): for training, for validation."""
-    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    found: dict[Path, bytes] = {}
+    left_out: list[Path] = []
     for file in text_files(path, ending) if path.is_dir() else [path]:
         if ending and not file.is_file():
             continue  # the system's own folder may have links to nothing
         check_regular([file])
         content = file.read_bytes()
-        if b"\0" not in content:  # else it is not text
-            name = file.relative_to(path).as_posix()
-            chosen = path.is_dir() and zlib.crc32(name.encode()) % VALIDATION_SHARE == 0
-            parts[chosen].append(content)
-    if not parts[0]:  # too few files for that
-        parts = (parts[1], parts[0])
-    return [[np.frombuffer(b"\0".join(part), np.uint8)] if part else [] for part in parts]
+        if (encoding := encoding_of(content)) != "utf-8":
+            content = content.decode(encoding, "replace").encode()
+        if b"\0" in content:
+            left_out.append(file)
+        else:
+            found[file.relative_to(path)] = content
+    if not ending:  # the user's own
+        warn_left_out(left_out, "files with zero bytes, which are no text")
+    parts: dict[str, list[bytes]] = {"train": [], "val": [], "test": []}
+    for split, (name, content) in zip(splits_of([*found]), found.items(), strict=True):
+        chosen = zlib.crc32(name.as_posix().encode()) % VALIDATION_SHARE == 0
+        parts[split or ("val" if chosen else "train")].append(content)
+    both = [parts["train"], parts["val"]]
+    if not both[0]:  # too few files for that
+        both.reverse()
+    return [[np.frombuffer(b"\0".join(part), np.uint8)] if part else [] for part in both]
 
 
 def text_files(folder: Path, ending: str) -> Iterator[Path]:

@@ -21,7 +21,7 @@ from ..distributed import Group, World, join, leave
 from ..errors import RankError, exit_code
 from ..files import to_json, write_json
 from ..run.hardware import free_host_memory, in_units, peak_memory, usable_cores
-from ..sampling import seed_step
+from ..sampling import STEP, seed_random
 from ..train import State, setup
 from .interleaved import median_interval
 from .processes import most_ranks, named, refusal, run_task
@@ -222,7 +222,7 @@ def has_drawn(state: State) -> bool:
     device, seed = state.world.device, state.config.train.seed
     generators = [torch] if device.type == "cpu" else [torch, getattr(torch, device.type)]
     after = [generator.get_rng_state() for generator in generators]
-    seed_step(seed, state.step - 1, state.world.rank, device)  # as the step began
+    seed_random(seed, STEP, state.step - 1, state.world.rank, device=device)  # as the step began
     before = [generator.get_rng_state() for generator in generators]
     return not all(map(torch.equal, after, before))
 

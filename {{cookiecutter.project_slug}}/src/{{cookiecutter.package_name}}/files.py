@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import logging
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 from .errors import UserError
 
+log = logging.getLogger(__name__)
 PROBES = 256
 PROBE_BYTES = 4096
 
@@ -39,6 +41,12 @@ def check_regular(files: Iterable[Path]) -> None:
             raise UserError(f"{file} is not a regular file, or is a broken link: remove it")
 
 
+def warn_left_out(files: Sequence[Path], kind: str) -> None:
+    """Say in one line of the log which kind of files is not used."""
+    if files:
+        log.warning("left out: %s (%d), such as %s", kind, len(files), files[0])
+
+
 def to_json(settings: Any) -> dict[str, Any]:
     """Settings (nested dataclasses) as JSON holds them: paths become strings."""
     return json.loads(json.dumps(dataclasses.asdict(settings), default=str))
@@ -58,7 +66,7 @@ def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str,
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ValueError("it is no regular file")  # a reader would wait at a pipe
-        content = parse(path.read_text("utf-8"))
+        content = parse(path.read_text("utf-8-sig"))  # some editors write a byte order mark
         if not isinstance(content, dict):
             raise ValueError("it holds no object")
     except (OSError, ValueError, RecursionError) as error:

@@ -31,7 +31,7 @@ from .run.bad_steps import RunningBuffers, step_unless, try_step
 from .run.callback_runner import built_in, enter, methods
 from .run.directory import RunDirectory
 from .run.journal import Journal, introduce, validated_at
-from .sampling import Loader, Share, fetch, fixed_subset, seed_step, shares
+from .sampling import STEP, Loader, Share, fetch, fixed_subset, seed_random, shares
 from .schedule import set_schedule
 
 log = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ def setup(config: Config, world: World | None = None) -> State:
     world = world or join(config.parallel, config.device)
     settings, batch_size = config.train, config.train.global_batch_size
     world.check_batch(batch_size)
+    sampling.seed_random(settings.seed)  # a split that is drawn is the same on all ranks
     set_up_torch(settings.seed, settings.deterministic)
     train, validation, spec = build_datasets(config)
     identity = getattr(spec, "fingerprint", None)
@@ -113,7 +114,7 @@ def train_step(state: State, batches: list[Any]) -> None:
     """
     config, world = state.config, state.world
     # Random numbers are a function of (seed, step, rank), so no generator's state is saved.
-    seed_step(config.train.seed, state.step, world.rank, world.device)
+    seed_random(config.train.seed, STEP, state.step, world.rank, device=world.device)
     state.buffers.keep()
     sums: Any = None
     for i, (share, batch) in enumerate(zip(state.plan, batches, strict=True)):
@@ -159,6 +160,7 @@ def validate(state: State, stopped: Callable[[], object] = bool) -> dict[str, fl
     """
     config, world = state.config.train, state.world
     chosen = fixed_subset(len(state.validation), config.validate_samples)
+    key = sampling.stream_key(config.seed, 6)  # of what validation data draws
     parallel.agree_on_buffers(state.model, world)  # batch statistics differ between ranks
     state.module.eval()
     sums: Any = 0.0
@@ -168,9 +170,10 @@ def validate(state: State, stopped: Callable[[], object] = bool) -> dict[str, fl
             return {}
         ids = chosen[start : start + config.global_batch_size]
         for share in shares(len(ids), config.micro_batch_size, world.rank, world.size):
-            batch = move(fetch(state.validation, ids[share.places]), world.device)
+            draws = key, start + share.places.start
+            batch = fetch(state.validation, ids[share.places], None, draws)
             with parallel.autocast(world, state.compute_dtype):
-                loss = compute_loss(state.module, batch)
+                loss = compute_loss(state.module, move(batch, world.device))
             sums = sums + loss_vector(loss) * share.weight
     state.module.train()
     figures = means(parallel.all_reduce(sums, world), loss.metrics)

@@ -13,7 +13,7 @@ from ..distributed import join, leave, parallel
 from ..loss import LossSum, loss_vector, returned
 from ..model import compute_loss
 from ..run.hardware import forward_flops, in_units, peak_flops, peak_memory
-from ..sampling import fetch, seed_step
+from ..sampling import STEP, fetch, seed_random
 from ..train import State, setup
 from .stage import Stage
 from .timing import Steps, describe, differences, record_steps, spread
@@ -191,7 +191,7 @@ def evaluate(state: State, batches: list[np.ndarray], draws: int = 1) -> tuple[T
     """Sums and counts of batches [draws, batches, names], and their names; draws are seeded."""
     vectors, names, world = [], [], state.world
     for ids in draws * [*batches]:
-        seed_step(state.config.train.seed, len(vectors), world.rank, world.device)
+        seed_random(state.config.train.seed, STEP, len(vectors), world.rank, device=world.device)
         batch = move(fetch(state.loader.source.dataset, ids), world.device)
         with torch.no_grad(), parallel.autocast(world, state.compute_dtype):
             loss = compute_loss(state.module, batch)

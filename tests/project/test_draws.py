@@ -1,0 +1,143 @@
+"""What a dataset draws from the global random numbers is a function of (seed, position)."""
+
+import itertools
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import Project, project_fixture
+
+project = project_fixture(
+    "of_draws", task="image_classifier", parallelism="single", checkpoint="torch_save"
+)
+
+
+def draw() -> list[float]:
+    """A number of each generator that transforms use."""
+    return [torch.rand(()).item(), float(np.random.rand()), random.random()]
+
+
+class Augmented:
+    """Samples of a dataset, with noise that depends on what is drawn."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        sample = {name: values[0] for name, values in self.samples.__getitems__([number]).items()}
+        drawn = torch.tensor(draw())
+        return {**sample, "images": sample["images"] + drawn.sum(), "drawn": drawn}
+
+
+class AtOnce(Augmented):
+    """The same, read as batches."""
+
+    def __getitems__(self, numbers: list[int]) -> dict[str, torch.Tensor]:
+        drawn = torch.tensor([draw() for _ in numbers])
+        return {**self.samples.__getitems__(numbers), "drawn": drawn}
+
+
+def set_up(project: Project, kind: type = Augmented, **changes: Any) -> Any:
+    """A state whose training and validation data draw."""
+    training = project.module("train")
+    build = training.build_datasets
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "build_datasets", lambda c: (*map(kind, build(c)[:2]), build(c)[2]))
+        return training.setup(project.config(data__path=None, **changes))
+
+
+def draws(
+    project: Project, state: Any, step: int, micro_batch: int = 8, ranks: int = 1
+) -> list[list[float]]:
+    """What is drawn for the samples of a global batch of 8, divided so."""
+    shares = project.module("sampling").shares
+    plans = [shares(8, micro_batch, rank, ranks) for rank in range(ranks)]
+    batches = [batch for plan in plans for batch in state.loader.of(step, plan)]
+    return torch.cat([batch["drawn"] for batch in batches]).tolist()
+
+
+BATCH = {"train__global_batch_size": 8, "train__micro_batch_size": 8}
+
+
+def test_each_position_has_its_own_on_any_number_of_ranks(project: Project) -> None:
+    state = set_up(project, **BATCH)
+    found = draws(project, state, 3)
+    for generator in zip(*found, strict=True):
+        assert len({*generator}) == 8
+    for micro_batch, ranks in ((8, 1), (3, 1), (8, 2), (2, 2), (1, 8)):
+        assert draws(project, state, 3, micro_batch, ranks) == found
+    others = draws(project, state, 4), draws(project, set_up(project, train__seed=1, **BATCH), 3)
+    assert all(not set(np.ravel(found)) & set(np.ravel(other)) for other in others)
+
+
+def test_batches_have_their_own(project: Project) -> None:
+    state = set_up(project, AtOnce, **BATCH)
+    found = draws(project, state, 3)
+    assert draws(project, state, 3) == found and len(set(np.ravel(found))) == 24
+    assert draws(project, state, 3, ranks=2)[:4] == found[:4]
+    assert not set(np.ravel(found)) & set(np.ravel(draws(project, state, 4)))
+
+
+@pytest.mark.parametrize("kind", [Augmented, AtOnce])
+def test_a_resume_and_loader_workers_draw_the_same(
+    project: Project, tmp_path: Path, kind: type
+) -> None:
+    """Validation, too: the weights and all figures are the same to the bit."""
+    training = project.module("train")
+    build, run = training.build_datasets, training.run
+    settings = {"data__path": None, "train__steps": 9, "train__validate_every": 3, **BATCH}
+    settings |= {"checkpoint__every": 1, "checkpoint__keep": 9}
+
+    def train(name: str, workers: int) -> Any:
+        changes = settings | {"run_dir": tmp_path / name, "train__loader_workers": workers}
+        return run(project.config(**changes)).validation
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "build_datasets", lambda c: (*map(kind, build(c)[:2]), build(c)[2]))
+        figures = train("whole", 0)
+        wanted = project.tensors(tmp_path / "whole")
+        for workers in (0, 2):
+            name = f"resumed_{workers}"
+            shutil.copytree(tmp_path / "whole", tmp_path / name)
+            for step in range(5, 10):
+                shutil.rmtree(tmp_path / name / f"checkpoints/step_{step:08}")
+            assert train(name, workers) == figures
+            found = project.tensors(tmp_path / name)
+            assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def test_datasets_are_built_alike(project: Project) -> None:
+    """A split that is drawn in build_datasets is the same on each rank, and after a resume."""
+    training, found = project.module("train"), []
+    build = training.build_datasets
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "build_datasets", lambda c: (found.append(draw()), build(c))[1])
+        for seed in (0, 0, 1):
+            training.setup(project.config(data__path=None, train__seed=seed, **BATCH))
+    assert found[0] == found[1] and not {*found[0]} & {*found[2]}
+
+
+def test_micro_batches_are_near_equal(project: Project) -> None:
+    """A micro-batch of one sample that is left over would be the end of batch statistics."""
+    shares = project.module("sampling").shares
+
+    def sizes(*division: int) -> list[int]:
+        return [s.places.stop - s.places.start for s in shares(*division) if s.weight]
+
+    assert sizes(9, 8, 0, 1) == [5, 4] and sizes(60, 16, 0, 1) == [15] * 4
+    for batch, micro_batch, ranks in itertools.product(range(1, 30), range(1, 20), range(1, 6)):
+        plans = [shares(batch, micro_batch, rank, ranks) for rank in range(ranks)]
+        assert len({*map(len, plans)}) == 1
+        places = [n for p in plans for s in p if s.weight for n in range(batch)[s.places]]
+        assert places == list(range(batch))
+        for rank in range(ranks):
+            if found := sizes(batch, micro_batch, rank, ranks):
+                assert found[0] == max(found) <= min(micro_batch, min(found) + 1)
