@@ -175,7 +175,7 @@ def shares(size: int, micro_batch_size: int, rank: int, ranks: int, first: int =
     """
     start, stop = (first + size * r // ranks for r in (rank, rank + 1))
     padding = Share(slice(first, first + 1), 0.0)
-    count = -(-(-(-size // ranks)) // micro_batch_size)  # of the largest slice, rounded up
+    count = -(-size // (ranks * micro_batch_size))  # rounded up, as the cuts are
     cuts = [start - (start - stop) * i // count for i in range(count + 1)]
     pairs = itertools.pairwise(cuts)
     return [Share(slice(low, high), 1.0) if low < high else padding for low, high in pairs]
