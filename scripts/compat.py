@@ -64,6 +64,7 @@ PRIVATE = (
     "torch.distributed.tensor.DTensor._spec",
     "torch.distributed.elastic.multiprocessing.api._terminate_process_handler",
     "torch.nn.modules.batchnorm._BatchNorm",
+    "torch.nn.utils.stateless._reparametrize_module",
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
     f"{ELASTIC}._monitor_workers",
     f"{ELASTIC}._remaining_restarts",

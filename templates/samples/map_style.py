@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from .device import annotated
 from .distributed import Group, World
-from .errors import UserError
+from .errors import STOP_SIGNALS, UserError
 
 if TYPE_CHECKING:
     from .config import TrainConfig
@@ -306,7 +306,7 @@ class Loader:
 
 def _leave_signals_to_the_trainer(worker: int) -> None:
     # torchrun signals the whole session, and a dead worker fails the step before the last save.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -176,3 +176,16 @@ def test_a_skipped_step_is_none_for_it(project: Project) -> None:
         averages.append(optimizer.state[weight]["ema"].clone())
         weight.data += 1  # it would be seen
     assert torch.equal(averages[0], averages[1]) and not torch.equal(averages[1], averages[2])
+
+
+def test_another_optimizer_does_not_drop_it(
+    project: Project, trained: tuple[Path, Weights], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some parameters would lose it in silence, others not."""
+
+    def another(config: Any, model: Any) -> Any:
+        return torch.optim.Adam(model.parameters(), amsgrad=True)
+
+    monkeypatch.setattr(project.module("train"), "build_optimizer", another)
+    with pytest.raises(project.module("errors").UserError, match="optimizer: it has an EMA"):
+        train(project, trained[0], train__steps=STEPS + 2)

@@ -73,6 +73,45 @@ def test_a_metric_may_have_a_count_of_its_own(
     assert lines(tmp_path)[-1]["validation_later"] > 110
 
 
+def test_a_metric_has_a_name_of_its_own(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No figure of the run's, and the same in each batch; else one line names it."""
+    training, refused = project.module("train"), project.module("errors").UserError
+    train(project, tmp_path / "run", train__steps=4)
+    (line,), compute, batches = lines(tmp_path / "run")[-1:], training.compute_loss, []
+    metrics: Any = None
+    names = line.keys() - {"bits_per_byte"}  # the task's own metric
+    assert all(map(project.module("loss").FIGURES.fullmatch, names)), names
+    assert len(names) > 12
+
+    def with_metrics(model: Any, batch: Any) -> Any:
+        batches.append(batch)
+        return compute(model, batch)._replace(metrics=metrics(len(batches)))
+
+    monkeypatch.setattr(training, "compute_loss", with_metrics)
+    cases = {"'loss' is a figure of the run": lambda number: {"loss": 1.0}}
+    cases |= {"'validation_x' is a figure": lambda number: {"x": 1.0, "validation_x": 1.0}}
+    cases |= {r"same in each batch: \('b',\) follow on \('a',\)": lambda n: {"ab"[n > 2]: 1.0}}
+    for number, text in enumerate(cases):
+        metrics = cases[text]
+        batches.clear()
+        with pytest.raises(refused, match=text):
+            train(project, tmp_path / str(number))
+
+
+def test_figures_of_callbacks_are_numbers_of_the_validation(
+    project: Project, tmp_path: Path
+) -> None:
+    """They cannot take the place of a training figure."""
+    added = {"auc": 0.5, "loss": 0.25, "validation_f1": 0.75}
+    calls = {"after_validation": lambda state, figures: figures.update(added)}
+    result = train(project, tmp_path / "run", calls, train__steps=4)
+    assert result.validation["validation_auc"] == 0.5
+    line = lines(tmp_path / "run")[-1]
+    assert (line["validation_auc"], line["validation_f1"]) == (0.5, 0.75) and line["loss"] > 1
+
+
 @pytest.mark.parametrize("peak, flops", [(1e9, 10), (1e9, None), (None, 10)])
 def test_the_share_of_the_peak_is_told_where_both_are_known(
     project: Project,

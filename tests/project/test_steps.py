@@ -51,11 +51,68 @@ def test_a_bad_step_leaves_batch_statistics_alone(image: Project, first: bool) -
     assert state.bad_steps == 1
 
 
-def test_ranks_validate_with_the_same_batch_statistics(tmp_path: Path) -> None:
-    answers = {"task": "image_classifier", "package_name": "statistics_of_ranks"}
-    sources = {"statistics_of_ranks": bake(tmp_path, **answers) / "src"}
-    output = drill("batch_statistics.py", (2, *sources), sources=sources)
-    assert "the ranks validate the same model" in output
+def test_ranks_agree_on_running_buffers_after_each_step(tmp_path: Path) -> None:
+    """Of every sort, with a batch of NaN; a stop between two saves leaves no trace."""
+    answers = {"task": "image_classifier", "tracker": "none"}
+    kinds = {"ddp": "dcp_async", "fsdp": "dcp"}
+    sources = {
+        f"buffers_{kind}": bake(
+            tmp_path / kind,
+            package_name=f"buffers_{kind}",
+            parallelism=kind,
+            checkpoint=checkpoint,
+            **answers,
+        )
+        / "src"
+        for kind, checkpoint in kinds.items()
+    }
+    output = drill("buffers.py", (2, str(tmp_path), *sources), sources=sources)
+    assert output.count("the ranks agree") == 2
+
+
+class Student(nn.Module):
+    """A block with batch statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.norm(x))
+
+
+class Teacher(Student):
+    """It uses buffers that it has just changed: one is assigned anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(64))
+        self.register_buffer("scale", torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.center = 0.9 * self.center + 0.1 * x.detach().mean(0)
+            self.scale.mul_(1.1)
+        return super().forward(x - self.center) * self.scale
+
+
+@pytest.mark.parametrize(("kind", "mode"), [(Teacher, "none"), (Student, "blocks")])
+def test_recomputed_activations_update_buffers_once(image: Project, kind: Any, mode: str) -> None:
+    """And the second forward sees the buffers of the first: the gradients are the same."""
+    compile_, found = image.module("compile"), []
+    config = compile_.CompileConfig(mode=mode, backend="aot_eager")
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model = kind()
+        if recompute:
+            compile_.checkpoint_activations([model])
+            compile_.compile_model(model, [model], config)
+        for step in range(2):
+            model(torch.rand(8, 64, generator=torch.Generator().manual_seed(step))).sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        found.append(gradients | dict(model.named_buffers()))
+    assert found[1]["norm.num_batches_tracked"] == 2
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
 def test_random_numbers_of_a_step_stay_what_they_were(image: Project) -> None:

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from . import fault_injection
@@ -172,21 +171,20 @@ def slow(variant: Variant, seconds: float, hits: Counter[str]) -> None:
             return publish(self, number, lambda at: (time.sleep(seconds), write(at))[1], facts)
 
         state = importlib.import_module(f"{variant.package}.checkpoint.checkpointer")
-        settle, agree, waited = state.Checkpointer.settle, state.parallel.agree_on_buffers, [0.0]
+        settle, save, waited = state.Checkpointer.settle, state.Writer.save, [0.0]
 
         def measure(self: Any) -> None:
             before = self.blocked_seconds
             settle(self)
             waited[0] = self.blocked_seconds - before
 
-        def note(model: Any, world: Any) -> None:
-            if world.rank == 0:  # a save has waited for the one before, and begins
+        def note(self: Any, *arguments: Any) -> None:
+            if os.environ.get("RANK", "0") == "0":  # the save before has been waited for
                 with waits.open("a") as file:
                     file.write(f"{waited[0]}\n")
-            agree(model, world)
+            save(self, *arguments)
 
-        state.Checkpointer.settle = measure
-        state.parallel = SimpleNamespace(agree_on_buffers=note)
+        state.Checkpointer.settle, state.Writer.save = measure, note
         if os.environ.get("RANK", "0") == str(slowest):
             if seconds < 1:
                 training.train_step = lambda *a: (time.sleep(0.02), step(*a))[1]

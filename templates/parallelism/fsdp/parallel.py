@@ -19,9 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..errors import UserError
+from ..errors import RankError, UserError
 from .agreement import agree_on_buffers as agree_on_buffers
 from .agreement import all_reduce as all_reduce
+from .agreement import bit_sum
+from .agreement import require_same as require_same
 from .world import World
 
 log = logging.getLogger(__name__)
@@ -144,6 +146,17 @@ def replicas(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
         if placement.is_replicate():
             count, index = count * length, index * length + mine
     return count, index
+
+
+def compare_loaded(tensors: Iterable[torch.Tensor], world: World) -> None:
+    """RankError, on every rank, if one has loaded other bits of a part that others hold, too."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        count, index = replicas(tensor, world.rank, world.size)
+        if count > 1:
+            name = f"checksums of part {world.rank - index * (world.size // count)}"
+            parts.setdefault(name, []).append(local_part(tensor))
+    require_same({name: bit_sum(part) for name, part in parts.items()}, world, RankError)
 
 
 def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:

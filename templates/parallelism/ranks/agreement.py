@@ -1,4 +1,4 @@
-"""Agreement between the ranks: of their host sides, and of the model's buffers."""
+"""Agreement between the ranks: of their host sides, and of running buffers."""
 
 import contextlib
 import logging
@@ -7,14 +7,14 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
 from ..errors import RankError, UserError
 from ..files import naming, open_to_write
@@ -202,25 +202,54 @@ def _raise_if(errors: dict[int, UserError | RankError]) -> None:
     raise error
 
 
-def agree_on_buffers(model: nn.Module, world: World) -> None:
-    """Give all ranks the same persistent buffers: the mean of those that differ (batch statistics).
+def agree_on_buffers(running: Any, step: int, world: World) -> None:
+    """Give all ranks the same RunningBuffers (run/bad_steps.py), after the forwards of a step.
 
-    Equal buffers keep their bits. Integers (batches counted) are the same on all ranks anyway.
+    Only those that forward changes are sent. They are found by value, since batch normalisation
+    counts no versions: at the first step and at each 50th, when the host waits for the device.
     """
-    saved = model.state_dict(keep_vars=True)
-    buffers = [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
-    if world.size == 1 or not buffers:
+    if world.size == 1 or not running.slots:
         return
-    flat = torch.cat([buffer.detach().flatten().double() for buffer in buffers])
-    extremes, total = torch.stack([flat, -flat]), flat.clone()
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    dist.all_reduce(total)
-    agreed = torch.where(extremes[0] == -extremes[1], flat, total / world.size)  # equal: kept
-    for buffer, values in zip(buffers, agreed.split([b.numel() for b in buffers]), strict=True):
-        buffer.copy_(values.view_as(buffer))  # back to its own dtype
+    tensors = running.tensors()
+    if running.changing is None or step % 50 == 0:
+        pairs = zip(tensors, running.copies, strict=True)
+        changed = torch.stack([(now != then).any() for now, then in pairs]).float()
+        dist.all_reduce(changed)
+        running.changing = {*(running.changing or ()), *changed.nonzero().flatten().tolist()}
+    tensors = [tensors[index] for index in sorted(running.changing)]
+    tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    for dtype in (torch.float64, torch.int64):  # the mean of fractional ones, rank 0's of others
+        alike = [t for t in tensors if t.is_floating_point() == dtype.is_floating_point]
+        if alike:
+            flat = torch.cat([tensor.flatten().to(dtype) for tensor in alike])
+            flat *= 1 if dtype.is_floating_point or world.rank == 0 else 0
+            dist.all_reduce(flat)
+            flat = flat / world.size if dtype.is_floating_point else flat
+            for tensor, values in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+                tensor.copy_(values.view_as(tensor))  # back to its own dtype
 
 
-def all_reduce(tensor: torch.Tensor, world: World) -> torch.Tensor:
+def require_same(values: dict[str, Any], world: World, error: type[Exception]) -> None:
+    """An error, on every rank, if a value is not that of the same name on a rank before."""
+    each: list[Any] = [values] * world.size
+    if world.distributed:
+        dist.all_gather_object(each, values)
+    first: dict[str, Any] = {}
+    for rank, own in enumerate(each):
+        for name, value in own.items():
+            other, expected = first.setdefault(name, (rank, value))
+            if value != expected:
+                text = f"{name} must be the same on all ranks: {value} on rank {rank}"
+                raise error(f"{text}, {expected} on rank {other}")
+
+
+def bit_sum(tensors: Iterable[Tensor]) -> int:
+    """A checksum that one other bit changes."""
+    parts = (tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in tensors)
+    return sum(int(part.sum(dtype=torch.int64)) for part in parts)
+
+
+def all_reduce(tensor: Tensor, world: World) -> Tensor:
     """Sum over the ranks, in place."""
     if world.distributed:
         dist.all_reduce(tensor)

@@ -11,6 +11,7 @@
   torchrun that gives up ends the job on all of them.
 """
 
+import contextlib
 import functools
 import logging
 import os
@@ -63,7 +64,8 @@ class Agent(LocalElasticAgent):
         ):
             most, left = worker_group.spec.max_restarts, self._remaining_restarts
             again = f": all ranks start again ({most - left + 1} of {most})" if left else ""
-            print(f"{ended}{again}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # the console may be closed
+                print(f"{ended}{again}", file=sys.stderr, flush=True)
         return result
 
 
@@ -111,6 +113,8 @@ if __name__ == "__main__":
         logger.addFilter(tells_more)
     launcher.LocalElasticAgent = functools.partial(Agent, exit_barrier_timeout=EXIT_SECONDS)
     words = sys.argv[1:]
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup; torchrun would take it over
+        words = [word.replace("SIGHUP,", "") for word in words]
     try:
         with tempfile.TemporaryDirectory(prefix="rendezvous-") as folder:
             run.main(words if "--nnodes" in words else [*on_one_machine(folder), *words])

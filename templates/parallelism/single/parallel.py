@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -100,5 +100,13 @@ def all_reduce(tensor: torch.Tensor, world: "World") -> torch.Tensor:
     return tensor
 
 
-def agree_on_buffers(model: nn.Module, world: "World") -> None:
+def agree_on_buffers(running: Any, step: int, world: "World") -> None:
     """No other process has buffers that could differ."""
+
+
+def require_same(values: dict[str, Any], world: "World", error: type[Exception]) -> None:
+    """No other process has values that could differ."""
+
+
+def compare_loaded(tensors: Iterable[torch.Tensor], world: "World") -> None:
+    """No other process has loaded anything."""

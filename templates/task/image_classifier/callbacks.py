@@ -11,7 +11,8 @@ A callback has any of these methods; the loop calls those that are there (train.
 entered before the first step and left after the last one. An exception that it raises ends the run,
 unless its class sets `harmless = True`: then the exception becomes one warning and the callback is
 disabled from there on. Numbers that it adds to `record` or `figures` in the first process are in
-metrics.jsonl and in the tracker, too. Random numbers drawn here do not change the steps' own.
+metrics.jsonl and in the tracker, those of `figures` as `validation_<name>`. Random numbers drawn
+here do not change the steps' own.
 """
 
 import io

@@ -155,7 +155,6 @@ def digests_of(state: State, group: Group) -> Digests:
     Where ranks hold different values, rank 0 returns all of theirs, to which nothing can be equal.
     """
     assert state.checkpointer
-    parallel.agree_on_buffers(state.model, state.world)
     digests = {}
     for name, tensor in state.checkpointer.tensors().items():
         full = parallel.full_tensor(tensor).detach().cpu().contiguous()

@@ -15,7 +15,7 @@ from typing import Any
 
 from . import workflow
 from .errors import RankError, UserError, exit_code
-from .run.logs import log_to_console
+from .run.logs import log_to_console, make_lenient
 
 log = logging.getLogger(__package__)
 PROGRAM = f"python -m {__package__}"
@@ -30,6 +30,7 @@ def train(arguments: list[str]) -> int:
     from .train import run
 
     config = parse("train", Config, arguments)
+    make_lenient(sys.stdout)  # for what callbacks print
     import torch._dynamo  # noqa: F401 - an optimizer imports it, and it is large
 
     gc.freeze()

@@ -5,6 +5,7 @@ before sharding or wrapping, whose hooks would break the graph. Both work in pla
 module, so no parameter changes its name.
 """
 
+import contextlib
 import logging
 import signal
 from collections.abc import Callable, Iterable
@@ -14,10 +15,13 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.utils import stateless
 from torch.utils.checkpoint import checkpoint
 
+from .errors import STOP_SIGNALS
+
 log = logging.getLogger(__name__)
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C may end a compiler: a person types it
+BLOCKED = {*STOP_SIGNALS} - {signal.SIGINT}  # a person types Ctrl-C: it may end a compiler
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,17 @@ class CompileConfig:
 def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
     """Keep only each block's input, and compute the rest again in backward (Chen et al., 2016)."""
     for block in blocks:
-        block.forward = as_function(partial(checkpoint, block.forward, use_reentrant=False))
+        names = block.state_dict().keys() & dict(block.named_buffers()).keys()
+        block.forward = as_function(partial(_recomputed, block, block.forward, names))
+
+
+def _recomputed(block: nn.Module, forward: Any, names: set[str], *given: Any, **named: Any) -> Any:
+    if names and not torch.compiler.is_compiling():  # compiled, a forward writes its buffers once
+        # The second forward must see the buffers of the first one, and not change them again.
+        before = {name: block.get_buffer(name).clone() for name in names}
+        second = partial(stateless._reparametrize_module, block, before)
+        named["context_fn"] = lambda: (contextlib.nullcontext(), second())
+    return checkpoint(forward, *given, use_reentrant=False, **named)
 
 
 def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: CompileConfig) -> None:
@@ -79,10 +93,10 @@ class Compiling:
             log.info("%s", compile_summary())
 
     def _block(self, compilation: object) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
 
     def _unblock(self, compilation: object) -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
 
 
 def graphs() -> int:

@@ -11,6 +11,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""After which a run saves and stops."""
+
 
 class UserError(ValueError):
     """An error the user can fix."""
@@ -55,7 +58,7 @@ def exit_code(command: Callable[[], int]) -> int:
         sys.stderr.flush()
         os._exit(code)
     atexit.register(gc.freeze)  # or Python, as it ends, looks for garbage in all of torch: 1 s
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in {*STOP_SIGNALS} - {signal.SIGINT}:
         # Stop signals often come twice, and Python removes its own handlers on its way out.
         signal.signal(number, signal.SIG_IGN)
     return code

@@ -1,12 +1,20 @@
 """A loss as sums, the means of these, and whether a step is bad."""
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from .errors import UserError
+
+FIGURES = re.compile(
+    "step|samples|loss|lr|mfu|grad_norm|skipped_steps|time|(step|data|checkpoint_blocked)_seconds|"
+    "(samples|tokens)_per_second|(host|staging|device_peak|device_reserved)_bytes|slowest_rank|"
+    "(slowest|median)_rank_seconds|(validation|ema|samples_of)_.*"
+)
+"""Of the run itself, in a line of metrics.jsonl."""
 
 
 class LossSum(NamedTuple):
@@ -24,6 +32,16 @@ def returned(value: object, kind: type, what: str) -> None:
     """UserError unless one of your functions returned a value of this kind."""
     if not isinstance(value, kind):
         raise UserError(f"{what}: expected {kind.__name__}, not {type(value).__name__}")
+
+
+def metric_names(loss: LossSum, before: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The names of a loss's metrics; UserError unless they are free, and as before."""
+    names, what = tuple(loss.metrics), "the metrics of compute_loss (model.py)"
+    if before not in (None, names):
+        raise UserError(f"{what} must be the same in each batch: {names} follow on {before}")
+    if before is None and (clash := [*filter(FIGURES.fullmatch, names)]):
+        raise UserError(f"{what}: {clash[0]!r} is a figure of the run, choose another name")
+    return names
 
 
 def loss_vector(loss: LossSum) -> torch.Tensor:

@@ -22,8 +22,9 @@ from .device import annotated, move, set_up_torch
 from .distributed import Group, World, join, leave, monitors, parallel
 from .distributed.stop import Stop
 from .ema import averaged_weights, keep_average
+from .errors import UserError
 from .files import to_json, write_json
-from .loss import LossSum, judge_step, loss_vector, means, returned
+from .loss import LossSum, judge_step, loss_vector, means, metric_names, returned
 from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer
 from .run import hardware
@@ -58,7 +59,7 @@ class State:
     checkpointer: Checkpointer | None = None
     # Since the last record, over all ranks, on the device:
     sums: Any = 0.0  # a tensor of loss, count, metrics (float32)
-    metrics: tuple[str, ...] = ()  # their names
+    metrics: tuple[str, ...] | None = None  # their names
     bad_steps: Tensor | int = 0  # skipped for a non-finite loss or gradient
     grad_norm: Tensor | float = 0.0  # of the last step
 
@@ -122,11 +123,15 @@ def train_step(state: State, batches: list[Any]) -> None:
             with annotated("forward"), parallel.autocast(world, state.compute_dtype):
                 loss = compute_loss(state.module, move(batch, world.device))
                 returned(loss, LossSum, "what compute_loss (model.py) returns")
+                if state.metrics is None:
+                    parallel.require_same({"metrics": [*loss.metrics]}, world, UserError)
+                state.metrics = metric_names(loss, state.metrics)
             with annotated("backward"):
                 # A rank without samples left has one at weight 0: ranks must take part alike.
                 (loss.total if share.weight == 1 else loss.total * share.weight).backward()
         part = loss_vector(loss) if share.weight == 1 else loss_vector(loss) * share.weight
         sums = part if sums is None else sums + part
+    parallel.agree_on_buffers(state.buffers, state.step, world)
     parallel.all_reduce(sums, world)
 
     parameters = (p for group in state.optimizer.param_groups for p in group["params"])
@@ -145,7 +150,6 @@ def train_step(state: State, batches: list[Any]) -> None:
     state.optimizer.zero_grad(set_to_none=True)
 
     # Accumulated on the device and read at log steps only. `bad` is a tensor on a GPU.
-    state.metrics = tuple(loss.metrics)
     state.sums = state.sums + (sums if bad is False else sums.masked_fill(torch.as_tensor(bad), 0))
     state.bad_steps = state.bad_steps + bad
     state.grad_norm = norm
@@ -161,10 +165,9 @@ def validate(state: State, stopped: Callable[[], object] = bool) -> dict[str, fl
     config, world = state.config.train, state.world
     chosen = fixed_subset(len(state.validation), config.validate_samples)
     key = sampling.stream_key(config.seed, 6)  # of what validation data draws
-    parallel.agree_on_buffers(state.model, world)  # batch statistics differ between ranks
     state.module.eval()
     sums: Any = 0.0
-    loss: Any = None
+    names: Any = None
     for start in range(0, len(chosen), config.global_batch_size):
         if stopped():
             return {}
@@ -174,9 +177,10 @@ def validate(state: State, stopped: Callable[[], object] = bool) -> dict[str, fl
             batch = fetch(state.validation, ids[share.places], None, draws)
             with parallel.autocast(world, state.compute_dtype):
                 loss = compute_loss(state.module, move(batch, world.device))
+            names = metric_names(loss, names)
             sums = sums + loss_vector(loss) * share.weight
     state.module.train()
-    figures = means(parallel.all_reduce(sums, world), loss.metrics)
+    figures = means(parallel.all_reduce(sums, world), names)
     return {f"validation_{name}": value for name, value in figures.items()}
 
 
@@ -253,7 +257,8 @@ def _loop(
             figures = validate_averaged(state, lambda: stop.poll(saves.failed)[0])
             for call in after_validation if figures else ():
                 call(state, figures)
-        return figures
+        # Yours among them: training may have figures of the same name.
+        return {f"validation_{n.removeprefix('validation_')}": v for n, v in figures.items()}
 
     # `owed`: a stop signal cut the validation short of the step that the run resumes from.
     validation = evaluate() if owed else {}
@@ -311,10 +316,12 @@ def start(state: State, run_dir: Path, group: Group) -> Checkpointer:
         *(run_dir, config.checkpoint, state.world, state.model, state.optimizer, facts),
         partial(state.loader.position, group),
     )
-    state.step = checkpointer.restore()
-    if state.step == 0 and (origin := config.init_from):
+    state.step, origin = checkpointer.restore(), config.init_from
+    if state.step == 0 and origin:
         from .checkpoint.transfer import load_weights
 
         log.info("weights: %s", load_weights(origin, state.model, None, group, config.init_strict))
+    if state.step or origin:
+        parallel.compare_loaded(checkpointer.tensors().values(), state.world)
     state.loader.resume(state.step, checkpointer.restored, group)
     return checkpointer

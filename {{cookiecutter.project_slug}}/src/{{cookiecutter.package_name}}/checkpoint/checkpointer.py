@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..distributed import Group, World, parallel
+from ..distributed import Group, World
 from ..ema import EMA
 from ..errors import RankError, UserError, command_for
 from . import CheckpointError
@@ -107,7 +107,6 @@ class Checkpointer:
             self.last_good = step
 
         with self._blocking():
-            parallel.agree_on_buffers(self.model, self.world)
             self.writer.save(self.tensors(), publish)
             self.last_saved = step
 
@@ -206,6 +205,11 @@ class Checkpointer:
             lost = {key for key in state if f"optimizer.{name}.{key}" in missing}
             if lost == {EMA}:
                 del state[EMA]
+            elif lost and EMA in state.keys() - lost:
+                raise UserError(
+                    f"{path} is of another optimizer: it has an EMA of {name}, but no {min(lost)}. "
+                    f"Resume with that one, or begin another run: --name NEW --init-from {path}"
+                )
             elif lost:  # the parameter may never have had a gradient
                 del self.optimizer.state[parameter]
         if missing:

@@ -9,9 +9,9 @@ import time
 import types
 from typing import Any, Literal
 
+from ..errors import STOP_SIGNALS
 from . import Group, regrouping
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TO_BE_RESTARTED = 75  # exit code (EX_TEMPFAIL) after "regrouping": any but 0 makes torchrun restart
 
 
@@ -31,8 +31,10 @@ class Stop:
 
     def __enter__(self) -> "Stop":
         Stop.since = math.inf
+        nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        numbers = [n for n in STOP_SIGNALS if n != signal.SIGHUP or not nohup]
         with contextlib.suppress(ValueError):  # not in the main thread: then nothing is handled
-            self.previous = {n: signal.signal(n, self._handle) for n in STOP_SIGNALS}
+            self.previous = {n: signal.signal(n, self._handle) for n in numbers}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:

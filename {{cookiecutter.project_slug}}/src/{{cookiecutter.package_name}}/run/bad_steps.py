@@ -1,7 +1,7 @@
 """Bad steps, whose loss or gradient is not finite: skipped, counted, or traced to their samples.
 
-A bad step changes nothing: the optimizer does not step, and buffers that forward has written
-(batch statistics) are restored.
+A bad step changes nothing: the optimizer does not step, and what forward has written into buffers
+(batch statistics) is restored.
 """
 
 import dataclasses
@@ -36,25 +36,39 @@ def step_unless(bad: torch.Tensor | bool, optimizer: torch.optim.Optimizer) -> N
 
 
 class RunningBuffers:
-    """Restores persistent buffers, such as batch statistics, when a step is skipped."""
+    """Persistent buffers, which forward may write, such as batch statistics.
+
+    One rule for them: after the forwards of each step the ranks agree, on the mean of fractional
+    and complex ones and on rank 0's of all others (counts, flags). Nothing else changes them: no
+    bad step, no save, no validation, no recomputation of activations.
+
+    They are known by module and name, since a forward may assign a new tensor.
+    """
+
+    changing: set[int] | None = None  # indices of those that forward changes, once that is known
 
     def __init__(self, model: nn.Module) -> None:
         saved = model.state_dict(keep_vars=True)
-        self.buffers = [buffer for name, buffer in model.named_buffers() if name in saved]
-        self.copies = [buffer.detach().clone() for buffer in self.buffers]
+        names = (name.rpartition(".") for name, _ in model.named_buffers() if name in saved)
+        self.slots = [(model.get_submodule(path), name) for path, _, name in names]
+        self.copies = [tensor.clone() for tensor in self.tensors()]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that the model has now."""
+        return [getattr(module, name).detach() for module, name in self.slots]
 
     def keep(self) -> None:
         """Copy the buffers; call it before forward."""
-        if self.buffers:
-            torch._foreach_copy_(self.copies, self.buffers)
+        if self.slots:
+            torch._foreach_copy_(self.copies, self.tensors())
 
     def put_back(self, bad: torch.Tensor | bool) -> None:
         """Restore the copies if `bad` is set; does not wait for the device."""
-        for buffer, copy in zip(self.buffers, self.copies, strict=True):
+        for tensor, copy in zip(self.tensors(), self.copies, strict=True):
             if isinstance(bad, torch.Tensor):
-                torch.where(bad, copy, buffer, out=buffer)
+                torch.where(bad, copy, tensor, out=tensor)
             elif bad:
-                buffer.copy_(copy)
+                tensor.copy_(copy)
 
 
 class BadSteps:

@@ -15,7 +15,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -67,8 +68,28 @@ class LogFile(logging.FileHandler):
                 file.truncate(file.read().rfind(b"\n") + 1)
 
 
+def make_lenient(stream: Any) -> None:
+    """Let a stream drop what cannot be written: the terminal may be closed, or a pipe's reader."""
+
+    def suppressing(method: Callable[..., Any], *arguments: Any) -> Any:
+        with contextlib.suppress(OSError):
+            return method(*arguments)
+
+    for name in ("write", "flush"):
+        setattr(stream, name, partial(suppressing, getattr(stream, name)))
+
+
 def log_to_console() -> None:
-    """Show this package's log on the console: all records of rank 0, errors of other ranks."""
+    """Show this package's log on the console: all records of rank 0, errors of other ranks.
+
+    Standard streams that are closed are opened, since other files would get their descriptors.
+    """
+    while (null := os.open(os.devnull, os.O_RDWR)) < 3:  # the lowest number that is free
+        os.set_inheritable(null, True)
+    os.close(null)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - it stays open
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    make_lenient(sys.stderr)
     rank = int(os.environ.get("RANK", "0"))
     console = Console(logging.ERROR if rank else logging.INFO)
     console.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s" if rank else "%(message)s"))

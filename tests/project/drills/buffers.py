@@ -1,0 +1,183 @@
+"""What ranks have alike: running buffers of every sort, what they load, the names of metrics.
+
+The buffers are the same after each step, and exact after a stop.
+
+Usage: buffers.py FOLDER PACKAGE... (by `drill`, on two ranks)
+"""
+
+import importlib
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+STEPS, BAD, STOP = 9, 4, 6
+SETTINGS = {
+    "device": "cpu",
+    "train.steps": STEPS,
+    "train.global_batch_size": 12,
+    "train.micro_batch_size": 3,
+    "train.log_every": 1,
+    "train.validate_every": 2,
+    "checkpoint.every": 3,
+}
+
+
+class Net(nn.Module):
+    """Batch statistics, a teacher's centre that is assigned anew, counts, flags, a spectrum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1d(64), nn.Linear(64, 10)
+        self.register_buffer("center", torch.zeros(64))
+        self.register_buffer("counts", torch.zeros(64, dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(64, dtype=torch.bool))
+        self.register_buffer("spectrum", torch.zeros(33, dtype=torch.complex64))
+        self.register_buffer("mask", torch.full((64,), -torch.inf))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Logits; all buffers but the mask change."""
+        x = images.flatten(1).float()
+        if self.training:
+            self.center = 0.9 * self.center + 0.1 * x.mean(0)
+            self.counts += (x > 0.5).sum(0)
+            self.seen |= x[0] > 0.9
+            self.spectrum = self.spectrum / 2 + torch.fft.rfft(x).mean(0)
+        return self.out(self.norm(x - self.center))
+
+
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the buffers."""
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+def gathered(buffers: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """The buffers of both ranks."""
+    each: list[Any] = [None, None]
+    dist.all_gather_object(each, buffers)
+    return each
+
+
+class Watch:
+    """Looks at the buffers before, within and after each step."""
+
+    def __init__(self, stop: bool) -> None:
+        self.stop, self.step = stop, 0
+
+    def before_step(self, state: Any) -> None:
+        """Note what there was."""
+        self.step, self.before = state.step + 1, tensors(state.model)
+
+    def after_step(self, state: Any, record: Any) -> None:
+        """Compare."""
+        first, second = gathered(tensors(state.model))
+        for name, value in first.items():
+            assert torch.equal(value, second[name]), f"{name} differs after step {state.step}"
+        same = {name: torch.equal(value, self.before[name]) for name, value in first.items()}
+        if state.step == BAD:
+            assert all(same.values()), "a bad step changed buffers"
+        else:
+            of_ranks = gathered(self.within)
+            for name, value in first.items():
+                mine, other = (buffers[name] for buffers in of_ranks)
+                if value.is_complex() or value.is_floating_point():
+                    wide = torch.complex128 if value.is_complex() else torch.float64
+                    mine = ((mine.to(wide) + other) / 2).to(value.dtype)
+                assert torch.equal(value, mine), name
+            assert same["mask"] and not any(same[name] for name in ("center", "counts", "spectrum"))
+            assert not torch.equal(of_ranks[0]["counts"], of_ranks[1]["counts"])
+        saved = state.checkpointer.tensors()
+        self.last = {name: tensor.detach().clone() for name, tensor in saved.items()}
+        if self.stop and state.step == STOP and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def poisoned(compute: Any, watch: Watch) -> Any:
+    """The loss, of NaN in the bad step of one rank; and a note of what forward has left."""
+
+    def loss_of(model: Any, batch: Any) -> Any:
+        bad = watch.step == BAD and os.environ["RANK"] == "1" and model.training
+        images = batch["images"] * (torch.nan if bad else 1.0)
+        loss = compute(model, {**batch, "images": images})
+        if model.training:
+            watch.within = tensors(getattr(model, "module", model))
+        return loss
+
+    return loss_of
+
+
+def misread(training: Any, settings: Any, world: Any) -> str:
+    """What a start says when one rank has read another bit of a weight."""
+    restore = training.Checkpointer.restore
+
+    def wrongly(self: Any) -> int:
+        step = restore(self)
+        if world.rank == 1:
+            weight = training.parallel.local_part(self.model.out.weight.detach())
+            weight.view(torch.int32)[0, 0] ^= 1
+        return step
+
+    training.Checkpointer.restore = wrongly
+    state = training.setup(settings, world)
+    try:
+        training.start(state, settings.directory, training.Group(world))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        training.Checkpointer.restore = restore
+    return ""
+
+
+def odd_metrics(training: Any, settings: Any, world: Any) -> str:
+    """What a step says when the ranks have other metrics."""
+    compute, state = training.compute_loss, training.setup(settings, world)
+    metrics = {f"of_{world.rank}": 1.0}
+    training.compute_loss = lambda *given: compute(*given)._replace(metrics=metrics)
+    try:
+        training.train_step(state, state.loader.next())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def main(folder: Path, packages: list[str]) -> None:
+    """Train undisturbed, and stopped between two saves."""
+    world = None
+    for name in packages:
+        training = importlib.import_module(f"{name}.train")
+        config = importlib.import_module(f"{name}.config")
+        training.build_model, training.blocks = lambda config, spec: Net(), lambda model: []
+        compute, states = training.compute_loss, []
+        for run, stop in (("whole", False), ("stopped", True), ("stopped", False)):
+            watch = Watch(stop)
+            training.compute_loss = poisoned(compute, watch)
+            where = {"run_dir": folder / name / run}
+            settings = config.override(config.preset("tiny"), SETTINGS | where)
+            world = world or training.join(settings.parallel, "cpu")
+            result = training._run(settings, world, [watch])
+            assert result.status == ("preempted" if stop else "finished"), result
+            assert not stop or result.step % 3, "stopped at a save"
+            states.append(watch.last)
+        whole, _, stopped = states
+        odd = [key for key, tensor in whole.items() if not torch.equal(tensor, stopped[key])]
+        assert not odd, f"{name}: {odd}"
+        if hasattr(settings.parallel, "replicate"):  # or else each rank has its own part
+            settings = config.override(settings, {"parallel.replicate": 2})
+        training.compute_loss = compute
+        text = misread(training, settings, world)
+        assert "must be the same on all ranks" in text and "on rank 1, " in text, text
+        text = odd_metrics(training, settings, world)
+        assert "metrics must be the same on all ranks: ['of_1'] on rank 1, ['of_0']" in text, text
+        if world.rank == 0:
+            print(f"{name}: the ranks agree")
+    training.leave(world)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), sys.argv[2:])
