@@ -17,7 +17,7 @@ from tests.conftest import ROOT, bake
 from tests.template.test_render import PACKAGE, SMALLEST
 
 BUDGETS = tomllib.loads(Path(__file__).with_name("budgets.toml").read_text("utf-8"))
-SIZES = BUDGETS[BUDGETS["in_force"]]
+SIZES, ROOMS = BUDGETS[BUDGETS["in_force"]], BUDGETS["rooms"][BUDGETS["in_force"]]
 NOT_MET: dict[str, int] = BUDGETS["not_met"]
 FULLEST = {
     **{"parallelism": "fsdp", "storage": "object_store", "tracker": "mlflow"},
@@ -127,14 +127,14 @@ def test_loop(render: str, packages: dict[str, Path]) -> None:
     assert lines <= budget, f"{render} render: {lines:,} lines, {lines - budget:,} too many"
 
 
-@pytest.mark.parametrize("room", BUDGETS["rooms"])
+@pytest.mark.parametrize("room", ROOMS)
 def test_room(room: str, packages: dict[str, Path]) -> None:
     package = packages["default"]
     if room in ("yours", "root"):
         files = [it for it in package.glob("*.py") if (it.stem in YOURS) == (room == "yours")]
     else:
         files = [*(package / room).rglob("*.py")]
-    lines, budget = sum(map(size, files)), limit(room, BUDGETS["rooms"][room])
+    lines, budget = sum(map(size, files)), limit(room, ROOMS[room])
     assert files
     assert lines <= budget, "\n".join(
         [
@@ -146,8 +146,8 @@ def test_room(room: str, packages: dict[str, Path]) -> None:
 
 def test_rooms_are_all_there_is(packages: dict[str, Path]) -> None:
     folders = {it.name for it in packages["fullest"].iterdir() if it.is_dir()} - {"__pycache__"}
-    assert folders == set(BUDGETS["rooms"]) - {"yours", "root"}
-    assert sum(BUDGETS["rooms"].values()) <= SIZES["default"]["package"]
+    assert folders == set(ROOMS) - {"yours", "root"}
+    assert sum(ROOMS.values()) <= SIZES["default"]["package"]
 
 
 @pytest.mark.parametrize("render", RENDERS)
