@@ -44,6 +44,8 @@ def private_names(package: Path) -> set[str]:
             elif isinstance(node, ast.Attribute):
                 own = isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
                 (defined if own else used).add(node.attr)
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+                used |= {a.value for a in node.args[1:2] if isinstance(a, ast.Constant)}
         for node in ast.walk(tree):  # what is overridden in a class of torch's
             if isinstance(node, ast.ClassDef) and torchs & {ast.unparse(b) for b in node.bases}:
                 inside = list(ast.walk(node))

@@ -22,6 +22,8 @@ EXCEPTIONS = {
     ("distributed/agreement.py", "open(os.dup(1), 'wb')"): "a descriptor",
     ("distributed/agreement.py", "open(os.dup(2), 'w')"): "a descriptor",
     ("errors.py", "os.open(os.devnull, os.O_WRONLY)"): "no file of a run",
+    ("run/logs.py", "os.open(os.devnull, os.O_RDWR)"): "no file of a run",
+    ("run/logs.py", "open(os.devnull, 'w')"): "no file of a run",
     ("profiler.py", "finished.export_chrome_trace(str(temporary))"): "a name from `replacing`",
     ("run/tracker_adapter.py", "SummaryWriter(folder)"): "names with the time, host and process",
     ("run/tracker_adapter.py", "Image.open(path)"): "it reads",

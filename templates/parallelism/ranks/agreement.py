@@ -229,7 +229,7 @@ def agree_on_buffers(running: Any, step: int, world: World) -> None:
                 tensor.copy_(values.view_as(tensor))  # back to its own dtype
 
 
-def require_same(values: dict[str, Any], world: World, error: type[Exception]) -> None:
+def require_same(values: dict[str, Any], world: World, error: Any = UserError) -> None:
     """An error, on every rank, if a value is not that of the same name on a rank before."""
     each: list[Any] = [values] * world.size
     if world.distributed:

@@ -104,7 +104,7 @@ def agree_on_buffers(running: Any, step: int, world: "World") -> None:
     """No other process has buffers that could differ."""
 
 
-def require_same(values: dict[str, Any], world: "World", error: type[Exception]) -> None:
+def require_same(values: dict[str, Any], world: "World") -> None:
     """No other process has values that could differ."""
 
 

@@ -22,7 +22,6 @@ from .device import annotated, move, set_up_torch
 from .distributed import Group, World, join, leave, monitors, parallel
 from .distributed.stop import Stop
 from .ema import averaged_weights, keep_average
-from .errors import UserError
 from .files import to_json, write_json
 from .loss import LossSum, judge_step, loss_vector, means, metric_names, returned
 from .model import blocks, build_model, compute_loss
@@ -124,7 +123,7 @@ def train_step(state: State, batches: list[Any]) -> None:
                 loss = compute_loss(state.module, move(batch, world.device))
                 returned(loss, LossSum, "what compute_loss (model.py) returns")
                 if state.metrics is None:
-                    parallel.require_same({"metrics": [*loss.metrics]}, world, UserError)
+                    parallel.require_same({"metrics": [*loss.metrics]}, world)
                 state.metrics = metric_names(loss, state.metrics)
             with annotated("backward"):
                 # A rank without samples left has one at weight 0: ranks must take part alike.
