@@ -21,7 +21,7 @@ from scripts import compat
 from tests.conftest import ROOT, Project, bake
 from tests.template.test_render import FULLEST, PACKAGE
 
-NOT_TORCHS = {"_asdict", "_current_frames", "_exit"}  # documented ones of Python
+NOT_TORCHS = {"_asdict", "_current_frames", "_exit", "_fields"}  # documented ones of Python
 NOT_TORCHS |= {"_get_session", "_retry_connection"}  # of aiobotocore, for an object store
 HOLDERS = {"_MultiProcessingDataLoaderIter"}  # not named in a render, as what has the name
 
