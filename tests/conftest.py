@@ -309,7 +309,7 @@ class Project:
 
     def tensors(self, where: Path, step: int | None = None) -> dict[str, Any]:
         """Everything in a checkpoint, by name."""
-        reading = self.module("checkpoint.reader")
+        reading = self.module("checkpoint.transfer")
         source = reading.open_tensors(*reading.find_checkpoint(where, step))
         import torch
 

@@ -138,16 +138,16 @@ def test_waiting_for_data_is_counted(image: Project, tmp_path: Path) -> None:
 
 
 def test_each_checkpoint_has_a_line(image: Project, tmp_path: Path) -> None:
-    publish = image.module("checkpoint.publish")
+    commands = image.module("__main__")
     settings = {"run_dir": tmp_path, "data__path": None, "train__steps": 4}
     image.module("train").run(image.config(**settings, checkpoint__every=2))
-    lines, bad = publish.list_checkpoints(tmp_path)
+    lines, bad = commands.verified(tmp_path)
     assert [line.split()[:2] for line in lines] == [[f"step_{n:08}", "good"] for n in (2, 4)]
     size = sum(f.stat().st_size for f in (tmp_path / "checkpoints/step_00000004").glob("*.pt"))
     assert not bad and all(f"good  {size / 1e6:.1f} MB in 1 file" in line for line in lines)
     (file,) = (tmp_path / "checkpoints/step_00000002").glob("*.pt")
     file.write_bytes(file.read_bytes()[:-1])
-    lines, bad = publish.list_checkpoints(tmp_path)
+    lines, bad = commands.verified(tmp_path)
     assert [line.split()[:2] for line in lines] == [
         ["step_00000002", "DAMAGED"],
         lines[1].split()[:2],

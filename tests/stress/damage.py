@@ -249,7 +249,7 @@ def tensors(target: Target, path: Path) -> dict[str, Any]:
     """All that a checkpoint holds."""
     import torch
 
-    reading = importlib.import_module(f"{target.package}.checkpoint.reader")
+    reading = importlib.import_module(f"{target.package}.checkpoint.transfer")
     control = importlib.import_module(f"{target.package}.distributed")
     source = reading.open_tensors(*reading.find_checkpoint(path))
     found = {name: torch.empty(f.shape, dtype=f.dtype) for name, f in source.forms.items()}

@@ -64,12 +64,36 @@ def summary(run_dir: Path, result: Any) -> list[str]:
 
 def verify(arguments: list[str]) -> int:
     """List the checkpoints of a run and verify every byte; exit code 1 when one is damaged."""
-    from .checkpoint.publish import list_checkpoints
     from .config import RunLocation
 
-    lines, damaged = list_checkpoints(parse("verify", RunLocation, arguments).directory)
+    lines, damaged = verified(parse("verify", RunLocation, arguments).directory)
     print("\n".join(lines))
     return 1 if damaged else 0
+
+
+def verified(run_dir: Path) -> tuple[list[str], bool]:
+    """A line for each checkpoint of a run, and whether one is damaged."""
+    from .checkpoint.manifest import verify
+    from .checkpoint.paths import checkpoints_of, damaged, located, published
+    from .checkpoint.publish import best_by_validation
+
+    directory, lines, bad = checkpoints_of(located(run_dir)), [], False
+    found = {path: verify(path) for path in published(directory)}
+    if not found:
+        raise UserError(f"there are no checkpoints in {directory}: train first")
+    losses = {p: it.get("validation_loss") for p, (it, problems) in found.items() if not problems}
+    best = best_by_validation(losses)
+    for path, (manifest, problems) in found.items():
+        if not problems:
+            sizes = [entry["size"] for entry in manifest["files"].values()]
+            files = "1 file" if len(sizes) == 1 else f"{len(sizes)} files"
+            loss = f"  validation loss {losses[path]:.4f}" if losses[path] is not None else ""
+            end = "  best" if path == best else ""
+            lines.append(f"{path.name}  good  {sum(sizes) / 1e6:,.1f} MB in {files}{loss}{end}")
+        elif path.exists():  # not just pruned
+            bad = True
+            lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")
+    return [*lines, *(f"{name}  set aside" for name in damaged(directory))], bad
 
 
 def export(arguments: list[str]) -> int:

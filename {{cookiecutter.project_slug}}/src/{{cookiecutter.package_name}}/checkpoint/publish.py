@@ -34,7 +34,7 @@ from ..errors import RankError, UserError
 from ..files import naming, sync_directory
 from . import MANIFEST, CheckpointError, step_name
 from .manifest import FORMAT_VERSION, read_manifest, sealed, verify
-from .paths import Place, checkpoints_of, damaged, located, published
+from .paths import Place, damaged, published
 
 log = logging.getLogger(__name__)
 RESERVED = ".saving-"
@@ -240,26 +240,3 @@ def best_by_validation(losses: Mapping[Place, Any]) -> Place | None:
     """The checkpoint with the lowest validation loss on record, the newest of equals."""
     measured = {p: x for p, x in losses.items() if isinstance(x, float) and math.isfinite(x)}
     return min(reversed(measured), key=measured.__getitem__, default=None)
-
-
-def list_checkpoints(run_dir: Path) -> tuple[list[str], bool]:
-    """Verify all checkpoints of a run: a line for each, and whether one is damaged."""
-    directory = checkpoints_of(located(run_dir))
-    verified = {path: verify(path) for path in published(directory)}
-    if not verified:
-        raise UserError(f"there are no checkpoints in {directory}: train first")
-    good = {path: manifest for path, (manifest, problems) in verified.items() if not problems}
-    losses = {path: manifest.get("validation_loss") for path, manifest in good.items()}
-    best, lines = best_by_validation(losses), []
-    bad = {path for path in verified.keys() - good.keys() if path.exists()}  # not just pruned
-    for path, (_, problems) in verified.items():
-        if path in good:
-            sizes = [entry["size"] for entry in good[path]["files"].values()]
-            files = "1 file" if len(sizes) == 1 else f"{len(sizes)} files"
-            line = f"{path.name}  good  {sum(sizes) / 1e6:,.1f} MB in {files}"
-            if isinstance(loss := losses[path], float):
-                line += f"  validation loss {loss:.4f}"
-            lines.append(line + ("  best" if path == best else ""))
-        elif path in bad:
-            lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")
-    return [*lines, *(f"{name}  set aside" for name in damaged(directory))], bool(bad)

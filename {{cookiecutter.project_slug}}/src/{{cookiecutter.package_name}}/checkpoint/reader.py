@@ -1,4 +1,4 @@
-"""Find a checkpoint and read its tensors into live ones, by any number of ranks.
+"""Read the tensors of a checkpoint into live ones, by any number of ranks.
 
 No code from a checkpoint runs: torch.load gets `weights_only=True`, as it does from
 torch.distributed.checkpoint (DCP), whose index is read by an unpickler that knows DCP's own classes
@@ -6,7 +6,6 @@ only. Of a checkpoint only the files that its verified manifest names are opened
 """
 
 import importlib
-import logging
 import os
 import pickle
 import tarfile
@@ -21,13 +20,11 @@ import torch
 from safetensors import safe_open
 
 from ..distributed import Group, parallel
-from ..errors import UserError
-from . import DCP_INDEX, MANIFEST, WHOLE_FILE, CheckpointError, step_name
-from .manifest import reading, verify
-from .paths import Place, checkpoints_of, local_copy, located, open_regular, published
+from . import DCP_INDEX, WHOLE_FILE, CheckpointError
+from .manifest import reading
+from .paths import Place, local_copy, open_regular
 from .tensors import check_shapes, flat
 
-log = logging.getLogger(__name__)
 SAFETENSORS = ".safetensors"
 DCP = "torch.distributed.checkpoint"
 DCP_CLASSES = "MetadataIndex Metadata StorageMeta TensorProperties TensorStorageMetadata "
@@ -166,40 +163,3 @@ def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:
         return OneFile(local)
     files = manifest.get("files") or os.listdir(local)
     return OneFile(local / WHOLE_FILE) if WHOLE_FILE in files else DcpDirectory(local, files)
-
-
-def find_checkpoint(
-    where: Place, step: int | None = None, group: Group | None = None
-) -> tuple[Place, dict[str, Any]]:
-    """Verify and pick a checkpoint to read from: a run's newest good one, or one by step.
-
-    `where` may also be a checkpoint, or a file of torch.save or safetensors, or a bare directory of
-    DCP, which cannot be verified: their manifest is {}. Nothing is changed: a run may be writing.
-    """
-    group, where = group or Group(), located(where)
-
-    def candidates() -> tuple[list[Place], bool]:
-        if not where.exists():
-            raise UserError(f"there is nothing at {where}")
-        if (where / MANIFEST).exists():
-            return [where], True
-        if where.is_file() or (where / DCP_INDEX).exists():
-            return [where], False
-        directory = checkpoints_of(where)
-        steps = published(directory)[::-1] if step is None else [directory / step_name(step)]
-        return steps, True
-
-    paths, have_manifests = group.from_first(candidates)
-    if not have_manifests:
-        log.warning("%s has no manifest: whether it is whole cannot be verified", where)
-        return paths[0], {}
-    for path in paths:
-        manifest, problems = verify(path, group)
-        if not problems:
-            return path, manifest
-        if path.exists():  # else it was pruned meanwhile
-            log.warning("DAMAGED CHECKPOINT %s: %s", path, "; ".join(problems))
-    there = ", ".join(str(int(path.name[5:])) for path in published(checkpoints_of(where)))
-    hint = f"there are steps {there}" if there else "train first"
-    wanted = f"good checkpoint of step {step}" if step is not None else "good checkpoint"
-    raise UserError(f"there is no {wanted} in {where}: {hint}")

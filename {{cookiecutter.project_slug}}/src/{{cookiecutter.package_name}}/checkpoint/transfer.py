@@ -6,6 +6,7 @@ tensor of bytes. So it is a checkpoint to resume from.
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,13 +23,15 @@ from ..ema import EMA
 from ..errors import UserError, printable
 from ..files import fingerprint_files, read_json, replacing, sync_directory, write_json
 from ..run.directory import RunDirectory
-from .manifest import reading
-from .paths import Place, release_copies
+from . import DCP_INDEX, MANIFEST, step_name
+from .manifest import reading, verify
+from .paths import Place, checkpoints_of, located, published, release_copies
 from .publish import Publisher, RetentionConfig
-from .reader import SAFETENSORS, OneFile, Source, find_checkpoint, open_tensors
+from .reader import SAFETENSORS, OneFile, Source, open_tensors
 from .tensors import Tensors, nested
 from .writer import write_tensors
 
+log = logging.getLogger(__name__)
 MODEL, OPTIMIZER, NOTE = "model.", "optimizer.", "note"
 Weights = Literal["last", "ema"]
 FILES = (".pt", ".pth", SAFETENSORS)
@@ -78,6 +81,43 @@ def export(run_dir: Path, options: ExportConfig) -> str:
     release_copies()
     what = "model and optimizer" if whole else "the model"
     return f"{target}: step {step} from {path}; {len(tensors)} tensors of {what}"
+
+
+def find_checkpoint(
+    where: Place, step: int | None = None, group: Group | None = None
+) -> tuple[Place, dict[str, Any]]:
+    """Verify and pick a checkpoint to read from: a run's newest good one, or one by step.
+
+    `where` may also be a checkpoint, or a file of torch.save or safetensors, or a bare directory of
+    DCP, which cannot be verified: their manifest is {}. Nothing is changed: a run may be writing.
+    """
+    group, where = group or Group(), located(where)
+
+    def candidates() -> tuple[list[Place], bool]:
+        if not where.exists():
+            raise UserError(f"there is nothing at {where}")
+        if (where / MANIFEST).exists():
+            return [where], True
+        if where.is_file() or (where / DCP_INDEX).exists():
+            return [where], False
+        directory = checkpoints_of(where)
+        steps = published(directory)[::-1] if step is None else [directory / step_name(step)]
+        return steps, True
+
+    paths, have_manifests = group.from_first(candidates)
+    if not have_manifests:
+        log.warning("%s has no manifest: whether it is whole cannot be verified", where)
+        return paths[0], {}
+    for path in paths:
+        manifest, problems = verify(path, group)
+        if not problems:
+            return path, manifest
+        if path.exists():  # else it was pruned meanwhile
+            log.warning("DAMAGED CHECKPOINT %s: %s", path, "; ".join(problems))
+    there = ", ".join(str(int(path.name[5:])) for path in published(checkpoints_of(where)))
+    hint = f"there are steps {there}" if there else "train first"
+    wanted = f"good checkpoint of step {step}" if step is not None else "good checkpoint"
+    raise UserError(f"there is no {wanted} in {where}: {hint}")
 
 
 def load_weights(
