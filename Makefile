@@ -9,9 +9,9 @@ BIN := $(VENV)/bin
 # Where this is set, as in some containers, every process would compile torch anew: 3 s each.
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
-DEMO := cookiecutter torch numpy safetensors tyro tqdm psutil matplotlib tensorboard
+DEMO := cookiecutter torch numpy safetensors tyro psutil matplotlib tensorboard
 TEST := $(DEMO) pillow scikit-learn pytest pytest-xdist pytest-timeout hypothesis ruff pre-commit pre-commit-hooks basedpyright \
-	pyyaml jsonschema setuptools tokenizers cruft wandb mlflow-skinny sqlalchemy alembic \
+	pyyaml jsonschema setuptools tqdm tokenizers cruft wandb mlflow-skinny sqlalchemy alembic \
 	s3fs moto flask flask-cors optuna
 
 # The peers have an environment of their own, so that tests and demo go without them.

@@ -149,6 +149,7 @@ class StreamLoader(Loader):
             raise UserError(
                 f"the training stream cannot resume at its position: {error!r}"
             ) from error
+        self.ahead = []  # what was measured before training is not the next batch
         self.iterating = None  # `_read` starts it, once its random numbers are seeded
 
 
@@ -188,7 +189,9 @@ def open_loader(dataset: Any, train: "TrainConfig", plan: list[Share], world: Wo
 
 def has_shuffle_buffer(part: Any) -> bool:
     """Whether a Hugging Face stream, or a part of one, shuffles in a buffer."""
+    if "Shuffle" in type(part).__name__ and getattr(part, "buffer_size", 0) > 1:
+        return True
     names = ("dataset", "_ex_iterable", "ex_iterable")
-    sources = [*(getattr(part, name, None) for name in names), *getattr(part, "ex_iterables", ())]
-    below = any(has_shuffle_buffer(source) for source in sources if source is not None)
-    return below or getattr(part, "buffer_size", 0) > 1
+    sources = [getattr(part, name, None) for name in names]
+    sources += getattr(part, "ex_iterables", None) or ()
+    return any(has_shuffle_buffer(it) for it in sources if it is not None and it is not part)

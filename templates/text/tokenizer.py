@@ -126,5 +126,5 @@ def splits_of(names: Sequence[Path]) -> list[str]:
     if not {"tra", "val"} <= {*splits}:
         return [""] * len(splits)
     tests = [name for name, split in zip(names, splits, strict=True) if split == "tes"]
-    warn_left_out(tests, "files named test, neither train nor val")
+    warn_left_out(tests, "named test, neither train nor val")
     return [{"val": "val", "tes": "test"}.get(split, "train") for split in splits]

@@ -145,7 +145,7 @@ def divide(text: Path) -> tuple[Path, list[Piece]]:
             left_out.append(path)
         else:
             encodings[path] = encoding
-    warn_left_out(left_out, "files with zero bytes, which are no text")
+    warn_left_out(left_out, "no text (they have NUL bytes)")
     names = [path.relative_to(root) for path in encodings]
     pieces: list[Piece] = []
     for name, split in zip(names, splits_of(names), strict=True):

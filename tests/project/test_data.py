@@ -193,7 +193,7 @@ def test_text_of_any_encoding_is_read_and_what_is_none_is_named(
     (tmp_path / "unmarked.txt").write_bytes("text ".encode("utf-16-le"))
     datasets(text, data__path=tmp_path, data__context=8)
     (line,) = caplog.messages
-    assert line.startswith("left out: files with zero bytes, which are no text (2)")
+    assert line.startswith("2 files left out: no text (they have NUL bytes), such as ")
     assert line.endswith("packed.gz")
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone/a.txt").write_text("alone " * 100, "utf-16")
@@ -231,7 +231,7 @@ def test_text_may_be_divided_already(
 
     assert read() == [{*names} - {"b", "c"}, {"b"}]
     (line,) = caplog.messages
-    assert line.startswith("left out: files named test, neither train nor val (1)")
+    assert line.startswith("1 files left out: named test, neither train nor val")
     assert line.endswith(test_file)
     (tmp_path / training_file).unlink()
     assert set.union(*read()) >= {"b", "c"}, "one of the names alone says nothing"
@@ -342,7 +342,7 @@ def test_what_is_no_image_of_a_class_is_passed_over(
     (tmp_path / "train/cat/deeper").mkdir()
     assert len(datasets(image, data__path=tmp_path)[0]) == 10
     (line,) = caplog.messages
-    assert line.startswith("left out: what is no image in a folder of its class (6), such as ")
+    assert line.startswith("6 files left out: no images in a folder of their class, such as ")
 
 
 def test_images_of_phones_and_browsers_are_read(image: Project, tmp_path: Path) -> None:

@@ -275,12 +275,13 @@ def test_the_machine_is_as_the_system_tells(image: Project) -> None:
     found = hardware.where_measured(torch.device("cpu"))["machine"]
     assert found["memory_gib"] == pytest.approx(int(total[1]) / 2**20, rel=0.02)
     peak = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert hardware.peak_memory(torch.device("cpu")) == pytest.approx(int(peak[1]) * 1024, rel=0.2)
+    timing, cpu = image.module("workflow.timing"), torch.device("cpu")
+    assert timing.peak_memory(cpu) == pytest.approx(int(peak[1]) * 1024, rel=0.2)
 
 
 def test_a_container_has_what_its_limit_leaves(image: Project) -> None:
     """And what the system keeps of files, which it gives back when memory is asked for."""
-    hardware, gib = image.module("run.hardware"), 2**30
+    processes, gib = image.module("workflow.processes"), 2**30
     files = {
         "/sys/fs/cgroup/memory.max": f"{4 * gib}",
         "/sys/fs/cgroup/memory.current": f"{3 * gib}",
@@ -293,14 +294,14 @@ def test_a_container_has_what_its_limit_leaves(image: Project) -> None:
         return SimpleNamespace(read_text=lambda: files[name])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hardware, "Path", path)
+        patch.setattr(processes, "Path", path)
         free = SimpleNamespace(available=8 * gib)
-        patch.setattr(hardware.psutil, "virtual_memory", lambda: free)
-        assert hardware.free_host_memory() == 3 * gib
+        patch.setattr(processes.psutil, "virtual_memory", lambda: free)
+        assert processes.free_host_memory() == 3 * gib
         files["/sys/fs/cgroup/memory.max"] = "max"
-        assert hardware.free_host_memory() == 8 * gib
+        assert processes.free_host_memory() == 8 * gib
         files.clear()
-        assert hardware.free_host_memory() == 8 * gib
+        assert processes.free_host_memory() == 8 * gib
 
 
 def test_settings_are_held_to_their_bounds(image: Project, text: Project) -> None:

@@ -112,7 +112,8 @@ def test_a_shuffle_buffer_is_told_as_it_is_lost(
 ) -> None:
     """Parts of a stream as Hugging Face's have them (datasets 5.2)."""
     stream = Stream()
-    shuffled = SimpleNamespace(ex_iterable=SimpleNamespace(), buffer_size=buffer_size)
+    parts = {"ex_iterable": SimpleNamespace(buffer_size=None), "buffer_size": buffer_size}
+    shuffled = type("BufferShuffledExamplesIterable", (), parts)()
     joined = SimpleNamespace(ex_iterables=[SimpleNamespace(), shuffled])
     stream._ex_iterable = SimpleNamespace(ex_iterable=joined)
     train(project, stream, tmp_path, train__steps=1)

@@ -86,7 +86,7 @@ def test_a_reader_that_leaves_ends_nothing(project: Project, tmp_path: Path, sta
 
 
 def test_a_terminal_that_is_closed_ends_nothing(project: Project, tmp_path: Path) -> None:
-    """With its bar; the hangup is ignored, as after `nohup`."""
+    """The hangup is ignored, as after `nohup`."""
     ours, theirs = pty.openpty()
     command = train(project, tmp_path, PLAIN, before="trap '' HUP;", steps=STEPS)
     process = start(project, command, stdin=theirs, stdout=theirs, stderr=theirs)

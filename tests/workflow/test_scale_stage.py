@@ -140,7 +140,7 @@ def test_numbers_of_processes(project: Project, sharded: Project) -> None:
     assert only == [1] and "cannot be divided" in reason
     assert sizes(sharded, workflow__ranks=8, parallel__replicate=4) == ([1, 4, 8], "")
     only, reason = sizes(sharded, workflow__ranks=6, parallel__replicate=4)
-    assert only == [1] and "--parallel.replicate 4 does not divide 6" in reason
+    assert only == [1] and "4 copies cannot share 6 ranks evenly" in reason
     with pytest.raises(project.module("errors").UserError, match="global-batch-size is 64"):
         sizes(project, workflow__ranks=65)
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import RankError
+from .agreement import LOADED, bit_sum
 from .agreement import agree_on_buffers as agree_on_buffers
 from .agreement import all_reduce as all_reduce
-from .agreement import bit_sum
 from .agreement import require_same as require_same
 from .world import World
 
@@ -55,7 +55,7 @@ def wrap(
         find_unused_parameters=config.find_unused_parameters,
         gradient_as_bucket_view=True,
     )
-    module.broadcast_buffers = False  # buffers.py: once a step
+    module.broadcast_buffers = False  # `agree_on_buffers`: once a step
     return module
 
 
@@ -113,7 +113,7 @@ def replicas(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
 
 def compare_loaded(tensors: Iterable[torch.Tensor], world: World) -> None:
     """RankError, on every rank, if one has loaded other bits."""
-    require_same({"checksums of what is loaded": bit_sum(tensors)}, world, RankError)
+    require_same({LOADED: bit_sum(tensors)}, world, RankError)
 
 
 def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:

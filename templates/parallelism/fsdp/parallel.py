@@ -20,9 +20,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import RankError, UserError
+from .agreement import LOADED, bit_sum
 from .agreement import agree_on_buffers as agree_on_buffers
 from .agreement import all_reduce as all_reduce
-from .agreement import bit_sum
 from .agreement import require_same as require_same
 from .world import World
 
@@ -46,7 +46,7 @@ def check_ranks(config: ParallelConfig, ranks: int) -> None:
     """UserError when the work cannot be spread over so many processes."""
     copies = copies_of_the_model(config)
     if copies < 1 or ranks % copies:
-        raise UserError(f"--parallel.replicate {copies} does not divide {ranks} ranks")
+        raise UserError(f"--parallel.replicate: {copies} copies cannot share {ranks} ranks evenly")
 
 
 def wrap(
@@ -154,7 +154,8 @@ def compare_loaded(tensors: Iterable[torch.Tensor], world: World) -> None:
     for tensor in tensors:
         count, index = replicas(tensor, world.rank, world.size)
         if count > 1:
-            name = f"checksums of part {world.rank - index * (world.size // count)}"
+            part = world.rank - index * (world.size // count)
+            name = f"{LOADED} (part {part} of {world.size // count})"
             parts.setdefault(name, []).append(local_part(tensor))
     require_same({name: bit_sum(part) for name, part in parts.items()}, world, RankError)
 

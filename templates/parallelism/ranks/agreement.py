@@ -76,10 +76,9 @@ class Group:
 
     def say(self, text: str) -> None:
         """Print to the console and to a redirected stderr, without waiting for a lock."""
-        if self.console:
-            print(text, file=self.console, flush=True)  # first: the other one is on a disk
-        with contextlib.suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
+        for file in filter(None, (self.console, sys.stderr)):  # the latter may be on a disk
+            with contextlib.suppress(OSError):
+                print(text, file=file, flush=True)
 
     @contextlib.contextmanager
     def phase(self, doing: str) -> Iterator[None]:
@@ -161,9 +160,8 @@ class Group:
         work: Any = dist.all_reduce(tensor, dist.ReduceOp.MAX, self.process_group, async_op=True)
 
         def wait() -> list[float]:
-            # In a step longer than the watchdog, which names a rank within the limit, 30 s and
-            # twice the longest step: for when its thread hangs as well, on a disk that went with
-            # a machine.
+            # Longer than the watchdog needs to name a rank. This is for when the watchdog hangs,
+            # too, on a disk that went with a machine.
             limit = PHASE_LIMIT if self.phases else 2 * self.step_limit + timedelta(minutes=1)
             try:
                 work.wait(limit)
@@ -229,8 +227,11 @@ def agree_on_buffers(running: Any, step: int, world: World) -> None:
                 tensor.copy_(values.view_as(tensor))  # back to its own dtype
 
 
+LOADED = "the checksum of what was loaded, which a bad disk or memory changes,"
+
+
 def require_same(values: dict[str, Any], world: World, error: Any = UserError) -> None:
-    """An error, on every rank, if a value is not that of the same name on a rank before."""
+    """An error, on every rank, if two ranks have different values of one name."""
     each: list[Any] = [values] * world.size
     if world.distributed:
         dist.all_gather_object(each, values)

@@ -123,5 +123,6 @@ if __name__ == "__main__":
             sys.exit(USER_ERROR)  # the ranks have said what it is
         sys.exit(str(failed))  # which rank failed first, and how; no traceback of torchrun
     except api.SignalException as stop:
-        print(f"torchrun: {stop}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            print(f"torchrun: {stop}", file=sys.stderr, flush=True)
         sys.exit(128 + stop.sigval)

@@ -210,7 +210,7 @@ class RemotePath:
                     code = errno.EBADMSG if kind == CHECKSUM else code
                     raise StoreError(code, text, str(self)) from error
                 log.info("%s: %s; trying again", self, text)
-                pause *= random.uniform(0.5, 1.0)  # not the same on all ranks
+                pause *= random.SystemRandom().uniform(0.5, 1.0)  # seeds are the same on all ranks
                 time.sleep(max(0.0, min(pause, time_left())))
 
 

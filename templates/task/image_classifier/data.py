@@ -88,7 +88,7 @@ def read_folder(path: Path, config: DataConfig) -> tuple["Images", "Images", Spe
         used = file.suffix.lower() in ENDINGS
         used = used and (not divided or folder in ("train", *FOR_VALIDATION))
         (files if used else left_out).append(file)
-    warn_left_out(left_out, "what is no image in a folder of its class")
+    warn_left_out(left_out, "no images in a folder of their class")
     check_regular(files)
     classes = {name: i for i, name in enumerate(sorted({file.parent.name for file in files}))}
     parts: tuple[list[Path], list[Path]] = ([], [])

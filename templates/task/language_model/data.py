@@ -209,7 +209,7 @@ def read_text(path: Path, ending: str) -> list[list[np.ndarray]]:
         else:
             found[file.relative_to(path)] = content
     if not ending:  # the user's own
-        warn_left_out(left_out, "files with zero bytes, which are no text")
+        warn_left_out(left_out, "no text (they have NUL bytes)")
     parts: dict[str, list[bytes]] = {"train": [], "val": [], "test": []}
     for split, (name, content) in zip(splits_of([*found]), found.items(), strict=True):
         chosen = zlib.crc32(name.as_posix().encode()) % VALIDATION_SHARE == 0

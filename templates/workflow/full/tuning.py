@@ -12,15 +12,16 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..distributed import leave
-from ..run.hardware import free_host_memory, in_units, peak_memory, usable_cores
+from ..run.hardware import in_units, usable_cores
 from ..sampling import Loader, shares
 from ..train import State
 from . import baseline
 from .chain import flag, recommend, typed_settings
 from .expected import hold_to, read_expected
 from .interleaved import WINDOWS, Way, speedup_of, time_interleaved, with_loader, without_loader
+from .processes import free_host_memory
 from .stage import Stage, StageConfig
-from .timing import Steps, record_steps
+from .timing import Steps, peak_memory, record_steps
 
 BUDGET = 60.0  # seconds for all sizes
 NEAR_BEST = 0.97  # of the best throughput: as good, if it takes less memory

@@ -11,6 +11,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from ..distributed import parallel
@@ -50,6 +51,18 @@ def refusal(config: StageConfig, ranks: int) -> str:
     except UserError as error:
         return str(error)
     return ""
+
+
+def free_host_memory() -> int:
+    """Bytes that are free on the machine or, if it has a limit (cgroup v2), in this container."""
+    free = [psutil.virtual_memory().available]
+    # psutil does not know a container's limit. What the kernel caches of files, it gives back.
+    with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
+        paths = (f"/sys/fs/cgroup/memory.{name}" for name in ("max", "current", "stat"))
+        limit, used, table = (Path(path).read_text() for path in paths)
+        caches = dict(line.split() for line in table.splitlines())
+        free.append(int(limit) - int(used) + int(caches["inactive_file"]))
+    return min(free)
 
 
 def named(count: int, what: str) -> str:

@@ -152,6 +152,8 @@ class Drill:
         with open(file, "r+b") as opened, mmap.mmap(opened.fileno(), 0) as content:
             content[len(content) // 2] ^= 1
         result = self.child(self.ranks, "damage")
+        if "refused" in result:
+            raise RankError(result["refused"])
         warned = any("DAMAGED" in text and file.name in text for text in result["messages"])
         problems = [] if warned else ["not noticed, no warning names it"]
         problems += ["the checkpoint is not set aside"] if newest.exists() else []

@@ -20,13 +20,13 @@ from ..device import pick_device
 from ..distributed import Group, World, join, leave
 from ..errors import RankError, exit_code
 from ..files import to_json, write_json
-from ..run.hardware import free_host_memory, in_units, peak_memory, usable_cores
+from ..run.hardware import in_units, usable_cores
 from ..sampling import STEP, seed_random
 from ..train import State, setup
 from .interleaved import median_interval
-from .processes import most_ranks, named, refusal, run_task
+from .processes import free_host_memory, most_ranks, named, refusal, run_task
 from .stage import Stage, StageConfig
-from .timing import differences, record_steps
+from .timing import differences, peak_memory, record_steps
 
 TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}  # relative
 ROOM = 0.95  # of the memory: the rest is for fragments and what others allocate

@@ -172,7 +172,9 @@ def main(folder: Path, packages: list[str]) -> None:
         text = misread(training, settings, world)
         assert "must be the same on all ranks" in text and "on rank 1, " in text, text
         text = odd_metrics(training, settings, world)
-        assert "metrics must be the same on all ranks: ['of_1'] on rank 1, ['of_0']" in text, text
+        assert "(model.py) must be the same on all ranks: ['of_1'] on rank 1, ['of_0']" in text, (
+            text
+        )
         if world.rank == 0:
             print(f"{name}: the ranks agree")
     training.leave(world)

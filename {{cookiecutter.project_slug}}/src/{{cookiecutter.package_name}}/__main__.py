@@ -48,6 +48,7 @@ def train(arguments: list[str]) -> int:
 def summary(run_dir: Path, result: Any) -> list[str]:
     """The lines that sum up a run and where its files are."""
     from .checkpoint.paths import checkpoints_of, published
+    from .run.journal import validation_of
 
     try:
         directory = checkpoints_of(run_dir)
@@ -58,7 +59,8 @@ def summary(run_dir: Path, result: Any) -> list[str]:
         checkpoints = f"checkpoints: cannot be listed now ({error})"
     if result.status != "already finished":
         checkpoints += f" (training waited {result.blocked_seconds:.2f} s for saves)"
-    figures = [f"{n.replace('_', ' ')}: {value:.4f}" for n, value in result.validation.items()]
+    validation = validation_of(result.validation)
+    figures = [f"{name.replace('_', ' ')}: {value:.4f}" for name, value in validation.items()]
     return [*figures, checkpoints, f"everything is in {run_dir}"]
 
 

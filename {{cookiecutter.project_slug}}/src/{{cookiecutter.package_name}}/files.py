@@ -42,9 +42,9 @@ def check_regular(files: Iterable[Path]) -> None:
 
 
 def warn_left_out(files: Sequence[Path], kind: str) -> None:
-    """Say in one line of the log which kind of files is not used."""
+    """Say in one line of the log how many files of a kind are not used."""
     if files:
-        log.warning("left out: %s (%d), such as %s", kind, len(files), files[0])
+        log.warning("%d files left out: %s, such as %s", len(files), kind, files[0])
 
 
 def to_json(settings: Any) -> dict[str, Any]:

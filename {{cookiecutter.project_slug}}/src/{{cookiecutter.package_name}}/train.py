@@ -110,7 +110,7 @@ def train_step(state: State, batches: list[Any]) -> None:
     """One optimizer step on this rank's micro-batches of the global batch.
 
     The gradient is of (sum of losses) / (sum of counts) over all ranks, whatever their shares.
-    Nothing here waits for the device.
+    Nothing here waits for the device, but what `agree_on_buffers` does at each 50th step.
     """
     config, world = state.config, state.world
     # Random numbers are a function of (seed, step, rank), so no generator's state is saved.
@@ -123,7 +123,8 @@ def train_step(state: State, batches: list[Any]) -> None:
                 loss = compute_loss(state.module, move(batch, world.device))
                 returned(loss, LossSum, "what compute_loss (model.py) returns")
                 if state.metrics is None:
-                    parallel.require_same({"metrics": [*loss.metrics]}, world)
+                    names = {"metrics of compute_loss (model.py)": [*loss.metrics]}
+                    parallel.require_same(names, world)
                 state.metrics = metric_names(loss, state.metrics)
             with annotated("backward"):
                 # A rank without samples left has one at weight 0: ranks must take part alike.

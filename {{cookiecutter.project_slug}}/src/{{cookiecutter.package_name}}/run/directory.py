@@ -115,8 +115,11 @@ class RunDirectory:
 
     def _lock(self) -> set[str]:
         """Lock the directory; returns the launchers of the process that held it last."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        file = open_to_write(self.path / ".lock", "a+", errors="replace")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = open_to_write(self.path / ".lock", "a+", errors="replace")
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be a run directory: {error}") from None
         file.seek(0)
         owner, *launchers = file.read().splitlines() or ["another process"]
         try:

@@ -8,9 +8,7 @@ import multiprocessing
 import os
 import platform
 import re
-import resource
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,26 +31,6 @@ STEPS, LINES = 1000, 12  # over which the growth of host memory is judged, at le
 GROWTH = 1.05  # from one third of them to the next: more than the allocator's ups and downs
 
 
-def free_host_memory() -> int:
-    """Bytes that are free on the machine or, if it has a limit (cgroup v2), in this container."""
-    free = [psutil.virtual_memory().available]
-    # psutil does not know a container's limit. What the kernel caches of files, it gives back.
-    with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
-        paths = (f"/sys/fs/cgroup/memory.{name}" for name in ("max", "current", "stat"))
-        limit, used, table = (Path(path).read_text() for path in paths)
-        caches = dict(line.split() for line in table.splitlines())
-        free.append(int(limit) - int(used) + int(caches["inactive_file"]))
-    return min(free)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Peak bytes so far: allocated on a CUDA device, else the resident memory of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 def host_memory() -> int:
     """Resident bytes of this process and of its loader workers, without what these share with it.
 
@@ -70,8 +48,8 @@ class MemoryUse:
     """A callback: adds the memory to each log line, and warns once when host memory grows.
 
     `host_bytes` includes the `staging_bytes` of a save in the background. Nothing here waits for
-    the device. What was made before the run is left out of garbage collection: looking through it
-    would stop one rank, and all that wait for it, at a random moment.
+    the device. Garbage is collected at log lines only, and not among what was made before the run:
+    looking through that would stop one rank, and all that wait for it, at a random moment.
     """
 
     def __init__(self) -> None:
@@ -81,14 +59,17 @@ class MemoryUse:
     def __enter__(self) -> None:
         gc.collect()
         gc.freeze()
+        gc.disable()
 
     def __exit__(self, *exception: object) -> None:
+        gc.enable()
         gc.unfreeze()
 
     def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
         """Add to the log line, if there is one."""
         if record is None:
             return
+        gc.collect(1)
         device = state.world.device
         if device.type == "cuda":
             record["device_peak_bytes"] = torch.cuda.max_memory_allocated(device)
@@ -109,9 +90,9 @@ class MemoryUse:
         self.warned = two > GROWTH * one and three > GROWTH * two
         if self.warned:
             log.warning(
-                "the host's memory of rank %d grows: %s at step %d, %s at step %d, %s are free. "
-                "Does a dataset or a callback keep something of each step, such as a loss?",
-                *(rank, in_units(before), first, in_units(now), last, in_units(free_host_memory())),
+                "the host's memory of rank %d grows: %s at step %d, %s at step %d. Does a dataset "
+                "or a callback keep something of each step, such as a loss?",
+                *(rank, in_units(before), first, in_units(now), last),
             )
         del self.lines[:size]
 

@@ -102,15 +102,14 @@ class Journal:
             with naming(self.path), open(self.path, "rb") as file:
                 kept = [line.rstrip() for line in file if parsed(line, self.first_step)]
         if figures and kept and (last := json.loads(kept[-1]))["step"] == self.first_step:
-            kept[-1] = json.dumps(last | figures).encode()
+            kept[-1] = as_line(last | figures)
         replace_file(self.path, b"".join(line + b"\n" for line in kept))
         sync_directory(self.path.parent)
 
     def _write(self, record: dict[str, Any]) -> None:
         """Append a line and those that wait; if the system refuses, all of them wait."""
-        odd = [n for n, v in record.items() if hasattr(v, "__float__") and not math.isfinite(v)]
-        behind, line = bool(self.waiting), json.dumps(record | dict.fromkeys(odd), default=float)
-        self.waiting += f"{line}\n".encode()
+        behind = bool(self.waiting)
+        self.waiting += as_line(record) + b"\n"
         try:
             with open_to_write(self.path, "ab", buffering=0) as file:
                 self._append(file)
@@ -132,6 +131,12 @@ class Journal:
         shown = [f"{n[11:].replace('_', ' ')} {v:.4f}" for n, v in validation_of(record).items()]
         if shown:
             log.info("validation at step %d: %s", record["step"], ", ".join(shown))
+
+
+def as_line(record: dict[str, Any]) -> bytes:
+    """A record as JSON, which has no word for NaN and infinity: they become null."""
+    odd = [n for n, v in record.items() if hasattr(v, "__float__") and not math.isfinite(v)]
+    return json.dumps(record | dict.fromkeys(odd), default=float).encode()
 
 
 def read_records(run_dir: Path, last_step: int = sys.maxsize) -> Iterator[dict[str, Any]]:

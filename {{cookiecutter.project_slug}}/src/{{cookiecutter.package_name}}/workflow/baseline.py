@@ -12,11 +12,11 @@ from ..device import move, synchronize
 from ..distributed import join, leave, parallel
 from ..loss import LossSum, loss_vector, returned
 from ..model import compute_loss
-from ..run.hardware import forward_flops, in_units, peak_flops, peak_memory
+from ..run.hardware import forward_flops, in_units, peak_flops
 from ..sampling import STEP, fetch, seed_random
 from ..train import State, setup
 from .stage import Stage
-from .timing import Steps, describe, differences, record_steps, spread
+from .timing import Steps, describe, differences, peak_memory, record_steps, spread
 
 WARMUP, MEASURED = 5, 40  # steps
 SECONDS = 60.0  # for each of the two runs, if steps are slow

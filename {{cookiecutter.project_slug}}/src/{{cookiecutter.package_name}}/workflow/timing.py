@@ -1,10 +1,13 @@
 """How the stages time the project's own steps, and compare figures."""
 
+import resource
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from ..device import synchronize
 from ..loss import means
@@ -53,3 +56,11 @@ def differences(first: Iterable[float], second: Iterable[float]) -> np.ndarray:
         apart = np.abs(a - b) / np.maximum(np.maximum(abs(a), abs(b)), 1e-12)
     apart[np.isnan(a) & np.isnan(b)] = 0
     return np.nan_to_num(apart, nan=np.inf)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes so far: allocated on a CUDA device, else the resident memory of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
