@@ -26,7 +26,7 @@ def test_the_demo_trains_samples_and_goes_on(tmp_path: Path) -> None:
     assert first.returncode == 0, first.stdout + first.stderr
     for text in ("infer --prompt", "good", "What to do next", "launch.sh"):
         assert text in first.stdout
-    for text in ("finished at step 20", "validation bits per byte", "tokens per second"):
+    for text in ("finished at step 20", "validation bits per byte", "tokens/s"):
         assert text in first.stderr
     longer = demo(tmp_path, *tiny, "--train.steps", "25")
     assert "resuming from" in longer.stderr

@@ -195,8 +195,8 @@ def test_windows_of_a_run(project: Project, traces: Any, tmp_path: Path) -> None
     found = sorted((tmp_path / "traces").iterdir())
     assert [path.name[:13] for path in found] == ["step_00000006", "step_00000012", "step_00000018"]
     assert [step for step, _ in tracing] == list(range(1, 21))
-    # This callback comes after the profiler: it sees what the next step will run under.
-    assert {step for step, on in tracing if on} == {4, 5, 10, 11, 16, 17}
+    # This callback comes before the profiler: it sees what its step has run under.
+    assert {step for step, on in tracing if on} == {5, 6, 11, 12, 17, 18}
     for path in found:
         assert len(traces.breakdown(traces.read_trace(path)).seconds) == 2
 

@@ -262,6 +262,8 @@ def conclude(stage: Stage) -> None:
         why = f"a save takes longer than the {every} steps between two, and waits"
     size = 10 ** max(0, len(str(steps)) - 2)  # nobody wants to save every 487 steps
     rounded = math.ceil(steps / size) * size
+    if rounded >= config.train.steps:
+        why = f"this run of {config.train.steps} steps then saves only at its end; {why}"
     stage.advise(f"--checkpoint.every {rounded}: {why}")
     recommend(stage, "checkpoint.every", rounded)
 
