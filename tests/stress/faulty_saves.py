@@ -172,7 +172,7 @@ class Saves:
 
     def problems(self, path: Path) -> list[str]:
         """What is wrong with a checkpoint: its bytes, or what they should hold."""
-        reading = importlib.import_module(f"{self.package}.checkpoint.reader")
+        reading = importlib.import_module(f"{self.package}.checkpoint.transfer")
         try:
             manifest, problems = reading.verify(path)
             return problems or [] if reading.open_tensors(path, manifest).forms else ["it is empty"]

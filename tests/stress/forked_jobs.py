@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,13 +95,15 @@ class Job:
         config = plan.configuration(run_dir)
         self.agent = os.fork()
         if self.agent == 0:
-            with contextlib.suppress(BaseException):
+            try:
                 os.close(self.calls)
                 _quiet(log)
                 if plan.ranks:
                     _lead(plan, config, self.board, line)
                 else:
                     _train(plan, config, self.board, 0, line)
+            except BaseException:
+                traceback.print_exc()  # into the log
             os._exit(70)
         os.close(line)
 
