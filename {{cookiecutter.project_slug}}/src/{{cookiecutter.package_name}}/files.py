@@ -66,8 +66,8 @@ def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str,
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ValueError("it is no regular file")  # a reader would wait at a pipe
-        text = path.read_text("utf-8")
-        content = parse(text.removeprefix("\ufeff"))  # some editors write a byte order mark
+        # Some editors write a byte order mark.
+        content = parse(path.read_text("utf-8").removeprefix("\ufeff"))
         if not isinstance(content, dict):
             raise ValueError("it holds no object")
     except (OSError, ValueError, RecursionError) as error:
