@@ -102,9 +102,9 @@ def rest(variants: list[Variant], found: Findings, hits: Counter[str]) -> None:
     for first, last in ((3, 6), (3, 1000)):
         log_lines(plain, first, last)
     slow(ranks, 0.1, hits)
-    slow(plain, 3.0, hits)
+    slow(plain, 6.0, hits)
     if not found.bounded:
-        slow(ranks, 3.0, hits)
+        slow(ranks, 6.0, hits)
     memory(plain, 24 if found.bounded else 104, 192 if found.bounded else 512, hits)
     for variant in (plain,) if found.bounded else (plain, ranks):
         long(variant, 400 if found.bounded else 20_000, hits)
