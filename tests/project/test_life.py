@@ -266,7 +266,7 @@ def test_own_tests_that_depend_on_several_answers_pass(tmp_path: Path) -> None:
         projects[name] = render(tmp_path / name, variant, package_name=name)
     tests = [f"tests/test_training.py::{name}" for name in DEPENDENT]
     sources = {name: project / "src" for name, project in projects.items()}
-    jobs = [(0, str(project), *tests) for project in projects.values()]
+    jobs = [(0, str(project), 0, *tests) for project in projects.values()]
     output = drill("own_tests.py", *jobs, sources=sources)
     assert output.count("\n5 passed") == len(projects) == 6
 

@@ -56,6 +56,23 @@ BREAKAGES = {
     "residuals_not_scaled": ("model.py", " if into_residual else 1.0", " if False else 1.0"),
     "gradient_of_the_mean_of_ranks": ("loss.py", "scale = ranks / count", "scale = 1 / count"),
 }
+# Of the render's own tests, the one that notices it.
+PLAIN = "test_training.py::test_the_loop_does_what_a_plain_one_does"
+RANKS = "test_ranks.py::test_two_ranks_do_what_one_does"
+RATE = "test_model.py::test_the_rate_warms_up_then_falls_as_a_cosine_does"
+NOTICED_BY = {
+    "no_warm_up": RATE,
+    "clipped_at_twice_the_norm": PLAIN,
+    "not_clipped": PLAIN,
+    "no_decay_of_the_rate": RATE,
+    "weight_decay_on_norms": "test_model.py::test_matrices_decay_and_nothing_else_does",
+    "validation_without_weights": RANKS,
+    "attention_not_causal": "test_model.py::test_a_later_token_changes_no_earlier_logit",
+    "targets_equal_to_inputs": "test_model.py::test_the_targets_are_the_tokens_that_follow",
+    "residuals_not_scaled": "test_model.py::"
+    "test_what_is_added_to_the_residual_stream_starts_smaller_in_deep_models",
+    "gradient_of_the_mean_of_ranks": RANKS,
+}
 
 
 def test_each_task_has_its_entry() -> None:
@@ -136,6 +153,13 @@ def test_any_number_of_ranks_computes_what_one_loop_does(folder: Path) -> None:
         assert found_by(folder, ranks) == {name: {} for name in packages}
 
 
+def break_line(package: Path, name: str) -> None:
+    file, right, wrong = BREAKAGES[name]
+    text = (package / file).read_text()
+    assert text.count(right) == 1, f"{file} has changed: state the breakage anew"
+    (package / file).write_text(text.replace(right, wrong))
+
+
 @pytest.fixture(scope="module")
 def found_broken(folder: Path) -> dict[str, dict[str, float]]:
     """What two ranks compute otherwise with each breakage, and with none."""
@@ -144,10 +168,7 @@ def found_broken(folder: Path) -> dict[str, dict[str, float]]:
         sources[name] = folder / "broken" / name
         package = shutil.copytree(original, sources[name] / name)
         if name in BREAKAGES:
-            file, right, wrong = BREAKAGES[name]
-            text = (package / file).read_text()
-            assert text.count(right) == 1, f"{file} has changed: state the breakage anew"
-            (package / file).write_text(text.replace(right, wrong))
+            break_line(package, name)
     drill("reference.py", (2, str(folder), *sources), sources=sources)
     return found_by(folder, 2)
 
@@ -159,3 +180,15 @@ def test_what_is_whole_is_not_taken_for_broken(found_broken: dict[str, dict[str,
 @pytest.mark.parametrize("name", BREAKAGES)
 def test_a_breakage_is_noticed(found_broken: dict[str, dict[str, float]], name: str) -> None:
     assert found_broken[name]
+
+
+@pytest.mark.parametrize("name", [None, *BREAKAGES])
+def test_the_own_tests_of_a_render_notice_a_breakage(tmp_path: Path, name: str | None) -> None:
+    project = bake(tmp_path, package_name="broken")
+    tests, code = ("test_model.py", PLAIN, RANKS), 0
+    if name:
+        break_line(project / "src/broken", name)
+        tests, code = (NOTICED_BY[name],), 1
+    jobs = (0, str(project), code, *(f"tests/{test}" for test in tests))
+    output = drill("own_tests.py", jobs, sources={"broken": project / "src"})
+    assert ("\n1 failed" if name else "\n9 passed") in output

@@ -135,7 +135,7 @@ CONDITIONAL: dict[str, Condition] = {
 ALWAYS = {
     *("pyproject.toml", "README.md", ".gitignore", ".gitattributes", ".pre-commit-config.yaml"),
     *(".github/dependabot.yml", ".github/workflows/ci.yml", ".cookiecutter.json"),
-    *every("tests", "conftest test_sampling test_checkpoints test_training"),
+    *every("tests", "conftest test_model test_sampling test_checkpoints test_training"),
     *every(
         PACKAGE,
         "__init__ __main__ callbacks compile config data device ema errors files infer "

@@ -120,6 +120,22 @@ def test_only_a_gate_that_held_hands_on(
         assert (config, taken) == (given, {}), found
 
 
+def test_a_compile_mode_that_fails_stops_nothing(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    workflow, override = Chain(project, monkeypatch), project.module("config").override
+    given = project.config(run_dir=tmp_path, compile__mode="full")
+    workflow.failing.add("compile")
+    workflow.recommend["compile"] = {"compile__mode": "none"}
+    assert workflow.chain.run_stages(given, []) == 1
+    assert [*workflow.ran] == STAGES
+    assert workflow.ran["profile"] == (
+        override(given, {"compile.mode": "none"}),
+        ["--compile.mode", "none"],
+    )
+    assert "stopped at" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("workers, multiple", [((3, 4), 12), ((0, 2), 2), ((2, 2), 2), ((0, 0), 1)])
 def test_windows_with_other_workers_are_whole_bursts(
     project: Project,

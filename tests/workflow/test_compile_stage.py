@@ -343,3 +343,32 @@ def test_advice_names_the_mode_and_what_it_earns(gate) -> None:
     much = FIGURES | {"windows": {"eager": [1.0] * 8, "compiled": [0.1] * 8}}
     assert gate({"blocks": FIGURES, "full": much}).stage.figures["best"] == "full"
     assert gate({"blocks": FIGURES, "full": FIGURES}).stage.figures["best"] == "blocks"
+
+
+def test_a_mode_that_fails_is_not_recommended_and_the_advice_says_why(gate) -> None:
+    error = {"error": "RuntimeError: no such luck\nand a traceback"}
+    broken = gate({"blocks": error, "full": error}, compile__mode="full").stage
+    assert broken.status == "fail" and broken.figures["best"] == "none"
+    (advice,) = broken.advice
+    assert advice.startswith("train with --compile.mode none: blocks: RuntimeError: no such luck;")
+    assert "traceback" not in advice
+    assert broken.figures["recommended"]["compile.mode"]["value"] == "none"
+    wrong = FIGURES | {"difference": {"loss": 1.0, "gradients": 1.0}}
+    looping = FIGURES | {"limits_hit": [HERE]}
+    for figures, why in ((wrong, "not those of eager steps"), (looping, "again and again")):
+        stage = gate({"full": figures}).stage
+        assert stage.figures["best"] == "none" and why in stage.advice[0]
+        assert "recommended" not in stage.figures, "it is what was given"
+        assert gate({"blocks": FIGURES, "full": figures}).stage.figures["best"] == "blocks"
+
+
+def test_a_compile_that_the_run_does_not_earn_back_is_not_recommended(gate) -> None:
+    """It pays off after 20 steps."""
+    for mode in ("none", "full"):
+        late = gate({"full": FIGURES}, train__steps=19, compile__mode=mode).stage
+        assert late.status == "pass" and late.figures["best"] == "none"
+        assert "pays off after 20 steps" in late.advice[0]
+        assert ("recommended" in late.figures) == (mode == "full")
+    costly = FIGURES | {"compile_seconds": {"cold": 99.0, "warm": 2.0}}
+    costly["windows"] = {"eager": [1.0] * 8, "compiled": [0.1] * 8}
+    assert gate({"blocks": FIGURES, "full": costly}).stage.figures["best"] == "blocks"

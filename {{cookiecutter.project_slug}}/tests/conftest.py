@@ -12,6 +12,7 @@ import torch
 
 from {{ cookiecutter.package_name }} import config
 from {{ cookiecutter.package_name }}.config import override
+from {{ cookiecutter.package_name }}.model import compute_loss
 from {{ cookiecutter.package_name }}.train import State, run
 
 # Each run collects what was there before it: set what is imported aside, once for all tests.
@@ -32,7 +33,8 @@ def tiny(run_dir: Path, **changes: Any) -> config.Config:
 def losses(run_dir: Path, name: str = "loss") -> dict[int, float]:
     """Loss, or another figure, by step, from metrics.jsonl."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record[name] for record in map(json.loads, lines)}
+    records = map(json.loads, lines)
+    return {record["step"]: record[name] for record in records if name in record}
 
 
 def train(settings: config.Config, at: int = 0) -> dict[str, torch.Tensor]:
@@ -59,5 +61,15 @@ def same(weights: dict[str, Any], others: dict[str, Any], near: float = 0) -> No
 
 def skip_batch_statistics(model: torch.nn.Module, reason: str) -> None:
     """Skip the test for a model whose batch statistics it cannot hold for."""
-    if any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+    norms = (m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm))
+    if any(norm.training for norm in norms):  # else they are frozen
         pytest.skip(f"not applicable: {reason}")
+
+
+def skip_random(state: State) -> None:
+    """Skip the test if the loss draws random numbers without dropout, too, as for noise."""
+    (batch, *_), before = state.loader.of(0, state.plan), torch.get_rng_state()
+    compute_loss(state.model.eval(), batch)
+    state.model.train()
+    if not torch.equal(torch.get_rng_state(), before):
+        pytest.skip("not applicable: the model draws random numbers, by rank, in evaluation too")

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import resource
 import signal
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import after_step, losses, same, skip_batch_statistics, tiny, train
+from conftest import after_step, losses, same, skip_batch_statistics, skip_random, tiny, train
 
 from {{ cookiecutter.package_name }} import callbacks
 from {{ cookiecutter.package_name }} import train as training
@@ -24,8 +23,10 @@ from {{ cookiecutter.package_name }}.errors import RankError, UserError
 from {{ cookiecutter.package_name }}.model import build_model, compute_loss
 from {{ cookiecutter.package_name }}.run.directory import RunDirectory
 from {{ cookiecutter.package_name }}.sampling import shares
+from {{ cookiecutter.package_name }}.schedule import set_schedule
 from {{ cookiecutter.package_name }}.train import State, run, setup, train_step
-from {{ cookiecutter.package_name }}.workflow import STAGES
+
+INFER = Path(training.__file__).with_name("infer.py").exists()  # yours to delete
 
 
 def interrupt(number: int = signal.SIGTERM):
@@ -55,6 +56,7 @@ def test_the_loop_does_what_a_plain_one_does(tmp_path: Path) -> None:
     settings = tiny(tmp_path, train__micro_batch_size=3, **schedule)
     state, plain = setup(settings), setup(settings)
     skip_batch_statistics(state.model, "batch statistics depend on how a batch is divided")
+    skip_random(state)
     for model in (state.model, plain.model):
         model.eval()  # dropout draws other numbers for other micro-batches
 
@@ -71,9 +73,7 @@ def test_the_loop_does_what_a_plain_one_does(tmp_path: Path) -> None:
         norm = norm_of(plain.optimizer)
         clip = clip or 0.7 * float(norm)  # one that bites
         torch.nn.utils.clip_grads_with_norm_(plain.model.parameters(), clip, norm)
-        factor = (step + 1) / 3 if step < 3 else 0.55 + 0.45 * math.cos(math.pi * (step - 3) / 6)
-        for group in plain.optimizer.param_groups:
-            group["lr"] = settings.optim.learning_rate * group.get("rate_factor", 1.0) * factor
+        set_schedule(plain.optimizer, settings, step)
         plain.optimizer.step()
         plain.optimizer.zero_grad()
 
@@ -284,6 +284,8 @@ def test_bad_settings_are_told_in_one_line(tmp_path: Path, capsys, monkeypatch) 
         (["verify", "--run-dir", str(tmp_path)], "no checkpoints"),
         (["infer", "--run-dir", str(tmp_path)], "config.json cannot be read"),
     ]:
+        if words[0] == "infer" and not INFER:
+            continue
         assert main_with(monkeypatch, *words) == 2
         assert message in capsys.readouterr().err
     assert main_with(monkeypatch, "train", "--train.global-batch-size", "0") == 2
@@ -298,10 +300,11 @@ def test_the_commands_work_on_a_finished_run(tmp_path: Path, capfd, monkeypatch)
 
     train(tiny(tmp_path))
     assert "best" in command("verify")
-    if Path(training.__file__).with_name("infer.py").exists():
+    if INFER:
         assert command("infer", "--step", "20")
     settings = ("--config", str(tmp_path / "config.json"))
-    if "profile" in STAGES:
+    stages = pytest.importorskip(f"{training.__package__}.workflow").STAGES  # or you deleted it
+    if "profile" in stages:
         from {{ cookiecutter.package_name }}.workflow import interleaved
 
         monkeypatch.setattr(interleaved, "SECONDS", 0.1)  # what is measured does not matter here

@@ -41,15 +41,15 @@ def run_stages(given: StageConfig, arguments: list[str]) -> int:
     """Run each stage with these arguments in a process of its own; 0 if no gate failed, else 1.
 
     A stage measured before with the same settings and code is not run again, so the same command
-    continues an interrupted workflow. The first failed gate ends it, unless
-    `--workflow.keep-going`.
+    continues an interrupted workflow. The first failed gate ends it, unless it is
+    that of `compile` or `--workflow.keep-going`.
     """
     signal.signal(signal.SIGTERM, leave)
     config, typed = on_disk(given), typed_settings(arguments)
     taken: Recommendations = {}
     for suffix in (".json", ".toml"):
         stage_file(config.directory, RECOMMENDED).with_suffix(suffix).unlink(missing_ok=True)
-    results = dict.fromkeys(STAGES, "not_run")
+    results, stopped = dict.fromkeys(STAGES, "not_run"), ""
     for number, (name, about) in enumerate(STAGES.items(), 1):
         print(f"\n[{number}/{len(STAGES)}] {name}: {about}", flush=True)
         if taken:
@@ -57,9 +57,11 @@ def run_stages(given: StageConfig, arguments: list[str]) -> int:
         options = [word for name, (value, _) in taken.items() for word in (flag(name), str(value))]
         content = reusable_result(config, name) or run_stage(config, name, arguments + options)
         results[name] = content["status"]
-        if content["status"] not in FAILED:
+        # Training does without a compile mode that fails: the stage recommends another or none.
+        if content["status"] not in FAILED or (name, content["status"]) == ("compile", "fail"):
             config = take_recommended(config, content, typed, taken)
         elif not config.workflow.keep_going:
+            stopped = name
             break
     else:
         print(f"\n{RECOMMENDED}: Measure all that the stages recommend, together.", flush=True)
@@ -67,13 +69,12 @@ def run_stages(given: StageConfig, arguments: list[str]) -> int:
     print()
     for name, status in results.items():
         print(f"{name:<12}{status.replace('_', ' ')}", flush=True)
-    failed = [name for name, status in results.items() if status in FAILED]
-    if failed and not config.workflow.keep_going:
+    if stopped:
         print(
-            f"stopped at {failed[0]}: fix it and rerun the same command to continue "
+            f"stopped at {stopped}: fix it and rerun the same command to continue "
             "(--workflow.keep-going continues after a failed gate)"
         )
-    return int(bool(failed))
+    return int(any(status in FAILED for status in results.values()))
 
 
 def run_stage(config: StageConfig, name: str, arguments: list[str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ empty compile cache, then with what the first one left there. `python -m` this m
 where the task is `cold` or `warm`, reads FOLDER/settings.json and writes FOLDER/TASK.json.
 """
 
+import math
 import os
 import re
 import sys
@@ -96,6 +97,7 @@ def judge(stage: Stage, modes: dict[str, Figures]) -> None:
             judge_findings(stage, compiled, name)
         judge_numerics(stage, compiled)
         judge_speed(stage, compiled)
+    recommend_mode(stage, modes)
 
 
 def judge_compiling(stage: Stage, modes: dict[str, Figures]) -> None:
@@ -141,7 +143,7 @@ def judge_numerics(stage: Stage, compiled: dict[str, Figures]) -> None:
     apart = {mode: figures["difference"] for mode, figures in compiled.items()}
     limit = PRECISE if all(f["precise"] for f in compiled.values()) else ROUNDED
     parts = [f"{m}: loss {d['loss']:.1e}, gradients {d['gradients']:.1e}" for m, d in apart.items()]
-    passed = all(d[name] <= limit[name] for d in apart.values() for name in limit)  # NaN fails
+    passed = not any(map(differs, compiled.values()))
     measured = f"after {STEPS} steps, relative to eager: {'; '.join(parts)}"
     wanted = f"at most {limit['loss']:.0e} and {limit['gradients']:.0e}"
     advice = "do not train with it; --compile.backend aot_eager shows if inductor is at fault"
@@ -149,34 +151,59 @@ def judge_numerics(stage: Stage, compiled: dict[str, Figures]) -> None:
 
 
 def judge_speed(stage: Stage, compiled: dict[str, Figures]) -> None:
-    """Say how fast each mode is, advise the best and hand it on to the stages after this one."""
-    speedups: dict[str, Interval] = {}
-    verdicts, parts, given = {}, [], stage.config.compile.mode
+    """Say how fast each mode is."""
+    verdicts, parts = [], []
     for mode, figures in compiled.items():
         eager, fast = (figures["windows"][way] for way in ("eager", "compiled"))
-        speedups[mode], verdicts[mode] = speedup_of(eager, fast)
-        figures |= {"speedup": speedups[mode]._asdict(), "verdict": verdicts[mode]}
+        speedup, verdict = speedup_of(eager, fast)
+        figures |= {"speedup": speedup._asdict(), "verdict": verdict}
         figures |= {"eager_step_seconds": spread(eager), "step_seconds": spread(fast)}
-        step = f"{speedups[mode]} times as fast as eager, a step {describe(spread(fast))}"
-        parts.append(f"{mode}: {verdicts[mode]}, {step}")
-    passed = None if TOO_NOISY in verdicts.values() else True
+        saved = spread(fast)["median"] * (speedup.value - 1)
+        paid_after = math.ceil(figures["compile_seconds"]["cold"] / saved) if saved > 0 else None
+        figures["paid_after"] = paid_after if verdict == "faster" else None  # steps
+        step = f"{speedup} times as fast as eager, a step {describe(spread(fast))}"
+        parts.append(f"{mode}: {verdict}, {step}")
+        verdicts.append(verdict)
+    passed = None if TOO_NOISY in verdicts else True
     advice = "measure again when nothing else runs on this machine"
     stage.check("speedup", passed, measured="; ".join(parts), wanted="measured", advice=advice)
-    faster = [mode for mode in compiled if verdicts[mode] == "faster"]
-    if len(faster) > 1 and speedups["full"].low > speedups["blocks"].high:
-        faster.remove("blocks")  # else they are the best, since they compile sooner
-    if faster:
-        best = stage.figures["best"] = faster[0]
-        speedup, seconds = speedups[best], compiled[best]["compile_seconds"]["cold"]
-        steps = seconds / (compiled[best]["step_seconds"]["median"] * (speedup.value - 1))
-        first = f"the {seconds:.0f} s of a first compile pay off after {steps:,.0f} steps"
-        stage.advise(f"train with --compile.mode {best}: {speedup} times as fast; {first}")
-        if best != given:
-            recommend(stage, "compile.mode", best, speedup if given == "none" else None)
-    elif passed:
-        stage.advise("train with --compile.mode none: no mode is faster here")
-    if not faster and verdicts.get(given) == "slower":
+
+
+def recommend_mode(stage: Stage, modes: dict[str, Figures]) -> None:
+    """Advise the fastest mode that is right and earns its first compile back; hand it on."""
+    given, steps = stage.config.compile.mode, stage.config.train.steps
+    against = {mode: why for mode, each in modes.items() if (why := problem_of(each, steps))}
+    chosen = [m for m, each in modes.items() if m not in against and each.get("paid_after")]
+    if len(chosen) > 1 and modes["full"]["speedup"]["low"] > modes["blocks"]["speedup"]["high"]:
+        chosen.remove("blocks")  # else they are the best, since they compile sooner
+    if chosen:
+        stage.figures["best"], best = chosen[0], modes[chosen[0]]
+        speedup, seconds = Interval(**best["speedup"]), best["compile_seconds"]["cold"]
+        first = f"the {seconds:.0f} s of a first compile pay off after {best['paid_after']:,} steps"
+        stage.advise(f"train with --compile.mode {chosen[0]}: {speedup} times as fast; {first}")
+        if chosen[0] != given:
+            recommend(stage, "compile.mode", chosen[0], speedup if given == "none" else None)
+        return
+    if against or stage.status == "pass":
+        reasons = "; ".join(f"{mode}: {why}" for mode, why in against.items())
+        stage.advise(f"train with --compile.mode none: {reasons or 'no mode is faster here'}")
+    if given in against:
         recommend(stage, "compile.mode", "none")
+
+
+def problem_of(figures: Figures, steps: int) -> str:
+    """Why not to train with a mode for so many steps; empty if nothing is against it."""
+    if "error" in figures or "skipped" in figures:
+        return figures.get("error", "").partition("\n")[0]
+    paid_after = figures["paid_after"] or 0
+    problems = {
+        "no graph was compiled": not figures["graphs"],
+        "its losses or gradients are not those of eager steps": differs(figures),
+        "it compiles again and again, up to the limit": figures["limits_hit"],
+        "slower than eager steps": figures["verdict"] == "slower",
+        f"its first compile pays off after {paid_after:,} steps": paid_after > steps,
+    }
+    return next((text for text, applies in problems.items() if applies), "")
 
 
 def attempt(task: str, config: Config) -> Figures:
@@ -211,14 +238,13 @@ def cold(config: Config) -> Figures:
         "precise": precise,
     }
     del state
-    apart, limit = difference(eager, compiled), PRECISE if precise else ROUNDED
-    differs = any(not apart[name] <= limit[name] for name in limit)
-    if differs and config.compile.backend == "inductor":
+    figures["difference"] = difference(eager, compiled)
+    if differs(figures) and config.compile.backend == "inductor":
         torch.compiler.reset()
         # Inductor may draw its own random numbers: let dropout have the same masks as in eager.
         with fresh_cache(), inductor.patch(fallback_random=True):
-            apart = difference(eager, first_steps(setup(config, world)))
-    return figures | {"difference": apart}
+            figures["difference"] = difference(eager, first_steps(setup(config, world)))
+    return figures
 
 
 def first_steps(state: State) -> FirstSteps:
@@ -238,6 +264,12 @@ def difference(eager: FirstSteps, compiled: FirstSteps) -> dict[str, float]:
     apart = [a.double() - b.double() for a, b in zip(eager[1], compiled[1], strict=True)]
     norms = nn.utils.get_total_norm(apart), nn.utils.get_total_norm(eager[1])
     return {"loss": loss, "gradients": float(norms[0] / norms[1])}
+
+
+def differs(figures: Figures) -> bool:
+    """Whether compiled steps are further from eager ones than rounding explains."""
+    apart, limit = figures["difference"], PRECISE if figures["precise"] else ROUNDED
+    return any(not apart[name] <= limit[name] for name in limit)  # as NaN is
 
 
 def time_windows(state: State) -> dict[str, list[float]]:

@@ -1,6 +1,6 @@
 """Some of the tests of a render, in this process.
 
-Usage: own_tests.py PROJECT TEST... (by `drill`)
+Usage: own_tests.py PROJECT CODE TEST..., where CODE is pytest's exit code (by `drill`)
 """
 
 import os
@@ -10,5 +10,5 @@ import pytest
 
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
-    code = pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[2:]])
-    assert code == 0, f"{sys.argv[1]}: {code!r}"
+    code = pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[3:]])
+    assert code == int(sys.argv[2]), f"{sys.argv[1]}: {code!r}"
