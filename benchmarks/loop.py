@@ -11,7 +11,6 @@ batches (`__getitems__`), except ours, which has its own.
 """
 
 import contextlib
-import copy
 import gc
 import importlib
 import itertools
@@ -167,15 +166,6 @@ def ours(task: Task, tick: Tick) -> None:
     train.run(task.config, [SimpleNamespace(after_step=lambda state, record: tick())])
 
 
-def ours_with_a_profiler(task: Task, tick: Tick) -> None:
-    """The same with `--profile.every` on, between two of its windows."""
-    settings = importlib.import_module(f"{PACKAGE}.config")
-    changes = {"profile.every": 2 * STEPS, "run_dir": task.config.run_dir / "profiled"}
-    task = copy.copy(task)
-    task.config = settings.override(task.config, changes)
-    ours(task, tick)
-
-
 def accelerate(task: Task, tick: Tick) -> None:
     """Accelerate as its guides have it: everything prepared."""
     from accelerate import Accelerator
@@ -261,7 +251,6 @@ CONTENDERS = {
     "hand-written": (hand_written, None),
     "hand-written, again": (hand_written, None),
     "ours": (ours, None),
-    "ours, a profiler between its windows": (ours_with_a_profiler, None),
     "Accelerate": (accelerate, "accelerate"),
     "Lightning Fabric": (fabric, "lightning"),
     "Lightning Trainer": (trainer, "lightning"),

@@ -33,14 +33,11 @@ def loop(found: Series) -> list[str]:
     """The loop."""
     more = {name: entry["median"] for name, entry in found.items() if name.endswith(", more")}
     mine = more.pop("ours, more")
-    profiled = more.pop("ours, a profiler between its windows, more", None)
     noise = more.pop("hand-written, again, more")
     lines = [
         verdict("A step over the hand-written one", mine, 20, "us"),
         f"- The hand-written loop over itself: {_number(noise)} us.",
     ]
-    if profiled is not None:
-        lines.append(f"- With a profiler between its windows: {_number(profiled - mine)} us more.")
     for name, value in more.items():
         place = "behind us" if value > mine else "**ahead of us**"
         lines.append(f"- {name.removesuffix(', more')}: {_number(value)} us more a step, {place}.")
