@@ -32,7 +32,7 @@ def record_steps(state: State, steps: int) -> Steps:
         synchronize(state.world.device)
         seconds[i] = time.perf_counter() - started
         waits[i] = state.loader.seconds - waited
-        losses[i] = means(state.sums, state.metrics)["loss"]
+        losses[i] = means(state.sums, state.metrics or ())["loss"]
         state.sums = 0.0
     return Steps(losses, seconds, waits)
 
