@@ -26,7 +26,7 @@ def finished(project: Project, config: Any, name: str, passed: bool = True, **fo
 
 
 class Chain:
-    """`workflow` whose stages recommend what they are told to."""
+    """`workflow` with stages that recommend what a test says."""
 
     def __init__(self, project: Project, patch: pytest.MonkeyPatch) -> None:
         self.project, self.chain = project, project.module("workflow.chain")
@@ -61,7 +61,7 @@ def test_a_stage_goes_on_from_those_before_it(
     options = ["--fresh", "--train.micro-batch-size", "4", "--checkpoint.every", "7"]
     for name in STAGES[1:]:
         assert workflow.ran[name] == (loaded, options)
-    assert f"going on from --train.micro-batch-size 4 ({FASTER}), " in capsys.readouterr().out
+    assert f"     with --train.micro-batch-size 4 ({FASTER}), " in capsys.readouterr().out
     assert workflow(given) == []  # all of it is there
     # A stage measured on other settings than it would go on from now counts for nothing.
     (tmp_path / "workflow/compile.json").unlink()

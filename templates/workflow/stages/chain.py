@@ -41,8 +41,8 @@ def run_stages(given: StageConfig, arguments: list[str]) -> int:
     """Run each stage with these arguments in a process of its own; 0 if no gate failed, else 1.
 
     A stage measured before with the same settings and code is not run again, so the same command
-    continues an interrupted workflow. The first failed gate ends it, unless it is
-    that of `compile` or `--workflow.keep-going`.
+    continues an interrupted workflow. The first failed gate ends it, except
+    for `compile` and with `--workflow.keep-going`.
     """
     signal.signal(signal.SIGTERM, leave)
     config, typed = on_disk(given), typed_settings(arguments)
@@ -53,7 +53,7 @@ def run_stages(given: StageConfig, arguments: list[str]) -> int:
     for number, (name, about) in enumerate(STAGES.items(), 1):
         print(f"\n[{number}/{len(STAGES)}] {name}: {about}", flush=True)
         if taken:
-            print(f"     going on from {', '.join(text for _, text in taken.values())}", flush=True)
+            print(f"     with {', '.join(text for _, text in taken.values())}", flush=True)
         options = [word for name, (value, _) in taken.items() for word in (flag(name), str(value))]
         content = reusable_result(config, name) or run_stage(config, name, arguments + options)
         results[name] = content["status"]

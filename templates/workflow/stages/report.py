@@ -115,7 +115,7 @@ def of_baseline(figures: Figures, settings: Figures) -> Figures:
 
 
 def of_compile(figures: Figures, settings: Figures) -> Figures:
-    """Throughput of compiled code, beside that of the same process without."""
+    """Throughput with and without compiling, measured in one process."""
     rates = []
     for mode, of_mode in figures["modes"].items():
         rates.append(rate(f"compiled, {COMPILED[mode]}", of_mode["step_seconds"], settings))

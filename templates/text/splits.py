@@ -1,0 +1,23 @@
+SPLIT = re.compile("(?<![a-z])(train(ing)?|val(id(ation)?)?|test)(?![a-z])", re.I)
+
+
+def encoding_of(start: bytes) -> str:
+    """The encoding of text by its byte order mark, which UTF-16 and UTF-32 have; or UTF-8."""
+    if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):  # begins as UTF-16's does
+        return "utf-32"
+    return "utf-16" if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8"
+
+
+def splits_of(names: Sequence[Path]) -> list[str]:
+    """What files are for, "train", "val" or "test", by the first names in their paths.
+
+    As in valid/a.txt or wiki.test.txt; "train" by any other name. All are "" unless some are named
+    "train" and some "val".
+    """
+    found = [SPLIT.search(name.as_posix().partition("/")[0]) for name in names]
+    splits = [match[0][:3].lower() if match else "" for match in found]
+    if not {"tra", "val"} <= {*splits}:
+        return [""] * len(splits)
+    tests = [name for name, split in zip(names, splits, strict=True) if split == "tes"]
+    warn_left_out(tests, "named test, neither train nor val")
+    return [{"val": "val", "tes": "test"}.get(split, "train") for split in splits]
