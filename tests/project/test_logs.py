@@ -69,6 +69,21 @@ def test_the_slow_rank_is_named_and_each_has_its_log(project: Project, tmp_path:
         assert f"ValueError: broken on rank {rank}\n" in broken.read_text()
 
 
+def test_a_verdict_gets_past_a_console_that_is_gone(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(text: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "nobody reads on")
+
+    closed, file = SimpleNamespace(write=gone, flush=lambda: None), io.StringIO()
+    group = project.module("distributed").Group()
+    for console, stderr in ((closed, file), (file, closed)):
+        monkeypatch.setattr(group, "console", console)
+        monkeypatch.setattr(sys, "stderr", stderr)
+        group.say("a verdict")
+    assert file.getvalue() == 2 * "a verdict\n"
+
+
 CRASH = """
 import faulthandler, logging, os
 from pathlib import Path

@@ -1,6 +1,7 @@
 """metrics.jsonl: what is no line is dropped, what a checkpoint has is on the disk before it."""
 
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -196,10 +197,18 @@ def test_a_validation_cut_short_is_made_up_for(
         assert (status["status"], status["step"]) == ("preempted", step)
         assert len(lines(run_dir)) == step and "validation_loss" not in lines(run_dir)[-1]
     steps = []
-    result = train(
-        project, run_dir, {"before_step": lambda state: steps.append(len(lines(run_dir)))}
-    )
+
+    def add(state: Any, figures: dict[str, Any]) -> None:
+        figures |= {"own": torch.tensor(0.5), "own_nan": math.nan, "own_text": "a note"}
+
+    begun = {"before_step": lambda state: steps.append(len(lines(run_dir)))}
+    result = train(project, run_dir, {**begun, "after_validation": add})
     assert steps == list(range(step, STEPS))
+    made_up = lines(run_dir)[step - 1]
+    assert (made_up["validation_own"], made_up["validation_own_nan"]) == (0.5, None)
+    assert result.validation.pop("validation_own_text") == "a note"
+    assert result.validation.pop("validation_own") == 0.5
+    assert math.isnan(result.validation.pop("validation_own_nan"))
     assert (result.status, result.validation) == ("finished", undisturbed.validation)
     assert json.loads((run_dir / "status.json").read_text())["status"] == "finished"
     for name in ("step", "loss", "validation_loss"):

@@ -398,3 +398,12 @@ def test_ctrl_c_on_ranks_shows_our_words_first(project: Project, tmp_path: Path)
     assert after[0].startswith("SIGINT: stopping after the "), output
     assert after[-1] == "torchrun: got SIGINT"
     assert not any("closing signal" in line or "death signal" in line for line in after)
+
+
+def test_a_run_directory_that_cannot_be_is_not_tried_again(
+    project: Project, tmp_path: Path
+) -> None:
+    """UserError: its exit code is the one after which launch.sh starts no rank again."""
+    (tmp_path / "file").touch()
+    with pytest.raises(project.module("errors").UserError, match=r"file/run cannot be a run dir"):
+        project("train", *project.settings, "--run-dir", str(tmp_path / "file/run"))

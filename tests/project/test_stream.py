@@ -81,6 +81,20 @@ def test_a_resume_reads_on(project: Project, tmp_path: Path) -> None:
         train(project, other, tmp_path / "whole")
 
 
+def test_samples_that_were_measured_are_not_trained_on_after_a_resume(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the device's peak is known, setup reads the stream's first samples to count FLOPs."""
+    monkeypatch.setattr(project.module("run.hardware"), "peak_flops", lambda device: 1e12)
+    train(project, Stream(), tmp_path, checkpoint__keep=20)
+    wanted = project.tensors(tmp_path)
+    for later in range(8, 21):
+        shutil.rmtree(tmp_path / f"checkpoints/step_{later:08}")
+    train(project, Stream(), tmp_path)
+    found = project.tensors(tmp_path)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 def test_what_a_stream_draws_follows_from_seed_step_and_rank(
     project: Project, tmp_path: Path
 ) -> None:

@@ -156,6 +156,14 @@ def test_a_restore_that_fails_fails_the_checks_that_hang_on_it(on_one: Stand) ->
     assert on_one.figures == {} and found["reshard"] == found["killed_while_saving"] == "fail"
 
 
+def test_a_damaged_run_that_is_refused_fails_the_check(on_one: Stand) -> None:
+    on_one.in_this_process()
+    refused = {"refused": "it does not fit"}
+    on_one.patch.setattr(on_one.drill, "reload", lambda config, world, timed: refused)
+    check = on_one()["corrupt_newest"]
+    assert check["status"] == "fail" and "it does not fit" in check["measured"]
+
+
 @pytest.mark.parametrize("fault", ["none", "differs", "refused", "breaks"])
 def test_resharding_is_judged(on_many: Stand, fault: str) -> None:
     """All world sizes in one process, which shows how they are judged."""
