@@ -17,6 +17,22 @@ from tests.conftest import Project
 PLAIN = f"{sys.executable} -m of_terminals"
 RANKS = "./launch.sh -n 2"
 STEPS = 60
+PRINTING = """
+
+import sys
+
+_others = callbacks
+
+
+class Printing:
+    def after_step(self, state, record):
+        print("to stdout", flush=True)
+        print("to stderr", file=sys.stderr, flush=True)
+
+
+def callbacks(config, run_dir):
+    return (*_others(config, run_dir), Printing())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +40,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     with Project.imported(tmp_path_factory.mktemp("terminal"), "of_terminals") as project:
         text = "Was ever woman in this humour wooed? Was ever woman in this humour won? "
         (project.folder / "text.txt").write_text(text * 200)
+        with (project.folder / "src/of_terminals/callbacks.py").open("a") as file:
+            file.write(PRINTING)
         yield project
 
 
