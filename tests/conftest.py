@@ -31,6 +31,16 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Where a test has more threads, those that wait give way to the other workers.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+# Under `nohup` or as a script's background job the tests would start with signals that are ignored,
+# and so would all that they start; a run leaves such a signal ignored.
+for number, handler in (
+    (signal.SIGHUP, signal.SIG_DFL),
+    (signal.SIGTERM, signal.SIG_DFL),
+    (signal.SIGINT, signal.default_int_handler),
+):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
+
 # Machines differ in speed: no deadline. Hypothesis draws the same examples each time, so
 # that no change fails by chance: `pytest --hypothesis-profile anew` draws others.
 settings.register_profile("anew", deadline=None, database=None, derandomize=False)

@@ -201,7 +201,7 @@ def problem_of(figures: Figures, steps: int) -> str:
         "its losses or gradients are not those of eager steps": differs(figures),
         "it compiles again and again, up to the limit": figures["limits_hit"],
         "slower than eager steps": figures["verdict"] == "slower",
-        f"its first compile pays off after {paid_after:,} steps": paid_after > steps,
+        f"a first compile pays off after {paid_after:,} steps, of {steps:,}": paid_after > steps,
     }
     return next((text for text, applies in problems.items() if applies), "")
 
