@@ -107,6 +107,7 @@ CONDITIONAL: dict[str, Condition] = {
     f"{PACKAGE}/text.py": lambda a: a["task"] == "language_model",
     f"{PACKAGE}/tokens.py": lambda a: (a["task"], a["text"]) == ("language_model", "tokenizer"),
     f"{PACKAGE}/run/tracker_adapter.py": lambda a: a["tracker"] != "none",
+    f"{PACKAGE}/run/samples.py": lambda a: a["tracker"] != "none" or stages(a),
     "entrypoint.sh": lambda a: a["cluster"] == "kubernetes" and ranks(a),
     f"{PACKAGE}/workflow/report.html": stages,
     **dict.fromkeys(
@@ -149,7 +150,7 @@ ALWAYS = {
     ),
     *every(
         f"{PACKAGE}/run",
-        "__init__ bad_steps callback_runner directory hardware journal logs samples tracker",
+        "__init__ bad_steps callback_runner directory hardware journal logs tracker",
     ),
     *every(f"{PACKAGE}/workflow", "__init__ baseline stage timing"),
 }
@@ -167,10 +168,11 @@ OWNERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         every(
             f"{PACKAGE}/distributed",
-            "parallel world agreement watchdog launch",
+            "world agreement watchdog launch",
         ),
         ("parallelism",),
     ),
+    f"{PACKAGE}/distributed/parallel.py": ("parallelism", "checkpoint"),
     **dict.fromkeys(every(f"{PACKAGE}/distributed", "__init__ stragglers"), RANKS_AND_CLUSTER),
     **dict.fromkeys(every(f"{PACKAGE}/checkpoint", "writer"), ("checkpoint",)),
     **dict.fromkeys(
@@ -178,6 +180,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         ("storage",),
     ),
     **dict.fromkeys(every(f"{PACKAGE}/run", "tracker tracker_adapter"), ("tracker",)),
+    f"{PACKAGE}/run/samples.py": ("tracker", "workflow"),
     **dict.fromkeys(
         every(f"{PACKAGE}/workflow", f"{STAGE_FILES} {FULL_FILES}"),
         ("workflow",),

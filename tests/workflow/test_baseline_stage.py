@@ -57,14 +57,18 @@ def test_a_sound_project_passes(project: Project, tmp_path: Path) -> None:
     assert 0 < seconds["p10"] <= seconds["median"] <= seconds["p90"]
     assert figures["samples_per_second"] == pytest.approx(8 / seconds["median"])
     assert figures["tokens_per_second"] == pytest.approx(32 * figures["samples_per_second"])
-    assert figures["mfu"] is figures["peak_flops"] is None  # of a CPU
-    flops = figures["flops_per_sample"] * figures["samples_per_second"]
-    assert figures["matmul_share"] == pytest.approx(flops / figures["matmul_flops"])
-    assert 1e8 < figures["matmul_flops"] < 1e14
-    # Of a transformer: 6 FLOPs a parameter and token, and the attention.
-    per_token = figures["flops_per_sample"] / 32
-    assert 6 * figures["parameters"] <= per_token <= 9 * figures["parameters"]
+    assert figures["mfu"] is None  # of a CPU, whose peak nobody knows
     assert figures["peak_memory_bytes"] > 4 * figures["parameters"]
+
+
+def test_mfu_counts_the_flops_of_a_transformer(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(project.module("run.hardware"), "peak_flops", lambda device: 1e12)
+    _, figures = measure(project, tmp_path)
+    per_token = 1e12 * figures["mfu"] / figures["tokens_per_second"]
+    # 6 FLOPs a parameter and token, and the attention.
+    assert 6 * figures["parameters"] <= per_token <= 9 * figures["parameters"]
 
 
 def test_randomness_without_a_seed_is_found(

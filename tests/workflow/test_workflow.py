@@ -51,7 +51,6 @@ FIGURES: dict[str, dict[str, Any]] = {
         "samples_per_second": 133.0,
         "tokens_per_second": 4000.0,
         "mfu": 0.4,
-        "matmul_share": 0.5,
         "peak_memory_bytes": 4e8,
     },
     "compile": {

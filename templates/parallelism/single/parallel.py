@@ -60,11 +60,6 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Like `tensor`, with `part` in its place."""
-    return part
-
-
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor."""
     return tensor
@@ -75,11 +70,18 @@ def shard_like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return source
 
 
+# {% if cookiecutter.checkpoint != "torch_save" %}
+def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Like `tensor`, with `part` in its place."""
+    return part
+
+
 def replicas(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
     """How many processes hold a tensor, and the index of this one among them."""
     return 1, 0
 
 
+# {% endif %}
 def total_norm(gradients: list[torch.Tensor], world: "World") -> torch.Tensor:
     """2-norm of all gradients together, a scalar on the device."""
     # As torch.nn.utils.get_total_norm, which first sorts by device and dtype for twice the cost.

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw
 
 from .device import move
-from .run.samples import keep_sample
+from .files import replace_file
 from .sampling import fetch, fixed_subset
 
 if TYPE_CHECKING:
@@ -86,4 +86,5 @@ class WorstMistakes:
             text = f"{names[batch['labels'][i]]}, not {names[guesses[i]]}"
             draw.text((x + 2, y + side - 3), text, "black")
         picture.save(content := io.BytesIO(), "png")
-        keep_sample(self.run_dir, state.step, content.getvalue())
+        (folder := self.run_dir / "samples").mkdir(exist_ok=True)
+        replace_file(folder / f"step_{state.step:08}.png", content.getvalue())

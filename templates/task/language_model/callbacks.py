@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .run.samples import keep_sample
+from .files import replace_file
 from .sampling import fetch
 
 if TYPE_CHECKING:
@@ -65,4 +65,5 @@ class Sample:
         if state.world.rank == 0:
             text = b"".join(decode(tokens, state.spec)).decode(errors="replace")
             log.info("sample at step %d: %r", state.step, text)
-            keep_sample(self.run_dir, state.step, text)
+            (folder := self.run_dir / "samples").mkdir(exist_ok=True)
+            replace_file(folder / f"step_{state.step:08}.txt", text)

@@ -28,7 +28,7 @@ from .timing import differences, spread
 KEPT = 10  # results of a stage
 NOISE, ONCE, LOSSES = 0.03, 0.3, 0.01  # relative
 OF_TIME = 0.01  # of shares of the time
-MORE_IS_BETTER = ("per_second", "speedup", "efficiency", "mfu", "matmul_share")
+MORE_IS_BETTER = ("per_second", "speedup", "efficiency", "mfu")
 LESS_IS_BETTER = ("seconds", "bytes")
 WAITS = {"data_seconds": "waiting_for_data", "checkpoint_blocked_seconds": "waiting_for_saves"}
 OF_RUN = ("samples_per_second", "device_peak_bytes", "host_bytes")

@@ -1,18 +1,17 @@
 """The baseline stage: what one eager process does here, before anything is made faster."""
 
 import math
-import timeit
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..config import Config, override
-from ..device import move, synchronize
+from ..device import move
 from ..distributed import join, leave, parallel
 from ..loss import LossSum, loss_vector, returned
 from ..model import compute_loss
-from ..run.hardware import forward_flops, in_units, peak_flops
+from ..run.hardware import in_units
 from ..sampling import STEP, fetch, seed_random
 from ..train import State, setup
 from .stage import Stage
@@ -67,13 +66,19 @@ def judge_steps(stage: Stage) -> tuple[State, Steps]:
     per_token = f", {tokens:,.0f} tokens/s" if tokens else ""
     measured = f"{samples:,.1f} samples/s{per_token}; a step {describe(seconds)}"
     stage.check("throughput", True, measured=measured, wanted="measured")
+    memory, mfu = peak_memory(world.device), None
+    if state.peak_flops and state.forward_flops:  # backward takes twice what forward does
+        mfu = 3 * state.forward_flops * samples / state.peak_flops
+    share = f", {mfu:.1%} of the device's peak FLOP/s (MFU)" if mfu else ""
+    print(f"     peak memory {in_units(memory)}{share}")
     stage.figures |= {
         "losses": second.losses.tolist(),
         "step_seconds": seconds,
         "samples_per_second": samples,
         "tokens_per_second": tokens or None,
         "parameters": sum(p.numel() for p in state.model.parameters()),
-        **use_of_device(state, samples),
+        "peak_memory_bytes": memory,
+        "mfu": mfu,
     }
     return state, both
 
@@ -110,30 +115,6 @@ def judge_waits(stage: Stage, steps: Steps, advice: str) -> None:
     wanted = f"less than {DATA_WAIT_LIMIT:.0%}, or than {WORTH_A_WORD * 1e3:g} ms"
     passed = share < DATA_WAIT_LIMIT or wait < WORTH_A_WORD
     stage.check("data_wait", passed, measured=measured, wanted=wanted, advice=advice)
-
-
-def use_of_device(state: State, samples: float) -> dict[str, float | None]:
-    """Memory and floating-point operations at so many samples per second, as figures."""
-    device = state.world.device
-    batch = fetch(state.loader.source.dataset, state.loader.source.order.ids(0)[:1])
-    flops = 3 * (forward_flops(state.model, compute_loss, batch) or 0)
-    memory = peak_memory(device)
-    best, peak = matmul_flops(device, state.compute_dtype), peak_flops(device)
-    mfu = flops * samples / peak if flops and peak else None
-    share = flops * samples / best if flops else None
-    text = f"{mfu:.1%} of the device's peak (MFU), " if mfu else ""
-    text += f"{share:.1%} of its own matmul peak" if share else "FLOPs unknown"
-    print(f"     {text}; peak memory {in_units(memory)}")
-    figures = {"peak_memory_bytes": memory, "flops_per_sample": flops or None}
-    return figures | {"peak_flops": peak, "matmul_flops": best, "mfu": mfu, "matmul_share": share}
-
-
-def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of this device in the fastest of some large matrix products: a peak in practice."""
-    size = 1024 if device.type == "cpu" else 4096
-    a = torch.randn(size, size, device=device, dtype=dtype)
-    seconds = timeit.repeat(lambda: (torch.mm(a, a), synchronize(device)), repeat=6, number=1)
-    return 2 * size**3 / min(seconds)
 
 
 def judge_losses(stage: Stage, first: np.ndarray, second: np.ndarray, cpu: bool) -> None:
