@@ -7,7 +7,7 @@ import codecs
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -18,7 +18,7 @@ from .errors import UserError
 from .files import fingerprint, read_json, warn_left_out
 
 if TYPE_CHECKING:
-    from .data import Spec
+    from .data import DataConfig, Spec
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,17 @@ class TextConfig:
     """Token that ends a document in .bin files (GPT-2: 50256). Text files end with a zero byte."""
     documents: Literal["together", "separate"] = "together"
     """separate: mask attention across documents."""
+
+
+def described(folder: Path, data: "DataConfig") -> tuple["DataConfig", str]:
+    """The settings, with what a tokens.json beside token files says of these; their encoding."""
+    path = (folder if folder.is_dir() else folder.parent) / "tokens.json"
+    if not path.exists():
+        return data, ""
+    note = read_json(path)
+    count = max(note["vocabulary"], data.vocabulary)  # for a round number, which is faster
+    encoding = f"{note.get('tokenizer')} {note.get('end_of_text')}"
+    return replace(data, vocabulary=count, token_type=note["token_type"]), encoding
 
 
 def end_of_text(config: TextConfig, spec: "Spec") -> int:

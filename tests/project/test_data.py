@@ -3,7 +3,6 @@
 import codecs
 import gzip
 import itertools
-import json
 import os
 import pickle
 import resource
@@ -158,16 +157,6 @@ def test_a_fingerprint_is_of_names_sizes_and_content(text: Project, tmp_path: Pa
     token_file(there / "9.bin", 50)
     different.add(found(there))
     assert len(different) == 4
-
-
-def test_what_stands_beside_tokens_says_what_they_are(text: Project, tmp_path: Path) -> None:
-    token_file(tmp_path / "tokens.bin", 500, vocabulary=50)
-    note = {"vocabulary": 50, "token_type": "uint16", "end_of_text": 3, "tokenizer": "abc"}
-    (tmp_path / "tokens.json").write_text(json.dumps(note))
-    spec = datasets(text, data__path=tmp_path)[2]
-    assert (spec.vocabulary, spec.encoding) == (50, "abc 3")
-    rounded = datasets(text, data__path=tmp_path, data__vocabulary=64)[2]
-    assert rounded.vocabulary == 64
 
 
 def words_of(part: Any) -> set[str]:

@@ -59,6 +59,16 @@ def tokens(project: Project, text: Path, to: Path, *words: str) -> dict[str, Any
     return json.loads((to / "tokens.json").read_text())
 
 
+def test_what_stands_beside_tokens_says_what_they_are(project: Project, tmp_path: Path) -> None:
+    (np.arange(500) % 50).astype("<u2").tofile(tmp_path / "tokens.bin")
+    note = {"vocabulary": 50, "token_type": "uint16", "end_of_text": 3, "tokenizer": "abc"}
+    (tmp_path / "tokens.json").write_text(json.dumps(note))
+    build = project.module("source").build_datasets
+    spec = build(project.config(data__path=tmp_path))[2]
+    assert (spec.vocabulary, spec.encoding) == (50, "abc 3")
+    assert build(project.config(data__path=tmp_path, data__vocabulary=64))[2].vocabulary == 64
+
+
 @pytest.fixture
 def small(project: Project, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module, with shards of a few files."""

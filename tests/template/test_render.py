@@ -168,11 +168,10 @@ OWNERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         every(
             f"{PACKAGE}/distributed",
-            "world agreement watchdog launch",
+            "parallel world agreement watchdog launch",
         ),
         ("parallelism",),
     ),
-    f"{PACKAGE}/distributed/parallel.py": ("parallelism", "checkpoint"),
     **dict.fromkeys(every(f"{PACKAGE}/distributed", "__init__ stragglers"), RANKS_AND_CLUSTER),
     **dict.fromkeys(every(f"{PACKAGE}/checkpoint", "writer"), ("checkpoint",)),
     **dict.fromkeys(

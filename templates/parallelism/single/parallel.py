@@ -70,7 +70,6 @@ def shard_like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return source
 
 
-# {% if cookiecutter.checkpoint != "torch_save" %}
 def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """Like `tensor`, with `part` in its place."""
     return part
@@ -81,7 +80,6 @@ def replicas(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
     return 1, 0
 
 
-# {% endif %}
 def total_norm(gradients: list[torch.Tensor], world: "World") -> torch.Tensor:
     """2-norm of all gradients together, a scalar on the device."""
     # As torch.nn.utils.get_total_norm, which first sorts by device and dtype for twice the cost.

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from .errors import UserError
-from .files import check_regular, fingerprint, fingerprint_files, read_json, warn_left_out
-from .text import TextConfig, encoding_of, fingerprint_of_text, splits_of
+from .files import check_regular, fingerprint, fingerprint_files, warn_left_out
+from .text import TextConfig, described, encoding_of, fingerprint_of_text, splits_of
 
 if TYPE_CHECKING:
     from .config import Config
@@ -169,17 +169,6 @@ class Chunks:
 def token_files(path: Path) -> list[Path]:
     """`path` if it is a .bin file, or those in that folder, in the order of their names."""
     return [path] if path.suffix == ".bin" else sorted(path.glob("*.bin"))
-
-
-def described(folder: Path, data: DataConfig) -> tuple[DataConfig, str]:
-    """The settings, with what a tokens.json beside token files says of these; their encoding."""
-    path = (folder if folder.is_dir() else folder.parent) / "tokens.json"
-    if not path.exists():
-        return data, ""
-    note = read_json(path)
-    count = max(note["vocabulary"], data.vocabulary)  # for a round number, which is faster
-    encoding = f"{note.get('tokenizer')} {note.get('end_of_text')}"
-    return replace(data, vocabulary=count, token_type=note["token_type"]), encoding
 
 
 def check_token_files(files: list[Path], vocabulary: int, kind: str) -> None:

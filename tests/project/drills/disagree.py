@@ -32,7 +32,7 @@ def main(folder: Path, package: str) -> None:
         ({"data.path": Path("own.txt")}, "rank 1 is not of the same run as rank 0: data"),
         (
             {"data.path": text, "init_from": Path("weights.pt")},
-            "rank 1 sees other files at weights.pt",
+            "rank 1 is not of the same run as rank 0: content of weights.pt",
         ),
     ):
         try:

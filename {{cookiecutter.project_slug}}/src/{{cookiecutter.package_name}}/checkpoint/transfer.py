@@ -24,6 +24,7 @@ from ..errors import UserError, printable
 from ..files import fingerprint_files, read_json, replacing, sync_directory, write_json
 from ..run.directory import RunDirectory
 from . import DCP_INDEX, MANIFEST, step_name
+from .checkpointer import agree_on_identity
 from .manifest import reading, verify
 from .paths import Place, checkpoints_of, located, published, release_copies
 from .publish import Publisher, RetentionConfig
@@ -135,21 +136,10 @@ def load_weights(
     """
     path, manifest = find_checkpoint(where, step, group)
     opened: list[Source] = []
-
-    def open_and_probe() -> str:
-        opened.append(source := open_tensors(path, manifest))
-        files = sorted(file for file in source.path.glob("*") if file.is_file())
-        return fingerprint_files(source.path, files or [source.path])
-
-    probes = group.agree(open_and_probe)  # on rank 0, those of all
-
-    def compare() -> None:
-        if others := [rank for rank, probe in enumerate(probes) if probe != probes[0]]:
-            problem = f"rank {others[0]} sees other files at {path} than rank 0"
-            raise UserError(f"{problem}: put it where all see it")
-
-    group.from_first(compare)
+    group.agree(lambda: opened.append(open_tensors(path, manifest)))
     (source,) = opened
+    files = sorted(file for file in source.path.glob("*") if file.is_file()) or [source.path]
+    agree_on_identity({f"content of {path}": fingerprint_files(source.path, files)}, group)
     ours = model.state_dict()
     saved = with_averages(weight_names(source.forms, ours), source, weights)
     common = [name for name in ours if name in saved]
