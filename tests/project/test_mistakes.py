@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import tyro
 
 from tests.conftest import Project, bake
@@ -257,6 +258,43 @@ def test_a_stream_is_one_line(
     )
 
 
+def test_fsdp_names_what_it_cannot_shard(stored: Project) -> None:
+    check = stored.module("distributed.parallel").check_shardable
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).bfloat16())
+    check(model, [model[1]])
+    message = r"1\.weight is torch\.bfloat16, 0\.weight is torch\.float32"
+    with pytest.raises(ValueError, match=message):
+        check(model, [])
+    model[1].requires_grad_(False)
+    check(model, [])
+    model[0].scale = torch.nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"cannot shard the scalar 0\.scale: give it the shape"):
+        check(model, [model[1]])
+
+
+SCALAR = """
+
+_build = build_model
+
+
+def build_model(config, spec):
+    model = _build(config, spec)
+    model.scale = nn.Parameter(torch.tensor(1.5))
+    return model
+"""
+
+
+def test_ranks_refuse_a_scalar_under_fsdp_once(tmp_path: Path) -> None:
+    answers = {"package_name": HERE, "tracker": "none", "checkpoint": "dcp"}
+    folder = bake(tmp_path, **answers, parallelism="fsdp")
+    (folder / "text.txt").write_text("Was ever woman in this humour wooed? " * 100)
+    with open(folder / "src" / HERE / "model.py", "a") as file:
+        file.write(SCALAR)
+    lines = told(folder, "bash", "launch.sh", "-n", "2", "train", *TINY, code=2)
+    said = {line.removeprefix("[rank 1] ") for line in lines}
+    assert said == {"error: FSDP cannot shard the scalar scale: give it the shape [1]"}
+
+
 def start(folder: Path, *words: str, **options: Any) -> "subprocess.Popen[str]":
     """A command of the project in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(folder / "src"), "PYTHON": sys.executable}
@@ -329,13 +367,47 @@ def test_an_error_in_ones_own_files_has_its_traceback(edited: tuple[Path, str]) 
     for command in ((sys.executable, "-m", HERE), launch):
         lines = told(folder, *command, "train", *TINY, code=1)
         lines = [line for line in lines if not re.fullmatch(r"[ ^~]+", line)]
-        lines = [line.replace("'DistributedDataParallel'", "'GPT'") for line in lines]
         whole = "\n".join(lines)
         places = [whole.find(text) for text in ("\n".join(cause), reason, "\n".join(wanted))]
         assert places == sorted(places) and places[0] >= 0, whole
         assert ("exitcode  : 1" in whole) == (command == launch)  # torchrun's own report
     log = (folder / "runs/default/logs/train.log").read_text()
     assert f"{HERE}/train.py" in log and "KeyError: 'no scale'" in log, "it has the whole of them"
+
+
+UNUSED = """
+
+_build = build_model
+
+
+def build_model(config, spec):
+    model = _build(config, spec)
+    model.never = nn.Linear(2, 2)
+    return model
+"""
+PARTICULAR = """
+
+_compute = compute_loss
+
+
+def compute_loss(model, batch):
+    assert type(model) is GPT, type(model)
+    return _compute(model, batch)
+"""
+
+
+def test_ranks_name_an_unused_parameter_and_the_setting(edited: tuple[Path, str]) -> None:
+    """On one line, once; with the setting it trains, and compute_loss gets the model itself."""
+    folder, _, _ = edit(edited, UNUSED + PARTICULAR)
+    command = ("bash", "launch.sh", "-n", "2", "train", *TINY, "--train.steps", "3")
+    lines = told(folder, *command, "--name", "unused", code=2)
+    errors = {line.removeprefix("[rank 1] ") for line in lines if "error" in line.lower()}
+    assert errors == {
+        "error: the loss of the last step did not depend on never.weight: remove or freeze "
+        "such parameters, or add --parallel.find-unused-parameters"
+    }
+    assert not any("start again" in line for line in lines)
+    told(folder, *command, "--name", "used", "--parallel.find-unused-parameters", code=0)
 
 
 OWN_DATA = """

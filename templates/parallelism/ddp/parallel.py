@@ -4,6 +4,7 @@ Under torchrun there is a process group; a plain process runs without one, as on
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import RankError
+from ..errors import RankError, UserError
 from .agreement import LOADED, bit_sum
 from .agreement import agree_on_buffers as agree_on_buffers
 from .agreement import all_reduce as all_reduce
@@ -48,9 +49,11 @@ def wrap(
     model.to(world.device)
     if not world.distributed:
         return model
+    called: Any = nn.Module()  # by DDP: a function of the model, as in `forward`, or the model
+    called.model = model
+    called.forward = lambda *given, function=nn.Module.__call__: function(model, *given)
     module = DistributedDataParallel(
-        model,
-        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        called,
         bucket_cap_mb=config.bucket_mb,
         find_unused_parameters=config.find_unused_parameters,
         gradient_as_bucket_view=True,
@@ -72,11 +75,24 @@ def warm_up(module: nn.Module, step: Callable[[], object]) -> None:
         step()
 
 
-def autocast(world: World, compute_dtype: torch.dtype) -> contextlib.AbstractContextManager:
-    """Context of forward: matrix products in `compute_dtype`, weights and sums in float32."""
-    if compute_dtype == torch.float32:
-        return contextlib.nullcontext()
-    return torch.autocast(world.device.type, compute_dtype)
+def forward(compute_loss: Callable[..., Any], state: Any, batch: Any) -> Any:
+    """`compute_loss` of the model itself, inside DDP; matrix products in the run's dtype."""
+    module, dtype = state.module, state.compute_dtype
+    low = dtype != torch.float32
+    with torch.autocast(state.world.device.type, dtype) if low else contextlib.nullcontext():
+        if not isinstance(module, DistributedDataParallel):
+            return compute_loss(module, batch)
+        try:
+            return module(batch, function=compute_loss)
+        except RuntimeError as error:  # DDP finds it at the next forward, and has numbers for names
+            unused = re.search(r"not receive grad for rank \d+: (\d+)", str(error))
+            if not unused:
+                raise
+    name = [n for n, p in state.model.named_parameters() if p.requires_grad][int(unused[1])]
+    raise UserError(
+        f"the loss of the last step did not depend on {name}: remove or freeze such parameters, "
+        "or add --parallel.find-unused-parameters"
+    )
 
 
 def accumulate(module: nn.Module, last: bool) -> contextlib.AbstractContextManager:

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,6 +67,7 @@ def wrap(
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     shard = functools.partial(fully_shard, mesh=build_mesh(config, world), mp_policy=policy)
     units = list(blocks)
+    check_shardable(model, units)
     if not units and world.rank == 0:
         log.warning(
             "blocks(model) in model.py is empty: each rank gathers the whole model at once; "
@@ -75,6 +77,22 @@ def wrap(
         shard(block, reshard_after_forward=config.reshard_after_forward)
     shard(model)
     return model
+
+
+def check_shardable(model: nn.Module, units: list[nn.Module]) -> None:
+    """UserError, by name, for parameters that FSDP cannot shard."""
+    unit_of = {p: unit for unit in units for p in unit.parameters()}
+    first: dict[Any, tuple[str, torch.dtype]] = {}
+    for name, p in model.named_parameters():
+        if p.ndim == 0:
+            raise UserError(f"FSDP cannot shard the scalar {name}: give it the shape [1]")
+        unit = unit_of.get(p) if p.requires_grad else p  # a frozen one may have any dtype
+        other, dtype = first.setdefault(unit, (name, p.dtype))
+        if p.dtype != dtype:
+            raise UserError(
+                f"FSDP shards a block as one dtype: {name} is {p.dtype}, {other} is {dtype}. Give "
+                "them the same, or let blocks() in model.py return the module of one of them, too"
+            )
 
 
 def copies_of_the_model(config: ParallelConfig) -> int:
@@ -95,11 +113,12 @@ def warm_up(module: nn.Module, step: Callable[[], object]) -> None:
     """Every step, the first one too, sums gradients in the same order."""
 
 
-def autocast(world: World, compute_dtype: torch.dtype) -> contextlib.AbstractContextManager:
-    """Context of forward: FSDP casts by its own policy, a plain process by autocast."""
-    if compute_dtype == torch.float32 or world.distributed:
-        return contextlib.nullcontext()
-    return torch.autocast(world.device.type, compute_dtype)
+def forward(compute_loss: Callable[..., Any], state: Any, batch: Any) -> Any:
+    """`compute_loss` of a batch: FSDP casts by its own policy, a plain process by autocast."""
+    if state.compute_dtype == torch.float32 or state.world.distributed:
+        return compute_loss(state.module, batch)
+    with torch.autocast(state.world.device.type, state.compute_dtype):
+        return compute_loss(state.module, batch)
 
 
 def accumulate(module: nn.Module, last: bool) -> contextlib.AbstractContextManager:

@@ -43,11 +43,12 @@ def warm_up(module: nn.Module, step: Callable[[], object]) -> None:
     """Nothing is summed over processes."""
 
 
-def autocast(world: "World", compute_dtype: torch.dtype) -> contextlib.AbstractContextManager:
-    """Context of forward: matrix products in `compute_dtype`, weights and sums in float32."""
-    if compute_dtype == torch.float32:
-        return contextlib.nullcontext()
-    return torch.autocast(world.device.type, compute_dtype)
+def forward(compute_loss: Callable[..., Any], state: Any, batch: Any) -> Any:
+    """`compute_loss` of a batch: matrix products in the run's dtype, the rest in float32."""
+    if state.compute_dtype == torch.float32:
+        return compute_loss(state.module, batch)
+    with torch.autocast(state.world.device.type, state.compute_dtype):
+        return compute_loss(state.module, batch)
 
 
 def accumulate(module: nn.Module, last: bool) -> contextlib.AbstractContextManager:

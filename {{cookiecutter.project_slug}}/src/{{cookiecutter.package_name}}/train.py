@@ -119,8 +119,8 @@ def train_step(state: State, batches: list[Any]) -> None:
     sums: Any = None
     for i, (share, batch) in enumerate(zip(state.plan, batches, strict=True)):
         with parallel.accumulate(state.module, last=i == len(batches) - 1):
-            with annotated("forward"), parallel.autocast(world, state.compute_dtype):
-                loss = compute_loss(state.module, move(batch, world.device))
+            with annotated("forward"):
+                loss = parallel.forward(compute_loss, state, move(batch, world.device))
                 returned(loss, LossSum, "what compute_loss (model.py) returns")
                 if state.metrics is None:
                     names = {"metrics of compute_loss (model.py)": [*loss.metrics]}
@@ -175,8 +175,7 @@ def validate(state: State, stopped: Callable[[], object] = bool) -> dict[str, fl
         for share in shares(len(ids), config.micro_batch_size, world.rank, world.size):
             draws = key, start + share.places.start
             batch = fetch(state.validation, ids[share.places], None, draws)
-            with parallel.autocast(world, state.compute_dtype):
-                loss = compute_loss(state.module, move(batch, world.device))
+            loss = parallel.forward(compute_loss, state, move(batch, world.device))
             names = metric_names(loss, names)
             sums = sums + loss_vector(loss) * share.weight
     state.module.train()

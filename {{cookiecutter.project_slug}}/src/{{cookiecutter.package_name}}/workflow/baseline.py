@@ -174,8 +174,8 @@ def evaluate(state: State, batches: list[np.ndarray], draws: int = 1) -> tuple[T
     for ids in draws * [*batches]:
         seed_random(state.config.train.seed, STEP, len(vectors), world.rank, device=world.device)
         batch = move(fetch(state.loader.source.dataset, ids), world.device)
-        with torch.no_grad(), parallel.autocast(world, state.compute_dtype):
-            loss = compute_loss(state.module, batch)
+        with torch.no_grad():
+            loss = parallel.forward(compute_loss, state, batch)
             returned(loss, LossSum, "what compute_loss (model.py) returns")
         vectors.append(loss_vector(loss).double().cpu())
         names = ["loss", "count"]
