@@ -1,4 +1,4 @@
-"""Checkpoints of earlier releases load and are gone on from, in a render of every format.
+"""Checkpoints of earlier releases load and are gone on from: those in parts where parts are saved.
 
 `fixtures/` holds what version 0.1.0 wrote at ed90adf with each answer, on one rank and on two,
 `fixtures/73d225d/` the same of that commit (with Muon, an average of the weights, and one run that
@@ -37,12 +37,16 @@ def test_an_old_checkpoint_is_read_and_gone_on_from(
     caplog.set_level(logging.INFO)
     run = tmp_path / "run"
     shutil.copytree(FIXTURES / written, run)
-    tensors = project.tensors(run)
-    found = {n: hashlib.sha256(t.numpy().tobytes()).hexdigest() for n, t in tensors.items()}
-    assert found == TENSORS[written]
     # The settings of another release: those that are none any more are named, in one line.
     words = ("--config", str(run / "config.json"), "--data.path", str(FIXTURES / "text.txt"))
     more = ("--run-dir", str(run), "--train.steps", "8")
+    if project.name == "later_torch_save" and not [*run.glob("checkpoints/*/state.pt")]:
+        line = project.refuses("train", *words, *more)
+        assert "saved in parts" in line and "`export` it as a .pt file" in line
+        return
+    tensors = project.tensors(run)
+    found = {n: hashlib.sha256(t.numpy().tobytes()).hexdigest() for n, t in tensors.items()}
+    assert found == TENSORS[written]
     project("train", *words, *more)
     assert f"resuming from {run / 'checkpoints/step_00000006'}" in caplog.text
     left_out = [line for line in caplog.text.splitlines() if "are ignored: " in line]

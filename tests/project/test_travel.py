@@ -3,6 +3,7 @@
 import json
 import resource
 import runpy
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,10 @@ PARALLELISM, CHECKPOINT = ("single", "ddp", "fsdp"), ("torch_save", "dcp", "dcp_
 
 
 def test_every_pair_of_variants_reads_each_other(tmp_path: Path) -> None:
-    """Nine writers, nine readers, model and optimizer to the bit, on one process and on two."""
+    """Nine writers, nine readers, model and optimizer to the bit, on one process and on two.
+
+    A project that saves whole refuses what another one has saved in parts; it reads it from a file.
+    """
     names = {}
     for parallelism in PARALLELISM:
         for checkpoint in CHECKPOINT:
@@ -33,10 +37,16 @@ def test_every_pair_of_variants_reads_each_other(tmp_path: Path) -> None:
     (runs / "text.txt").write_text("To be, or not to be, that is the question. " * 100)
     alone = [name for name in names if name.startswith("single")]
     many = [name for name in names if not name.startswith("single")]
-    jobs = ((0, "write", alone), (2, "write", many), (2, "read", many), (0, "read", list(names)))
+    jobs = (
+        (0, "write", alone),
+        (2, "write", many),
+        (0, "convert", ["single_dcp", "single_torch_save"]),
+        (2, "read", many),
+        (0, "read", list(names)),
+    )
     arguments = [(ranks, task, str(runs), *packages) for ranks, task, packages in jobs]
     output = drill("cross_load.py", *arguments, sources=names)
-    for found, (ranks, _, packages) in zip((0, 0, 54, 81), jobs, strict=True):
+    for found, (ranks, _, packages) in zip((0, 0, 6, 54, 81), jobs, strict=True):
         done = f"{found} checkpoints read by {len(packages)} projects on {max(1, ranks)} ranks"
         assert done in output, output
 
@@ -105,10 +115,16 @@ def test_weights_come_from_anywhere(project: Project, tmp_path: Path) -> None:
     project("export", "--to", str(tmp_path / "ours.pt"))
     convert("torch_to_dcp", tmp_path / "ours.pt", tmp_path / "dcp")
     run = project.folder / "runs/default"
-    if (run / "checkpoints/step_00000003/.metadata").exists():
+    in_parts = (run / "checkpoints/step_00000003/.metadata").exists()
+    if not in_parts:
+        words = ("--name", "other", "--init-from", str(tmp_path / "dcp"))
+        line = project.refuses("train", *project.settings, *words)
+        assert "saved in parts" in line and "`export` it as a .pt file" in line
+        shutil.rmtree(tmp_path / "dcp")
+    else:
         convert("dcp_to_torch", run / "checkpoints/step_00000006", tmp_path / "torch.pt")
     origins = [*tmp_path.iterdir(), run, sorted(run.glob("checkpoints/step_*"))[-1]]
-    assert len(origins) in (9, 10)
+    assert len(origins) == (10 if in_parts else 8)
     model = project.module("train").setup(project.config()).model
     load = project.module("checkpoint.transfer").load_weights
     group = project.module("distributed").Group()

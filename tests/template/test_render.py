@@ -146,7 +146,8 @@ ALWAYS = {
     *every(f"{PACKAGE}/distributed", "__init__ parallel stop"),
     *every(
         f"{PACKAGE}/checkpoint",
-        "__init__ checkpointer manifest paths publish reader storage tensors transfer writer",
+        "__init__ checkpointer manifest one_file paths publish reader storage tensors transfer "
+        "writer",
     ),
     *every(
         f"{PACKAGE}/run",
@@ -173,7 +174,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         ("parallelism",),
     ),
     **dict.fromkeys(every(f"{PACKAGE}/distributed", "__init__ stragglers"), RANKS_AND_CLUSTER),
-    **dict.fromkeys(every(f"{PACKAGE}/checkpoint", "writer"), ("checkpoint",)),
+    **dict.fromkeys(every(f"{PACKAGE}/checkpoint", "reader writer"), ("checkpoint",)),
     **dict.fromkeys(
         every(f"{PACKAGE}/checkpoint", "storage paths object_store upload"),
         ("storage",),

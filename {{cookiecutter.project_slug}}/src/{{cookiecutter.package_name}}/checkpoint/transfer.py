@@ -26,9 +26,10 @@ from ..run.directory import RunDirectory
 from . import DCP_INDEX, MANIFEST, step_name
 from .checkpointer import agree_on_identity
 from .manifest import reading, verify
+from .one_file import SAFETENSORS, OneFile
 from .paths import Place, checkpoints_of, located, published, release_copies
 from .publish import Publisher, RetentionConfig
-from .reader import SAFETENSORS, OneFile, Source, open_tensors
+from .reader import Source, open_tensors
 from .tensors import Tensors, nested
 from .writer import write_tensors
 

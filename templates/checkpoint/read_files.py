@@ -1,0 +1,23 @@
+"""Open the tensors of a checkpoint, or those that anybody has saved in one file."""
+
+from typing import Any
+
+from ..errors import UserError
+from . import WHOLE_FILE
+from .one_file import OneFile
+from .paths import Place, local_copy
+
+Source = OneFile
+
+
+def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:
+    """Open a checkpoint that is verified; or, with manifest {}, a file of tensors."""
+    local, *_ = local_copy(path, manifest)
+    if not local.is_dir():
+        return OneFile(local)
+    if not (local / WHOLE_FILE).exists():
+        raise UserError(
+            f"{path} was saved in parts, which this project does not read: with the project that "
+            "saved it, `export` it as a .pt file"
+        )
+    return OneFile(local / WHOLE_FILE)
