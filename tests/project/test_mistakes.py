@@ -258,6 +258,28 @@ def test_a_stream_is_one_line(
     )
 
 
+@pytest.mark.parametrize(
+    ("module", "wanted"),
+    [
+        (torch.nn.LazyLinear(2), "0.weight is of a lazy module, without sizes so far: state its"),
+        (torch.nn.LazyBatchNorm1d(affine=False), "0.running_mean is of a lazy module, without"),
+        (torch.nn.Embedding(2, 2, sparse=True), "0.weight has sparse gradients: make it with"),
+        (torch.nn.EmbeddingBag(2, 2, sparse=True), "0.weight has sparse gradients: make it with"),
+    ],
+)
+def test_parameters_that_cannot_be_trained_are_named(
+    project: Project,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: torch.nn.Module,
+    wanted: str,
+) -> None:
+    model = torch.nn.Sequential(module)
+    monkeypatch.setattr(project.module("train"), "build_model", lambda *given: model)
+    said = project.refuses("train", *project.settings, "--run-dir", str(tmp_path / "run"))
+    assert said.startswith(wanted) and "\n" not in said
+
+
 def test_fsdp_names_what_it_cannot_shard(stored: Project) -> None:
     check = stored.module("distributed.parallel").check_shardable
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).bfloat16())

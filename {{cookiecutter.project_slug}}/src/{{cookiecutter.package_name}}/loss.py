@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from .errors import UserError
 
@@ -32,6 +33,18 @@ def returned(value: object, kind: type, what: str) -> None:
     """UserError unless one of your functions returned a value of this kind."""
     if not isinstance(value, kind):
         raise UserError(f"{what}: expected {kind.__name__}, not {type(value).__name__}")
+
+
+def check_model(model: nn.Module) -> nn.Module:
+    """The model; UserError, by name, for parameters that cannot be trained here."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            way_out = "state its sizes in build_model (model.py), or call the model there once"
+            raise UserError(f"{name} is of a lazy module, without sizes so far: {way_out}")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise UserError(f"{name}.weight has sparse gradients: make it with sparse=False")
+    return model
 
 
 def metric_names(loss: LossSum, before: tuple[str, ...] | None) -> tuple[str, ...]:

@@ -5,8 +5,6 @@ import logging
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 
 from . import callbacks as own
 from . import sampling
-from .checkpoint.checkpointer import Checkpointer, agree_on_identity, identity_of
+from .checkpoint.checkpointer import Checkpointer, start
 from .compile import checkpoint_activations, compile_model
 from .config import Config
 from .data import build_datasets
@@ -23,7 +21,7 @@ from .distributed import Group, World, join, leave, monitors, parallel
 from .distributed.stop import Stop
 from .ema import averaged_weights, keep_average
 from .files import to_json, write_json
-from .loss import LossSum, judge_step, loss_vector, means, metric_names, returned
+from .loss import LossSum, check_model, judge_step, loss_vector, means, metric_names, returned
 from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer
 from .run import hardware
@@ -87,7 +85,7 @@ def setup(config: Config, world: World | None = None) -> State:
     plan = shares(batch_size, settings.micro_batch_size, world.rank, world.size)
     loader = sampling.open_loader(train, settings, plan, world)
 
-    model = build_model(config, spec)
+    model = check_model(build_model(config, spec))
     peak = hardware.peak_flops(world.device)
     one = fetch(loader.source.dataset, loader.source.order.ids(0)[:1]) if peak else None
     flops = hardware.forward_flops(model, compute_loss, one) if peak else None
@@ -168,12 +166,12 @@ def validate(state: State, stopped: Callable[[], object] = bool) -> dict[str, fl
     state.module.eval()
     sums: Any = 0.0
     names: Any = None
-    for start in range(0, len(chosen), config.global_batch_size):
+    for first in range(0, len(chosen), config.global_batch_size):
         if stopped():
             return {}
-        ids = chosen[start : start + config.global_batch_size]
+        ids = chosen[first : first + config.global_batch_size]
         for share in shares(len(ids), config.micro_batch_size, world.rank, world.size):
-            draws = key, start + share.places.start
+            draws = key, first + share.places.start
             batch = fetch(state.validation, ids[share.places], None, draws)
             loss = parallel.forward(compute_loss, state, move(batch, world.device))
             names = metric_names(loss, names)
@@ -297,30 +295,3 @@ def _loop(
 def is_due(state: State, every: int) -> bool:
     """Whether to do after this step what is done at the last step and at multiples of `every`."""
     return state.step == state.config.train.steps or (every > 0 and state.step % every == 0)
-
-
-def start(state: State, run_dir: Path, group: Group) -> Checkpointer:
-    """Resume from the newest good checkpoint, or begin; UserError when the run is another one."""
-    config, settings = state.config, state.config.train
-    identity = identity_of(
-        state.model,
-        seed=settings.seed,
-        global_batch_size=settings.global_batch_size,
-        training_samples=state.loader.size,
-        data=state.spec.fingerprint,
-    )
-    agree_on_identity(identity, group)
-    facts = {"identity": identity, "schedule": to_json(config.optim) | {"steps": settings.steps}}
-    checkpointer = state.checkpointer = Checkpointer(
-        *(run_dir, config.checkpoint, state.world, state.model, state.optimizer, facts),
-        partial(state.loader.position, group),
-    )
-    state.step, origin = checkpointer.restore(), config.init_from
-    if state.step == 0 and origin:
-        from .checkpoint.transfer import load_weights
-
-        log.info("weights: %s", load_weights(origin, state.model, None, group, config.init_strict))
-    if state.step or origin:
-        parallel.compare_loaded(checkpointer.tensors().values(), state.world)
-    state.loader.resume(state.step, checkpointer.restored, group)
-    return checkpointer

@@ -10,15 +10,17 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..distributed import Group, World
+from ..distributed import Group, World, parallel
 from ..ema import EMA
 from ..errors import RankError, UserError, command_for
+from ..files import to_json
 from . import CheckpointError
 from .paths import Place, release_copies
 from .publish import Write
@@ -233,6 +235,33 @@ class Checkpointer:
                 log.warning("%s; going on, the checkpoints before are untouched", error)
         finally:
             self.blocked_seconds += time.perf_counter() - started
+
+
+def start(state: Any, run_dir: Path, group: Group) -> Checkpointer:
+    """Resume from the newest good checkpoint, or begin; UserError when the run is another one."""
+    config, settings = state.config, state.config.train
+    identity = identity_of(
+        state.model,
+        seed=settings.seed,
+        global_batch_size=settings.global_batch_size,
+        training_samples=state.loader.size,
+        data=state.spec.fingerprint,
+    )
+    agree_on_identity(identity, group)
+    facts = {"identity": identity, "schedule": to_json(config.optim) | {"steps": settings.steps}}
+    checkpointer = state.checkpointer = Checkpointer(
+        *(run_dir, config.checkpoint, state.world, state.model, state.optimizer, facts),
+        partial(state.loader.position, group),
+    )
+    state.step, origin = checkpointer.restore(), config.init_from
+    if state.step == 0 and origin:
+        from .transfer import load_weights
+
+        log.info("weights: %s", load_weights(origin, state.model, None, group, config.init_strict))
+    if state.step or origin:
+        parallel.compare_loaded(checkpointer.tensors().values(), state.world)
+    state.loader.resume(state.step, checkpointer.restored, group)
+    return checkpointer
 
 
 def identity_of(model: nn.Module, **fields: Any) -> dict[str, Any]:
