@@ -28,6 +28,7 @@ from .reader import open_tensors
 from .storage import open_storage
 from .tensors import (
     Tensors,
+    agree_on_identity,
     create_optimizer_state,
     forms_of,
     identity_differences,
@@ -270,17 +271,3 @@ def identity_of(model: nn.Module, **fields: Any) -> dict[str, Any]:
     if odd := [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]:
         raise UserError(f"only tensors can be checkpointed; {odd[0]} is extra state of a module")
     return {**fields, "parameters": forms_of(tensors)}
-
-
-def agree_on_identity(identity: dict[str, Any], group: Group) -> None:
-    """UserError, on every rank, when one has other data or another model than rank 0."""
-    first = group.from_first(lambda: identity)
-
-    def compare() -> None:
-        if problems := identity_differences(first, identity, "on rank 0", "here"):
-            raise UserError(
-                f"rank {group.rank} is not of the same run as rank 0: {'; '.join(problems)}. All "
-                "machines need the same code, settings and data"
-            )
-
-    group.agree(compare)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..distributed import parallel
+from ..distributed import Group, parallel
 from ..ema import EMA
 from ..errors import UserError
 from . import CheckpointError
@@ -161,6 +161,20 @@ def identity_differences(
         elif old != new:
             differences.append(f"{ascii(field)[1:-1]:.100}: {old!a:.100} {there}, {new} {here}")
     return differences
+
+
+def agree_on_identity(identity: dict[str, Any], group: Group) -> None:
+    """UserError, on every rank, when one has other data or another model than rank 0."""
+    first = group.from_first(lambda: identity)
+
+    def compare() -> None:
+        if problems := identity_differences(first, identity, "on rank 0", "here"):
+            raise UserError(
+                f"rank {group.rank} is not of the same run as rank 0: {'; '.join(problems)}. All "
+                "machines need the same code, settings and data"
+            )
+
+    group.agree(compare)
 
 
 def offer_weights(path: Any, differences: list[str]) -> str:

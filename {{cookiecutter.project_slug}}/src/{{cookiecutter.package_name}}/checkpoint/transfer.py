@@ -24,13 +24,12 @@ from ..errors import UserError, printable
 from ..files import fingerprint_files, read_json, replacing, sync_directory, write_json
 from ..run.directory import RunDirectory
 from . import DCP_INDEX, MANIFEST, step_name
-from .checkpointer import agree_on_identity
 from .manifest import reading, verify
 from .one_file import SAFETENSORS, OneFile
 from .paths import Place, checkpoints_of, located, published, release_copies
 from .publish import Publisher, RetentionConfig
 from .reader import Source, open_tensors
-from .tensors import Tensors, nested
+from .tensors import Tensors, agree_on_identity, nested
 from .writer import write_tensors
 
 log = logging.getLogger(__name__)
