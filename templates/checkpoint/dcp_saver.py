@@ -23,7 +23,8 @@ class DcpSaver:
         forms = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
         last, self.forms = self.forms, None
         # DCP compares plans by all but the dtype, and a save that failed may have left half a plan.
-        if self.group.any(forms != last):
+        changed = self.group.agree(lambda: forms != last)
+        if self.group.from_first(lambda: any(changed)):
             forget_plans(self.cache)
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         planner._cached_plans_key = self.cache

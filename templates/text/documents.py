@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .data import Spec
 
 
-def own_documents(tokens: Tensor, end_of_text: int) -> Any:
+def own_documents(tokens: Tensor, end_of_text: int, create_block_mask: Any) -> Any:
     """The mask of tokens [batch, time]: each sees itself and those before it in its document.
 
     True where it sees, [batch, 1, time, time]; on CUDA a BlockMask, whose kernels skip what is
@@ -31,7 +31,6 @@ def own_documents(tokens: Tensor, end_of_text: int) -> Any:
     documents = ends.cumsum(1) - ends  # an end belongs to the document that it ends
     if not tokens.is_cuda:
         return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
-    from torch.nn.attention.flex_attention import create_block_mask
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (documents[row, query] == documents[row, key])
@@ -72,12 +71,16 @@ class DocumentGPT(GPT):
 
     def __init__(self, config: ModelConfig, vocabulary: int, context: int, end: int) -> None:
         super().__init__(config, vocabulary, context)
+        from torch.nn.attention.flex_attention import create_block_mask
+
         self.end_of_text = end
+        # Not compiled, it would first make the mask of every pair of tokens.
+        self.create_block_mask = torch.compile(create_block_mask)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [batch, time, vocabulary] for tokens [batch, time]."""
         x = self.embedding(tokens)
-        table = self.table, own_documents(tokens, self.end_of_text)
+        table = self.table, own_documents(tokens, self.end_of_text, self.create_block_mask)
         for block in self.blocks:
             x = block(x, table)
         return F.linear(self.norm(x), self.embedding.weight)

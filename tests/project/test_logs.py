@@ -348,6 +348,7 @@ def test_the_environment_is_set_in_one_place_and_the_users_own_wins(
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("MASTER_ADDR", "elsewhere")
     monkeypatch.setattr(world, "pick_device", lambda name: SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(world.torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(world, "die_with_the_launcher", lambda: None)
     began = {}
     for name in ("get_rank", "get_world_size"):
@@ -359,6 +360,8 @@ def test_the_environment_is_set_in_one_place_and_the_users_own_wins(
     assert os.environ["NCCL_SOCKET_IFNAME"] in ("lo", "lo0")
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000"
     assert began["timeout"] == timedelta(minutes=40), "a save may take longer than a step"
+    seconds = int(os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"])
+    assert seconds > began["timeout"].total_seconds(), "the watchdog is first"
     # Nowhere else are any set: what there is, with its reason, can be read in one file.
     sources = (project.folder / "src").rglob("*.py")
     for path in (path for path in sources if path.name != "world.py"):

@@ -28,6 +28,7 @@ from .agreement import require_same as require_same
 from .world import World
 
 log = logging.getLogger(__name__)
+SHARDED = True  # in place, with hooks on the modules
 
 
 @dataclass(frozen=True)

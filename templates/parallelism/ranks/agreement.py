@@ -110,10 +110,6 @@ class Group:
         _raise_if({0: error} if error else {})
         return result
 
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
-        return flag if self.process_group is None else bool(self.maximum([flag])()[0])
-
     def prove_shared(self, folder: Path) -> None:
         """Each rank must find a file that rank 0 has just written to a folder (UserError)."""
         nonce = folder / f".nonce-{self.from_first(lambda: uuid.uuid4().hex)}"

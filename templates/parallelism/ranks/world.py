@@ -43,6 +43,8 @@ NCCL = {
     # The flight recorder keeps the last collectives, each with the line that began it. Since 2.9
     # torch does so by default; watchdog.py relies on it.
     "TORCH_FR_BUFFER_SIZE": "2000",
+    # NCCL ends a process that it takes for hung, after 8 minutes: let the watchdog be first.
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "7200",
 }
 
 # gloo connects every rank with every other when a group is made: with fewer ranks than these that
@@ -85,6 +87,8 @@ def launcher() -> str | None:
 def join(config: "ParallelConfig", device_name: str) -> World:
     """Join the process group that torchrun announces; a plain process stays on its own."""
     device = pick_device(device_name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if "RANK" not in os.environ:
         return World(0, 1, device)
     step_limit = timedelta(minutes=config.timeout_minutes)

@@ -65,10 +65,6 @@ class Group:
         except Exception as error:
             raise RankError(f"{type(error).__name__}: {error}") from error
 
-    def any(self, flag: bool) -> bool:
-        """The flag itself."""
-        return flag
-
     def exchange(self, flags: list[int]) -> list[int]:
         """The flags themselves."""
         return flags
@@ -85,7 +81,10 @@ def launcher() -> str | None:
 def join(config: ParallelConfig, device_name: str) -> World:
     """Take the one device; UserError when torchrun started several processes."""
     check_ranks(config, int(os.environ.get("WORLD_SIZE", "1")))
-    return World(0, 1, pick_device(device_name))
+    device = pick_device(device_name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return World(0, 1, device)
 
 
 def leave(world: World) -> None:

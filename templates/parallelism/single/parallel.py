@@ -13,6 +13,8 @@ from ..errors import UserError
 if TYPE_CHECKING:
     from . import World
 
+SHARDED = False  # in place, with hooks on the modules
+
 
 @dataclass(frozen=True)
 class ParallelConfig:

@@ -124,7 +124,7 @@ class Muon(torch.optim.Optimizer):
                 torch.where(found_inf.bool(), momentum, gradient, out=gradient)
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         updates = torch._foreach_lerp(gradients, momenta, group["momentum"])  # Nesterov's
-        if weights[0].is_cuda:
+        if torch.get_float32_matmul_precision() == "medium":  # of the products of all layers
             updates = [update.bfloat16() for update in updates]
         work = partial(orthogonalized, parts=group["matrices"])
         updates = parallel.divide_work(list(updates), matrices, work)

@@ -205,6 +205,8 @@ def main() -> int:
     # is read when torch is imported, they sleep soon. The user's own setting stays.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # less memory is lost between blocks of a GPU's
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     stdout: Any = sys.stdout
     stdout.reconfigure(errors="backslashreplace")  # a name in a file may be no text
     return exit_code(lambda: dispatch(sys.argv[1:]))

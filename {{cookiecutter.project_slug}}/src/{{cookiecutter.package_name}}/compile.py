@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.utils import stateless
 from torch.utils.checkpoint import checkpoint
 
+from .distributed import parallel
 from .errors import STOP_SIGNALS
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ class CompileConfig:
     """Treat a graph break as an error."""
     dynamic: bool | None = None
     """Dynamic shapes: from the start (true), never (false), or once they vary (default)."""
+    autotune: bool = False
+    """Time several kernels for each matrix product: minutes more to compile, on a GPU."""
     backend: str = "inductor"
     """Backend of torch.compile; "eager" and "aot_eager" help to debug the compiler."""
 
@@ -56,10 +59,18 @@ def _recomputed(block: nn.Module, forward: Any, names: set[str], *given: Any, **
 
 def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: CompileConfig) -> None:
     """Compile in place, by `config.mode`; the compiler runs at the first forward."""
-    targets = {"none": [], "blocks": list(blocks), "full": [model]}[config.mode]
+    mode = config.mode
+    if mode == "full" and parallel.SHARDED and torch.distributed.is_initialized():
+        log.warning("--compile.mode full means blocks: FSDP's hooks break the graph of a model")
+        mode = "blocks"
+    targets = {"none": [], "blocks": list(blocks), "full": [model]}[mode]
     if targets:
         torch._dynamo.utils.set_compilation_metrics_limit(4096)  # else all but 64 are forgotten
+        # DDP would cut compiled blocks at the bounds of its buckets.
+        torch._dynamo.config.optimize_ddp = mode == "full"
     options = {"fullgraph": config.fullgraph, "dynamic": config.dynamic, "backend": config.backend}
+    if config.autotune and config.backend == "inductor":
+        options["mode"] = "max-autotune-no-cudagraphs"
     for target in targets:
         if type(target).forward.__module__.startswith("torch."):
             # compile() passes over torch's own functions, so it would compile nothing of a bare
@@ -90,7 +101,7 @@ class Compiling:
         torch._dynamo.callback_handler.remove_start_callback(self._block)
         torch._dynamo.callback_handler.remove_end_callback(self._unblock)
         if kind is None:
-            log.info("%s", compile_summary())
+            log.log(logging.INFO if graphs() else logging.WARNING, "%s", compile_summary())
 
     def _block(self, compilation: object) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)

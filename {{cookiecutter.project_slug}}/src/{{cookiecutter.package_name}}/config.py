@@ -80,7 +80,7 @@ class TrainConfig:
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
         """The dtype of matrix products on `device`."""
-        fast = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         low = self.precision == "bf16" or (self.precision == "auto" and fast)
         return torch.bfloat16 if low else torch.float32
 

@@ -30,14 +30,14 @@ def pick_device(name: str) -> torch.device:
             ways_out = "start fewer processes on this machine, or use --device cpu"
             raise UserError(f"there is no GPU {index} among the {count} here: {ways_out}")
         device = torch.device("cuda", index)
-        torch.cuda.set_device(device)
     return device
 
 
-def set_up_torch(seed: int, deterministic: bool) -> None:
+def set_up_torch(seed: int, deterministic: bool, compute_dtype: torch.dtype) -> None:
     """Seed what builds the model; choose kernels."""
     torch.manual_seed(seed)
-    torch.set_float32_matmul_precision("high")  # TF32 where what is left in float32 allows it
+    # Products of float32 that are left: TF32 where a GPU has it, bfloat16 where all others are.
+    torch.set_float32_matmul_precision("high" if compute_dtype == torch.float32 else "medium")
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

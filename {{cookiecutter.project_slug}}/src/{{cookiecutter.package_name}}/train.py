@@ -77,7 +77,9 @@ def setup(config: Config, world: World | None = None) -> State:
     settings, batch_size = config.train, config.train.global_batch_size
     world.check_batch(batch_size)
     sampling.seed_random(settings.seed)  # a split that is drawn is the same on all ranks
-    set_up_torch(settings.seed, settings.deterministic)
+    dtype = settings.compute_dtype(world.device)
+    set_up_torch(settings.seed, settings.deterministic, dtype)
+    hardware.run_beside(world.device)
     train, validation, spec = build_datasets(config)
     identity = getattr(spec, "fingerprint", None)
     returned(identity, str, "`fingerprint` in the spec of build_datasets (data.py)")
@@ -94,7 +96,6 @@ def setup(config: Config, world: World | None = None) -> State:
     if settings.activation_checkpointing:
         checkpoint_activations(blocks(model))
     compile_model(model, blocks(model), config.compile)
-    dtype = settings.compute_dtype(world.device)
     module = parallel.wrap(model, blocks(model), config.parallel, world, dtype).train()
     optimizer = build_optimizer(config.optim, model)
     returned(optimizer, torch.optim.Optimizer, "what build_optimizer (optim.py) returns")

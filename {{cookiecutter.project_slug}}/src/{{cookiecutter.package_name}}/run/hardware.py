@@ -149,6 +149,20 @@ def where_measured(device: torch.device) -> dict[str, Any]:
     return {"machine": machine, "versions": versions}
 
 
+def run_beside(device: torch.device) -> None:
+    """Keep to the cores of a GPU's NUMA node, unless the user has chosen cores (Linux)."""
+    if device.type != "cuda":
+        return
+    gpu: Any = torch.cuda.get_device_properties(device)
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        name = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        text = Path("/sys/bus/pci/devices", name, "local_cpulist").read_text("ascii")  # "0-3,8-11"
+        ranges = [[*map(int, part.split("-"))] for part in text.split(",")]
+        near = {core for ends in ranges for core in range(ends[0], ends[-1] + 1)}
+        if usable_cores() == os.cpu_count():
+            os.sched_setaffinity(0, near)
+
+
 def usable_cores() -> int:
     """Cores that this process may run on, which in a container can be fewer than there are."""
     on_linux = hasattr(os, "sched_getaffinity")

@@ -1,0 +1,132 @@
+"""What is chosen for a GPU, by what torch and the system say of it: no GPU is needed."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import Project, project_fixture
+
+project = project_fixture("of_devices", parallelism="single", checkpoint="torch_save")
+sharded = project_fixture("of_shards", parallelism="fsdp", tracker="none")
+GPU = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Two GPUs, as far as one may ask."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    return monkeypatch
+
+
+def test_a_process_takes_a_gpu_when_it_joins_and_not_before(
+    project: Project, gpus: pytest.MonkeyPatch
+) -> None:
+    """A stage that only names the GPU must not hold memory on it."""
+    taken: list[Any] = []
+    gpus.setattr(torch.cuda, "set_device", taken.append)
+    assert project.module("device").pick_device("cuda:1") == GPU and not taken
+    assert project.module("distributed").join(None, "cuda:1").device == GPU and taken == [GPU]
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+def test_bf16_is_chosen_where_the_gpu_has_it(
+    project: Project, gpus: pytest.MonkeyPatch, emulated: bool
+) -> None:
+    def supported(including_emulation: bool = True) -> bool:
+        return including_emulation or not emulated
+
+    gpus.setattr(torch.cuda, "is_bf16_supported", supported)
+    dtype = project.config().train.compute_dtype(GPU)
+    assert dtype == (torch.float32 if emulated else torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("listed", "free", "kept"),
+    [("0-3,8-11\n", True, {0, 1, 2, 3, 8, 9, 10, 11}), ("5\n", True, {5}), ("0-3\n", False, None)],
+)
+def test_a_process_keeps_to_the_cores_beside_its_gpu(
+    project: Project,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    listed: str,
+    free: bool,
+    kept: set[int] | None,
+) -> None:
+    """But not where the user has chosen cores."""
+    hardware, chosen = project.module("run.hardware"), []
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    (tmp_path / "0000:1b:02.0").mkdir()
+    (tmp_path / "0000:1b:02.0/local_cpulist").write_text(listed)
+    monkeypatch.setattr(hardware, "Path", lambda _, *rest: tmp_path.joinpath(*rest))
+    monkeypatch.setattr(hardware, "usable_cores", lambda: (os.cpu_count() or 1) - (not free))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: chosen.append(cores))
+    hardware.run_beside(GPU)
+    assert chosen == ([kept] if kept else [])
+    (tmp_path / "0000:1b:02.0/local_cpulist").unlink()  # as in many containers
+    hardware.run_beside(GPU)
+    hardware.run_beside(torch.device("cpu"))
+    assert len(chosen) == bool(kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_muon_rounds_its_products_only_where_all_are_rounded(
+    project: Project, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """In bfloat16 the losses of two ranks would differ by more than the gate of scale allows."""
+    optim, used = project.module("optim"), []
+    before = torch.get_float32_matmul_precision()
+    project.module("device").set_up_torch(0, False, dtype)
+    divide = optim.parallel.divide_work
+    monkeypatch.setattr(
+        optim.parallel, "divide_work", lambda m, *rest: used.append(m[0].dtype) or divide(m, *rest)
+    )
+    try:
+        weight = nn.Parameter(torch.rand(4, 4))
+        muon = optim.Muon([{"params": [weight], "matrices": 1}, {"params": [torch.rand(2)]}])
+        weight.grad = torch.rand(4, 4)
+        muon.step()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert used == [dtype] and weight.dtype == torch.float32
+
+
+def test_whole_means_blocks_where_a_model_is_sharded(
+    sharded: Project, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """FSDP's hooks break the graph of a whole model, which then runs eagerly, in silence."""
+    compilation = sharded.module("compile")
+    config = compilation.CompileConfig(mode="full", backend="eager")
+
+    def compiled() -> list[bool]:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)))
+        for module in model.modules():  # not torch's own forward, which is replaced
+            module.forward = module.forward
+        compilation.compile_model(model, model, config)
+        return [
+            "forward" in vars(module) and "as_function" in repr(module.forward)
+            for module in (model, *model)
+        ]
+
+    assert compiled() == [True, False, False] and not caplog.text
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert compiled() == [False, True, True]
+    assert "--compile.mode full means blocks" in caplog.text
+    assert sharded.module("workflow.compile").MODES == ("blocks",)
+
+
+def test_that_nothing_was_compiled_is_a_warning(
+    project: Project, caplog: pytest.LogCaptureFixture
+) -> None:
+    compilation = project.module("compile")
+    torch._dynamo.utils.counters.clear()
+    with compilation.Compiling():
+        pass
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "compiled 0 graphs" in caplog.text
