@@ -64,14 +64,6 @@ class World:
     step_limit: timedelta = PHASE_LIMIT
     """A step that takes longer is a hang (watchdog.py)."""
 
-    def check_batch(self, samples: int) -> None:
-        """UserError when a global batch has no sample for some rank."""
-        if samples < self.size:
-            raise UserError(
-                f"--train.global-batch-size {samples} is below the {self.size} ranks of this run: "
-                "raise it or start fewer processes"
-            )
-
 
 def launcher() -> str | None:
     """A name of the torchrun that started this process, the same for as long as it lives.

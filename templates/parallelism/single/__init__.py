@@ -26,9 +26,6 @@ class World:
     device: torch.device
     distributed: bool = False
 
-    def check_batch(self, samples: int) -> None:
-        """One process can take any batch."""
-
 
 class Group:
     """Where several processes would agree: the action runs, and what failed is a RankError."""

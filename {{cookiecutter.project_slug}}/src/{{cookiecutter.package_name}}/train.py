@@ -20,6 +20,7 @@ from .device import annotated, move, set_up_torch
 from .distributed import Group, World, join, leave, monitors, parallel
 from .distributed.stop import Stop
 from .ema import averaged_weights, keep_average
+from .errors import UserError
 from .files import to_json, write_json
 from .loss import LossSum, check_model, judge_step, loss_vector, means, metric_names, returned
 from .model import blocks, build_model, compute_loss
@@ -75,7 +76,11 @@ def setup(config: Config, world: World | None = None) -> State:
     """Build everything a step needs; `world` if the caller has joined it already."""
     world = world or join(config.parallel, config.device)
     settings, batch_size = config.train, config.train.global_batch_size
-    world.check_batch(batch_size)
+    if batch_size < world.size:
+        problem = (
+            f"--train.global-batch-size {batch_size} is below the {world.size} ranks of this run"
+        )
+        raise UserError(f"{problem}: raise it or start fewer processes")
     sampling.seed_random(settings.seed)  # a split that is drawn is the same on all ranks
     dtype = settings.compute_dtype(world.device)
     set_up_torch(settings.seed, settings.deterministic, dtype)
