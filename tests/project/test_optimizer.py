@@ -58,7 +58,49 @@ def counting(config: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
     return Counting(model.parameters(), lr=config.learning_rate)
 
 
-@pytest.mark.parametrize("build", ["readme", sgd, adafactor, adam_on_two_rates, counting])
+class ScheduleFree(Counting):
+    """Steps at a point between an average and what is averaged, as Defazio et al. do (2024)."""
+
+    def step(self, closure: Any = None) -> None:
+        """Refuse to, in evaluation."""
+        for group in self.param_groups:
+            assert group["train_mode"], "not in train mode"
+            group["k"] += 1
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.detach().clone())
+                p.data.lerp_(z, 1 / group["k"])
+                p.data.sub_(p.grad, alpha=group["lr"] * 0.1)
+                z.sub_(p.grad, alpha=group["lr"])
+
+    def turn(self, mode: bool, weight: float) -> None:
+        """Give the model other weights, unless it has them."""
+        for group in self.param_groups:
+            for p in group["params"] if group.get("train_mode", False) != mode else ():
+                if "z" in self.state[p]:
+                    p.data.lerp_(self.state[p]["z"], weight)
+            group["train_mode"] = mode
+
+
+class Turning(ScheduleFree):
+    """With the methods that say so."""
+
+    def train(self) -> None:
+        """The weights to train."""
+        self.turn(True, 1 - 0.9)
+
+    def eval(self) -> None:
+        """Their average."""
+        self.turn(False, 1 - 1 / 0.9)
+
+
+def schedule_free(config: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+    return Turning(model.parameters(), lr=config.learning_rate)
+
+
+OWN = [sgd, adafactor, adam_on_two_rates, counting, schedule_free]
+
+
+@pytest.mark.parametrize("build", ["readme", *OWN])
 def test_another_optimizer_trains_and_resumes_exactly(
     project: Project, tmp_path, monkeypatch: pytest.MonkeyPatch, build: Any
 ) -> None:
@@ -90,6 +132,61 @@ def test_another_optimizer_trains_and_resumes_exactly(
         assert torch.equal(tensor, weights["resumed"][name]), name
     if build is adam_on_two_rates:
         assert all(low == pytest.approx(high / 10) for low, high in rates)
+
+
+def test_the_average_of_a_schedule_free_optimizer_is_validated_and_saved(
+    project: Project, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it would be without; whether a run validates and saves changes no bit."""
+    training, validated = project.module("train"), []
+
+    def run(name: str, build: Any, every: int) -> Any:
+        monkeypatch.setattr(training, "build_optimizer", build)
+        states = []
+
+        def after_validation(state: Any, figures: Any) -> None:
+            validated[:] = [p.detach().clone() for p in state.model.parameters()]
+
+        callback = SimpleNamespace(
+            after_step=lambda state, record: states.append(state), after_validation=after_validation
+        )
+        changes = {"checkpoint__every": every, "train__validate_every": every}
+        config = project.config(run_dir=tmp_path / name, train__steps=7, **changes)
+        training.run(config, [callback])
+        return states[-1]
+
+    def never_turned(config: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+        optimizer = ScheduleFree(model.parameters(), lr=config.learning_rate)
+        optimizer.turn(True, 0.1)
+        return optimizer
+
+    rarely, often = (run(f"each_{n}", schedule_free, n) for n in (0, 1))
+    assert not often.optimizer.param_groups[0]["train_mode"]
+    saved = project.tensors(tmp_path / "each_1")
+    for name, p in often.model.named_parameters():
+        for same in (rarely.model.get_parameter(name), validated.pop(0), saved[f"model.{name}"]):
+            assert torch.equal(p, same), name
+    reference = run("reference", never_turned, 0)
+    training_point = [p.detach().clone() for p in reference.model.parameters()]
+    reference.optimizer.turn(False, 1 - 1 / 0.9)
+    apart = []
+    for p, q, y in zip(
+        often.model.parameters(), reference.model.parameters(), training_point, strict=True
+    ):
+        assert torch.allclose(p, q, atol=1e-6), (p - q).abs().max()
+        apart.append((p - y).abs().max().item())
+    assert max(apart) > 1e-4  # what is saved is not what is trained
+
+
+def test_complex_weights_have_no_fused_kernel(project: Project) -> None:
+    optim, model = project.module("optim"), torch.nn.Linear(2, 2)
+    assert optim.build_optimizer(optim.OptimConfig(), model).defaults["fused"]
+    model.phase = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
+    optimizer = optim.build_optimizer(optim.OptimConfig(name="adamw"), model)
+    assert not optimizer.defaults["fused"]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
 
 
 def test_the_rate_warms_up_to_its_peak_and_decays_to_its_end(project: Project) -> None:

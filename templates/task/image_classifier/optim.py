@@ -40,5 +40,6 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimi
         [group for group in groups if group["params"]],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
-        fused=trainable[0].device.type in ("cpu", "cuda"),  # one kernel for all parameters
+        # One kernel for all parameters, but not for complex ones.
+        fused=all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in trainable),
     )

@@ -52,7 +52,7 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimi
         hidden = {
             p: FUSED.get(n.removesuffix(".weight").rpartition(".")[2], 1)
             for n, p in named
-            if p.ndim == 2
+            if p.ndim == 2 and p.is_floating_point()
         }
     rest = [p for p in trainable if p not in hidden]
     groups: list[dict[str, Any]] = [
@@ -67,8 +67,12 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimi
     rates |= {"weight_decay": config.weight_decay}
     if hidden:
         return Muon(groups, **rates, momentum=config.momentum)
-    fused = trainable[0].device.type in ("cpu", "cuda")  # one kernel for all parameters
-    return torch.optim.AdamW(groups, **rates, fused=fused)
+    return torch.optim.AdamW(groups, **rates, fused=have_one_kernel(trainable))
+
+
+def have_one_kernel(parameters: list[Any]) -> bool:
+    """Whether AdamW can update them all at once (fused)."""
+    return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
 
 
 class Muon(torch.optim.Optimizer):
@@ -91,7 +95,7 @@ class Muon(torch.optim.Optimizer):
         own = {"momentum": momentum, "matrices": 0}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **own}
         super().__init__(params, defaults)
-        fused = self.param_groups[0]["params"][0].device.type in ("cpu", "cuda")
+        fused = have_one_kernel([p for group in self.param_groups for p in group["params"]])
         self.adamw = torch.optim.AdamW(self.param_groups, fused=fused)  # it shares the groups
         self._step_supports_amp_scaling = fused  # a step with `found_inf` set changes nothing
 

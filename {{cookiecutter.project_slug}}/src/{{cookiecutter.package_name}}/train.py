@@ -119,6 +119,14 @@ def train_step(state: State, batches: list[Any]) -> None:
     config, world = state.config, state.world
     # Random numbers are a function of (seed, step, rank), so no generator's state is saved.
     seed_random(config.train.seed, STEP, state.step, world.rank, device=world.device)
+    # Between steps a schedule-free optimizer leaves the average in the model, which is what is
+    # validated and saved; what it trains follows from that average and its state.
+    schedule_free: Any = state.optimizer if hasattr(state.optimizer, "eval") else None
+    if schedule_free:
+        if state.checkpointer:
+            state.checkpointer.before_optimizer_step()
+        state.model.state_dict()  # lets go what FSDP has gathered, the average
+        schedule_free.train()
     state.buffers.keep()
     sums: Any = None
     for i, (share, batch) in enumerate(zip(state.plan, batches, strict=True)):
@@ -150,6 +158,8 @@ def train_step(state: State, batches: list[Any]) -> None:
         state.checkpointer.before_optimizer_step()
     with annotated("optimizer"):
         step_unless(bad, state.optimizer)
+        if schedule_free:
+            schedule_free.eval()
     state.buffers.put_back(bad)
     state.optimizer.zero_grad(set_to_none=True)
 

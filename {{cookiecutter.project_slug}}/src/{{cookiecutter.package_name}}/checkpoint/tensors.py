@@ -115,7 +115,9 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
             if kind not in zeros:
                 zeros[kind] = torch.zeros_like(parameter)
             parameter.grad = zeros[kind]
+    getattr(optimizer, "train", bool)()  # of a schedule-free one
     optimizer.step()
+    getattr(optimizer, "eval", bool)()
     for group, values in zip(optimizer.param_groups, before, strict=True):
         group.update(values)
     optimizer.zero_grad(set_to_none=True)
