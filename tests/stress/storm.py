@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import TASKS, render
+from tests.forked import settle
 
 from .common import Findings, Tally
 from .forked_jobs import DONE, PATIENCE, PHASES, PID, RESTORED, SAVING, Job, Plan
@@ -297,8 +298,7 @@ def import_all(names: Iterable[str]) -> None:
             importlib.import_module(f"{name}.{part}")
     for part in ("torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.tensor"):
         importlib.import_module(part)
-    gc.collect()
-    gc.freeze()
+    settle()
     gc.freeze = gc.unfreeze = lambda: None  # by which a run would undo it
 
 
