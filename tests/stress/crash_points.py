@@ -8,6 +8,7 @@ robbed of one precaution at a time, to see that this would be noticed.
 """
 
 import copy
+import itertools
 import json
 import os
 import random
@@ -16,20 +17,24 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.common import render
 
 from .common import Findings, run_topic
+from .kill_storm import side_by_side
 from .replay import Disk, Tree
 from .restoring import CHECKPOINTS, PROMISES, Contents, Restorer, checkpoints, read_tree, write_tree
 from .strace import OPTIONS, Call, calls, escape, text
 
 STEPS = 3  # saves in a recording
 ANSWERS = ("torch_save", "dcp", "dcp_async")
+CORES = os.cpu_count() or 1
 SHARE = 0.05  # of the states amid the writing of a file, when the time is bounded
 NOTICED = "code without one of its precautions is found out"
 # What is there in checkpoint/publish.py, and what is put in its place.
@@ -251,8 +256,11 @@ def try_all(findings: Findings, restorer: Restorer, runs: list[Saves], ranks: in
         [] if findings.bounded else [k for saves in runs for k in copy.deepcopy(saves).killed()]
     )
     for saves in runs:
-        states = some_of(saves.states()) if findings.bounded else saves.states()
-        tried = sum(judge(findings, restorer, saves, state) for state in states)
+        if findings.bounded:
+            tried = sum(judge(findings, restorer, saves, it) for it in some_of(saves.states()))
+        else:
+            tried = shared_out(findings, restorer, saves, saves.states)
+            saves.passed = sum(1 for _ in saves.points())
         assert saves.disk.tree() == read_tree(saves.disk.root), "the replay went wrong"
         findings.figures[f"{saves.package.removeprefix('crash_')}, {on}"] = (
             f"{tried:,} states after {saves.passed:,} calls in {STEPS} saves"
@@ -260,13 +268,28 @@ def try_all(findings: Findings, restorer: Restorer, runs: list[Saves], ranks: in
     if killed:
         restart(findings.folder, killed)
         tried = sum(
-            judge(findings, restorer, saves, state)
+            shared_out(findings, restorer, saves, lambda it=saves: without_writes(it.states()))
             for saves in killed
-            for state in without_writes(saves.states())
         )
         findings.figures[f"killed on {on}, restarted on one, then crashed"] = (
             f"{tried:,} states after {len(killed)} kills"
         )
+
+
+def shared_out(
+    findings: Findings,
+    restorer: Restorer,
+    saves: Saves,
+    states: Callable[[], Iterable[State]],
+) -> int:
+    """Judge all states, those of each core in a fork; how many there were."""
+
+    def share(number: int, found: Findings, hits: Counter[str]) -> None:
+        restorer.folder = restorer.folder / str(number)
+        for state in itertools.islice(states(), number, None, CORES):
+            hits["tried"] += judge(found, restorer, saves, state)
+
+    return side_by_side(findings, [partial(share, number) for number in range(CORES)])["tried"]
 
 
 def judge(findings: Findings, restorer: Restorer, saves: Saves, state: State) -> int:

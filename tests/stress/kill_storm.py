@@ -11,6 +11,7 @@ of checkpoints (kill_storm_pruning.py).
 import json
 import os
 import random
+import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -78,8 +79,7 @@ def side_by_side(findings: Findings, parts: list[Part]) -> Counter[str]:
     """Do all parts at the same time, each in a fork; what they found comes together."""
     forks = {}
     for number, part in enumerate(parts):
-        folder = findings.folder / f"part-{number}"
-        folder.mkdir()
+        folder = Path(tempfile.mkdtemp(prefix=f"part-{number}-", dir=findings.folder))
         if (pid := os.fork()) == 0:
             _do(part, Findings(findings.bounded, folder))
         forks[pid] = folder / "found.json"
