@@ -229,17 +229,18 @@ def attempt(findings: Findings) -> None:
     answers = ANSWERS[-1:] if findings.bounded else ANSWERS
     right = [prepare(folder, answer) for answer in answers]
     wrong = [prepare(folder, answers[-1], breakage) for breakage in BREAKAGES]
-    sys.path[:0] = map(str, folder.glob(f"renders/{right[0]}/*/src"))
+    for package in right:
+        sys.path[:0] = map(str, folder.glob(f"renders/{package}/*/src"))
     memory = Path("/dev/shm")
     scratch = memory if os.access(memory, os.W_OK) else folder
     with tempfile.TemporaryDirectory(prefix="stress-", dir=scratch) as place:
-        restorer = Restorer(right[0], Path(place) / "left", folder / "expected")
+        restorers = {it: Restorer(it, Path(place) / "left", folder / "expected") for it in right}
         first = train(folder, [*right, *wrong], ranks=1)
         for saves in first[len(right) :]:
-            look_for_trouble(findings, restorer, saves)
-        try_all(findings, restorer, first[: len(right)], ranks=1)
+            look_for_trouble(findings, restorers[right[-1]], saves)
+        try_all(findings, restorers, first[: len(right)], ranks=1)
         if not findings.bounded:
-            try_all(findings, restorer, train(folder, right, ranks=2), ranks=2)
+            try_all(findings, restorers, train(folder, right, ranks=2), ranks=2)
 
 
 def train(folder: Path, packages: list[str], ranks: int) -> list[Saves]:
@@ -249,13 +250,16 @@ def train(folder: Path, packages: list[str], ranks: int) -> list[Saves]:
     return [Saves(package, recorded[run], Disk(folder / "disk" / run)) for package, run, _ in runs]
 
 
-def try_all(findings: Findings, restorer: Restorer, runs: list[Saves], ranks: int) -> None:
+def try_all(
+    findings: Findings, restorers: dict[str, Restorer], runs: list[Saves], ranks: int
+) -> None:
     """Restore from what crashes leave of these runs, and of runs killed and restarted."""
     on = "1 rank" if ranks == 1 else f"{ranks} ranks"
     killed = (
         [] if findings.bounded else [k for saves in runs for k in copy.deepcopy(saves).killed()]
     )
     for saves in runs:
+        restorer = restorers[saves.package]
         if findings.bounded:
             tried = sum(judge(findings, restorer, saves, it) for it in some_of(saves.states()))
         else:
@@ -268,8 +272,10 @@ def try_all(findings: Findings, restorer: Restorer, runs: list[Saves], ranks: in
     if killed:
         restart(findings.folder, killed)
         tried = sum(
-            shared_out(findings, restorer, saves, lambda it=saves: without_writes(it.states()))
-            for saves in killed
+            shared_out(
+                findings, restorers[it.package], it, lambda it=it: without_writes(it.states())
+            )
+            for it in killed
         )
         findings.figures[f"killed on {on}, restarted on one, then crashed"] = (
             f"{tried:,} states after {len(killed)} kills"

@@ -2,12 +2,14 @@
 
 A run directory, a checkpoint, a file of weights or data may come from anybody. Each kind of file is
 changed a thousand times, and each command that reads it is run on each mutant: forked from a
-process that has imported everything, with little memory and little time. Wanted is that it ends
-well, or with one line that begins with "error: ". A traceback, a hang, a process started, or a
-write outside of the folder it works in is a violation.
+process that has imported everything, with little memory and little time. All commands of a mutant
+share a fork; every tenth mutant, and any on which something ends oddly, has one for each command.
+Wanted is that a command ends well, or with one line that begins with "error: ". A traceback, a
+hang, a process started, or a write outside of the folder it works in is a violation.
 """
 
 import contextlib
+import copy
 import gc
 import hashlib
 import importlib
@@ -25,11 +27,12 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from benchmarks.common import render
 from tests.forked import settle
@@ -48,6 +51,9 @@ ANSWERS: dict[str, dict[str, str]] = {
     IMAGES: {"task": "image_classifier", "checkpoint": "torch_save"},
 }
 MUTANTS, FEW = 1000, 4
+FIRST, APART = 3 * FEW, 10
+"""How many mutants, and every which of the others, have a process of its own for each command."""
+VICTIM = b'{"victim": 1}\n'
 PARSED: dict[str, Any] = {}  # the options of each command
 MEMORY = 1 << 30  # bytes of address space that a command may ask for
 SECONDS = 20  # of computing that it may take
@@ -58,9 +64,9 @@ LONGEST = 20_000  # characters of an error's line
 # Small, whatever a config.json says: to train as long as it asks for is no fault.
 SMALL = "--device cpu --train.global-batch-size 4 --train.micro-batch-size 4 --train.steps 1 "
 SMALL += "--train.validate-samples 4 --train.loader-workers 0 --compile.mode none --profile.every 0"
-MODEL = {TEXT: " --model.layers 1 --model.width 16 --model.heads 2 --data.context 16", IMAGES: ""}
+MODEL = "--model.layers 1 --model.width 16 --model.heads 2 --data.context 16"
 TINY = f"train --preset tiny {SMALL} --train.log-every 1 --checkpoint.every 0 "
-ON = {TEXT: "--data.path texts", IMAGES: "--data.path images"}
+ON = {TEXT: f"{MODEL} --data.path texts", IMAGES: "--data.path images"}
 CHECKPOINT = {
     name: (
         "verify --run-dir run",
@@ -100,7 +106,7 @@ ENTRANCES = (
         TEXT,
         ("run/config.json",),
         (
-            f"train --config run/config.json {SMALL}{MODEL[TEXT]} {ON[TEXT]} --run-dir given",
+            f"train --config run/config.json {SMALL} {ON[TEXT]} --run-dir given",
             *CHECKPOINT[TEXT][:4],
             *RUN[:2],
             RUN[3],
@@ -147,7 +153,7 @@ ENTRANCES = (
         ".bin of tokens",
         TEXT,
         ("tokens/train.bin", "tokens/val.bin"),
-        (f"{TINY} --data.path tokens --data.vocabulary 50 --run-dir other",),
+        (f"{TINY} {MODEL} --data.path tokens --data.vocabulary 50 --run-dir other",),
         ("tokens",),
     ),
     Entrance(
@@ -178,6 +184,8 @@ class Case:
     number: int
     folder: Path
     """Where `prepare` has left what the commands want, by package."""
+    together: bool = False
+    """Whether all commands are tried in one process first; what is odd then, each in its own."""
     sabotage: Callable[[str], None] | None = None
     patience: float = PATIENCE
 
@@ -186,7 +194,7 @@ def attempt(findings: Findings) -> None:
     """Every entrance, then code that is broken on purpose."""
     packages(findings.folder)
     cases = [
-        Case(entrance, number, findings.folder)
+        Case(entrance, number, findings.folder, number >= FIRST and number % APART > 0)
         for at, entrance in enumerate(ENTRANCES)
         # In part: of the forms that any file can take (the first) and of random changes.
         for number in (range(at % 3, 3 * FEW, 3) if findings.bounded else range(MUTANTS))
@@ -202,7 +210,7 @@ def attempt(findings: Findings) -> None:
             outcomes.update(kind for kind, _ in found)
         for sabotage, (name, numbers) in BREAKS.items():
             entrance = next(it for it in ENTRANCES if it.name == name)
-            broken = [Case(entrance, n, findings.folder, sabotage, 15.0) for n in numbers]
+            broken = [Case(entrance, n, findings.folder, True, sabotage, 15.0) for n in numbers]
             seen = {kind for _, found in map(tried, broken) for kind, _ in found}
             problem = None if seen & {"violation", "harm"} else f"nothing noticed of {sabotage}"
             findings.tally(NOTICED, "ways to break it").count(problem)
@@ -396,7 +404,7 @@ def tried(case: Case) -> tuple[Case, list[tuple[str, str]]]:
     work = place / "work"
     remove(place)
     work.mkdir(parents=True)
-    victim.write_bytes(b'{"victim": 1}\n')
+    victim.write_bytes(VICTIM)
     for name in {*case.entrance.needs, file.partition("/")[0]}:
         copy = shutil.copytree if (base / name).is_dir() else shutil.copy
         copy(base / name, work / name)
@@ -404,14 +412,49 @@ def tried(case: Case) -> tuple[Case, list[tuple[str, str]]]:
     what = mutations.put(work / file, content, case.number, rng, victim)
     if rng.random() < 0.8 and file.startswith(STEP):
         seal(case.entrance.package, work / STEP)
+    if case.together:
+        outputs = [place / f"output-{number}" for number, _ in enumerate(case.entrance.commands)]
+        codes = all_ended(case, work, outputs)
+        texts = [path.read_text("utf-8", "backslashreplace") for path in outputs[: len(codes)]]
+        each = zip(case.entrance.commands, codes, texts, strict=False)
+        found = [judge(case, line, code, text) for line, code, text in each]
+        whole = len(codes) == len(outputs) and all(k in ("done", "refused") for k, _ in found)
+        if whole and victim.read_bytes() == VICTIM and not victim.is_symlink():
+            return case, found
+        return tried(replace(case, together=False))
     found = []
     for line in case.entrance.commands:
         kind, problem = ended(case, line, work, place / "output")
-        if victim.is_symlink() or victim.read_bytes() != b'{"victim": 1}\n':
+        if victim.is_symlink() or victim.read_bytes() != VICTIM:
             kind, problem = "harm", "a file elsewhere was changed"
         label = f"{file}, {what}, mutant {case.number}, {' '.join(line.split()[:2])}"
         found.append((kind, f"{label}: {problem}"))
     return case, found
+
+
+def all_ended(case: Case, work: Path, outputs: list[Path]) -> bytes:
+    """Run all commands in one fork, each with an output: the exit codes, as far as it came."""
+    out, into = os.pipe()
+    if (pid := os.fork()) == 0:
+        with contextlib.suppress(BaseException):
+            limit(work)
+            ConstrainedLayoutEngine.execute = lambda *given: None  # by drawing all twice
+            files = [os.open(path, os.O_WRONLY | os.O_CREAT) for path in outputs]
+            harm = watched(work)
+            for line, file in zip(case.entrance.commands, files, strict=True):
+                os.dup2(file, 1)
+                os.dup2(file, 2)
+                code = obey(case, line)
+                os.write(into, bytes([HARMED if harm else code]))
+        os._exit(SHORT)
+    os.close(into)
+    descriptor = os.pidfd_open(pid)
+    if not select.select([descriptor], [], [], case.patience)[0]:
+        os.kill(pid, signal.SIGKILL)
+    os.close(descriptor)
+    os.waitpid(pid, 0)
+    with open(out, "rb") as file:
+        return file.read()
 
 
 def remove(path: Path) -> None:
@@ -445,7 +488,13 @@ def ended(case: Case, line: str, work: Path, output: Path) -> tuple[str, str]:
     """Run a command in a fork: how it ended, and what was wrong with that."""
     if (pid := os.fork()) == 0:
         with contextlib.suppress(BaseException):
-            obey(case, line, work, output)
+            _quiet(output)
+            limit(work)
+            harm = watched(work)
+            code = obey(case, line)
+            if harm:
+                print(f"outside of its folder: {harm[:3]}", flush=True)
+            os._exit(HARMED if harm else code)
         os._exit(SHORT)
     descriptor = os.pidfd_open(pid)
     late = not select.select([descriptor], [], [], case.patience)[0]
@@ -485,39 +534,41 @@ def judge(case: Case, line: str, code: int, text: str) -> tuple[str, str]:
     return "refused", ""
 
 
-def obey(case: Case, line: str, work: Path, output: Path) -> None:
-    """In the fork: run the command, with little memory and time, and leave with its exit code."""
-    _quiet(output)
+def limit(work: Path) -> None:
+    """In a fork: be in a folder, with little memory and time."""
     os.chdir(work)
     tempfile.tempdir = str(work)
     os.environ.update(TMPDIR=str(work), TORCHINDUCTOR_CACHE_DIR=str(work / "inductor"))
-    package = case.entrance.package
-    main = importlib.import_module(f"{package}.__main__")
-    stub_stages(package)
-    if line in PARSED:
-        main.parse = lambda *given: PARSED[line]
     sys.dont_write_bytecode = True  # Python may, beside any module that it imports first here
     # No promise is about these here, and they take most of the time.
     gc.disable()
     gc.collect = os.fsync = lambda *given: 0
-    if case.sabotage:
-        case.sabotage(package)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 5))
     resource.setrlimit(resource.RLIMIT_FSIZE, (MEMORY, MEMORY))
-    harm = watched(work)
+
+
+def obey(case: Case, line: str) -> int:
+    """Run a command here: its exit code."""
+    package = case.entrance.package
+    main = importlib.import_module(f"{package}.__main__")
+    stub_stages(package)
+    parse = main.parse
+    if line in PARSED:
+        main.parse = lambda *given: copy.deepcopy(PARSED[line])
+    if case.sabotage:
+        case.sabotage(package)
     try:
         sys.argv = [package, *line.split()]
         code = main.main()
     except BaseException as error:
         code = SHORT if short_of_memory(error) else BROKEN
         traceback.print_exc()
-    if harm:
-        print(f"outside of its folder: {harm[:3]}")
+    main.parse = parse
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(HARMED if harm else code)
+    return code
 
 
 def short_of_memory(error: BaseException | None) -> bool:
