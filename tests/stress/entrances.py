@@ -247,7 +247,6 @@ def packages(folder: Path) -> None:
     platform.uname().processor  # noqa: B018 - it starts a process, once
     with contextlib.chdir(folder):
         draw_once(TEXT)
-    importlib.import_module(f"{TEXT}.callbacks").Sample.length = 2  # tokens, as `infer` writes
     settle()
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from . import sampling
+from . import callbacks, sampling
 from .checkpoint import publish
 from .distributed import stop
 
@@ -29,6 +29,7 @@ HEARD: list[tuple[Any, ...]] = []
 def arm(training: Any) -> None:
     """Do as JOB_FAULTS says to the module of the loop."""
     what = json.loads(os.environ.get("JOB_FAULTS", "{}"))
+    callbacks.Sample.length = 2  # tokens; more take longer than all that is tried
     stop.Stop._handle = hearing(stop.Stop._handle, what.get("deaf"))
     if "patience" in what:
         watchdog = importlib.import_module(f"{__package__}.distributed.watchdog")

@@ -296,6 +296,9 @@ def import_all(names: Iterable[str]) -> None:
     for name in names:
         for part in ("__main__", "train"):
             importlib.import_module(f"{name}.{part}")
+        of_task = importlib.import_module(f"{name}.callbacks")
+        if hasattr(of_task, "Sample"):
+            of_task.Sample.length = 2  # tokens; more take longer than all that is tried
     for part in ("torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.tensor"):
         importlib.import_module(part)
     settle()
