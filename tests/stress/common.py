@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ def run_topic(topic: str, attempt: Callable[[Findings], None]) -> None:
         "topic": topic,
         "command": f"python -m tests.stress.{topic}",
         "bounded": given.bounded,
+        "date": datetime.now(UTC).date().isoformat(),
         "seconds": round(time.perf_counter() - started),
         "machine": {**machine(), "file_system": place},
         "versions": versions("torch", "numpy"),

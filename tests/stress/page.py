@@ -42,7 +42,7 @@ def section(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in packages.items())
     lines += [
         "",
-        f"`{result['command']}`, {result['seconds']} s. {machine['cpu']}, "
+        f"`{result['command']}`, {result['date']}, {result['seconds']} s. {machine['cpu']}, "
         f"{machine['cores']} cores, "
         f"{machine['system']}, {machine['file_system']}. {versions}.",
     ]
