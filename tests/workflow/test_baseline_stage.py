@@ -201,6 +201,27 @@ def test_what_is_random_is_judged_on_average(project: Project, tmp_path: Path) -
     assert "too random to tell" in hidden["measured"] and not hidden["advice"]
 
 
+def test_a_loss_may_need_what_augment_adds(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is counted once more where a peak is known, as that of a GPU is."""
+    import torch
+
+    def augment(self: Any, batch: Any, keys: Any) -> Any:
+        return {**batch, "shares": torch.from_numpy(keys % 1000 / 1000)}
+
+    chunks, compute = project.module("data").Chunks, project.module("model").compute_loss
+    monkeypatch.setattr(chunks, "augment", augment, raising=False)
+    for module in ("train", "workflow.baseline"):
+        weighted = lambda model, batch: (  # noqa: E731
+            compute(model, batch)._replace(metrics={"share": batch["shares"].sum()})
+        )
+        monkeypatch.setattr(project.module(module), "compute_loss", weighted)
+    monkeypatch.setattr(project.module("run.hardware"), "peak_flops", lambda device: 1e12)
+    found, figures = measure(project, tmp_path)
+    assert (found["adds_up"], found["loss_falls"], figures["mfu"] > 0) == ("pass", "pass", True)
+
+
 def test_a_loss_that_is_none_is_refused(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,7 +94,7 @@ def setup(config: Config, world: World | None = None) -> State:
 
     model = check_model(build_model(config, spec))
     peak = hardware.peak_flops(world.device)
-    one = fetch(loader.source.dataset, loader.source.order.ids(0)[:1]) if peak else None
+    one = loader.source[0, Share(slice(0, 1), 1.0)] if peak else None
     flops = hardware.forward_flops(model, compute_loss, one) if peak else None
     # The order matters: the compiler must see what is recomputed, and DDP and FSDP must wrap what
     # is compiled, since their hooks would break the graph.

@@ -2,6 +2,7 @@
 
 import gc
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from ..distributed import join, leave, parallel
 from ..loss import LossSum, loss_vector, returned
 from ..model import compute_loss
 from ..run.hardware import in_units
-from ..sampling import STEP, fetch, seed_random
+from ..sampling import STEP, fetch, sample_keys, seed_random
 from ..train import State, setup
 from .stage import Stage
 from .timing import Steps, describe, differences, peak_memory, record_steps, spread
@@ -101,8 +102,7 @@ def first_steps(state: State, steps: int) -> tuple[Steps, tuple[float, float]]:
 
 def loss_on_first_batches(state: State) -> float:
     """The mean loss over the first batches."""
-    order = state.loader.source.order
-    batches = [order.ids(step)[share.places] for step in range(BATCHES) for share in state.plan]
+    batches = [(step, share.places) for step in range(BATCHES) for share in state.plan]
     total, count, *_ = evaluate(state, batches)[0].sum((0, 1)).tolist()
     return total / count
 
@@ -143,26 +143,28 @@ def judge_sums(stage: Stage, state: State) -> None:
     In evaluation mode, without dropout; on average, as a model may be random even then.
     """
     wanted = f"the same within {ADDS_UP:.0%}"
-    ids = state.loader.source.order.ids(0)[: state.config.train.micro_batch_size]
-    if len(ids) == 1:
+    settings = state.config.train
+    size = min(settings.micro_batch_size, settings.global_batch_size)
+    if size == 1:
         stage.check("adds_up", None, measured="one sample cannot be divided", wanted=wanted)
         return
-    parts = [ids, *np.array_split(ids, 2)]
+    middle = (size + 1) // 2
+    parts = [(0, slice(size)), (0, slice(middle)), (0, slice(middle, size))]
     state.module.eval()
     drawn, names = evaluate(state, parts, DRAWS)
     state.module.train()
-    size = drawn.abs().amax((0, 1)).clamp(min=1e-12)
-    error = ((drawn[:, 1] + drawn[:, 2] - drawn[:, 0]) / size).std(0) / math.sqrt(DRAWS)
+    scale = drawn.abs().amax((0, 1)).clamp(min=1e-12)
+    error = ((drawn[:, 1] + drawn[:, 2] - drawn[:, 0]) / scale).std(0) / math.sqrt(DRAWS)
     if error.max() > ADDS_UP / 100:
         wanted += f", and 4 standard errors of {DRAWS} draws of its random numbers"
     limit, (whole, one, two) = ADDS_UP + 4 * error, drawn.mean(0)
-    apart = (one + two - whole).abs() / size
+    apart = (one + two - whole).abs() / scale
     wrong = [at for at in range(len(names)) if not apart[at] <= limit[at]]  # of NaN, too
     at = wrong[0] if wrong else int(apart.argmax())
-    measured = f"{names[at]} of {len(ids)} samples {whole[at]:.6g}, "
+    measured = f"{names[at]} of {size} samples {whole[at]:.6g}, "
     measured += f"in parts {one[at]:.6g} + {two[at]:.6g}"
-    share = len(parts[1]) / len(ids) if 1 in wrong else one[1] / (one[1] + two[1])
-    of_means = (share * one + (1 - share) * two - whole).abs() / size <= limit
+    share = middle / size if 1 in wrong else one[1] / (one[1] + two[1])
+    of_means = (share * one + (1 - share) * two - whole).abs() / scale <= limit
     kind = "count" if at % 2 else "mean" if of_means[at] else "batch"
     passed, advice = not wrong, NOT_A_SUM[kind]
     if not wrong and limit.max() > TOO_RANDOM:
@@ -170,12 +172,17 @@ def judge_sums(stage: Stage, state: State) -> None:
     stage.check("adds_up", passed, measured=measured, wanted=wanted, advice=advice)
 
 
-def evaluate(state: State, batches: list[np.ndarray], draws: int = 1) -> tuple[Tensor, list[str]]:
-    """Sums and counts of batches [draws, batches, names], and their names; draws are seeded."""
+def evaluate(
+    state: State, batches: list[tuple[int, slice]], draws: int = 1
+) -> tuple[Tensor, list[str]]:
+    """Sums and counts of batches [draws, batches, names], and their names; draws are seeded.
+
+    A batch is a slice of a step's global batch.
+    """
     vectors, names, world = [], [], state.world
-    for ids in draws * [*batches]:
+    for step, places in draws * batches:
         seed_random(state.config.train.seed, STEP, len(vectors), world.rank, device=world.device)
-        batch = move(fetch(state.loader.source.dataset, ids), world.device)
+        batch = move(read(state, step, places), world.device)
         with torch.no_grad():
             loss = parallel.forward(compute_loss, state, batch)
             returned(loss, LossSum, "what compute_loss (model.py) returns")
@@ -184,3 +191,11 @@ def evaluate(state: State, batches: list[np.ndarray], draws: int = 1) -> tuple[T
         for name, metric in loss.metrics.items():
             names += [name, f"count of {name}" if isinstance(metric, tuple) else "count"]
     return torch.stack(vectors).unflatten(0, (draws, -1)), names
+
+
+def read(state: State, step: int, places: slice) -> Any:
+    """Samples of a global batch, augmented as in training; what they draw is drawn anew."""
+    keys, dataset, order = None, state.loader.source.dataset, state.loader.source.order
+    if hasattr(dataset, "augment"):
+        keys = sample_keys(order.seed, order.positions(step)[places])
+    return fetch(dataset, order.ids(step)[places], keys)
