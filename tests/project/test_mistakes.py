@@ -5,6 +5,7 @@ import dataclasses
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 import torch
 import tyro
 
-from tests.conftest import Project, bake
+from tests.conftest import Project, bake, drill
 
 HERE = "of_mistakes"
 TINY = ("--preset", "tiny", "--device", "cpu", "--data.path", "text.txt")
@@ -461,6 +462,27 @@ def test_the_tests_of_a_project_use_its_own_settings(tmp_path: Path) -> None:
     assert " passed" in told(folder, *tests, code=0)[-1]
     others = [path.read_text() for path in (folder / "tests").glob("test_*.py")]
     assert not any(re.search(r'preset\("|"--preset", "tiny"', text) for text in others)
+
+
+def test_infer_and_the_workflow_can_be_deleted(tmp_path: Path) -> None:
+    """Their commands go, all others work, and the render's own tests pass without them."""
+    answers = {"parallelism": "single", "checkpoint": "torch_save", "tracker": "none"}
+    with Project.imported(tmp_path, "deleted", **answers) as project:
+        package = project.folder / "src/deleted"
+        (package / "infer.py").unlink()
+        shutil.rmtree(package / "workflow")
+        (package / "workflow/__pycache__").mkdir(parents=True)  # as `git rm` leaves it
+        for name in ("infer", "workflow", "baseline", "report"):
+            line = project.refuses(name)
+            assert line.startswith(f"there is no command '{name}'")
+            assert f"\n  {name} " not in line and "\n  verify " in line
+        project("train", *project.settings, "--train.steps", "2")
+        project("verify")
+        project("export", "--to", "weights.safetensors")
+    names = "bad_settings or commands_work"
+    words = (str(project.folder), "0", "tests/test_training.py", "-k", names)
+    output = drill("own_tests.py", (0, *words), sources={"deleted": project.folder / "src"})
+    assert "1 passed" in output and "1 skipped" in output, output
 
 
 def test_launched_ranks_refuse_in_one_line(project: Project) -> None:

@@ -303,8 +303,10 @@ def test_the_commands_work_on_a_finished_run(tmp_path: Path, capfd, monkeypatch)
     if INFER:
         assert command("infer", "--step", "20")
     settings = ("--config", str(tmp_path / "config.json"))
-    stages = pytest.importorskip(f"{training.__package__}.workflow").STAGES  # or you deleted it
-    if "profile" in stages:
+    pytest.importorskip(f"{training.__package__}.workflow.stage")  # or you deleted it
+    from {{ cookiecutter.package_name }}.workflow import STAGES
+
+    if "profile" in STAGES:
         from {{ cookiecutter.package_name }}.workflow import interleaved
 
         monkeypatch.setattr(interleaved, "SECONDS", 0.1)  # what is measured does not matter here

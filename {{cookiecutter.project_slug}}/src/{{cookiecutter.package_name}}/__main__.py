@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import workflow
 from .errors import RankError, UserError, exit_code
 from .run.logs import log_to_console, make_lenient
 
@@ -153,10 +152,13 @@ def tokens(arguments: list[str]) -> int:
     return 0
 
 
-OURS = {command.__name__: command for command in (train, verify, export, infer, tokens)}
-if not Path(__file__).with_name("tokens.py").exists():  # it is of an answer
-    del OURS["tokens"]
-HELP = {name: command.__doc__ or "" for name, command in OURS.items()} | workflow.COMMANDS
+HERE = Path(__file__).parent
+# `infer` and the workflow are yours to delete, `tokens` is of an answer.
+OPTIONAL = {it.__name__: it for it in (infer, tokens) if (HERE / f"{it.__name__}.py").exists()}
+OURS = {it.__name__: it for it in (train, verify, export)} | OPTIONAL
+workflow: Any = (HERE / "workflow").exists() and importlib.import_module(".workflow", __package__)
+HELP = {name: command.__doc__ or "" for name, command in OURS.items()}
+HELP |= getattr(workflow, "COMMANDS", {})
 
 
 def parse(name: str, kind: type, arguments: list[str]) -> Any:
