@@ -76,6 +76,7 @@ LONG = (
     "project/test_reference",
     "project/test_travel",
     "project/test_own_models",
+    "gpu_dry/",
     "workflow/test_scale_stage",
     "workflow/test_profile_stage",
     "workflow/test_checkpoint_stage",

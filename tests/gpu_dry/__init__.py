@@ -1,0 +1,1 @@
+"""The CUDA path of renders, followed without a GPU."""
