@@ -44,6 +44,9 @@ def build(folder: Path) -> Path:
     if compiler is None:
         raise NotHere("no C++ compiler: install g++, or set CXX")
     version = importlib.metadata.version("torch")
+    if (torch_folder() / "lib/libtorch_cuda.so").exists():
+        cpu = "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
+        raise NotHere(f"torch {version} is built for CUDA: install the one for CPUs, with {cpu}")
     name = hashlib.sha256(SOURCE.read_bytes() + version.encode()).hexdigest()[:16]
     library, torch = folder / f"guard_{name}.so", torch_folder()
     if library.exists():
@@ -67,7 +70,7 @@ def load(library: Path) -> None:
     except (OSError, AttributeError) as error:
         raise NotHere(f"torch does not load the guard: {error}") from None
     if not taken:
-        raise NotHere("torch has not taken the guard: it is imported already, or built for CUDA")
+        raise NotHere("torch has not taken the guard")
 
 
 class Waits(Exception):

@@ -199,13 +199,33 @@ def test_every_pair_of_answers_is_followed() -> None:
 
 @pytest.fixture(scope="module")
 def guard(request: pytest.FixtureRequest) -> Path:
-    """The compiled guard; in CI, or with DRY_REQUIRED=1, it has to be there."""
+    """The compiled guard."""
     try:
         return dry.build(request.config.cache.mkdir("gpu_dry"))
     except dry.NotHere as error:
-        if os.environ.get("CI") or os.environ.get("DRY_REQUIRED") == "1":
-            pytest.fail(str(error))
-        pytest.skip(str(error))
+        skip(str(error))
+        raise
+
+
+def skip(reason: str) -> None:
+    """Skip a test, or let it fail in CI and where DRY_REQUIRED=1 is set."""
+    required = os.environ.get("CI") or os.environ.get("DRY_REQUIRED") == "1"
+    (pytest.fail if required else pytest.skip)(f"the CUDA path cannot be followed: {reason}")
+
+
+def test_where_it_cannot_run_it_is_skipped_or_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    with pytest.raises(dry.NotHere, match=r"no C\+\+ compiler: install g\+\+"):
+        dry.build(tmp_path)
+    command = [sys.executable, "-m", "tests.gpu_dry.follow", str(tmp_path / "none.so"), ""]
+    assert run_command(command, timeout=60).startswith("not here: torch does not load the guard")
+    monkeypatch.setenv("CI", "")
+    for required, outcome in (("", pytest.skip.Exception), ("1", pytest.fail.Exception)):
+        monkeypatch.setenv("DRY_REQUIRED", required)
+        with pytest.raises(outcome, match="cannot be followed: a reason"):
+            skip("a reason")
 
 
 def make_data(folder: Path, kind: str) -> None:
@@ -300,6 +320,8 @@ class Followed:
         command = [sys.executable, "-m", "tests.gpu_dry.follow", str(self.guard), str(file)]
         path = os.pathsep.join([str(ROOT), *(str(self.source(n).parent) for n in cases)])
         output = run_command(command, timeout=900, PYTHONPATH=path)
+        if output.startswith("not here: "):
+            skip(output)
         lines = [line[5:] for line in output.splitlines() if line.startswith("case ")]
         return {name: outcome for line in lines for name, outcome in json.loads(line).items()}
 
