@@ -29,6 +29,7 @@ if __name__ == "__main__":
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -204,6 +205,7 @@ class Run:
         writer, state, device = saves.writer, self.state, self.device
         background, module = hasattr(writer, "thread"), self.module("checkpoint.writer")
         written: dict[str, torch.Tensor] = {}
+        planned: set[str] = set()
         events: list[int] = []
         copied: set[Any] = set()  # by which streams
         before, pinned = writer.before_optimizer_step, len(device.pinned)
@@ -212,6 +214,10 @@ class Run:
 
         def write(folder: Path, tensors: dict[str, Any], *rest: Any) -> list[str]:
             written.update(tensors)
+            if hasattr(writer, "saver"):  # how DCP would write this rank's part
+                planner = dcp.DefaultSavePlanner()
+                planner.set_up_planner(module.nested(tensors), is_coordinator=False)
+                planned.update(item.index.fqn for item in planner.create_local_plan().items)
             return []
 
         def judge(tensors: dict[str, Any], model: nn.Module, real: Any = module.refuse_nan) -> None:
@@ -247,6 +253,7 @@ class Run:
             "save": waits,
             "events": events,
             "written": len(written),
+            "planned": len(planned),
             "pinned": pinned,
             "own_stream": bool(copied) and device.default not in copied,
         }
