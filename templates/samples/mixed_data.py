@@ -40,6 +40,8 @@ def build_datasets(config: "Config") -> tuple[Any, Any, Spec]:
             f"--data.mix {data.mix}: a model cannot read all of these, since they differ in their "
             "vocabulary, tokenizer, end of text or classes"
         )
-    identity = fingerprint(*(spec.fingerprint for spec in specs), data.mix)
+    # With the mixture in it, so that a resume with another one is refused with both.
+    mixture = ",".join(f"{name}={weight}" for name, weight in weights.items())
+    identity = f"{fingerprint(*(spec.fingerprint for spec in specs))} mixed {mixture}"
     spec = replace(specs[0], fingerprint=identity)
     return Joined(training, weights), Joined(validation, weights), spec

@@ -97,6 +97,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+MORE = ("--train.steps", "20", "--train.micro-batch-size", "8")
+
+
 def test_a_run_sees_what_was_asked_for(project: Project, texts: Path, tmp_path: Path) -> None:
     seen = {"letters": 0, "digits": 0}
 
@@ -115,7 +118,12 @@ def test_a_run_sees_what_was_asked_for(project: Project, texts: Path, tmp_path: 
     assert (lines[-1]["samples_of_letters"], lines[-1]["samples_of_digits"]) == (60, 20)
     other = ("--run-dir", str(tmp_path / "run"), "--data.path", str(texts))
     words = ("train", "--preset", "tiny", "--device", "cpu", *other)
-    assert "data" in project.refuses(*words, "--data.mix", "letters=2,digits=1")
+    line = project.refuses(*words, "--data.mix", "letters=2,digits=1")
+    assert "letters=3,digits=1' saved" in line and "letters=2,digits=1 now" in line
+    # The same mixture, written otherwise.
+    project(*words, *MORE, "--data.mix", "letters=0.75, digits=0.25")
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert (lines[-1]["step"], lines[-1]["samples_of_letters"]) == (20, 120)
     assert "nothing there" in project.refuses(*words, "--data.mix", "letters=2,none=1")
 
 
