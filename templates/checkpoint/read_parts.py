@@ -5,6 +5,7 @@ torch.distributed.checkpoint (DCP), whose index is read by an unpickler that kno
 only. Of a checkpoint only the files that its verified manifest names are opened.
 """
 
+import contextlib
 import importlib
 import os
 import pickle
@@ -121,4 +122,8 @@ def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:
     if not local.is_dir():
         return OneFile(local)
     files = manifest.get("files") or os.listdir(local)
-    return OneFile(local / WHOLE_FILE) if WHOLE_FILE in files else DcpDirectory(local, files)
+    if WHOLE_FILE in files:
+        return OneFile(local / WHOLE_FILE)
+    with contextlib.suppress(CheckpointError):  # one wrong read of the index must not end a run
+        return DcpDirectory(local, files)
+    return DcpDirectory(local, files)

@@ -42,7 +42,7 @@ class Tracking:
         """Open the tracker, before a loader forks while the thread imports modules."""
         self.thread.start()
         if not self.opened.wait(LIMIT):
-            self._warn(f"it did not open within {LIMIT:.0f} s")
+            self._warn(f"it did not open within {LIMIT:.0f} s; records wait for it")
         return self
 
     def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
@@ -55,7 +55,7 @@ class Tracking:
             if kind or read_json(self.run_dir / "status.json").get("status") == "finished":
                 self.status = "failed" if kind else "finished"
         self.records.put(None)
-        self.thread.join(LIMIT if self.opened.is_set() else 0)
+        self.thread.join(LIMIT)  # one that opens late gets all records now
         if self.thread.is_alive():
             self._warn(f"it did not close within {LIMIT:.0f} s")
 

@@ -52,7 +52,7 @@ class Tracker:
         note = run_dir / "wandb.json"
         if not note.exists():
             write_json(note, {"id": uuid.uuid4().hex[:12]})
-        name = json.loads(note.read_text("utf-8"))["id"]
+        name = os.environ.get("WANDB_RUN_ID") or json.loads(note.read_text("utf-8"))["id"]
         # Without a key it would ask for one, and training would wait.
         if mode == "online" and not wandb.login(prompt=False):
             raise RuntimeError("--tracker.mode online needs `wandb login` first")

@@ -28,7 +28,7 @@ PACKAGE = "launched"
 # Ranks without torch: they say what they are like. In the first attempt they fail while the
 # launcher does not look (it is stopped), so that it sees both ends at once.
 PROBE = """
-import json, os, signal, sys, time
+import json, os, random, signal, sys, time
 from pathlib import Path
 
 import numpy
@@ -42,7 +42,7 @@ facts = {
     "parent": os.getppid(),
     "leads_its_session": os.getsid(0) == os.getpid(),
     "launcher": os.environ["LAUNCHER_PID"],
-    "random": numpy.random.random(),
+    "random": [numpy.random.random(), random.random()],
     "code": [edited_first.NAME, edited_last.NAME],
     "threads": os.environ["OMP_NUM_THREADS"],
 }
@@ -105,8 +105,43 @@ def test_ranks_that_fail_are_named_and_start_again_with_the_code_as_it_is(tmp_pa
             assert rank["code"] == [code, code]
             assert rank["leads_its_session"] and rank["parent"] == process.pid
             assert rank["launcher"] == str(process.pid) and rank["threads"] == "1"
-    assert len({rank["random"] for attempt in (0, 1) for rank in facts(attempt)}) == 4
+    drawn = [number for attempt in (0, 1) for rank in facts(attempt) for number in rank["random"]]
+    assert len({*drawn}) == 8, "neither ranks nor attempts share a state"
     assert all(said.count(f"said by rank {rank}") == 2 for rank in (0, 1))
+
+
+# Rank 0 freezes itself, as a debugger or a cgroup may freeze a process, and rank 1 fails.
+FROZEN = """
+import os, signal, sys, time
+from pathlib import Path
+
+folder, frozen = Path(sys.argv[1]), Path(sys.argv[1]) / "frozen"
+if os.environ["RANK"] == "0":
+    frozen.with_suffix(".part").write_text(str(os.getpid()))
+    frozen.with_suffix(".part").rename(frozen)
+    os.kill(os.getpid(), signal.SIGSTOP)
+while not frozen.exists():
+    time.sleep(0.01)
+own = f"/proc/{os.getppid()}/task/{os.getppid()}/children"
+(folder / "children").write_text(" ".join([str(os.getpid()), *Path(own).read_text().split()]))
+sys.exit(3)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_a_frozen_process_does_not_keep_a_launcher_from_its_end(tmp_path: Path) -> None:
+    """It has no helper that could be frozen: its children are the ranks."""
+    project = bake(tmp_path, package_name=PACKAGE)
+    (project / "src" / PACKAGE / "frozen.py").write_text(FROZEN)
+    words = ("-m", f"{PACKAGE}.distributed.launch", "--nproc-per-node=2", "--max-restarts=0")
+    command = (environment(project)["PYTHON"], "-u", *words, "-m", f"{PACKAGE}.frozen")
+    command = ("bash", "-c", 'exec "$@"', "-", *command, str(tmp_path))
+    with start(project, *command, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="2") as process:
+        said = finish(process, timeout=300, codes=(1,))
+    assert "rank 1 ended with exit code 3" in said and "Traceback" not in said
+    failed, *children = (tmp_path / "children").read_text().split()
+    frozen = (tmp_path / "frozen").read_text()
+    assert {*children} == {failed, frozen} and state(int(frozen)) in ("gone", "Z")
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux ends orphans")

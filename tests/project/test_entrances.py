@@ -1,8 +1,11 @@
 """What a start is given by its user: names, files, settings, a directory that another run takes."""
 
+import contextlib
 import fcntl
+import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,3 +155,141 @@ def test_a_directory_in_use_is_refused_by_the_name_of_its_owner(
     monkeypatch.setattr(project.module("run.directory").fcntl, "lockf", refuse)
     line = project.refuses("train", *project.settings, "--run-dir", str(tmp_path))
     assert line.startswith(f"{tmp_path} is in use by process 5 on another-host (Resource ")
+
+
+whole = project_fixture(
+    "of_all_entrances",
+    **{
+        "text": "tokenizer",
+        "workflow": "full",
+        "parallelism": "single",
+        "checkpoint": "torch_save",
+    },
+)
+DIGITS = "1" + "0" * 399
+ODD = {
+    "400 digits": DIGITS,
+    "400 digits below zero": f"-{DIGITS}",
+    "400 digits and a fraction": f"{DIGITS}.5",
+    "5,000 digits": "1" * 5000,
+    "20,000 brackets": "[" * 20_000 + "]" * 20_000,
+    "20,000 braces": '{"a": ' * 20_000 + "1" + "}" * 20_000,
+    "400 braces": '{"a": ' * 400 + "1" + "}" * 400,
+}
+TOML = {
+    "20,000 brackets": ODD["20,000 brackets"],
+    "20,000 braces": "{a = " * 20_000 + "1" + "}" * 20_000,
+    "400 braces": "{a = " * 400 + "1" + "}" * 400,
+}
+
+
+@pytest.fixture(scope="module")
+def measured(whole: Project) -> Path:
+    """A run of two steps that has a result of a stage, text to read, and tokens of it."""
+    run = whole.folder / "measured"
+    words = (*whole.settings, "--run-dir", str(run))
+    whole("baseline", *words)
+    whole("train", *words, "--train.steps", "2", "--train.log-every", "1")
+    (whole.folder / "texts").mkdir()
+    for name in ("a.txt", "val.txt"):
+        (whole.folder / "texts" / name).write_text("Was ever woman in this humour won? " * 500)
+    whole("tokens", "--text", "texts", "--to", "tokens", "--vocabulary", "300")
+    return run
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_long_numbers_and_deep_brackets_are_one_line(
+    whole: Project, measured: Path, tmp_path: Path, odd: str
+) -> None:
+    """Wherever a file is read: a command does its work, or says in a line why it cannot."""
+    value, errors = ODD[odd], whole.module("errors")
+    run, name = tmp_path / "run", str(tmp_path / "run")
+
+    def goes_well(*words: str) -> bool:
+        try:
+            with contextlib.suppress(SystemExit), contextlib.chdir(whole.folder):
+                whole.module("__main__").dispatch([*words])
+        except Exception as error:
+            line = errors._in_one_line(error)
+            assert line and "\n" not in line and len(line) < 600, (odd, words, error)
+            return False
+        return True
+
+    def put(path: Path, content: Any, key: str, *more: str) -> None:
+        """A file of JSON, with the odd value at a key."""
+        part = content
+        for each in (key, *more)[:-1]:
+            part = part[each]
+        part[(key, *more)[-1]] = "@"
+        path.write_text(json.dumps(content).replace('"@"', value))
+
+    def anew() -> None:
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(measured, run)
+
+    tiny = ("--preset", "tiny", "--device", "cpu")
+    settings = tmp_path / "settings"
+    for setting in ("optim.learning_rate", "train.seed", "model.width", "train", "other", "device"):
+        part, _, rest = setting.partition(".")
+        put(settings.with_suffix(".json"), {part: {rest: 0}}, part, *([rest] if rest else ()))
+        settings.with_suffix(".toml").write_text(f"{setting} = {TOML.get(odd, value)}\n")
+        for kind in (".json", ".toml"):
+            words = ("train", *tiny, "--config", str(settings.with_suffix(kind)))
+            assert not goes_well(*words, "--run-dir", str(tmp_path / "other")), setting
+    resume = ("train", *whole.settings, "--run-dir", name, "--train.steps", "2")
+    later = (("report", "--run-dir", name), ("compare", str(measured), name), resume)
+    of_weights = ("infer", "--run-dir", name, "--prompt", "a", "--tokens", "1", "--device", "cpu")
+    loads = ("export", "--run-dir", name, "--to", str(tmp_path / "state.pt"))
+    anew()
+    put(run / "config.json", json.loads((run / "config.json").read_text()), "train", "seed")
+    for words in (of_weights, loads, ("verify", "--run-dir", name), *later):
+        goes_well(*words)
+    for keys in (("step",), ("machine", "cores")):
+        anew()
+        put(run / "status.json", json.loads((run / "status.json").read_text()), *keys)
+        for words in later[:2]:
+            goes_well(*words)
+    anew()
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    with (run / "metrics.jsonl").open("a") as file:
+        for key in ("step", "loss", "samples_per_second", "step_seconds", "validation_loss"):
+            file.write(json.dumps(json.loads(lines[-1]) | {key: "@"}).replace('"@"', value) + "\n")
+    for words in later:
+        goes_well(*words)
+    result = run / "workflow/baseline.json"
+    for key in ("settings", "figures"):
+        anew()
+        put(result, json.loads(result.read_text()), key)
+        for words in later[:2]:
+            goes_well(*words)
+    figures = json.loads((measured / "workflow/baseline.json").read_text())["figures"]
+    anew()
+    content = json.loads(result.read_text())
+    for key, figure in figures.items():
+        content["figures"][key] = dict.fromkeys(figure, "@") if isinstance(figure, dict) else "@"
+    put(result, content, "figures", next(iter(figures)))
+    shutil.copy(result, run / "workflow/recommended.json")
+    for words in later[:2]:
+        goes_well(*words)
+    tokens = tmp_path / "tokens"
+    for key in ("vocabulary", "end_of_text"):
+        shutil.copytree(whole.folder / "tokens", tokens, dirs_exist_ok=True)
+        put(tokens / "tokens.json", json.loads((tokens / "tokens.json").read_text()), key)
+        words = ("train", *tiny, "--data.path", str(tokens), "--data.documents", "separate")
+        assert not goes_well(*words, "--run-dir", str(tmp_path / "other"))
+    expected = tmp_path / "expected.toml"
+    for line in (f"1 = {TOML.get(odd, value)}", f"{DIGITS} = 3"):
+        expected.write_text(f"[losses]\n{line}\n")  # by step
+        with pytest.raises(errors.UserError):
+            whole.module("workflow.expected").read_expected(expected)
+    module = whole.module("checkpoint.manifest")
+    newest = run / "checkpoints/step_00000002/manifest.json"
+    for key in ("step", "samples", "validation_loss", "identity", "schedule", "size"):
+        anew()
+        content = json.loads(newest.read_text())
+        del content["digest"]
+        put(newest, content, *(("files", "state.pt", key) if key == "size" else (key,)))
+        text = newest.read_bytes()[:-1] + b',\n "digest": "'
+        newest.write_bytes(text + module.SEAL % hashlib.sha256(text).hexdigest().encode())
+        for words in (("verify", "--run-dir", name), resume):
+            goes_well(*words)

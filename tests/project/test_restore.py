@@ -134,19 +134,28 @@ def test_damage_that_no_tensor_shows_is_found(trained: Trained) -> None:
 
 
 def test_a_wrong_read_is_no_damage(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any file, the index too: it is read a second time before it is called damaged."""
+    """Of any file, the manifest and the index too: it is read a second time before it counts."""
     module = trained.project.module("checkpoint.manifest")
-    opened, wrong = module.open_regular, {}
+    opened, wrong, reads = module.open_regular, {}, []
 
     def misread(path: Path) -> Any:
-        if path.name == "manifest.json" or wrong.setdefault(path.name, 0):
+        if wrong.setdefault(path.name, 0):
             return opened(path)
         wrong[path.name] += 1
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         return io.BytesIO(content)
 
+    def misread_index(path: Path) -> Any:
+        if path.name != ".metadata" or reads:
+            return opened(path)
+        reads.append(path)
+        return io.BytesIO(path.read_bytes()[:100])
+
     monkeypatch.setattr(module, "open_regular", misread)
+    monkeypatch.setattr(
+        trained.project.module("checkpoint.reader"), "open_regular", misread_index, False
+    )
     monkeypatch.setattr(
         module.hashlib,
         "file_digest",
@@ -154,7 +163,9 @@ def test_a_wrong_read_is_no_damage(trained: Trained, monkeypatch: pytest.MonkeyP
     )
     checkpointer = trained.checkpointer()
     assert checkpointer.restore() == 4
-    assert sorted(wrong) == sorted(module.read_manifest(trained.newest)["files"])
+    manifest = module.read_manifest(trained.newest)
+    assert sorted(wrong) == sorted([*manifest["files"], "manifest.json"])
+    assert bool(reads) == (".metadata" in wrong)
     trained.assert_holds(checkpointer, 4)
     assert not list(trained.run_dir.glob("checkpoints/*damaged*"))
 

@@ -1,8 +1,12 @@
-"""A console that goes away and a hangup: real starts, plain and under torchrun."""
+"""What only real starts show, plain and under torchrun.
+
+A console that goes away, a hangup, what is set before torch is imported, a user without a name.
+"""
 
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.conftest import Project
 
@@ -19,6 +24,8 @@ RANKS = "./launch.sh -n 2"
 STEPS = 60
 PRINTING = """
 
+import json
+import os
 import sys
 
 _others = callbacks
@@ -31,6 +38,8 @@ class Printing:
 
 
 def callbacks(config, run_dir):
+    if "SHOWN" in os.environ:
+        print("environment", json.dumps(dict(os.environ)), flush=True)
     return (*_others(config, run_dir), Printing())
 """
 
@@ -135,3 +144,57 @@ def test_a_hangup_does_nothing_under_nohup(project: Project, tmp_path: Path, sta
     process.send_signal(signal.SIGHUP)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0 and finished(tmp_path, STEPS), output
+
+
+def test_what_is_set_for_torch_comes_in_time(project: Project, tmp_path: Path) -> None:
+    """Nothing that a start imports sets it first, and OpenMP has read it; the user's own wins.
+
+    A Python of its own, since OpenMP reads its variables when torch is imported.
+    """
+    world = project.module("distributed.world")
+    ours = {*world.NCCL, *world.ON_LOOPBACK, *world.ON_MANY_RANKS}
+    others = {name: value for name, value in environment(project).items() if name not in ours}
+    del others["GOMP_SPINCOUNT"]
+    (command,) = train(project, tmp_path / "run", PLAIN, steps=1)[2:]
+    for own in ({}, {"GOMP_SPINCOUNT": "7"}):
+        done = subprocess.run(
+            ["bash", "-c", f"{command} --fresh"],
+            cwd=project.folder,
+            env={**others, "OMP_DISPLAY_ENV": "VERBOSE", "SHOWN": "1", **own},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        if "OPENMP DISPLAY ENVIRONMENT" in done.stderr:  # where OpenMP is GNU's
+            assert f"GOMP_SPINCOUNT = '{own.get('GOMP_SPINCOUNT', 1000)}'" in done.stderr
+        (shown,) = (line for line in done.stdout.splitlines() if line.startswith("environment "))
+        found = json.loads(shown.partition(" ")[2])
+        assert not ours & found.keys(), "a rank could no longer set it"
+        assert found["GOMP_SPINCOUNT"] == own.get("GOMP_SPINCOUNT", "1000")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_a_user_without_name_or_home_trains(project: Project, tmp_path: Path) -> None:
+    """As in a container that runs under any number; Python and this render are bound to /mnt."""
+    site, python = Path(torch.__file__).parents[1], f"python{sys.version_info[0]}"
+    shutil.copytree(project.folder, work := tmp_path / "work")
+    for path in (work, *work.rglob("*")):
+        os.chown(path, 12345, 12345)
+    become = "setpriv --reuid 12345 --regid 12345 --clear-groups env -u HOME -u USER -u LOGNAME"
+    words = "train --preset tiny --data.path text.txt --device cpu --run-dir run --train.steps 2"
+    words += " --compile.mode blocks --compile.backend eager"
+    script = f"""
+        mount -t tmpfs none /mnt && cd /mnt && mkdir python site work || exit 99
+        mount --bind {sys.base_prefix} python && mount --bind {site} site || exit 99
+        mount --bind {work} work && cd work || exit 99
+        export PYTHONPATH=/mnt/work/src:/mnt/site LD_LIBRARY_PATH=/mnt/python/lib
+        {become} -u XDG_CACHE_HOME /mnt/python/bin/{python} -m of_terminals {words}
+    """
+    done = subprocess.run(
+        ["unshare", "-m", "bash", "-c", script], capture_output=True, text=True, timeout=300
+    )
+    if done.returncode == 99 or "unshare" in done.stderr:
+        pytest.skip(f"no mounts here: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    assert status(work / "run") == ("finished", 2) and not (work / "~").exists()

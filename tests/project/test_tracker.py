@@ -434,16 +434,55 @@ def test_what_fails_is_one_warning_and_the_rest_is_tracked(
     assert "ConnectionError: not step 3" in log
 
 
+def test_a_tracker_that_opens_late_gets_all(
+    project: Project, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the run ends first."""
+    told: list[Any] = []
+
+    class Late(Faulty):
+        def __init__(self, *arguments: Any) -> None:
+            time.sleep(3)
+
+        def scalars(self, step: int, values: dict[str, float], time: float) -> None:
+            told.append(step)
+
+        def close(self, status: str) -> None:
+            told.append(status)
+
+    tracking = project.module("run.tracker")
+    monkeypatch.setattr(tracking, "Tracker", Late)
+    monkeypatch.setattr(tracking, "LIMIT", 0.1)
+    leave = tracking.Tracking.__exit__
+
+    def wait_long(self: Any, *rest: Any) -> None:
+        monkeypatch.setattr(tracking, "LIMIT", 150.0)
+        leave(self, *rest)
+
+    monkeypatch.setattr(tracking.Tracking, "__exit__", wait_long)
+    with caplog.at_level(logging.WARNING):
+        train(project, "late", 2)
+    assert told == [1, 2, "finished"]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "did not open within" in line and "records wait for it" in line
+
+
 def test_names_that_mlflow_refuses_are_logged_by_others(home: Path) -> None:
+    """In a folder whose name would end an address, too."""
     with project_with(home / "named", "mlflow") as project:
-        run_dir = project.folder / "runs" / "named"
+        (odd := project.folder / "50 %? #").mkdir()
+        (project.folder / "plain").symlink_to(odd)  # for the reader
+        run_dir = odd / "named"
         naming = SimpleNamespace(
             after_validation=lambda state, figures: figures.update({"validation_acc@1": 0.5})
         )
         fixed = {"train__log_every": 1, "train__validate_every": 3, "train__steps": 3}
         project.module("train").run(project.config(run_dir=run_dir, **fixed), [naming])
-        lines = MLflow(run_dir).lines()
+        read = MLflow(project.folder / "plain/named")
+        lines = read.lines()
         assert list(lines) == [1, 2, 3] and lines[3]["validation/acc_1"] == 0.5
+        assert {path.name for path in odd.iterdir()} == {"named", "mlflow.db", "mlflow-artifacts"}
+        assert not (project.folder / "50 %").exists()
 
 
 def test_settings_of_the_users_own_win(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,6 +496,11 @@ def test_settings_of_the_users_own_win(home: Path, monkeypatch: pytest.MonkeyPat
         wandb.teardown()
         run, *_ = WeightsAndBiases(project.folder / "runs/own").of("run")
         assert (run.project, run.run_group, run.display_name) == ("theirs", "sweep", "own")
+        monkeypatch.setenv("WANDB_MODE", "disabled")
+        wandb.teardown()
+        train(project, "disabled", 2)
+        assert not (project.folder / "runs/disabled/wandb").exists()
+        wandb.teardown()
     with project_with(home / "own", "mlflow") as project:
         monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "theirs")
         train(project, "own", 2)

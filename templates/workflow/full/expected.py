@@ -17,7 +17,7 @@ from typing import Any
 
 from ..device import pick_device
 from ..errors import UserError
-from ..files import replace_file
+from ..files import read_json, replace_file
 from ..run.hardware import where_measured
 from .stage import Stage
 from .timing import differences
@@ -30,13 +30,13 @@ def read_expected(path: Path | None) -> dict[str, Any] | None:
     if path is None or not path.exists():
         return None
     try:
-        content = tomllib.loads(path.read_text("utf-8"))
+        content = read_json(path, tomllib.loads)
         losses = {int(step): float(loss) for step, loss in content.pop("losses", {}).items()}
         rates = {on: float(rate) for on, rate in content.pop("samples_per_second", {}).items()}
         tolerance = float(content.pop("tolerance", TOLERANCE))
         if content or not (losses or rates) or min(losses, default=1) < 1:
             raise ValueError("its keys are tolerance, losses (by step, from 1), samples_per_second")
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} holds no expectations: {error}") from None
     return {"losses": losses, "samples_per_second": rates, "tolerance": tolerance}
 

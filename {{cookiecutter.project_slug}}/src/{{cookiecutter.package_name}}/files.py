@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -54,6 +55,8 @@ def to_json(settings: Any) -> dict[str, Any]:
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Settings by their dotted names, from nested dictionaries."""
+    if prefix.count(".") > 99:
+        raise UserError("settings are nested too deep")
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{key}.")
@@ -66,8 +69,10 @@ def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str,
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ValueError("it is no regular file")  # a reader would wait at a pipe
-        # Some editors write a byte order mark.
-        content = parse(path.read_text("utf-8").removeprefix("\ufeff"))
+        text = path.read_text("utf-8").removeprefix("\ufeff")  # some editors write this mark
+        if re.search(r"\d{309}", text):
+            raise ValueError("it has a number that is too long")
+        content = parse(text)
         if not isinstance(content, dict):
             raise ValueError("it holds no object")
     except (OSError, ValueError, RecursionError) as error:

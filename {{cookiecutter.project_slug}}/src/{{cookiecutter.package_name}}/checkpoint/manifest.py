@@ -140,8 +140,9 @@ def verify(path: Place, group: Group | None = None) -> Verified:
         texts = (text for part in gathered for text in part if text)
         return group.from_first(lambda: [*dict.fromkeys(texts)])
 
-    manifest, problems = group.from_first(manifest_or_problem)
-    # Read twice: one wrong read must not cost a good checkpoint its name.
+    # All is read twice: one wrong read must not cost a good checkpoint its name.
+    read = group.from_first(manifest_or_problem)
+    manifest, problems = read if read[0] else group.from_first(manifest_or_problem)
     return manifest, problems or (check_files() and check_files())
 
 

@@ -170,7 +170,7 @@ def parsed(line: str | bytes, last_step: int = sys.maxsize) -> dict[str, Any] | 
     # A killed run can leave half a line, a bad disk anything.
     with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         record = json.loads(line)
-        return record if type(record["step"]) is int and record["step"] <= last_step else None
+        return record if type(step := record["step"]) is int and 0 <= step <= last_step else None
     return None
 
 
