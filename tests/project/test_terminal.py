@@ -174,6 +174,22 @@ def test_what_is_set_for_torch_comes_in_time(project: Project, tmp_path: Path) -
         assert found["GOMP_SPINCOUNT"] == own.get("GOMP_SPINCOUNT", "1000")
 
 
+def test_a_name_that_is_no_text_is_shown(project: Project, tmp_path: Path) -> None:
+    """On standard output, which would refuse it."""
+    command = train(project, tmp_path / "run", PLAIN, steps=1)
+    subprocess.run(command, cwd=project.folder, env=environment(project), check=True, timeout=300)
+    line = f"exec {PLAIN} export --run-dir {tmp_path}/run --to {tmp_path}/$'\\xff'.pt"
+    done = subprocess.run(
+        ["bash", "-c", line],
+        cwd=project.folder,
+        env=environment(project) | {"PYTHONUTF8": "1"},
+        capture_output=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"\\udcff.pt" in done.stdout and (tmp_path / "\udcff.pt").exists()
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 def test_a_user_without_name_or_home_trains(project: Project, tmp_path: Path) -> None:
     """As in a container that runs under any number; Python and this render are bound to /mnt."""
