@@ -37,9 +37,13 @@ def described(folder: Path, data: "DataConfig") -> tuple["DataConfig", str]:
     if not path.exists():
         return data, ""
     note = read_json(path)
-    count = max(note["vocabulary"], data.vocabulary)  # for a round number, which is faster
+    try:
+        count = max(note["vocabulary"], data.vocabulary)  # for a round number, which is faster
+        kind = note["token_type"]
+    except (KeyError, TypeError):
+        raise UserError(f"{path} does not describe tokens: it has no vocabulary") from None
     encoding = f"{note.get('tokenizer')} {note.get('end_of_text')}"
-    return replace(data, vocabulary=count, token_type=note["token_type"]), encoding
+    return replace(data, vocabulary=count, token_type=kind), encoding
 
 
 def end_of_text(config: TextConfig, spec: "Spec") -> int:
