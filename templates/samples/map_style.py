@@ -83,8 +83,7 @@ class Permutation:
     def __init__(self, size: int, key: int) -> None:
         self.size = size
         count = size if ROUNDS < size < TABLE_BELOW else ROUNDS
-        counter = np.arange(count, dtype=np.uint64)
-        words = mix(counter * np.uint64(GOLDEN) + np.uint64(key))
+        words = mix(np.arange(count, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(key))
         self.table = np.argsort(words[:size], kind="stable") if size < TABLE_BELOW else None
         self.keys = words[:ROUNDS]
         half = ((size - 1).bit_length() + 1) // 2

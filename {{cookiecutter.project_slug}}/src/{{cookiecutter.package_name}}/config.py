@@ -163,8 +163,7 @@ def load(path: Path, kind: type[C] = Config, start: str = "default") -> C:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The settings in a TOML file by their dotted names; UserError if it cannot be read."""
-    named = flatten(read_json(path, tomllib.loads))
-    return {name.replace("-", "_"): value for name, value in named}
+    return {n.replace("-", "_"): v for n, v in flatten(read_json(path, tomllib.loads))}
 
 
 def override(config: C, changes: dict[str, Any], ignored: Set[str] = frozenset()) -> C:

@@ -69,12 +69,10 @@ def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str,
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ValueError("it is no regular file")  # a reader would wait at a pipe
-        text = path.read_text("utf-8").removeprefix("\ufeff")  # some editors write this mark
-        if re.search(r"\d{309}", text):
-            raise ValueError("it has a number that is too long")
-        content = parse(text)
-        if not isinstance(content, dict):
-            raise ValueError("it holds no object")
+        # Some editors write a byte order mark.
+        content = parse(text := path.read_text("utf-8").removeprefix("\ufeff"))
+        if not isinstance(content, dict) or re.search(r"\d{309}", text):
+            raise ValueError("it holds no object, or a number that no float holds")
     except (OSError, ValueError, RecursionError) as error:
         reason, kind = getattr(error, "strerror", None) or error, path.suffix[1:].upper() or "JSON"
         raise UserError(f"{path} cannot be read as {kind}: {reason}") from None

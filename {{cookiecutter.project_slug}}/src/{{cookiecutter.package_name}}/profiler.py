@@ -88,8 +88,7 @@ class Profiler:
 
     def _write(self, finished: profile) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        name = f"step_{self.step:08d}_rank_{self.world.rank}.json.gz"
-        self.written.append(self.directory / name)
+        self.written.append(self.directory / f"step_{self.step:08d}_rank_{self.world.rank}.json.gz")
         with replacing(self.written[-1]) as temporary:
             finished.export_chrome_trace(str(temporary))
         log.info("trace of %d steps: %s", self.config.active, self.written[-1])

@@ -57,8 +57,6 @@ def reading(path: Place) -> Iterator[None]:
         yield
     except (UserError, RankError):
         raise
-    except OSError as error:
-        raise CheckpointError(f"reading {path} failed: {error}") from error
     except Exception as error:  # a file that is something else can fail in any way
         reason = f"{error}".rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
         text = f"reading {path} was refused: {type(error).__name__}: {reason}"
@@ -102,8 +100,7 @@ def check_file(path: Path, entry: dict[str, Any]) -> str | None:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             size = file.tell()
     except OSError as error:
-        problem = problem_of(path, error)
-        if isinstance(problem, UnreadableError):
+        if isinstance(problem := problem_of(path, error), UnreadableError):
             raise problem from error
         return str(problem)
     if size != entry["size"]:
@@ -136,8 +133,7 @@ def verify(path: Place, group: Group | None = None) -> Verified:
             with ThreadPoolExecutor(torch.get_num_threads()) as pool:
                 return list(pool.map(lambda item: check_file(folder / item[0], item[1]), mine))
 
-        gathered = group.agree(check)
-        texts = (text for part in gathered for text in part if text)
+        texts = (text for part in group.agree(check) for text in part if text)
         return group.from_first(lambda: [*dict.fromkeys(texts)])
 
     # All is read twice: one wrong read must not cost a good checkpoint its name.

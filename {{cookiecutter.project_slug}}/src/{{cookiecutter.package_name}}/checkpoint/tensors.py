@@ -95,8 +95,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ten
         if isinstance(value, int | float):
             value = torch.tensor(value, dtype=torch.float64 if type(value) is float else None)
         elif not isinstance(value, torch.Tensor):
-            text = f"optimizer state can be tensors and numbers; {name} is a {type(value)}"
-            raise UserError(text)
+            raise UserError(f"optimizer state can be tensors and numbers; {name} is {type(value)}")
         tensors[name] = value
     return tensors
 

@@ -165,5 +165,4 @@ def run_beside(device: torch.device) -> None:
 
 def usable_cores() -> int:
     """Cores that this process may run on, which in a container can be fewer than there are."""
-    on_linux = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
