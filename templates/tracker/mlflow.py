@@ -75,9 +75,8 @@ class Tracker:
 
     def scalars(self, step: int, values: dict[str, float], time: float) -> None:
         """Log the line of a step, taken at `time` (seconds since 1970)."""
-        at = int(time * 1e3)
         named = {re.sub(r"[^\w./ :-]", "_", name): value for name, value in values.items()}
-        metrics = [self.metric(name, value, at, step) for name, value in named.items()]
+        metrics = [self.metric(name, value, int(time * 1e3), step) for name, value in named.items()]
         self.client.log_batch(self.id, metrics=metrics)
 
     def sample(self, path: Path, step: int) -> None:

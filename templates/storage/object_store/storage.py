@@ -225,9 +225,7 @@ class StorePublisher(Publisher):
     def _owner(self) -> str | None:
         for pause in (0.0, *object_store.PAUSES):  # a store, or a proxy before it, may err once
             time.sleep(pause)
-            with contextlib.suppress(
-                FileNotFoundError, ValueError, LookupError, TypeError, RecursionError
-            ):
+            with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
                 return json.loads((self.directory / OWNER).read())["token"]
         return None
 

@@ -141,11 +141,10 @@ class Publisher:
         """
         keep, every = self.retention.keep, self.retention.keep_every
         try:
-            known, self.losses = self.losses, {}
+            old, self.losses = self.losses, {}
             for path in published(self.directory):
                 with contextlib.suppress(RankError, OSError):  # damaged, or not to be read just now
-                    is_known = path in known
-                    loss = known[path] if is_known else read_manifest(path).get("validation_loss")
+                    loss = old[path] if path in old else read_manifest(path).get("validation_loss")
                     self.losses[path] = loss
             good = list(self.losses)
             kept = {*good[-keep:], best_by_validation(self.losses)}
