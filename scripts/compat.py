@@ -39,6 +39,7 @@ RENDERS: dict[str, dict[str, str]] = {
 # this list with the renders. What a later torch lacks has to be replaced there.
 ELASTIC = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent"
 PRIVATE = (
+    "multiprocessing.queues.Queue._on_queue_feeder_error",
     "pickle._Unpickler",
     "torch._dynamo",
     "torch._dynamo.utils",
@@ -52,6 +53,7 @@ PRIVATE = (
     "torch._foreach_sub_",
     "torch._inductor.config",
     "torch._inductor.utils.fresh_cache",
+    "torch._utils.ExceptionWrapper",
     "torch.autograd._profiler_enabled",
     "torch.distributed.ProcessGroup._get_sequence_number_for_group",
     "torch.distributed.checkpoint.default_planner.DefaultSavePlanner._cached_plans_key",
@@ -66,6 +68,7 @@ PRIVATE = (
     "torch.nn.modules.batchnorm._BatchNorm",
     "torch.nn.utils.stateless._reparametrize_module",
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
+    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._workers",
     f"{ELASTIC}._monitor_workers",
     f"{ELASTIC}._remaining_restarts",
     # Of a build with NCCL, and without it.

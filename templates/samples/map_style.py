@@ -12,15 +12,18 @@ import signal
 import time
 from collections.abc import Sequence
 from functools import partial
+from multiprocessing.queues import Queue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from .device import annotated
 from .distributed import Group, World
-from .errors import STOP_SIGNALS, UserError
+from .distributed.stop import Stop
+from .errors import STOP_SIGNALS, RankError, UserError
 
 if TYPE_CHECKING:
     from .config import TrainConfig
@@ -31,6 +34,7 @@ MASK = (1 << 64) - 1
 ROUNDS = 6  # four are measurably biased on small domains
 TABLE_BELOW = 4096  # under this a sorted table is cheaper than a cipher and exactly uniform
 STEP = 2  # purpose of the random numbers of a step
+SILENCE = 10  # seconds that a stop waits for a batch of loader workers
 BLOCK = 16384  # positions computed at once: about 10 ns each, against 300 ns one batch at a time
 
 
@@ -263,10 +267,7 @@ class Loader:
         """The micro-batches of one step, in the order of the plan."""
         started = time.perf_counter()
         with annotated(WAITING):
-            if self.workers:
-                batches = self._of_workers()
-            else:
-                batches = [self.source[self.step, share] for share in self.plan]
+            batches = [self._take(share) for share in self.plan]
         self.step += 1
         self.seconds += time.perf_counter() - started
         return batches
@@ -275,13 +276,21 @@ class Loader:
         """The micro-batches of any step by any plan, read at once."""
         return [self.source[step, share] for share in plan]
 
-    def _of_workers(self) -> list[Any]:
+    def _take(self, share: Share) -> Any:
+        if not self.workers:
+            return self.source[self.step, share]
         if self.iterator is None:
             self.iterator = iter(self._worker_loader())
-        try:
-            return [next(self.iterator) for _ in self.plan]
-        except UserError as error:  # its text begins with the worker's whole traceback
-            raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
+        while True:
+            try:
+                return next(self.iterator)
+            except UserError as error:  # its text begins with the worker's whole traceback
+                raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader timed out"):
+                    raise
+            if time.monotonic() - Stop.since > SILENCE:
+                raise RankError("the loader workers do not answer")
 
     def close(self) -> None:
         """Stop the workers; `next` starts them again."""
@@ -289,6 +298,8 @@ class Loader:
         # at exit for workers, which ignore its signal.
         if self.iterator is not None:
             self.iterator._shutdown_workers()
+            for worker in self.iterator._workers:
+                worker.kill()  # one that hangs
         self.iterator = None
 
     def _worker_loader(self) -> DataLoader:
@@ -298,15 +309,24 @@ class Loader:
             sampler=((step, share) for step in itertools.count(self.step) for share in self.plan),
             num_workers=self.workers,
             pin_memory=self.pin,
-            worker_init_fn=_leave_signals_to_the_trainer,
+            timeout=SILENCE,
+            worker_init_fn=_set_up_worker,
             generator=torch.Generator(),  # else it draws from the trainer's random numbers
         )
 
 
-def _leave_signals_to_the_trainer(worker: int) -> None:
+def _set_up_worker(worker: int) -> None:
     # torchrun signals the whole session, and a dead worker fails the step before the last save.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
+
+
+def _send_error(queue: Queue, error: Exception, item: tuple[int, Any]) -> None:
+    """Send this in place of a batch that cannot be sent; else the trainer would wait for ever."""
+    ways_out = "set TMPDIR to a short path, or --train.loader-workers 0"
+    problem = UserError(f"a loader worker cannot send a batch: {error}: {ways_out}")
+    queue.put((item[0], ExceptionWrapper((UserError, problem, None))))
 
 
 def open_loader(dataset: Any, train: "TrainConfig", plan: list[Share], world: World) -> Loader:

@@ -1,12 +1,17 @@
 """How a run ends: what it prints, what status.json holds, and from where it resumes."""
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,3 +153,82 @@ def test_a_start_that_never_began_leaves_nothing(project: Project, tmp_path: Pat
             if not logged:
                 shutil.rmtree(taken.path / "logs")
         assert list(tmp_path.iterdir()) == []
+
+
+class FailingInWorkers:
+    """Samples of a dataset; after a number of batches of a worker, what `then` does."""
+
+    def __init__(self, samples: Any, then: Any, after: int = 0) -> None:
+        self.samples, self.then, self.batches = samples, then, after
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitems__(self, numbers: list[int]) -> Any:
+        batch = self.samples.__getitems__(numbers)
+        self.batches -= multiprocessing.parent_process() is not None
+        return {**batch, "more": self.then()} if self.batches < 0 else batch
+
+
+@pytest.fixture
+def of_workers(project: Project, tmp_path: Path, monkeypatch: Any) -> Any:
+    """A run with a loader worker that at last does something; callbacks as they are given."""
+    training = project.module("train")
+    config = project.config(
+        run_dir=tmp_path, train__loader_workers=1, checkpoint__every=2, track=False
+    )
+    build = training.build_datasets
+
+    def run(then: Any, after: int = 0, *callbacks: Any) -> None:
+        def built(config: Any) -> tuple[Any, ...]:
+            samples, *others = build(config)
+            return FailingInWorkers(samples, then, after), *others
+
+        monkeypatch.setattr(training, "build_datasets", built)
+        training.run(config, callbacks)
+
+    return run
+
+
+def test_a_batch_that_a_worker_cannot_send_ends_the_run(project: Project, of_workers: Any) -> None:
+    error = project.module("errors").UserError
+    with pytest.raises(error, match=r"^a loader worker cannot send a batch: .*pickle"):
+        of_workers(lambda: lambda: None, 2)
+    assert not multiprocessing.active_children()
+
+
+def test_a_temporary_folder_of_a_long_name_ends_the_run(project: Project, tmp_path: Path) -> None:
+    """A worker's socket stands in it, and its name may have some hundred letters."""
+    (folder := tmp_path / ("scratch_of_user_" * 7)).mkdir()
+    words = ("-m", project.name, "train", *project.settings, "--run-dir", str(tmp_path / "run"))
+    outcome = subprocess.run(
+        [sys.executable, *words, "--train.loader-workers", "2"],
+        cwd=project.folder,
+        env={**os.environ, "PYTHONPATH": str(project.folder / "src"), "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    *_, line = outcome.stderr.splitlines()
+    assert outcome.returncode == 2, outcome.stderr
+    assert line.startswith("error: a loader worker cannot send a batch: AF_UNIX path too long")
+    assert "Traceback" not in outcome.stderr
+
+
+def test_a_stop_does_not_wait_for_workers_that_hang(
+    project: Project, of_workers: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(project.module("sampling"), "SILENCE", 0.5)
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
+
+    def stop(state: Any) -> None:
+        if state.step == 1:  # the last one: steps have two micro-batches
+            threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    with pytest.raises(project.module("errors").RankError, match="do not answer"):
+        of_workers(lambda: time.sleep(1000), 4, SimpleNamespace(before_step=stop))
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["status"], status["step"], status["saved_step"]) == ("preempted", 2, 2)
+    for worker in multiprocessing.active_children():
+        worker.join(10)  # it was killed a moment ago
+    assert not multiprocessing.active_children()
