@@ -1,7 +1,8 @@
 """The data: a source, or several in stated proportions. What one is stands in source.py: yours.
 
 What the rest relies on: `DataConfig`, and `build_datasets`, which gives two datasets with `__len__`
-and `__getitems__` and a spec with a fingerprint.
+and `__getitems__` and a spec with a fingerprint. The spec is a dataclass of plain values, as a run
+saves it in spec.json, for `infer` without data.
 """
 
 from dataclasses import dataclass, replace

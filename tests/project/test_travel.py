@@ -6,6 +6,7 @@ import runpy
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,55 @@ def test_a_checkpoint_leaves_and_comes_back(project: Project, tmp_path: Path) ->
     assert "nothing is overwritten" in project.refuses("export", "--to", str(whole))
     assert whole.read_bytes() == content
     assert not list(tmp_path.glob(".*"))
+
+
+def test_infer_needs_no_training_data(
+    project: Project, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = shutil.copy(project.folder / "text.txt", tmp_path)
+    run, file, back = (tmp_path / name for name in ("run", "whole.pt", "back"))
+    project("train", *project.settings[:-1], text, *SIX_STEPS, "--run-dir", str(run))
+    Path(text).unlink()
+    project("export", "--run-dir", str(run), "--to", str(file))
+    project("export", "--source", str(file), "--to", str(back))
+    for place in (run, back):
+        capfd.readouterr()
+        project("infer", "--run-dir", str(place), "--prompt", "Was ever", "--tokens", "9")
+        assert capfd.readouterr().out.startswith("Was ever")
+        (place / "spec.json").unlink()  # as of an earlier release
+        line = project.refuses("infer", "--run-dir", str(place))
+        assert line == f"--data.path {text}: there is nothing there"
+
+
+PLAIN = {"path": Path("a/b"), "names": ("a", "b"), "size": None, "scale": 0.5, "counts": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {},
+        {"scale": torch.ones(2)},
+        {"names": (Path("a"),)},
+        {"counts": {1: 1}},
+        {"size": (1, (2,))},
+    ],
+    ids=("plain", "tensor", "paths", "numbers as keys", "nested"),
+)
+def test_a_spec_that_would_come_back_another_is_not_saved(
+    project: Project, other: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dataclass
+    class Spec:
+        path: Path | None
+        names: tuple[str, ...]
+        size: int | None
+        scale: float
+        counts: dict[str, int]
+
+    settings, spec = project.module("config"), Spec(**PLAIN | other)
+    monkeypatch.setattr(project.module("data"), "Spec", Spec)
+    values = json.loads(json.dumps(settings.spec_to_json(spec)))
+    assert values == {} if other else settings.spec_from_json(values) == spec
 
 
 def convert(mode: str, source: Path, target: Path) -> None:

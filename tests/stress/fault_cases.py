@@ -86,7 +86,7 @@ def ended(variant: Variant, run_dir: Path, settings: dict[str, str] | None = Non
         problems.append("other bits at the end")
     left = {path.name for path in run_dir.iterdir()}
     left -= {".lock", "checkpoints", "config.json", "logs"}
-    left -= {"metrics.jsonl", "samples", "status.json"}
+    left -= {"metrics.jsonl", "samples", "spec.json", "status.json"}
     left |= {p.name for p in run_dir.glob("checkpoints/*") if not p.name[5:].isdigit()}
     return problems + ([f"left over: {sorted(left)}"] if left else [])
 

@@ -1,7 +1,8 @@
 """The data: yours to replace. Images with a class each, by default scikit-learn's small digits.
 
 What the rest relies on: `DataConfig`, and `build_datasets`, which gives two datasets with `__len__`
-and `__getitems__` and a spec with a fingerprint. An `augment` is optional.
+and `__getitems__` and a spec with a fingerprint. The spec is a dataclass of plain values, as a run
+saves it in spec.json, for `infer` without data. An `augment` is optional.
 """
 
 import zlib

@@ -1,7 +1,8 @@
 """The data: yours to replace. Text as bytes (by default Python's own source), or files of tokens.
 
 What the rest relies on: `DataConfig`, and `build_datasets`, which gives two datasets with `__len__`
-and `__getitems__` and a spec with a fingerprint.
+and `__getitems__` and a spec with a fingerprint. The spec is a dataclass of plain values, as a run
+saves it in spec.json, for `infer` without data.
 """
 
 import copy

@@ -117,10 +117,11 @@ def infer(arguments: list[str]) -> int:
 
     from . import infer as task
     from .checkpoint.transfer import Weights, load_weights
-    from .config import RunLocation, load
+    from .config import RunLocation, load, spec_from_json
     from .data import build_datasets
     from .device import pick_device
     from .distributed import Group
+    from .files import read_json
     from .model import build_model
 
     @dataclass(frozen=True)
@@ -135,7 +136,10 @@ def infer(arguments: list[str]) -> int:
 
     options = parse("infer", Inference, arguments)
     config = load(options.directory / "config.json")
-    _, _, spec = build_datasets(config)
+    try:
+        spec = spec_from_json(read_json(options.directory / "spec.json"))
+    except Exception:  # a run of an earlier release has none, and {} is of one that is not plain
+        _, _, spec = build_datasets(config)
     model = build_model(config, spec)
     source = options.directory, model, options.step, Group()
     log.info("weights: %s", load_weights(*source, strict=True, weights=options.weights))

@@ -3,6 +3,7 @@
 Settings are changed by dotted names ("train.steps"), saved as JSON (config.json) and read back.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import logging
@@ -16,6 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from . import data as own
 from .checkpoint.checkpointer import CheckpointConfig
 from .checkpoint.paths import located
 from .checkpoint.storage import on_disk
@@ -164,6 +166,20 @@ def load(path: Path, kind: type[C] = Config, start: str = "default") -> C:
 def read_toml(path: Path) -> dict[str, Any]:
     """The settings in a TOML file by their dotted names; UserError if it cannot be read."""
     return {n.replace("-", "_"): v for n, v in flatten(read_json(path, tomllib.loads))}
+
+
+def spec_to_json(spec: Any) -> dict[str, Any]:
+    """What spec.json holds of the data; {} if that would not be read as the same."""
+    with contextlib.suppress(Exception):  # whatever a class of the user's raises
+        if spec_from_json(values := to_json(spec)) == spec:
+            return values
+    return {}
+
+
+def spec_from_json(values: dict[str, Any]) -> Any:
+    """A spec of the data; an exception for what is none of this project."""
+    types = typing.get_type_hints(own.Spec)
+    return own.Spec(**{n: _checked(n, value, types[n]) for n, value in values.items()})
 
 
 def override(config: C, changes: dict[str, Any], ignored: Set[str] = frozenset()) -> C:

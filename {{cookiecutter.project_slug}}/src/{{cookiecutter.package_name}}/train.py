@@ -14,7 +14,7 @@ from . import callbacks as own
 from . import sampling
 from .checkpoint.checkpointer import Checkpointer, start
 from .compile import checkpoint_activations, compile_model
-from .config import Config
+from .config import Config, spec_to_json
 from .data import build_datasets
 from .device import annotated, move, set_up_torch
 from .distributed import Group, World, join, leave, monitors, parallel
@@ -238,7 +238,7 @@ def _run(config: Config, world: World, own_callbacks: Iterable[Any]) -> Result:
             group.from_first(lambda: settings.exists() or write_json(settings, to_json(config)))
             run_dir.record_status("finished", state.step)
             return Result("already finished", state.step, validation)
-        run_dir.begin(state, stop)
+        run_dir.begin(state, stop, spec_to_json(state.spec))
         introduce(state, run_dir.path)
         stack.callback(state.loader.close)
         journal = Journal(run_dir.path, state, group)

@@ -192,12 +192,13 @@ def with_averages(saved: dict[str, str], source: Source, weights: Weights) -> di
 def make_note(where: Place, path: Place, manifest: dict[str, Any]) -> dict[str, Any]:
     """The note for a file made from the checkpoint at `path`, found at `where`.
 
-    The settings of its run go with it: those beside it on disk, or those in `where` for a store.
+    The settings of its run, and the spec of its data, go with it: those beside it on disk, or those
+    in `where` for a store.
     """
     run = path.resolve().parent.parent if isinstance(path, Path) else where
-    config = Path(f"{run}", "config.json")
-    settings = read_json(config) if config.exists() else {}
-    return {"manifest": manifest, "config": settings}
+    files = {name: Path(f"{run}", f"{name}.json") for name in ("config", "spec")}
+    beside = {name: read_json(file) for name, file in files.items() if file.exists()}
+    return {"manifest": manifest, "config": {}, **beside}
 
 
 def read_note(source: Source) -> dict[str, Any]:
@@ -234,6 +235,7 @@ def import_as_run(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None
             settings = config.get("checkpoint", {})
             here = {k: v for k, v in settings.items() if k not in ("url", "local_first")}
             write_json(run_dir / "config.json", {**config, "checkpoint": here})  # on disk
+            write_json(run_dir / "spec.json", note.get("spec", {}))
         publisher = Publisher(run_dir / "checkpoints", RetentionConfig(), group)
         publisher.publish(step, lambda folder: write_tensors(folder, tensors, group), facts)
         directory.record_status("imported", step=step)

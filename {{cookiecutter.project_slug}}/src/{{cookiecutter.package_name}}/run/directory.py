@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,15 @@ class RunDirectory:
                     shutil.rmtree(self.path)
             self.lock.close()
 
-    def begin(self, state: Any, stop: Stop) -> None:
-        """Write the settings, and that the run is under way; RankError if that fails.
+    def begin(self, state: Any, stop: Stop, spec: dict[str, Any]) -> None:
+        """Write the settings, the data's spec, and that the run is under way; or RankError.
 
         From now on status.json names the machine and the versions, too.
         """
         self.origin = where_measured(state.world.device)
-        self.group.from_first(lambda: write_json(self.path / "config.json", to_json(state.config)))
+        for name, content in (("config", to_json(state.config)), ("spec", spec)):
+            path = self.path / f"{name}.json"
+            self.group.from_first(partial(write_json, path, content))
         self.group.from_first(lambda: self._write_status("running", step=state.step))
         self.running = state, stop
 
