@@ -14,4 +14,4 @@ def test_copies_of_a_sharded_model_are_ddp_and_fsdp(tmp_path: Path) -> None:
         names[name] = bake(tmp_path / name, **answers) / "src"
     (tmp_path / "text.txt").write_text("A horse! a horse! my kingdom for a horse! " * 100)
     output = drill("hybrid.py", (4, str(tmp_path), *names), sources=names)
-    assert "5 ways agree" in output
+    assert "7 ways agree" in output

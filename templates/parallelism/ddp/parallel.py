@@ -40,6 +40,18 @@ def check_ranks(config: ParallelConfig, ranks: int) -> None:
     """UserError when the work cannot be spread over so many processes; any number will do."""
 
 
+class Called(nn.Module):
+    """What DDP wraps: it calls the model, or a function of it, which so gets the model itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *given: Any, function: Callable[..., Any] = nn.Module.__call__) -> Any:
+        """`function(model, *given)`."""
+        return function(self.model, *given)
+
+
 def wrap(
     model: nn.Module,
     blocks: Iterable[nn.Module],
@@ -51,11 +63,8 @@ def wrap(
     model.to(world.device)
     if not world.distributed:
         return model
-    called: Any = nn.Module()  # by DDP: a function of the model, as in `forward`, or the model
-    called.model = model
-    called.forward = lambda *given, function=nn.Module.__call__: function(model, *given)
     module = DistributedDataParallel(
-        called,
+        Called(model),
         bucket_cap_mb=config.bucket_mb,
         find_unused_parameters=config.find_unused_parameters,
         gradient_as_bucket_view=True,
@@ -97,11 +106,11 @@ def forward(compute_loss: Callable[..., Any], state: Any, batch: Any) -> Any:
     )
 
 
-def accumulate(module: nn.Module, last: bool) -> contextlib.AbstractContextManager:
+def accumulate(state: Any, last: bool) -> contextlib.AbstractContextManager:
     """Context of one micro-batch's forward and backward; gradients are reduced in the last one."""
-    if last or not isinstance(module, DistributedDataParallel):
+    if last or not isinstance(state.module, DistributedDataParallel):
         return contextlib.nullcontext()
-    return module.no_sync()
+    return state.module.no_sync()
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,8 @@ class ParallelConfig:
     """A step that takes longer is a hang, and ends the run: on any rank, for whatever reason."""
     reshard_after_forward: bool = True
     """Let a block's weights go after forward and gather them again for backward: less memory."""
+    reduce_each: bool = False
+    """Sum gradients after each micro-batch, not after the last one: none is kept whole."""
     replicate: int = 1
     """Copies of the sharded model (HSDP): each is sharded over ranks / replicate neighbours, which
     then gather among themselves only. 0: a copy on each machine."""
@@ -122,10 +124,10 @@ def forward(compute_loss: Callable[..., Any], state: Any, batch: Any) -> Any:
         return compute_loss(state.module, batch)
 
 
-def accumulate(module: nn.Module, last: bool) -> contextlib.AbstractContextManager:
+def accumulate(state: Any, last: bool) -> contextlib.AbstractContextManager:
     """Context of one micro-batch's forward and backward; gradients are reduced in the last one."""
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(last)
+    if isinstance(state.module, FSDPModule):
+        state.module.set_requires_gradient_sync(last or state.config.parallel.reduce_each)
     return contextlib.nullcontext()
 
 

@@ -53,7 +53,7 @@ def forward(compute_loss: Callable[..., Any], state: Any, batch: Any) -> Any:
         return compute_loss(state.module, batch)
 
 
-def accumulate(module: nn.Module, last: bool) -> contextlib.AbstractContextManager:
+def accumulate(state: Any, last: bool) -> contextlib.AbstractContextManager:
     """Context of one micro-batch's forward and backward; `last` of its step or not."""
     return contextlib.nullcontext()
 

@@ -5,6 +5,7 @@ Usage: hybrid.py FOLDER DDP_PACKAGE FSDP_PACKAGE (by `drill`, on four ranks)
 
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,24 @@ def main(folder: Path, ddp: str, fsdp: str) -> None:
     ways: dict[str, tuple[str, dict[str, Any]]] = {"ddp": (ddp, {})}
     for copies in (1, 2, 4, 0):  # 0: one for each machine, and this is one
         ways[f"hsdp{copies}"] = (fsdp, {"parallel.replicate": copies})
+    # In micro-batches, whose gradients are summed over the ranks after the last one or after each.
+    ways |= {
+        f"reduce_each_{each}": (
+            fsdp,
+            {"parallel.reduce_each": each, "train.micro_batch_size": 1},
+        )
+        for each in (False, True)
+    }
     world, losses, digests, states = None, {}, {}, {}
+    sums: dict[str, int] = {}  # over the ranks, of gradients
+
+    def counted(summed: Any, *given: Any, **named: Any) -> Any:
+        sums[name] = sums.get(name, 0) + 1
+        return summed(*given, **named)
+
+    for call in ("reduce_scatter_single", "reduce_scatter_tensor"):  # of torch 2.13, of others
+        if summed := getattr(torch.distributed, call, None):
+            setattr(torch.distributed, call, partial(counted, summed))
     for name, (package, changes) in ways.items():
         training = importlib.import_module(f"{package}.train")
         config = importlib.import_module(f"{package}.config")
@@ -60,6 +78,7 @@ def main(folder: Path, ddp: str, fsdp: str) -> None:
     for name, found in losses.items():
         for mine, theirs in zip(found, losses["ddp"], strict=True):
             assert abs(mine - theirs) < 1e-4 * theirs, (name, losses)
+    assert sums["reduce_each_True"] == 2 * sums["reduce_each_False"] == 2 * sums["hsdp1"], sums
     # A rank holds all of it, or a part: a quarter, a half, and all of it again. (Sizes that do not
     # divide leave one rank a little more than its part.)
     whole = states["ddp"]

@@ -130,7 +130,7 @@ def train_step(state: State, batches: list[Any]) -> None:
     state.buffers.keep()
     sums: Any = None
     for i, (share, batch) in enumerate(zip(state.plan, batches, strict=True)):
-        with parallel.accumulate(state.module, last=i == len(batches) - 1):
+        with parallel.accumulate(state, last=i == len(batches) - 1):
             with annotated("forward"):
                 loss = parallel.forward(compute_loss, state, move(batch, world.device))
                 returned(loss, LossSum, "what compute_loss (model.py) returns")
