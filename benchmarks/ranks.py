@@ -59,7 +59,8 @@ class Bench:
     def checkpointer(self, answer: str, suffix: str = "") -> Any:
         """The checkpointer of a render, over the one state, that keeps the newest checkpoint."""
         checkpoint = self.part(answer, "checkpoint.checkpointer")
-        identity = checkpoint.identity_of(self.state.model, global_batch_size=8)
+        forms = checkpoint.forms_of(self.state.model.state_dict())
+        identity = {"global_batch_size": 8, "parameters": forms}
         return checkpoint.Checkpointer(
             self.folder / "runs" / f"{self.size}-{answer}{suffix}",
             checkpoint.CheckpointConfig(keep=1),

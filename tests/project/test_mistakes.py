@@ -433,6 +433,23 @@ def test_ranks_name_an_unused_parameter_and_the_setting(edited: tuple[Path, str]
     told(folder, *command, "--name", "used", "--parallel.find-unused-parameters", code=0)
 
 
+def test_other_ways_to_start_are_one_line(project: Project) -> None:
+    """A script of the package; RANK without torchrun's other variables; tasks of srun."""
+    script = str(project.folder / "src" / HERE / "train.py")
+    said = told(project.folder, sys.executable, script, *TINY, code=2)
+    assert said == [f"error: start it as python -m {HERE} train"]
+    train = (sys.executable, "-m", HERE, "train", *TINY)
+    said = told(project.folder, "env", "RANK=0", *train, code=2)
+    lacking = "RANK is set, but not MASTER_ADDR, MASTER_PORT, WORLD_SIZE"
+    assert said == [f"error: {lacking}: unset it for one process, start several by ./launch.sh"]
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        (said,) = told(project.folder, "env", f"{name}=2", *train, code=2)
+        assert said.startswith(f"error: {name} is 2: srun or mpirun has started processes")
+        assert "torchrun (launch.sh)" in said
+    command = ("train", *project.settings, "--name", "task_of_one")
+    told(project.folder, "env", "SLURM_STEP_NUM_TASKS=1", *train, *command[2:], code=0)
+
+
 OWN_DATA = """
 
 _build = build_datasets

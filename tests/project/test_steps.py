@@ -138,7 +138,7 @@ def test_waiting_for_data_is_counted(image: Project, tmp_path: Path) -> None:
 
 
 def test_each_checkpoint_has_a_line(image: Project, tmp_path: Path) -> None:
-    commands = image.module("__main__")
+    commands = image.module("checkpoint.transfer")
     settings = {"run_dir": tmp_path, "data__path": None, "train__steps": 4}
     image.module("train").run(image.config(**settings, checkpoint__every=2))
     lines, bad = commands.verified(tmp_path)

@@ -160,7 +160,7 @@ class Reader:
         def weights() -> int:
             return int(load(where, model, None, group).partition("/step_")[2][:8])
 
-        yield "verify", lambda: self.module("__main__").verified(where) and 0
+        yield "verify", lambda: self.module("checkpoint.transfer").verified(where) and 0
         yield "--init-from", weights
         if case.name.find("mutated") < 0:
             yield "export", export

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 PHASE_LIMIT = timedelta(minutes=30)
 """Limit of start-up, a validation or a save: a slow disk is no reason to end a run."""
 
-LOOPBACK = "127.0.0.1"
-"""Where the ranks of one machine meet (launch.py)."""
-
+LOOPBACK = "127.0.0.1"  # where the ranks of one machine meet (launch.py)
 ON_LOOPBACK: dict[str, str] = dict.fromkeys(
     ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo" if sys.platform == "linux" else "lo0"
 )
@@ -83,6 +81,9 @@ def join(config: "ParallelConfig", device_name: str) -> World:
         torch.cuda.set_device(device)
     if "RANK" not in os.environ:
         return World(0, 1, device)
+    if lacking := {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys():
+        text = f"RANK is set, but not {', '.join(sorted(lacking))}"
+        raise UserError(f"{text}: unset it for one process, start several by ./launch.sh")
     step_limit = timedelta(minutes=config.timeout_minutes)
     if step_limit <= timedelta():
         raise UserError("--parallel.timeout-minutes must be positive")
@@ -98,9 +99,8 @@ def join(config: "ParallelConfig", device_name: str) -> World:
         options |= {"rank": rank, "world_size": ranks, "store": _store_on_loopback(rank)}
     if device.type == "cuda":
         prefer(NCCL)
-        dist.init_process_group("nccl", device_id=device, **options)
-    else:
-        dist.init_process_group("gloo", **options)
+        options["device_id"] = device
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **options)
     return World(dist.get_rank(), dist.get_world_size(), device, True, step_limit)
 
 

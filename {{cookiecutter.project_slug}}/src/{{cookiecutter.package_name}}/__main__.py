@@ -19,6 +19,7 @@ from .run.logs import log_to_console, make_lenient
 log = logging.getLogger(__package__)
 PROGRAM = f"python -m {__package__}"
 ON_MANY_RANKS = ("train", "profile")
+TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of srun, of mpirun
 
 
 def train(arguments: list[str]) -> int:
@@ -65,36 +66,12 @@ def summary(run_dir: Path, result: Any) -> list[str]:
 
 def verify(arguments: list[str]) -> int:
     """List the checkpoints of a run and verify every byte; exit code 1 when one is damaged."""
+    from .checkpoint.transfer import verified
     from .config import RunLocation
 
     lines, damaged = verified(parse("verify", RunLocation, arguments).directory)
     print("\n".join(lines))
     return 1 if damaged else 0
-
-
-def verified(run_dir: Path) -> tuple[list[str], bool]:
-    """A line for each checkpoint of a run, and whether one is damaged."""
-    from .checkpoint.manifest import verify
-    from .checkpoint.paths import checkpoints_of, damaged, located, published
-    from .checkpoint.publish import best_by_validation
-
-    directory, lines, bad = checkpoints_of(located(run_dir)), [], False
-    found = {path: verify(path) for path in published(directory)}
-    if not found:
-        raise UserError(f"there are no checkpoints in {directory}: train first")
-    losses = {p: it.get("validation_loss") for p, (it, problems) in found.items() if not problems}
-    best = best_by_validation(losses)
-    for path, (manifest, problems) in found.items():
-        if not problems:
-            sizes = [entry["size"] for entry in manifest["files"].values()]
-            files = "1 file" if len(sizes) == 1 else f"{len(sizes)} files"
-            loss = f"  validation loss {losses[path]:.4f}" if losses[path] is not None else ""
-            end = "  best" if path == best else ""
-            lines.append(f"{path.name}  good  {sum(sizes) / 1e6:,.1f} MB in {files}{loss}{end}")
-        elif path.exists():  # not just pruned
-            bad = True
-            lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")
-    return [*lines, *(f"{name}  set aside" for name in damaged(directory))], bad
 
 
 def export(arguments: list[str]) -> int:
@@ -199,6 +176,11 @@ def dispatch(arguments: list[str]) -> int:
         raise UserError(f"there is no command {name!r}\n{usage}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and name not in ON_MANY_RANKS:
         raise UserError(f"{name} starts the processes that it needs: run it without torchrun")
+    if "RANK" not in os.environ and (tasks := [n for n in TASKS if os.environ.get(n, "1") != "1"]):
+        raise UserError(
+            f"{tasks[0]} is {os.environ[tasks[0]]}: srun or mpirun has started processes that know "
+            "nothing of each other. Start one on each machine, and ranks by torchrun (launch.sh)"
+        )
     if name in OURS:
         return OURS[name](rest)
     return workflow.run_command(name, rest, lambda kind: parse(name, kind, rest))

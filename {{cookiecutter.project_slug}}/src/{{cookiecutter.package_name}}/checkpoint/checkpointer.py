@@ -241,13 +241,16 @@ class Checkpointer:
 def start(state: Any, run_dir: Path, group: Group) -> Checkpointer:
     """Resume from the newest good checkpoint, or begin; UserError when the run is another one."""
     config, settings = state.config, state.config.train
-    identity = identity_of(
-        state.model,
-        seed=settings.seed,
-        global_batch_size=settings.global_batch_size,
-        training_samples=state.loader.size,
-        data=state.spec.fingerprint,
-    )
+    tensors = state.model.state_dict()
+    if odd := [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]:
+        raise UserError(f"only tensors can be checkpointed; {odd[0]} is extra state of a module")
+    identity = {  # what must be equal for a run to go on
+        "seed": settings.seed,
+        "global_batch_size": settings.global_batch_size,
+        "training_samples": state.loader.size,
+        "data": state.spec.fingerprint,
+        "parameters": forms_of(tensors),  # the shape and dtype of each
+    }
     agree_on_identity(identity, group)
     facts = {"identity": identity, "schedule": to_json(config.optim) | {"steps": settings.steps}}
     checkpointer = state.checkpointer = Checkpointer(
@@ -263,11 +266,3 @@ def start(state: Any, run_dir: Path, group: Group) -> Checkpointer:
         parallel.compare_loaded(checkpointer.tensors().values(), state.world)
     state.loader.resume(state.step, checkpointer.restored, group)
     return checkpointer
-
-
-def identity_of(model: nn.Module, **fields: Any) -> dict[str, Any]:
-    """What must be equal for a run to go on: `fields`, and each parameter's shape and dtype."""
-    tensors = model.state_dict()
-    if odd := [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]:
-        raise UserError(f"only tensors can be checkpointed; {odd[0]} is extra state of a module")
-    return {**fields, "parameters": forms_of(tensors)}

@@ -26,8 +26,8 @@ from ..run.directory import RunDirectory
 from . import DCP_INDEX, MANIFEST, step_name
 from .manifest import reading, verify
 from .one_file import SAFETENSORS, OneFile
-from .paths import Place, checkpoints_of, located, published, release_copies
-from .publish import Publisher, RetentionConfig
+from .paths import Place, checkpoints_of, damaged, located, published, release_copies
+from .publish import Publisher, RetentionConfig, best_by_validation
 from .reader import Source, open_tensors
 from .tensors import Tensors, agree_on_identity, nested
 from .writer import write_tensors
@@ -82,6 +82,27 @@ def export(run_dir: Path, options: ExportConfig) -> str:
     release_copies()
     what = "model and optimizer" if whole else "the model"
     return f"{target}: step {step} from {path}; {len(tensors)} tensors of {what}"
+
+
+def verified(run_dir: Path) -> tuple[list[str], bool]:
+    """A line for each checkpoint of a run, and whether one is damaged."""
+    directory, lines, bad = checkpoints_of(located(run_dir)), [], False
+    found = {path: verify(path) for path in published(directory)}
+    if not found:
+        raise UserError(f"there are no checkpoints in {directory}: train first")
+    losses = {p: it.get("validation_loss") for p, (it, problems) in found.items() if not problems}
+    best = best_by_validation(losses)
+    for path, (manifest, problems) in found.items():
+        if not problems:
+            sizes = [entry["size"] for entry in manifest["files"].values()]
+            files = "1 file" if len(sizes) == 1 else f"{len(sizes)} files"
+            loss = f"  validation loss {losses[path]:.4f}" if losses[path] is not None else ""
+            end = "  best" if path == best else ""
+            lines.append(f"{path.name}  good  {sum(sizes) / 1e6:,.1f} MB in {files}{loss}{end}")
+        elif path.exists():  # not just pruned
+            bad = True
+            lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")
+    return [*lines, *(f"{name}  set aside" for name in damaged(directory))], bad
 
 
 def find_checkpoint(
