@@ -6,11 +6,10 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 if not __package__:
-    print(f"error: start it as python -m {Path(__file__).parent.name} train", file=sys.stderr)
+    print(f"error: start it as python -m {__file__.split('/')[-2]} train", file=sys.stderr)
     sys.exit(2)
 
 import torch
