@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from .device import annotated
 from .distributed import Group, World
-from .distributed.stop import Stop
-from .errors import STOP_SIGNALS, RankError, UserError
+from .errors import STOP_SIGNALS, UserError
 
 if TYPE_CHECKING:
     from .config import TrainConfig
@@ -34,7 +33,6 @@ MASK = (1 << 64) - 1
 ROUNDS = 6  # four are measurably biased on small domains
 TABLE_BELOW = 4096  # under this a sorted table is cheaper than a cipher and exactly uniform
 STEP = 2  # purpose of the random numbers of a step
-SILENCE = 10  # seconds that a stop waits for a batch of loader workers
 BLOCK = 16384  # positions computed at once: about 10 ns each, against 300 ns one batch at a time
 
 
@@ -267,7 +265,10 @@ class Loader:
         """The micro-batches of one step, in the order of the plan."""
         started = time.perf_counter()
         with annotated(WAITING):
-            batches = [self._take(share) for share in self.plan]
+            if self.workers:
+                batches = self._of_workers()
+            else:
+                batches = [self.source[self.step, share] for share in self.plan]
         self.step += 1
         self.seconds += time.perf_counter() - started
         return batches
@@ -276,21 +277,13 @@ class Loader:
         """The micro-batches of any step by any plan, read at once."""
         return [self.source[step, share] for share in plan]
 
-    def _take(self, share: Share) -> Any:
-        if not self.workers:
-            return self.source[self.step, share]
+    def _of_workers(self) -> list[Any]:
         if self.iterator is None:
             self.iterator = iter(self._worker_loader())
-        while True:
-            try:
-                return next(self.iterator)
-            except UserError as error:  # its text begins with the worker's whole traceback
-                raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
-            except RuntimeError as error:
-                if not str(error).startswith("DataLoader timed out"):
-                    raise
-            if time.monotonic() - Stop.since > SILENCE:
-                raise RankError("the loader workers do not answer")
+        try:
+            return [next(self.iterator) for _ in self.plan]
+        except UserError as error:  # its text begins with the worker's whole traceback
+            raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
 
     def close(self) -> None:
         """Stop the workers; `next` starts them again."""
@@ -298,8 +291,6 @@ class Loader:
         # at exit for workers, which ignore its signal.
         if self.iterator is not None:
             self.iterator._shutdown_workers()
-            for worker in self.iterator._workers:
-                worker.kill()  # one that hangs
         self.iterator = None
 
     def _worker_loader(self) -> DataLoader:
@@ -309,7 +300,6 @@ class Loader:
             sampler=((step, share) for step in itertools.count(self.step) for share in self.plan),
             num_workers=self.workers,
             pin_memory=self.pin,
-            timeout=SILENCE,
             worker_init_fn=_set_up_worker,
             generator=torch.Generator(),  # else it draws from the trainer's random numbers
         )

@@ -5,13 +5,9 @@ import multiprocessing
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,7 +106,7 @@ def test_many_checkpoints_are_one_short_line(project: Project, tmp_path: Path) -
     for step in range(1, 3001):
         (tmp_path / f"checkpoints/step_{step:08}").mkdir(parents=True)
     result = project.module("train").Result("already finished", 3000)
-    line = project.module("__main__").summary(tmp_path, result)[0]
+    line = project.module("checkpoint.transfer").summary(tmp_path, result)[0]
     assert line == f"checkpoints in {tmp_path}/checkpoints: 3000, the newest is step_00003000"
 
 
@@ -213,22 +209,3 @@ def test_a_temporary_folder_of_a_long_name_ends_the_run(project: Project, tmp_pa
     assert outcome.returncode == 2, outcome.stderr
     assert line.startswith("error: a loader worker cannot send a batch: AF_UNIX path too long")
     assert "Traceback" not in outcome.stderr
-
-
-def test_a_stop_does_not_wait_for_workers_that_hang(
-    project: Project, of_workers: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(project.module("sampling"), "SILENCE", 0.5)
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
-
-    def stop(state: Any) -> None:
-        if state.step == 1:  # the last one: steps have two micro-batches
-            threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-
-    with pytest.raises(project.module("errors").RankError, match="do not answer"):
-        of_workers(lambda: time.sleep(1000), 4, SimpleNamespace(before_step=stop))
-    status = json.loads((tmp_path / "status.json").read_text())
-    assert (status["status"], status["step"], status["saved_step"]) == ("preempted", 2, 2)
-    for worker in multiprocessing.active_children():
-        worker.join(10)  # it was killed a moment ago
-    assert not multiprocessing.active_children()

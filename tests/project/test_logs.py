@@ -169,25 +169,6 @@ def test_a_log_that_cannot_be_written_ends_nothing(project: Project, tmp_path: P
     assert handler not in logs.PACKAGE.handlers
 
 
-def test_a_full_disk_leaves_no_half_line_in_a_log(project: Project, tmp_path: Path) -> None:
-    class Full(io.FileIO):
-        """Takes a part of the first line, and no more."""
-
-        def write(self, line: Any) -> int:
-            if self.tell() > before:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return super().write(bytes(line)[:20])
-
-    logs, group, path = project.module("run.logs"), project.module("distributed").Group(), tmp_path
-    with logs.logging_in(path, group):
-        before = (path / "train.log").stat().st_size
-        disk = io.BufferedWriter(Full(path / "train.log", "ab"))
-        logs.PACKAGE.handlers[-1].setStream(io.TextIOWrapper(disk, "utf-8"))
-        logs.PACKAGE.warning("a line that is lost")
-        assert (path / "train.log").stat().st_size > before
-    assert (path / "train.log").stat().st_size == before
-
-
 @pytest.mark.parametrize("begins", [".nonce-", ".metrics.jsonl"])
 def test_a_start_that_cannot_write_names_the_file_once(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, begins: str

@@ -221,7 +221,7 @@ def test_a_window_that_is_cut_off_leaves_nothing(project: Project, tmp_path: Pat
     profiling = project.module("profiler")
     training = project.module("train")
     state = training.setup(project.config())
-    plan = profiling.ProfileConfig(every=5, warmup=1, active=3)
+    plan = project.module("config").ProfileConfig(every=5, warmup=1, active=3)
     with profiling.Profiler(plan, tmp_path / "traces", state) as profiler:
         for _ in range(3):
             training.train_step(state, state.loader.next())

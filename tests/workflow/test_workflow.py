@@ -33,7 +33,7 @@ def write_stage(project: Project, run_dir: Path, name: str, passed: bool | None 
     stage = stages.Stage(name, project.config(run_dir=run_dir))
     stage.figures |= FIGURES[name]
     stage.check("c", passed, measured="1 < 2", wanted="<b>", advice="try --that")
-    stage.advise("more & better: `python -m <it>`")
+    project.module("workflow.chain").advise(stage, "more & better: `python -m <it>`")
     assert stage.close() == (passed is False)
     return stages.stage_file(run_dir, name)
 

@@ -82,8 +82,7 @@ def join(config: "ParallelConfig", device_name: str) -> World:
     if "RANK" not in os.environ:
         return World(0, 1, device)
     if lacking := {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys():
-        text = f"RANK is set, but not {', '.join(sorted(lacking))}"
-        raise UserError(f"{text}: unset it for one process, start several by ./launch.sh")
+        raise UserError(f"RANK is set, but not {min(lacking)}: unset it, or start by ./launch.sh")
     step_limit = timedelta(minutes=config.timeout_minutes)
     if step_limit <= timedelta():
         raise UserError("--parallel.timeout-minutes must be positive")
@@ -135,8 +134,7 @@ def regrouping(told_to_stop: Callable[[], bool]) -> bool:
 def die_with_the_launcher() -> None:
     """Ask the kernel to end this process when torchrun is killed (Linux; else: watchdog.py)."""
     if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     # It may have been killed before that, while this process imported torch for seconds.
     parent = str(os.getppid())
     if os.environ.get("LAUNCHER_PID", parent) != parent:

@@ -149,6 +149,12 @@ def flag(setting: str) -> str:
     return f"--{setting.replace('_', '-')}"
 
 
+def advise(stage: Stage, text: str) -> None:
+    """Add to a stage what is worth trying, whatever passed, and print it."""
+    stage.advice.append(text)
+    print(f"  -> {text}", flush=True)
+
+
 def recommend(stage: Stage, setting: str, value: Any, factor: Interval | None = None) -> None:
     """Hand a setting on to the stages after this one; `factor`: how many times as fast it is."""
     times = f": {factor} times as fast" if factor else ""

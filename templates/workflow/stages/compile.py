@@ -29,7 +29,7 @@ from ..errors import RankError, UserError
 from ..files import to_json, write_json
 from ..model import blocks
 from ..train import State, setup
-from .chain import recommend
+from .chain import advise, recommend
 from .interleaved import TOO_NOISY, Interval, speedup_of, time_interleaved, without_loader
 from .processes import run_task
 from .stage import Stage, StageConfig
@@ -181,13 +181,13 @@ def recommend_mode(stage: Stage, modes: dict[str, Figures]) -> None:
         stage.figures["best"], best = chosen[0], modes[chosen[0]]
         speedup, seconds = Interval(**best["speedup"]), best["compile_seconds"]["cold"]
         first = f"the {seconds:.0f} s of a first compile pay off after {best['paid_after']:,} steps"
-        stage.advise(f"train with --compile.mode {chosen[0]}: {speedup} times as fast; {first}")
+        advise(stage, f"train with --compile.mode {chosen[0]}: {speedup} times as fast; {first}")
         if chosen[0] != given:
             recommend(stage, "compile.mode", chosen[0], speedup if given == "none" else None)
         return
     if against or stage.status == "pass":
         reasons = "; ".join(f"{mode}: {why}" for mode, why in against.items())
-        stage.advise(f"train with --compile.mode none: {reasons or 'no mode is faster here'}")
+        advise(stage, f"train with --compile.mode none: {reasons or 'no mode is faster here'}")
     if given in against:
         recommend(stage, "compile.mode", "none")
 

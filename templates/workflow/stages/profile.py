@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch.autograd import DeviceType
 
-from ..config import Config
+from ..config import Config, ProfileConfig
 from ..distributed import Group, join, leave
 from ..errors import RankError, command_for
-from ..profiler import ProfileConfig, Profiler
+from ..profiler import Profiler
 from ..run.hardware import usable_cores
 from ..sampling import WAITING
 from ..train import State, setup, train_step
-from .chain import read_stage
+from .chain import advise, read_stage
 from .stage import Stage
 from .timing import record_steps, spread
 
@@ -174,9 +174,9 @@ def judge_steps(stage: Stage, device: torch.device, ranks: list[Breakdown], usua
     stage.figures |= {"shares": shares, "diagnosis": diagnosis}
     if len(ranks) > 1:
         compare_ranks(stage, ranks, slowest)
-    stage.advise(f"{diagnosis}: {advice(diagnosis, shares, rank, stage.config)}")
+    advise(stage, f"{diagnosis}: {advice(diagnosis, shares, rank, stage.config)}")
     for other in others:
-        stage.advise(f"besides, {advice(other, shares, rank, stage.config)}")
+        advise(stage, f"besides, {advice(other, shares, rank, stage.config)}")
 
 
 def show_operators(stage: Stage, operators: Sequence[dict[str, Any]], steps: int) -> None:

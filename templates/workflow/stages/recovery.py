@@ -19,7 +19,7 @@ from ..errors import RankError
 from ..files import to_json, write_json
 from ..run.hardware import in_units
 from ..run.journal import read_records
-from .chain import recommend
+from .chain import advise, recommend
 from .drill import EVERY, STEPS, Digests
 from .processes import most_ranks, named, refusal, run_task
 from .stage import Stage, StageConfig
@@ -264,7 +264,7 @@ def conclude(stage: Stage) -> None:
     rounded = math.ceil(steps / size) * size
     if rounded >= config.train.steps:
         why = f"this run of {config.train.steps} steps then saves only at its end; {why}"
-    stage.advise(f"--checkpoint.every {rounded}: {why}")
+    advise(stage, f"--checkpoint.every {rounded}: {why}")
     recommend(stage, "checkpoint.every", rounded)
 
 

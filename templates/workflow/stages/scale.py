@@ -23,6 +23,7 @@ from ..files import to_json, write_json
 from ..run.hardware import in_units, usable_cores
 from ..sampling import STEP, seed_random
 from ..train import State, setup
+from .chain import advise
 from .interleaved import median_interval
 from .processes import free_host_memory, most_ranks, named, refusal, run_task
 from .stage import Stage, StageConfig
@@ -62,7 +63,7 @@ def measure(config: StageConfig) -> int:
         for name in ("same_losses", "strong_efficiency", "weak_efficiency", "memory"):
             stage.check(name, None, measured=failed, wanted="measured")
         needs_fsdp = f"A model that no device can hold needs FSDP: {change_to('FSDP')}"
-        stage.advise(f"measure with {LESS_MEMORY}. {needs_fsdp}")
+        advise(stage, f"measure with {LESS_MEMORY}. {needs_fsdp}")
         return stage.close()
     if most > 1:
         print("     this does not predict scaling across machines, whose network is slower")
@@ -73,7 +74,7 @@ def measure(config: StageConfig) -> int:
         judge_efficiency(stage, kind, records, reason, device.type)
     judge_memory(stage, records, device)
     batch = config.train.global_batch_size
-    stage.advise(f"learning rate: leave it, the global batch is {batch} on any number of ranks")
+    advise(stage, f"learning rate: leave it, the global batch is {batch} on any number of ranks")
     stage.figures["ranks"] = records
     return stage.close()
 
@@ -165,7 +166,7 @@ def judge_memory(stage: Stage, records: Records, device: torch.device) -> None:
     name = "DDP" if passed else "FSDP"
     text = f"{name}: one process, with the whole state, takes {in_units(peaks[1])}"
     end = "; as rendered" if name == rendered else f". For it: {change_to(name)}"
-    stage.advise(text + end)
+    advise(stage, text + end)
 
 
 def change_to(name: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import RankError, UserError, exit_code
+from .errors import UserError, exit_code
 from .run.logs import log_to_console, make_lenient
 
 log = logging.getLogger(__package__)
@@ -36,6 +36,8 @@ def train(arguments: list[str]) -> int:
     gc.freeze()
     gc.enable()
     result = run(config)
+    from .checkpoint.transfer import summary  # only now, as a run needs none of it
+
     lines = summary(config.directory, result) if os.environ.get("RANK", "0") == "0" else []
     if result.status == "already finished":
         lines.append("to train further: raise --train.steps; to start over: --fresh")
@@ -43,25 +45,6 @@ def train(arguments: list[str]) -> int:
         lines.append("to resume: the same command again")
     log.info("\n  ".join([f"{result.status} at step {result.step}", *lines]))
     return TO_BE_RESTARTED if result.status == "regrouping" else 0
-
-
-def summary(run_dir: Path, result: Any) -> list[str]:
-    """The lines that sum up a run and where its files are."""
-    from .checkpoint.paths import checkpoints_of, published
-    from .run.journal import validation_of
-
-    try:
-        directory = checkpoints_of(run_dir)
-        names = [path.name for path in published(directory)]
-        newest = f", the newest is {names[-1]}" if names else ""
-        checkpoints = f"checkpoints in {directory}: {len(names)}{newest}"
-    except (OSError, RankError, UserError) as error:
-        checkpoints = f"checkpoints: cannot be listed now ({error})"
-    if result.status != "already finished":
-        checkpoints += f" (training waited {result.blocked_seconds:.2f} s for saves)"
-    validation = validation_of(result.validation)
-    figures = [f"{name.replace('_', ' ')}: {value:.4f}" for name, value in validation.items()]
-    return [*figures, checkpoints, f"everything is in {run_dir}"]
 
 
 def verify(arguments: list[str]) -> int:

@@ -35,8 +35,6 @@ class CompileConfig:
     """Treat a graph break as an error."""
     dynamic: bool | None = None
     """Dynamic shapes: from the start (true), never (false), or once they vary (default)."""
-    autotune: bool = False
-    """Time several kernels for each matrix product: minutes more to compile, on a GPU."""
     backend: str = "inductor"
     """Backend of torch.compile; "eager" and "aot_eager" help to debug the compiler."""
 
@@ -69,8 +67,6 @@ def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: Compile
         # DDP would cut compiled blocks at the bounds of its buckets.
         torch._dynamo.config.optimize_ddp = mode == "full"
     options = {"fullgraph": config.fullgraph, "dynamic": config.dynamic, "backend": config.backend}
-    if config.autotune and config.backend == "inductor":
-        options["mode"] = "max-autotune-no-cudagraphs"
     for target in targets:
         if type(target).forward.__module__.startswith("torch."):
             # compile() passes over torch's own functions, so it would compile nothing of a bare

@@ -28,7 +28,6 @@ from .errors import UserError
 from .files import flatten, read_json, to_json
 from .model import PRESETS, ModelConfig
 from .optim import OptimConfig
-from .profiler import ProfileConfig
 from .run.tracker import TrackerConfig
 
 log = logging.getLogger(__name__)
@@ -85,6 +84,26 @@ class TrainConfig:
         fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         low = self.precision == "bf16" or (self.precision == "auto" and fast)
         return torch.bfloat16 if low else torch.float32
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Which steps to trace: `wait`, `warmup`, then `active` ones, `repeat` times."""
+
+    every: int = 0
+    """Steps between traced windows in training (0: never)."""
+    wait: int = 2
+    warmup: int = 2
+    """Warm-up steps, not recorded (the profiler starts slowly)."""
+    active: int = 3
+    """Steps to trace; more make large files."""
+    repeat: int = 1
+    with_stack: bool = False
+    """Record Python frames and modules: traces ten times as large."""
+
+    def __post_init__(self) -> None:
+        if self.active < 1 or self.repeat < 1 or min(self.wait, self.warmup, self.every) < 0:
+            raise UserError("profile: active and repeat must be >= 1, the others >= 0")
 
 
 @dataclass(frozen=True)

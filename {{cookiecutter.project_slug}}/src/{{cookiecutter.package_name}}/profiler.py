@@ -2,38 +2,19 @@
 
 import logging
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from .device import synchronize
-from .errors import UserError
 from .files import replacing
+
+if TYPE_CHECKING:
+    from .config import ProfileConfig
 
 log = logging.getLogger(__name__)
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints that it starts and stops
-
-
-@dataclass(frozen=True)
-class ProfileConfig:
-    """Which steps to trace: `wait`, `warmup`, then `active` ones, `repeat` times."""
-
-    every: int = 0
-    """Steps between traced windows in training (0: never)."""
-    wait: int = 2
-    warmup: int = 2
-    """Warm-up steps, not recorded (the profiler starts slowly)."""
-    active: int = 3
-    """Steps to trace; more make large files."""
-    repeat: int = 1
-    with_stack: bool = False
-    """Record Python frames and modules: traces ten times as large."""
-
-    def __post_init__(self) -> None:
-        if self.active < 1 or self.repeat < 1 or min(self.wait, self.warmup, self.every) < 0:
-            raise UserError("profile: active and repeat must be >= 1, the others >= 0")
 
 
 class Profiler:
@@ -42,7 +23,7 @@ class Profiler:
     With `every` a window ends at each of its multiples, wherever the run was resumed.
     """
 
-    def __init__(self, config: ProfileConfig, directory: Path, state: Any) -> None:
+    def __init__(self, config: "ProfileConfig", directory: Path, state: Any) -> None:
         self.config, self.directory, self.world = config, directory, state.world
         self.written: list[Path] = []
         self.window = config.warmup + config.active

@@ -3,14 +3,12 @@
 import contextlib
 import logging
 import signal
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 if not __package__:
-    print(f"error: start it as python -m {__file__.split('/')[-2]} train", file=sys.stderr)
-    sys.exit(2)
+    raise SystemExit(f"error: start it as python -m {__file__.split('/')[-2]} train")
 
 import torch
 from torch import Tensor, nn

@@ -20,9 +20,10 @@ from torch import nn
 
 from ..distributed import Group
 from ..ema import EMA
-from ..errors import UserError, printable
+from ..errors import RankError, UserError, printable
 from ..files import fingerprint_files, read_json, replacing, sync_directory, write_json
 from ..run.directory import RunDirectory
+from ..run.journal import validation_of
 from . import DCP_INDEX, MANIFEST, step_name
 from .manifest import reading, verify
 from .one_file import SAFETENSORS, OneFile
@@ -82,6 +83,22 @@ def export(run_dir: Path, options: ExportConfig) -> str:
     release_copies()
     what = "model and optimizer" if whole else "the model"
     return f"{target}: step {step} from {path}; {len(tensors)} tensors of {what}"
+
+
+def summary(run_dir: Path, result: Any) -> list[str]:
+    """The lines that sum up a run and where its files are."""
+    try:
+        directory = checkpoints_of(run_dir)
+        names = [path.name for path in published(directory)]
+        newest = f", the newest is {names[-1]}" if names else ""
+        checkpoints = f"checkpoints in {directory}: {len(names)}{newest}"
+    except (OSError, RankError, UserError) as error:
+        checkpoints = f"checkpoints: cannot be listed now ({error})"
+    if result.status != "already finished":
+        checkpoints += f" (training waited {result.blocked_seconds:.2f} s for saves)"
+    validation = validation_of(result.validation)
+    figures = [f"{name.replace('_', ' ')}: {value:.4f}" for name, value in validation.items()]
+    return [*figures, checkpoints, f"everything is in {run_dir}"]
 
 
 def verified(run_dir: Path) -> tuple[list[str], bool]:

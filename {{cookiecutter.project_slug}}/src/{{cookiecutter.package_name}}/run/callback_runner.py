@@ -8,7 +8,6 @@ from typing import Any
 
 from ..compile import Compiling
 from ..distributed import Group
-from ..profiler import Profiler
 from .bad_steps import BadSteps
 from .tracker import TRACKERS
 
@@ -25,6 +24,8 @@ def built_in(
     if config.track and state.world.rank == 0:
         yield from (tracker(config, run_dir, state.step) for tracker in TRACKERS)
     if config.profile.every:
+        from ..profiler import Profiler
+
         yield Profiler(config.profile, run_dir / "traces", state)
     if config.compile.mode != "none":
         yield Compiling()

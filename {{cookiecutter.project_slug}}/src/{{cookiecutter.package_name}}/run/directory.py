@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +63,8 @@ class RunDirectory:
         From now on status.json names the machine and the versions, too.
         """
         self.origin = where_measured(state.world.device)
-        for name, content in (("config", to_json(state.config)), ("spec", spec)):
-            path = self.path / f"{name}.json"
-            self.group.from_first(partial(write_json, path, content))
+        self.group.from_first(lambda: write_json(self.path / "config.json", to_json(state.config)))
+        self.group.from_first(lambda: write_json(self.path / "spec.json", spec))
         self.group.from_first(lambda: self._write_status("running", step=state.step))
         self.running = state, stop
 

@@ -60,12 +60,9 @@ class LogFile(logging.FileHandler):
         """Ignore it: the warning about metrics.jsonl says that the disk is full."""
 
     def close(self) -> None:
-        """Close the file, without the half line that a full disk has taken."""
-        try:
+        """Close the file, on a full disk too."""
+        with contextlib.suppress(OSError):
             super().close()
-        except OSError:
-            with contextlib.suppress(OSError), open_to_write(self.baseFilename, "rb+") as file:
-                file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def make_lenient(stream: Any) -> None:
