@@ -328,6 +328,7 @@ def test_the_environment_is_set_in_one_place_and_the_users_own_wins(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("MASTER_ADDR", "elsewhere")
+    monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setattr(world, "pick_device", lambda name: SimpleNamespace(type="cuda"))
     monkeypatch.setattr(world.torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(world, "die_with_the_launcher", lambda: None)
