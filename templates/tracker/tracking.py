@@ -89,9 +89,8 @@ class Tracking:
 def scalars(record: dict[str, Any]) -> dict[str, float]:
     """The finite figures of a record by tag: train/loss, validation/loss, perf/step_seconds."""
     figures = {n: v for n in record.keys() - {"step", "time"} for v in finite(record[n])}
-    tags = {n: re.sub("^train/validation_", "validation/", f"train/{n}") for n in figures}
-    tags |= {n: f"perf/{n}" for n in figures if PERFORMANCE.fullmatch(n)}
-    return {tags[n]: value for n, value in figures.items()}
+    tags = {n: f"{'perf' if PERFORMANCE.fullmatch(n) else 'train'}/{n}" for n in figures}
+    return {re.sub("^train/validation_", "validation/", tags[n]): figures[n] for n in figures}
 
 
 TRACKERS = (Tracking,)
