@@ -62,11 +62,6 @@ def test_a_start_says_what_it_is(
     caplog.clear()
     project("train", *project.settings, "--train.steps", "20", "--name", "first")
     assert said(caplog) == []  # it is finished
-    state = project.module("train").setup(project.config())
-    next(state.model.parameters()).requires_grad_(False)
-    project.module("run.journal").introduce(state, Path("runs/frozen"))
-    assert re.match("model  32,928 parameters .[0-9,]+ trainable., float32", said(caplog)[0])
-    caplog.clear()
     images("train", "--preset", "tiny", "--device", "cpu", "--train.steps", "1")
     assert re.fullmatch(rf"data   {NUMBER} samples, {NUMBER} for validation", said(caplog)[1])
 
