@@ -110,8 +110,7 @@ class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no metho
         """Set the attributes of an object, but not of a class, which would stay for the process."""
         if isinstance(self.stack[-2], type | types.FunctionType):
             raise pickle.UnpicklingError("it changes a class")
-        build: Any = pickle._Unpickler.dispatch[pickle.BUILD[0]]
-        build(self)
+        pickle._Unpickler.dispatch[pickle.BUILD[0]](self)  # pyright: ignore
 
     dispatch[pickle.BUILD[0]] = load_build
 

@@ -23,6 +23,7 @@ from .tracker_adapter import Tracker, TrackerConfig
 
 __all__ = ["TRACKERS", "TrackerConfig"]
 log = logging.getLogger(__name__)
+PERFORMANCE = re.compile("[a-z_]+_(seconds|per_second|bytes)|mfu")  # figures of the system
 LIMIT = 20.0  # seconds to wait for a tracker to open, and to close
 
 
@@ -86,9 +87,10 @@ class Tracking:
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """The finite figures of a record by tag, such as train/loss and validation/loss."""
+    """The finite figures of a record by tag: train/loss, validation/loss, perf/step_seconds."""
     figures = {n: v for n in record.keys() - {"step", "time"} for v in finite(record[n])}
-    return {re.sub("^train/validation_", "validation/", f"train/{n}"): figures[n] for n in figures}
+    tags = {n: f"{'perf' if PERFORMANCE.fullmatch(n) else 'train'}/{n}" for n in figures}
+    return {re.sub("^train/validation_", "validation/", tags[n]): figures[n] for n in figures}
 
 
 TRACKERS = (Tracking,)

@@ -3,6 +3,7 @@
 import itertools
 import random
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import Project, project_fixture
+from benchmarks.common import free_ports
+from tests.conftest import Project, bake, project_fixture, run_together
 
 project = project_fixture(
     "of_draws", task="image_classifier", parallelism="single", checkpoint="torch_save"
@@ -141,3 +143,65 @@ def test_micro_batches_are_near_equal(project: Project) -> None:
         for rank in range(ranks):
             if found := sizes(batch, micro_batch, rank, ranks):
                 assert found[0] == max(found) <= min(micro_batch, min(found) + 1)
+
+
+DRAWING = """
+
+import os
+import random
+
+import numpy
+
+_build_datasets = build_datasets
+
+
+class _Drawing:
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, number):
+        numbers = torch.rand(()).item(), numpy.random.random(), random.random()
+        with open(f"{os.environ['DRAWS']}-{os.environ.get('RANK', '0')}", "a") as file:
+            print(number, *numbers, file=file)
+        return {name: values[0] for name, values in self.samples.__getitems__([number]).items()}
+
+
+def build_datasets(config):
+    train, validation, spec = _build_datasets(config)
+    return _Drawing(train), validation, spec
+"""
+
+
+def test_commands_draw_the_same_on_ranks_in_workers_and_after_a_resume(tmp_path: Path) -> None:
+    """Processes of their own: nothing of a test's process can help them."""
+    project = bake(tmp_path / "drawing", package_name="of_drawing", task="image_classifier")
+    with (project / "src/of_drawing/data.py").open("a") as file:
+        file.write(DRAWING)
+    (port,) = free_ports(1)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
+
+    def train(run: str, draws: str, *options: str, ranks: int = 1) -> list[set[str]]:
+        """The samples that each rank reads, with what is drawn for each."""
+        words = f"-m of_drawing train --preset tiny --device cpu --run-dir {tmp_path / run}"
+        words += " --train.global-batch-size 8 --train.micro-batch-size 4 --train.validate-every 0"
+        each = [{"WORLD_SIZE": str(ranks), "RANK": str(r), "LOCAL_RANK": str(r)} for r in (0, 1)]
+        fixed = {"PYTHONPATH": str(project / "src"), "DRAWS": str(tmp_path / draws)}
+        environments = [fixed | meeting | it for it in each] if ranks > 1 else [fixed]
+        run_together([sys.executable, *words.split(), *options], 300, environments)
+        files = [tmp_path / f"{draws}-{rank}" for rank in range(ranks)]
+        return [{*path.read_text().splitlines()} for path in files]
+
+    (whole,) = train("a", "whole", "--train.steps", "8")
+    assert len(whole) == 64 and len({line.split()[1] for line in whole}) == 64
+    (first,) = train("b", "first", "--train.steps", "5")
+    (rest,) = train("b", "rest", "--train.steps", "8", "--train.loader-workers", "2")
+    assert len(first) == 40 and first < whole and whole - first <= rest
+    one, two = train("c", "ranks", "--train.steps", "8", ranks=2)
+    assert one | two == whole and not one & two
+    (others,) = train("d", "others", "--train.steps", "8", "--train.seed", "1")
+    assert not {n for line in whole for n in line.split()[1:]} & {
+        n for line in others for n in line.split()[1:]
+    }

@@ -21,8 +21,14 @@ import torch
 from tests.conftest import Project
 
 Lines = dict[int, dict[str, float]]
-LOGGED = {"train/loss", "train/lr", "train/grad_norm", "train/samples_per_second"}
-LOGGED |= {"train/data_seconds", "validation/loss", "validation/bits_per_byte", "train/mine"}
+LOGGED = {"train/loss", "train/lr", "train/grad_norm", "perf/samples_per_second"}
+LOGGED |= {
+    "perf/data_seconds",
+    "perf/host_bytes",
+    "validation/loss",
+    "validation/bits_per_byte",
+    "train/mine",
+}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +83,9 @@ def journal(run_dir: Path) -> Lines:
     found = map(json.loads, (run_dir / "metrics.jsonl").read_text("utf-8").splitlines())
     return {
         line.pop("step"): {
-            re.sub("^(validation_|)", lambda m: f"{m[0][:-1] or 'train'}/", name): value
+            f"perf/{name}"
+            if name.endswith(("seconds", "per_second", "bytes"))
+            else re.sub("^(validation_|)", lambda m: f"{m[0][:-1] or 'train'}/", name): value
             for name, value in line.items()
             if name != "time"
         }

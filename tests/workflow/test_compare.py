@@ -153,6 +153,18 @@ def test_runs_are_compared_by_what_they_wrote(project: Project, tmp_path: Path, 
     assert "losses at step 24" in shown and "the same to the bit" in shown
     assert "samples_per_second" in shown and "waiting_for_saves" in shown
     assert "is not known" not in shown  # each run says on what it ran
+    for name, change in (("b", {"ranks": 2}), ("few", {})):
+        folder = shutil.copytree(tmp_path / "b", tmp_path / f"changed_{name}")
+        status = json.loads((folder / "status.json").read_text())
+        assert status["ranks"] == 1
+        (folder / "status.json").write_text(json.dumps(status | change))
+        if name == "few":
+            lines = (folder / "metrics.jsonl").read_text().splitlines()
+            (folder / "metrics.jsonl").write_text("\n".join([*lines[:3], ""]))
+        project("compare", str(tmp_path / "a"), str(folder))
+        reason = "1 and 2 ranks" if change else "too few to tell, of 5 records at least"
+        (line,) = (it for it in capsys.readouterr().out.splitlines() if " samples_per_second" in it)
+        assert line.endswith(f"not comparable: {reason}")
     assert (
         project.module("__main__").dispatch(
             ["compare", str(tmp_path / "a"), str(tmp_path / "c"), "--fail-on-regression"]

@@ -138,8 +138,7 @@ class Watchdog:
 
     def _write_trace(self) -> None:
         """Write what the flight recorder knows of the last 2,000 collectives."""
-        core: Any = torch._C
-        recorder = core._distributed_c10d
+        recorder: Any = torch._C._distributed_c10d  # pyright: ignore
         dump = getattr(recorder, "_dump_nccl_trace", None) or recorder._dump_fr_trace
         with open_to_write(self.folder / f"{TRACE}{self.group.rank}", "wb") as file:
             file.write(dump())

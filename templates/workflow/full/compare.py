@@ -34,6 +34,7 @@ WAITS = {"data_seconds": "waiting_for_data", "checkpoint_blocked_seconds": "wait
 OF_RUN = ("samples_per_second", "device_peak_bytes", "host_bytes")
 OF_MACHINE = ("device", "gpus", "cpu", "cores")
 BUSY = 1.5  # load for each core
+FEW = 5  # records of a run, too few for its throughput
 Content = dict[str, Any]  # of workflow/<stage>.json, or of what `content_of_run` makes of a run
 
 
@@ -101,7 +102,8 @@ def content_of_run(path: Path) -> Content:
             waits[name] += sum(finite(record.get(key))) * times
     figures |= {name: waited / seconds for name, waited in waits.items() if seconds > 0}
     status = read_json(path / "status.json")
-    origin = {"machine": status.get("machine"), "versions": status.get("versions")}
+    origin = {key: status.get(key) for key in ("machine", "versions", "ranks")}
+    figures["records"] = len(records)
     return {"settings": read_json(path / "config.json"), "figures": figures, **origin}
 
 
@@ -130,11 +132,15 @@ def another_machine(a: Content, b: Content) -> str:
         for key in keys:
             if a[origin][key] != b[origin][key]:
                 return f"{key} {a[origin][key]} and {b[origin][key]}"
+    if a.get("ranks") and b.get("ranks") and a["ranks"] != b["ranks"]:
+        return f"{a['ranks']} and {b['ranks']} ranks"
     return ""
 
 
 def too_busy(a: Content, b: Content) -> str:
-    """Whether other work held the cores, so that seconds say nothing; "" if not."""
+    """Why seconds say nothing: other work held the cores, or few records; "" if they do."""
+    if min(content["figures"].get("records", FEW) for content in (a, b)) < FEW:
+        return f"too few to tell, of {FEW} records at least"
     for machine in (a["machine"], b["machine"]):
         if machine and machine["load"] > BUSY * machine["cores"]:
             return f"a load of {machine['load']} on {machine['cores']} cores"

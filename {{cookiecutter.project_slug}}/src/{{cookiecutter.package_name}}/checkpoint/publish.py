@@ -96,8 +96,7 @@ class Publisher:
         except RankError as error:
             if group.rank == 0 and reserved:
                 self.abandon(reserved)
-            problem = f"the checkpoint of step {step} was not saved"
-            raise CheckpointError(f"{problem}: {error}") from error
+            raise CheckpointError(f"checkpoint of step {step} was not saved: {error}") from error
         path = self.directory / step_name(step)
         if group.rank == 0:
             self.losses[path] = facts.get("validation_loss")

@@ -62,7 +62,7 @@ class RunDirectory:
 
         From now on status.json names the machine and the versions, too.
         """
-        self.origin = where_measured(state.world.device)
+        self.origin = {"ranks": self.group.size, **where_measured(state.world.device)}
         self.group.from_first(lambda: write_json(self.path / "config.json", to_json(state.config)))
         self.group.from_first(lambda: write_json(self.path / "spec.json", spec))
         self.group.from_first(lambda: self._write_status("running", step=state.step))
