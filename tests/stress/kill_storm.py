@@ -3,11 +3,13 @@
 Every parallelism with every kind of checkpoint. `kill -9` goes to one rank, to all of them or to
 what launched them; some kills come at a moment drawn at random from the length of a run, more
 within a phase that is waited for, so that short ones are met too. Most jobs are forked
-(forked_jobs.py, storm.py), on one process, two ranks or three, some compiled per block; some go
-through launch.sh and torchrun (launched_jobs.py), and some are killed while they prune thousands
-of checkpoints (kill_storm_pruning.py).
+(forked_jobs.py, storm.py), on one process, two ranks or three, some compiled per block, some with
+data that draws random numbers and with buffers of every sort (own_code.py), which are told to stop
+between saves, too; some go through launch.sh and torchrun (launched_jobs.py), and some are killed
+while they prune thousands of checkpoints (kill_storm_pruning.py).
 """
 
+import dataclasses
 import json
 import os
 import random
@@ -18,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import kill_storm_mutants, kill_storm_pruning
+from . import kill_storm_mutants, kill_storm_pruning, own_code
 from .common import Findings, run_topic
 from .forked_jobs import PHASES
 from .launched_jobs import Launch
@@ -131,6 +133,12 @@ def attempt(findings: Findings) -> None:
                 if name in COMPILED:
                     compiled = {"compile.mode": "blocks"}
                     storm(name, f"{name}_c", found, hits, COMPILED[name], **compiled).kill(4)
+            for name in names:
+                if name in (IN_PART[1:2] if found.bounded else IN_PART):
+                    plan = dataclasses.replace(plan_of(name, sources[name]), sabotage=own_code.add)
+                    folder, its = found.folder / f"{name}_own", random.Random(f"{name}_own")
+                    own = Storm(plan, folder, found, its, hits, stops=True)
+                    own.kill(2 if found.bounded else 16)
 
         return part
 
@@ -172,6 +180,9 @@ def attempt(findings: Findings) -> None:
     figures["save interval, steps"] = EVERY
     figures["kills of runs on 3 ranks"] = hits["3 ranks"]
     figures["kills of runs compiled per block"] = hits["compiled"]
+    figures["stops between saves, where data draws and buffers change"] = hits[
+        "stops between saves"
+    ]
     figures[kill_storm_pruning.HALF_WAY] = hits[kill_storm_pruning.HALF_WAY]
     figures[kill_storm_pruning.MOST] = hits[kill_storm_pruning.MOST]
     for name in (*WHOM, *PHASES[1:]):

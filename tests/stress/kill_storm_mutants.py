@@ -10,11 +10,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from . import kill_storm_pruning
+from . import kill_storm_pruning, own_code
 from .common import Findings
-from .storm import ENDS, LOST, NEWEST, ORPHANS, WHOLE, Storm, plan_of
+from .storm import ENDS, EVERY, LOST, NEWEST, ORPHANS, STOPPED, WHOLE, Storm, plan_of
 
+OWN, STOP = ", own", "a stop"
 NOTICED = "A template that breaks one of these promises is found out"
 
 
@@ -73,6 +75,28 @@ def _prunes_in_place(package: str) -> None:
     publisher.discard = in_place
 
 
+def _draws_anew(package: str) -> None:
+    sampling = importlib.import_module(f"{package}.sampling")
+    seed = sampling.seed_random
+    sampling.seed_random = lambda *words, device=None: device and seed(*words, device=device)
+
+
+def _leaves_buffers_apart(package: str) -> None:
+    parallel = importlib.import_module(f"{package}.distributed.parallel")
+    parallel.agree_on_buffers = lambda *_: None
+
+
+def _stops_unsaved(package: str) -> None:
+    checkpointer = importlib.import_module(f"{package}.checkpoint.checkpointer").Checkpointer
+    save = checkpointer.save
+
+    def seldom(self, step: int, *rest) -> None:
+        if step % EVERY == 0:
+            save(self, step, *rest)
+
+    checkpointer.save = seldom
+
+
 BREAKS: dict[Callable[[str], None], tuple[str, str, str]] = {
     _lets_orphans_live: ("ddp_dcp", ORPHANS, "training"),
     _sums_otherwise_at_first: ("ddp_dcp on 3", ENDS, "validating"),
@@ -81,15 +105,20 @@ BREAKS: dict[Callable[[str], None], tuple[str, str, str]] = {
     _saves_only_at_the_end: ("single_dcp", LOST, "validating"),
     _overlooks_the_newest: ("single_dcp", NEWEST, "validating"),
     _prunes_in_place: ("single_torch_save", WHOLE, "pruning"),
+    _draws_anew: ("single_dcp, own", WHOLE, "validating"),
+    _leaves_buffers_apart: ("ddp_dcp, own", WHOLE, "validating"),
+    _stops_unsaved: ("single_dcp, own", STOPPED, STOP),
 }
 """What is broken; in which variant (of three ranks, or with many checkpoints if they are pruned),
-which promise that is of, and the phase to kill in."""
+which promise that is of, and the phase to kill in. `own`: with what owners write (own_code.py)."""
 IN_FULL = (
     _sums_otherwise_at_first,
     _trains_otherwise,
     _saves_only_at_the_end,
     _overlooks_the_newest,
     _prunes_in_place,
+    _leaves_buffers_apart,
+    _stops_unsaved,
 )
 
 
@@ -101,20 +130,26 @@ def attempt(findings: Findings, sources: dict[str, Path]) -> None:
             continue
         own = Findings(findings.bounded, findings.folder)
         if name not in storms:
-            package, _, ranks = name.partition(" on ")
+            package, _, ranks = name.removesuffix(OWN).partition(" on ")
             plan = plan_of(package, sources[package], int(ranks or 2))
+            plan = dataclasses.replace(plan, sabotage=own_code.add if OWN in name else None)
             if phase == "pruning":
                 few = Findings(True, findings.folder)
                 storms[name] = kill_storm_pruning.thousands(few, Counter(), plan)
             else:
                 folder = findings.folder / f"broken_{name}"
-                storms[name] = Storm(plan, folder, own, random.Random(0), Counter())
+                kind = {"stops": True} if OWN in name else {}
+                storms[name] = Storm(plan, folder, own, random.Random(0), Counter(), **kind)
         storm = storms[name]
-        storm.findings, storm.target = (
-            own,
-            ("launcher" if storm.plan.ranks else "one rank", 0, phase),
-        )
-        storm.plan = dataclasses.replace(storm.plan, sabotage=sabotage)
+        storm.findings, storm.stops = own, phase == STOP
+        storm.target = "launcher" if storm.plan.ranks else "one rank", 0, phase
+
+        def both(package: str, sabotage: Any = sabotage, name: str = name) -> None:
+            if OWN in name:
+                own_code.add(package)
+            sabotage(package)
+
+        storm.plan = dataclasses.replace(storm.plan, sabotage=both)
         noticed = False
         for _ in range(3):  # a kill that comes late, on a busy machine, tells nothing
             with contextlib.redirect_stderr(io.StringIO()):

@@ -43,6 +43,7 @@ ENDS = "A run that was killed and restarted ends with the bits of an undisturbed
 WHOLE = "After a kill each checkpoint there is holds the bits of the undisturbed run's"
 ORPHANS = "Nothing of a killed job lives on, DataLoader workers included"
 LOST = "A kill costs no more than a save interval and the upload under way"
+STOPPED = "A run that is stopped between saves saves its last step, with an undisturbed one's bits"
 NEWEST = "A restart goes on from the newest checkpoint that was published"
 Contents = dict[int, dict[str, str]]
 
@@ -127,6 +128,8 @@ class Storm:
     """Whom to kill, in which rank's which phase, if that shall not be drawn."""
     template: Path | None = None
     """What a chain begins with, if not with nothing."""
+    stops: bool = False
+    """Whether every second time there is a stop between saves, not a kill."""
     linger: Callable[[Path], object] | None = None
     """Waits within a phase of a run for the moment to kill, if not some milliseconds at most."""
 
@@ -138,7 +141,8 @@ class Storm:
         self.folder.mkdir(parents=True)
         started = time.monotonic()
         run_dir = self.folder / "undisturbed"
-        settings = self.plan.settings | {"checkpoint.keep_every": 1}
+        every = 1 if self.stops else self.every
+        settings = self.plan.settings | {"checkpoint.keep_every": 1, "checkpoint.every": every}
         plan = dataclasses.replace(self.plan, settings=settings)
         job = Job(plan, run_dir, self.folder / "undisturbed.log")
         if job.gone() is None or job.code:
@@ -146,7 +150,7 @@ class Storm:
         self.seconds = time.monotonic() - started
         self.undisturbed, self.expected = self.contents(run_dir), losses(run_dir)
         assert len(self.expected) == self.steps
-        assert sorted(self.undisturbed) == list(range(self.every, self.steps + 1, self.every))
+        assert sorted(self.undisturbed) == list(range(every, self.steps + 1, every))
 
     def kill(self, times: int) -> None:
         """Chains of kills, until there were so many."""
@@ -154,7 +158,8 @@ class Storm:
         while done < times:
             run_dir = self.begin()
             for _ in range(min(6, times - done)):
-                if self.kill_once(run_dir):
+                stop = self.stops and done % 2 == 0
+                if self.stop_once(run_dir) if stop else self.kill_once(run_dir):
                     done += 1
                 else:
                     break
@@ -246,6 +251,41 @@ class Storm:
         self.hits["most lost"] = max(self.hits["most lost"], lost)
         problem = f"{place}: {lost} steps, {allowed} allowed" if lost > allowed else None
         self.tally(LOST).count(problem)
+        return True
+
+    def stop_once(self, run_dir: Path) -> bool:
+        """One run up to a stop between two saves; False if it ended before."""
+        whom, rank = self.rng.choice(WHOM[:2]), self.rng.randrange(max(1, self.plan.ranks))
+        before = max(self.contents(run_dir), default=0)
+        most = min(before + 2 * self.every, self.steps - 1)
+        between = [step for step in range(before + 1, most) if step % self.every]
+        if not between:
+            return False
+        at, log = self.rng.choice(between), self.folder / f"chain-{self.chains}.log"
+        job = Job(self.plan, run_dir, log)
+        deadline = time.monotonic() + PATIENCE
+        while job.board.most(DONE) < at and time.monotonic() < deadline:
+            if job.wait(0.001) == b"":
+                break
+        for pid in job.victims(whom, rank):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        left = job.gone(GRACE)
+        status = json.loads((run_dir / "status.json").read_text("utf-8"))
+        if status["status"] == "finished":
+            return False
+        newest, wrong = max(self.contents(run_dir), default=0), self.wrong(run_dir)
+        good = left is not None and job.code == 0 and status["status"] == "preempted"
+        problem = f"{self.plan.package}, {whom} told to stop at {at}: "
+        if not good or status["step"] != newest or newest < at:
+            problem += f"code {job.code}, newest {newest}, {status}, {_end_of(log)}"
+        elif wrong:
+            problem += f"other bits at {wrong}"
+        else:
+            problem = None
+        self.tally(STOPPED, "stops").count(problem)
+        self._resumed(job, before, f"{self.plan.package}, stopped at {at}")
+        self.hits["stops between saves"] += 1
         return True
 
     def _resumed(self, job: Job, newest: int, place: str) -> None:
