@@ -268,6 +268,7 @@ def test_with_none_there_is_none(home: Path) -> None:
             "logs",
             "metrics.jsonl",
             "samples",
+            "spec.json",
             "status.json",
         }
 
