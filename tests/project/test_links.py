@@ -28,7 +28,12 @@ def leave_link(run: Path, name: str, where: str) -> Path:
 WORDS = ("--train.steps", "6", "--profile.every", "4", "--profile.warmup", "1")
 WORDS += ("--profile.active", "1", "--train.validate-every", "0", "--checkpoint.every", "0")
 TRAINING = [".lock", ".metrics.jsonl", "metrics.jsonl", "logs/train.log", "config.json"]
-TRAINING += ["status.json", "tensorboard/logged.json", "traces/step_00000004_rank_0.json.gz"]
+TRAINING += [
+    "spec.json",
+    "status.json",
+    "tensorboard/logged.json",
+    "traces/step_00000004_rank_0.json.gz",
+]
 REFUSED = (".lock", "logs/train.log")
 
 
