@@ -95,6 +95,7 @@ def test_a_job_of_many_ranks_makes_room_for_its_connections(
         monkeypatch.setattr(world.dist, name, lambda: 0)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("MASTER_ADDR", "elsewhere")
+    monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setenv(lazy, "")  # and as it was before, afterwards
 
     def set_for(ranks: int, own: str | None = None) -> str | None:
