@@ -20,8 +20,11 @@ class Group:
 
     rank, size, process_group, elsewhere = 0, 1, None, False
 
-    def any(self, flag: bool) -> bool:
-        return flag or self.elsewhere
+    def agree(self, action: Any) -> list[bool]:
+        return [action(), self.elsewhere]
+
+    def from_first(self, action: Any) -> Any:
+        return action()
 
 
 def read(project: Project, folder: Path) -> dict[str, torch.Tensor]:
