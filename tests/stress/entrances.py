@@ -4,7 +4,7 @@ A run directory, a checkpoint, a file of weights or data may come from anybody. 
 changed a thousand times, and each command that reads it is run on each mutant: forked from a
 process that has imported everything, with little memory and little time. All commands of a mutant
 share a fork; every tenth mutant, and any on which something ends oddly, has one for each command.
-Wanted is that a command ends well, or with one line that begins with "error: ". A traceback, a
+A command must end well, or with one line that begins with "error: ". A traceback, a
 hang, a process started, or a write outside of the folder it works in is a violation.
 """
 

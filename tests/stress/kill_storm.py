@@ -4,7 +4,7 @@ Every parallelism with every kind of checkpoint. `kill -9` goes to one rank, to 
 what launched them; some kills come at a moment drawn at random from the length of a run, more
 within a phase that is waited for, so that short ones are met too. Most jobs are forked
 (forked_jobs.py, storm.py), on one process, two ranks or three, some compiled per block, some with
-data that draws random numbers and with buffers of every sort (own_code.py), which are told to stop
+data that draws random numbers and with buffers of every sort (own_code.py), which get a stop signal
 between saves, too; some go through launch.sh and torchrun (launched_jobs.py), and some are killed
 while they prune thousands of checkpoints (kill_storm_pruning.py).
 """
