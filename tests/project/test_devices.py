@@ -121,6 +121,18 @@ def test_whole_means_blocks_where_a_model_is_sharded(
     assert sharded.module("workflow.compile").MODES == ("blocks",)
 
 
+def test_ddp_leaves_compiled_blocks_whole(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cuts a graph at the bounds of its buckets, which helps a whole model alone."""
+    compilation = project.module("compile")
+    for mode, cuts in (("blocks", False), ("full", True)):
+        monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", not cuts)
+        config = compilation.CompileConfig(mode=mode, backend="eager")
+        compilation.compile_model(nn.Linear(2, 2), [nn.Linear(2, 2)], config)
+        assert torch._dynamo.config.optimize_ddp is cuts
+
+
 def test_that_nothing_was_compiled_is_a_warning(
     project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:

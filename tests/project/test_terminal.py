@@ -154,9 +154,11 @@ def test_what_is_set_for_torch_comes_in_time(project: Project, tmp_path: Path) -
     world = project.module("distributed.world")
     ours = {*world.NCCL, *world.ON_LOOPBACK, *world.ON_MANY_RANKS}
     others = {name: value for name, value in environment(project).items() if name not in ours}
-    del others["GOMP_SPINCOUNT"]
+    for name in ("GOMP_SPINCOUNT", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        others.pop(name, None)
     (command,) = train(project, tmp_path / "run", PLAIN, steps=1)[2:]
-    for own in ({}, {"GOMP_SPINCOUNT": "7"}):
+    theirs = {"GOMP_SPINCOUNT": "7", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    for own in ({}, theirs):
         done = subprocess.run(
             ["bash", "-c", f"{command} --fresh"],
             cwd=project.folder,
@@ -172,6 +174,8 @@ def test_what_is_set_for_torch_comes_in_time(project: Project, tmp_path: Path) -
         found = json.loads(shown.partition(" ")[2])
         assert not ours & found.keys(), "a rank could no longer set it"
         assert found["GOMP_SPINCOUNT"] == own.get("GOMP_SPINCOUNT", "1000")
+        allocator = None if own else "expandable_segments:True"  # which has two names
+        assert found.get("PYTORCH_ALLOC_CONF") == allocator
 
 
 def test_a_name_that_is_no_text_is_shown(project: Project, tmp_path: Path) -> None:
