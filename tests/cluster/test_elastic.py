@@ -111,6 +111,25 @@ def test_a_job_of_many_ranks_makes_room_for_its_connections(
     assert set_for(1000, own="0") == "0"
 
 
+@pytest.mark.parametrize("own", [{}, {"TORCHINDUCTOR_COMPILE_THREADS": "5"}])
+def test_ranks_share_the_cores_for_compiling(project: Project, own: dict[str, str]) -> None:
+    """Each would compile on all of them; the user's own number wins."""
+    (project.folder / "python").write_text("#!/bin/sh\necho $TORCHINDUCTOR_COMPILE_THREADS\n")
+    (project.folder / "python").chmod(0o755)
+    others = {n: v for n, v in os.environ.items() if n != "TORCHINDUCTOR_COMPILE_THREADS"}
+    cores = len(os.sched_getaffinity(0))
+    for ranks, share in ((1, cores), (max(2, cores), 1)):
+        done = subprocess.run(
+            ["bash", "launch.sh", "-n", str(ranks), "train"],
+            cwd=project.folder,
+            env=others | own | {"PYTHON": str(project.folder / "python")},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.stdout.split() == ([*own.values()] or [str(share)]), done.stderr
+
+
 def test_ranks_may_open_as_many_files_as_the_system_allows(project: Project) -> None:
     """`ulimit -n` in the process that launch.sh becomes; a refusal changes nothing."""
     (project.folder / "python").write_text("#!/bin/sh\nulimit -Sn; ulimit -Hn\n")

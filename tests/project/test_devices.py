@@ -75,6 +75,24 @@ def test_a_process_keeps_to_the_cores_beside_its_gpu(
     assert len(chosen) == bool(kept)
 
 
+@pytest.mark.parametrize(("precision", "products"), [("fp32", "high"), ("bf16", "medium")])
+def test_a_run_sets_its_process_up_before_it_builds_the_model(
+    project: Project, monkeypatch: pytest.MonkeyPatch, precision: str, products: str
+) -> None:
+    training, beside, found = project.module("train"), [], []
+    build, before = training.build_model, torch.get_float32_matmul_precision()
+
+    def built(*given: Any) -> nn.Module:
+        found.append((torch.get_float32_matmul_precision(), [*beside]))
+        return build(*given)
+
+    monkeypatch.setattr(training, "build_model", built)
+    monkeypatch.setattr(training.hardware, "run_beside", beside.append)
+    training.setup(project.config(train__precision=precision))
+    torch.set_float32_matmul_precision(before)
+    assert found == [(products, [torch.device("cpu")])]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_muon_rounds_its_products_only_where_all_are_rounded(
     project: Project, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
