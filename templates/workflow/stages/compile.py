@@ -197,12 +197,13 @@ def problem_of(figures: Figures, steps: int) -> str:
     if "error" in figures or "skipped" in figures:
         return figures.get("error", "").partition("\n")[0]
     paid_after = figures["paid_after"] or 0
+    too_late = f"a first compile pays off after {paid_after:,} steps, and the run has {steps:,}"
     problems = {
         "no graph was compiled": not figures["graphs"],
         "its losses or gradients are not those of eager steps": differs(figures),
         "it compiles again and again, up to the limit": figures["limits_hit"],
         "slower than eager steps": figures["verdict"] == "slower",
-        f"a first compile pays off after {paid_after:,} steps, of {steps:,}": paid_after > steps,
+        too_late: paid_after > steps,
     }
     return next((text for text, applies in problems.items() if applies), "")
 
