@@ -6,6 +6,7 @@ array is built and no loader state is saved: 10^3 or 10^12 samples, the first ba
 billionth, on 1 rank or 1,000, cost the same.
 """
 
+import contextlib
 import itertools
 import random
 import signal
@@ -316,7 +317,8 @@ def _send_error(queue: Queue, error: Exception, item: tuple[int, Any]) -> None:
     """Send this in place of a batch that cannot be sent; else the trainer would wait for ever."""
     ways_out = "set TMPDIR to a short path, or --train.loader-workers 0"
     problem = UserError(f"a loader worker cannot send a batch: {error}: {ways_out}")
-    queue.put((item[0], ExceptionWrapper((UserError, problem, None))))
+    with contextlib.suppress(ValueError):  # closed: the run ends, and nobody waits for a batch
+        queue.put((item[0], ExceptionWrapper((UserError, problem, None))))
 
 
 def open_loader(dataset: Any, train: "TrainConfig", plan: list[Share], world: World) -> Loader:

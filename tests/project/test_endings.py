@@ -193,6 +193,13 @@ def test_a_batch_that_a_worker_cannot_send_ends_the_run(project: Project, of_wor
     assert not multiprocessing.active_children()
 
 
+def test_a_batch_that_fails_when_nobody_waits_any_more_is_not_told(project: Project) -> None:
+    """A worker's queue is closed by then; a traceback of its thread would follow the run's error."""
+    samples, queue = project.module("sampling"), multiprocessing.Queue()
+    queue.close()
+    samples._send_error(queue, OSError("AF_UNIX path too long"), (0, None))
+
+
 def test_a_temporary_folder_of_a_long_name_ends_the_run(project: Project, tmp_path: Path) -> None:
     """A worker's socket stands in it, and its name may have some hundred letters."""
     (folder := tmp_path / ("scratch_of_user_" * 7)).mkdir()
