@@ -65,7 +65,7 @@ def speed(source: Path, run_dir: Path, preset: str, steps: int, setting: dict[st
 
 def measure(folder: Path, smoke: bool) -> dict[str, Any]:
     """Run after run, the settings in turns."""
-    rounds, steps, preset = (1, 10, "tiny") if smoke else (5, 60, "default")
+    rounds, steps, preset = (1, 10, "tiny") if smoke else (3, 40, "default")
     values = [*VALUES.items()][: 1 if smoke else None]  # without a bound it could take minutes
     source, found = render(folder), dict[str, list[float]]()
     for round_ in range(rounds):
