@@ -68,6 +68,7 @@ PRIVATE = (
     "torch.nn.modules.batchnorm._BatchNorm",
     "torch.nn.utils.stateless._reparametrize_module",
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
+    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._workers",
     f"{ELASTIC}._monitor_workers",
     f"{ELASTIC}._remaining_restarts",
     # Of a build with NCCL, and without it.

@@ -31,6 +31,8 @@ class Spec:
 class Vectors:
     """Vectors in memory, read a batch at a time."""
 
+    draws = False
+
     def __init__(self, samples: int, features: int, classes: int) -> None:
         generator = torch.Generator().manual_seed(0)
         self.features = torch.randn(samples, features, generator=generator)

@@ -12,6 +12,8 @@ threads, which DCP loses, and a cache of plans for each run, where DCP keeps one
 
 import contextlib
 import io
+import logging
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
@@ -41,6 +43,8 @@ class CheckpointConfig(StorageConfig):
     """Files that each rank writes at a time (0: one for each 32 MB, up to 4)"""
 
 
+log = logging.getLogger(__name__)
+LONG = 1.0  # seconds of waiting that are worth a warning
 # numpy does not know every dtype, but only bits are moved.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -63,6 +67,7 @@ class Writer:
         self.event: torch.Event | None = None
         self.staged: Future[None] | None = None
         self.writing: Future[None] | None = None
+        self.waited, self.warned = 0.0, False  # for the save before, in seconds
         # Without this the thread would work on GPU 0.
         begin = (lambda: torch.cuda.set_device(device)) if self.stream else None
         self.thread = ThreadPoolExecutor(1, "checkpoint", begin)
@@ -79,6 +84,13 @@ class Writer:
 
     def save(self, tensors: Tensors, publish: Callable[[Write], object]) -> None:
         """Start to save the tensors; `publish` publishes what the function given to it writes."""
+        if self.waited > LONG and self.group.rank == 0 and not self.warned:
+            self.warned = True  # once: metrics.jsonl has it each time
+            log.warning(
+                "training waited %.1f s for the save before to end; saves take longer than the "
+                "steps between them: raise --checkpoint.every",
+                self.waited,
+            )
         copies, copy = self._stage(share_of(tensors, self.group.rank, self.group.size))
         staged = self.staged = self.thread.submit(copy)
 
@@ -106,7 +118,9 @@ class Writer:
         """Wait for the save in flight; raises what it raised."""
         if self.writing is not None:
             writing, self.writing, self.staged = self.writing, None, None
+            started = time.perf_counter()
             writing.result()
+            self.waited = time.perf_counter() - started
 
     def close(self) -> None:
         """End the thread."""

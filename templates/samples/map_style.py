@@ -23,11 +23,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from .device import annotated
 from .distributed import Group, World
+from .distributed.stop import Stop
 from .errors import STOP_SIGNALS, UserError
 
 if TYPE_CHECKING:
     from .config import TrainConfig
 
+PATIENCE = 20.0  # seconds that a batch may take after a stop signal: it comes before the save
 WAITING = "waiting for data"  # the loader's part of a step in a trace
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the increment of SplitMix64
 MASK = (1 << 64) - 1
@@ -204,8 +206,10 @@ def fetch(
     `dataset.__getitems__(ids)` may return a finished batch, or a list of samples to collate; a
     dataset with `__getitem__` alone works too. With `keys` (uint64, one per sample), the dataset's
     `augment(batch, keys)` changes the batch. `draws` (a key, and the position of the first sample)
-    seed the global random numbers, for each sample or, for `__getitems__`, for the batch.
+    seed the global random numbers for each sample or, with `__getitems__`, for the batch; a dataset
+    that uses none saves the 10 us by `draws = False`.
     """
+    draws = draws if getattr(dataset, "draws", True) else ()
     key, position = draws or (0, 0)
     if hasattr(dataset, "__getitems__"):
         if draws:
@@ -217,7 +221,10 @@ def fetch(
             if draws:
                 seed_random(key, place)
             batch.append(dataset[number])
-    batch = default_collate(batch) if isinstance(batch, list) else batch
+    try:
+        batch = default_collate(batch) if isinstance(batch, list) else batch
+    except RuntimeError as error:
+        raise UserError(f"the samples of a batch have different shapes: {error}") from None
     return batch if keys is None else dataset.augment(batch, keys)
 
 
@@ -245,22 +252,17 @@ class Loader:
         self.source = _MicroBatches(dataset, order)
         self.size = len(dataset) if hasattr(dataset, "__len__") else None  # None of a stream
         self.plan, self.workers, self.pin = plan, workers, pin
-        self.seconds = 0.0
+        self.step, self.seconds = 0, 0.0
         self.iterator: Any = None
-        self.seek(0)
-
-    def seek(self, step: int) -> None:
-        """Continue with global batch `step`; costs the same for any step."""
-        self.close()
-        self.step = step
 
     def position(self, group: Group) -> dict[str, Any]:
         """What a manifest must say to resume the loader: nothing, as any step is sought at once."""
         return {}
 
     def resume(self, step: int, manifest: dict[str, Any], group: Group) -> None:
-        """Continue with global batch `step` of a restored run."""
-        self.seek(step)
+        """Continue with global batch `step` of a restored run; costs the same for any step."""
+        self.close()
+        self.step = step
 
     def next(self) -> list[Any]:
         """The micro-batches of one step, in the order of the plan."""
@@ -280,11 +282,29 @@ class Loader:
 
     def _of_workers(self) -> list[Any]:
         if self.iterator is None:
-            self.iterator = iter(self._worker_loader())
-        try:
-            return [next(self.iterator) for _ in self.plan]
-        except UserError as error:  # its text begins with the worker's whole traceback
-            raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
+            loader = DataLoader(
+                self.source,
+                batch_size=None,
+                sampler=((at, share) for at in itertools.count(self.step) for share in self.plan),
+                num_workers=self.workers,
+                timeout=5,  # looks for stop signals meanwhile
+                pin_memory=self.pin,
+                worker_init_fn=_set_up_worker,
+                generator=torch.Generator(),  # else it draws from the trainer's random numbers
+            )
+            self.iterator = iter(loader)
+        batches: list[Any] = []
+        while len(batches) < len(self.plan):
+            try:
+                batches.append(next(self.iterator))
+            except UserError as error:  # its text begins with the worker's whole traceback
+                raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
+            except RuntimeError as error:  # of the loader's timeout, or of a worker
+                if not str(error).startswith("DataLoader timed out"):
+                    raise
+                if time.monotonic() - Stop.since > PATIENCE:
+                    raise KeyboardInterrupt("the loader workers do not answer") from None
+        return batches
 
     def close(self) -> None:
         """Stop the workers; `next` starts them again."""
@@ -292,18 +312,9 @@ class Loader:
         # at exit for workers, which ignore its signal.
         if self.iterator is not None:
             self.iterator._shutdown_workers()
+            for worker in self.iterator._workers:
+                worker.kill()  # one that still hangs
         self.iterator = None
-
-    def _worker_loader(self) -> DataLoader:
-        return DataLoader(
-            self.source,
-            batch_size=None,
-            sampler=((step, share) for step in itertools.count(self.step) for share in self.plan),
-            num_workers=self.workers,
-            pin_memory=self.pin,
-            worker_init_fn=_set_up_worker,
-            generator=torch.Generator(),  # else it draws from the trainer's random numbers
-        )
 
 
 def _set_up_worker(worker: int) -> None:

@@ -104,6 +104,7 @@ class Joined:
     def __init__(self, parts: Sequence[Any], weights: Mapping[str, int]) -> None:
         self.parts, self.weights = parts, weights
         self.ends = np.cumsum([len(part) for part in parts])
+        self.draws = any(getattr(part, "draws", True) for part in parts)
         if hasattr(parts[0], "augment"):
             self.augment = parts[0].augment
 

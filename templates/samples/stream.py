@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
 from . import map_style
 from .device import annotated
@@ -82,7 +82,7 @@ class StreamLoader(Loader):
         samples = self.last if step < self.step and self.last else self._peek()
         start = self.plan[0].places.start
         places = (slice(share.places.start - start, share.places.stop - start) for share in plan)
-        return [default_collate(samples[place]) for place in places]
+        return [fetch(samples[place], np.arange(len(samples[place]))) for place in places]
 
     def _peek(self) -> list[Any]:
         if not self.ahead:
@@ -124,7 +124,7 @@ class StreamLoader(Loader):
                     "(--init-from)"
                 )
             group.agree(lambda: self.load_stream_state(positions[group.rank]))
-        self.seek(step)
+        self.step = step
 
     def stream_state(self) -> dict[str, Any]:
         """This rank's position, as JSON holds it; UserError for what JSON does not hold."""

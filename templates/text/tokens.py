@@ -89,7 +89,7 @@ def write_tokens(options: TokensConfig) -> str:
     """Make the folder of tokens, or go on; a line that says what is in it. UserError."""
     folder, partial = options.to, options.to.with_name(f"{options.to.name}.partial")
     if not options.text.exists():
-        raise UserError(f"--text {options.text}: there is nothing there")
+        raise UserError(f"--text: there is nothing at {options.text.absolute()}")
     if folder.resolve().is_relative_to(options.text.resolve()):
         raise UserError(f"--to {folder} lies in the text: choose another place")
     if os.path.lexists(folder):

@@ -66,6 +66,18 @@ def test_a_start_says_what_it_is(
     assert re.fullmatch(rf"data   {NUMBER} samples, {NUMBER} for validation", said(caplog)[1])
 
 
+def test_a_start_says_how_much_of_the_model_is_trained(
+    project: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    state = project.module("train").setup(project.config(run_dir=tmp_path))
+    state.model.requires_grad_(False)
+    next(state.model.parameters()).requires_grad_()
+    project.module("run.journal").introduce(state, tmp_path)
+    size = next(state.model.parameters()).numel()
+    assert f"model  32,928 parameters ({size:,} trained), float32 on cpu" in said(caplog)[0]
+
+
 def on_a_terminal(command: list[str], columns: int, **options: Any) -> str:
     """What a command prints on a terminal of so many columns."""
     ours, theirs = pty.openpty()

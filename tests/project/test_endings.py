@@ -5,8 +5,11 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +196,68 @@ def test_a_batch_that_a_worker_cannot_send_ends_the_run(project: Project, of_wor
     assert not multiprocessing.active_children()
 
 
+# A run whose loader worker hangs at its fourth batch.
+HANGS = """
+import multiprocessing, sys, time
+from of_endings import __main__, data, sampling, train
+
+build = data.build_datasets
+
+
+class Hanging:
+    def __init__(self, samples):
+        self.samples, self.batches = samples, 0
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitems__(self, numbers):
+        self.batches += multiprocessing.parent_process() is not None
+        time.sleep(1e6 if self.batches == 4 else 0)
+        return self.samples.__getitems__(numbers)
+
+
+def built(config):
+    samples, *others = build(config)
+    return Hanging(samples), *others
+
+
+train.build_datasets = built
+sampling.PATIENCE = 1.0
+sys.exit(__main__.main())
+"""
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
+def test_a_stop_ends_the_wait_for_a_worker_that_hangs(
+    project: Project, tmp_path: Path, signals: list[int]
+) -> None:
+    """And the worker, which ignores stop signals, does not outlive the run."""
+    words = (*project.settings, "--run-dir", str(tmp_path / "run"), "--checkpoint.every", "2")
+    words += ("--train.log-every", "1", "--train.micro-batch-size", "8")
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGS, "train", *words, "--train.loader-workers", "1"],
+        cwd=project.folder,
+        env={**os.environ, "PYTHONPATH": str(project.folder / "src")},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        watch = threading.Timer(120, os.killpg, (process.pid, signal.SIGKILL))
+        watch.start()
+        assert any(line.startswith("step 3/") for line in process.stderr)
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.5)
+        said = process.stderr.read()  # until the worker is gone, too
+        assert process.wait() == 130, said
+        watch.cancel()
+    assert "; step 2 is saved. To resume: the same command again" in said
+    assert json.loads((tmp_path / "run/status.json").read_text())["status"] == "preempted"
+
+
 def test_a_batch_that_fails_when_nobody_waits_any_more_is_not_told(project: Project) -> None:
-    """A worker's queue is closed by then; a traceback of its thread would follow the run's error."""
+    """A worker's queue is closed by then; a traceback would follow the run's error."""
     samples, queue = project.module("sampling"), multiprocessing.Queue()
     queue.close()
     samples._send_error(queue, OSError("AF_UNIX path too long"), (0, None))

@@ -221,6 +221,37 @@ def test_what_is_no_optimizer_is_one_line(
     assert said == "what build_optimizer (optim.py) returns: expected Optimizer, not list"
 
 
+def test_an_optimizer_that_takes_several_losses_a_step_is_one_line(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = project.module("train")
+    build = lambda config, model: torch.optim.LBFGS(model.parameters())  # noqa: E731
+    monkeypatch.setattr(training, "build_optimizer", build)
+    said = project.refuses("train", *project.settings, "--run-dir", str(tmp_path / "run"))
+    assert said == "LBFGS computes the loss several times a step; this loop does it once"
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_samples_of_different_shapes_are_one_line(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: str
+) -> None:
+    training = project.module("train")
+    build = training.build_datasets
+
+    class Ragged:
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+            return {"tokens": torch.zeros(3 + number % 2)}
+
+    monkeypatch.setattr(training, "build_datasets", lambda config: (Ragged(), *build(config)[1:]))
+    words = (*project.settings, "--run-dir", str(tmp_path / "run"))
+    said = project.refuses("train", *words, "--train.loader-workers", workers)
+    assert said.startswith("the samples of a batch have different shapes: ")
+    assert "\n" not in said
+
+
 @pytest.mark.parametrize(("length", "plain"), [(None, False), (100, False), (9, True)])
 @pytest.mark.parametrize("part", ["training", "validation"])
 def test_a_stream_is_one_line(
@@ -507,7 +538,7 @@ def test_launched_ranks_refuse_in_one_line(project: Project) -> None:
     lines = told(project.folder, *launch, "--data.path", "nowhere", code=2)
     # On a busy machine the other rank may come to say so, too, before it is ended.
     said = {line.removeprefix("[rank 1] ") for line in lines}
-    assert said == {"error: --data.path nowhere: there is nothing there"}
+    assert said == {f"error: --data.path: there is nothing at {project.folder / 'nowhere'}"}
 
 
 def test_ctrl_c_on_ranks_shows_our_words_first(project: Project, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_a_run_sees_what_was_asked_for(project: Project, texts: Path, tmp_path: 
     project(*words, *MORE, "--data.mix", "letters=0.75, digits=0.25")
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert (lines[-1]["step"], lines[-1]["samples_of_letters"]) == (20, 120)
-    assert "nothing there" in project.refuses(*words, "--data.mix", "letters=2,none=1")
+    assert "there is nothing at " in project.refuses(*words, "--data.mix", "letters=2,none=1")
 
 
 def test_images_are_mixed(tmp_path: Path) -> None:

@@ -314,7 +314,7 @@ def test_bad_input_gets_one_line(project: Project, text: Path, tmp_path: Path) -
     (tmp_path / "bare").mkdir()
     words = ("tokens", "--to", str(tmp_path / "tokens"), "--text")
     for rest, line in (
-        ((str(tmp_path / "none"),), "there is nothing there"),
+        ((str(tmp_path / "none"),), "there is nothing at "),
         ((str(tmp_path / "bare"),), "there is no text in it"),
         ((str(text), "--to", str(tmp_path / "there")), "is there already"),
         ((str(text), "--to", str(text / "tokens")), "lies in the text"),

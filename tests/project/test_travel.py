@@ -102,7 +102,7 @@ def test_infer_needs_no_training_data(
         assert capfd.readouterr().out.startswith("Was ever")
         (place / "spec.json").unlink()  # as of an earlier release
         line = project.refuses("infer", "--run-dir", str(place))
-        assert line == f"--data.path {text}: there is nothing there"
+        assert line == f"--data.path: there is nothing at {text}"
 
 
 PLAIN = {"path": Path("a/b"), "names": ("a", "b"), "size": None, "scale": 0.5, "counts": {"a": 1}}

@@ -1,10 +1,13 @@
 """`compare` tells a change from noise; `--workflow.expect` holds the code to a team's figures."""
 
 import json
+import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,7 +51,7 @@ def test_a_change_is_told_from_noise(project: Project, tmp_path: Path, capsys) -
     capsys.readouterr()
     project("compare", str(before.parents[1]), str(after))
     shown = capsys.readouterr().out
-    assert "FAIL step_seconds 0.1 s -> 0.2 s, 2 (1.92 to 2.08) times: worse" in shown
+    assert "FAIL step_seconds 0.1 s -> 0.2 s, 2 (1.82 to 2.19) times: worse" in shown
     assert "FAIL peak_memory_bytes 1 GB -> 2 GB" in shown and "2 figures worse" in shown
     words = ["compare", str(before), str(after), "--fail-on-regression"]
     assert project.module("__main__").dispatch(words) == 1
@@ -71,11 +74,35 @@ def test_the_other_way_round_says_the_opposite(
     ((_, there),) = compare.verdicts(*contents)
     ((_, back),) = compare.verdicts(*reversed(contents))
     opposite = {"better": "worse", "worse": "better", "within noise": "within noise"}
-    # Near the limits, the change by 3 % up and the one back down differ in their last digits.
-    if abs(abs(a - b) / max(a, b) - compare.NOISE) > 1e-9:
+    times = compare.ratio(*(compare.Interval(*one.values()) for one in (one, two)), 0.0)
+    # Near the limits, the change up and the one back down differ in their last digits.
+    if min(abs(math.log(times.low)), abs(math.log(times.high))) > 2 * compare.ONCE:
         assert back == opposite[there]
-    apart = a / wide > b * wider or b / wider > a * wide
-    assert there == "within noise" or apart
+    assert there == "within noise" or not times.low <= 1 <= times.high
+
+
+@pytest.mark.parametrize("of_a_step", [0.02, 0.08])
+@pytest.mark.parametrize("noise", [0.02, 0.03])
+@pytest.mark.parametrize("count", [5, 15, 80])
+def test_how_often_it_is_wrong(
+    project: Project, noise: float, of_a_step: float, count: int
+) -> None:
+    """Of pairs whose measurements differ by their noise, and of those that are 20 % apart."""
+    compare, timing = project.module("workflow.compare"), project.module("workflow.timing")
+    random = np.random.default_rng(0)
+
+    def word(change: float) -> str:
+        found = []
+        for seconds in (1.0, 1.0 + change):
+            hour = seconds * np.exp(noise * random.standard_normal())
+            steps = hour * np.exp(of_a_step * random.standard_normal(count))
+            found += [interval for _, interval in compare.measured({"a": timing.spread(steps)})]
+        return compare.word_for(compare.ratio(*found, compare.NOISE), False)
+
+    words = [word(0.0) for _ in range(1000)]
+    assert words.count("within noise") >= 950
+    if of_a_step < 0.05 or count > 40:  # else medians of so few steps say less
+        assert [word(0.2) for _ in range(1000)].count("worse") >= 950
 
 
 def test_what_cannot_be_compared_is_no_regression(project: Project, tmp_path: Path) -> None:
@@ -152,6 +179,7 @@ def test_runs_are_compared_by_what_they_wrote(project: Project, tmp_path: Path, 
     shown = capsys.readouterr().out
     assert "losses at step 24" in shown and "the same to the bit" in shown
     assert "samples_per_second" in shown and "waiting_for_saves" in shown
+    assert re.search(r"^     bits_per_byte ([\d.]+) -> \1 \(the last ones\)$", shown, re.M)
     assert "is not known" not in shown  # each run says on what it ran
     for name, change in (("b", {"ranks": 2}), ("few", {})):
         folder = shutil.copytree(tmp_path / "b", tmp_path / f"changed_{name}")

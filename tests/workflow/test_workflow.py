@@ -389,7 +389,7 @@ def test_the_report_can_be_looked_at(project: Project, tmp_path: Path, capsys) -
         assert not console
         assert not seen["wide"], f"it has to be scrolled sideways at {width}"
         assert seen["links"] == len(STAGES)
-        assert len(seen["pictures"]) == 8
+        assert len(seen["pictures"]) == 9
         for picture in seen["pictures"]:
             assert picture["width"] > 100 and picture["colors"] > 20, picture
     for dark in (False, True):
@@ -452,6 +452,38 @@ def test_a_report_of_what_there_is(project: Project, tmp_path: Path) -> None:
     project("report", "--run-dir", str(tmp_path))
     page = (tmp_path / "report.html").read_text("utf-8")
     assert "left out" not in page and "running or killed, last heard of at step 1<" in page
+
+
+def test_a_report_shows_metrics_of_ones_own(project: Project, tmp_path: Path) -> None:
+    lines = [{"step": step, "loss": 2.0, "auc": 0.1 * step, "samples": 8} for step in range(1, 9)]
+    lines[-1] |= {"validation_loss": 2.0, "validation_ema_loss": 2.0, "validation_f1_score": 0.5}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    project("report", "--run-dir", str(tmp_path))
+    page = (tmp_path / "report.html").read_text("utf-8")
+    titles = [title for title in ("Auc", "F1 score", "Ema loss", "Samples") if f"{title}<" in page]
+    assert titles == ["Auc", "F1 score"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "shown"),
+    [
+        ([], []),
+        ([7], [7]),
+        ([10, 20, 30, 40], [10, 20, 30, 40]),
+        ([10, 20, 30, 40, 50, 60, 70], [10, 30, 50, 70]),
+    ],
+)
+def test_a_report_shows_samples_over_time(
+    project: Project, tmp_path: Path, steps: list[int], shown: list[int]
+) -> None:
+    """Of many some, the last one among them."""
+    write_stage(project, tmp_path, "baseline")
+    (tmp_path / "samples").mkdir()
+    for step in steps:
+        (tmp_path / f"samples/step_{step:08d}.txt").write_text(f"text of {step}")
+    project("report", "--run-dir", str(tmp_path))
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert re.findall(r"text of (\d+)", page) == [str(step) for step in shown]
 
 
 @pytest.mark.parametrize(

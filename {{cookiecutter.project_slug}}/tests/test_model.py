@@ -1,8 +1,10 @@
 """The model, its batches and its optimizer: yours to replace, together with model.py."""
 
 import math
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,15 @@ def state() -> State:
 
 
 # {% include "task/" ~ cookiecutter.task ~ "/test_model.py" %}
+
+
+def test_data_that_says_so_draws_no_random_numbers(state: State) -> None:
+    if getattr(state.loader.source.dataset, "draws", True):
+        pytest.skip("not applicable: what this data draws is seeded")
+    generators = (torch.get_rng_state, np.random.get_state, random.getstate)
+    before = [str(generator()) for generator in generators]
+    state.loader.of(0, state.plan)
+    assert [str(generator()) for generator in generators] == before
 
 
 def test_matrices_decay_and_nothing_else_does(state: State) -> None:

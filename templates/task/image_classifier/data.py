@@ -63,7 +63,7 @@ def build_datasets(config: "Config") -> tuple["Images", "Images", Spec]:
     """
     data, path = config.data, config.data.path
     if path and not path.exists():
-        raise UserError(f"--data.path {path}: there is nothing there")
+        raise UserError(f"--data.path: there is nothing at {path.absolute()}")
     if path and path.is_dir():
         return read_folder(path, data)
     images, labels = read_images(path)
@@ -119,6 +119,8 @@ ENDINGS = (".avif", ".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".png", ".tif", ".
 
 class Images:
     """Images in memory, uint8 [count, height, width, channels], and their classes."""
+
+    draws = False  # random numbers; without this line they are seeded for each batch
 
     def __init__(self, pixels: np.ndarray, labels: np.ndarray) -> None:
         self.pixels, self.labels = pixels, torch.from_numpy(labels)

@@ -72,7 +72,7 @@ def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
     data, encoding = config.data, "bytes"
     folder = data.path or Path(sysconfig.get_paths()["stdlib"])
     if not folder.exists():
-        raise UserError(f"--data.path {folder}: there is nothing there")
+        raise UserError(f"--data.path: there is nothing at {folder.absolute()}")
     if files := token_files(folder):
         data, encoding = described(folder, data)
         check_token_files(files, data.vocabulary, data.token_type)
@@ -110,6 +110,8 @@ class Chunks:
     shared but the files: their sizes say where each sample lies, and each is opened where it is
     first read, so there may be more of them than a process may have open.
     """
+
+    draws = False  # random numbers; without this line they are seeded for each batch
 
     def __init__(
         self, sources: Sequence[np.ndarray | Path], context: int, vocabulary: int, kind: str

@@ -1,8 +1,8 @@
 """What is better or worse in one run, or in one result of a stage, than in another.
 
-A difference counts when what most values of a figure lie in (p10 to p90) is apart: medians of the
-same code differ by more from one measurement to the next than their intervals tell. Of interleaved
-measurements the 95 % intervals count, of a figure that was measured once a change by `ONCE`.
+A difference counts when it is more than two standard errors: those of both medians, and what the
+same code differs by from one measurement to the next (`NOISE`; `ONCE` for a figure that was
+measured once). So of 100 pairs of the same code at most 5 get a verdict.
 """
 
 import contextlib
@@ -20,13 +20,15 @@ from ..files import flatten, read_json, write_json
 from ..run.hardware import in_units
 from ..run.journal import finite, read_records
 from . import STAGES
-from .chain import has_effect, read_stage, result_in
+from .chain import has_effect, own_metrics, read_stage, result_in
 from .interleaved import Interval, median_interval
 from .stage import stage_file
 from .timing import differences, spread
 
 KEPT = 10  # results of a stage
-NOISE, ONCE, LOSSES = 0.03, 0.3, 0.01  # relative
+# Relative standard deviations of the ratio of two measurements: 3 % each, of bytes 1 %.
+NOISE, NOISE_OF_BYTES, ONCE = 0.045, 0.015, 0.18
+LOSSES = 0.01  # relative
 OF_TIME = 0.01  # of shares of the time
 MORE_IS_BETTER = ("per_second", "speedup", "efficiency", "mfu")
 LESS_IS_BETTER = ("seconds", "bytes")
@@ -104,7 +106,11 @@ def content_of_run(path: Path) -> Content:
     status = read_json(path / "status.json")
     origin = {key: status.get(key) for key in ("machine", "versions", "ranks")}
     figures["records"] = len(records)
-    return {"settings": read_json(path / "config.json"), "figures": figures, **origin}
+    # Whether more of them is better is yours to know: they get no verdict.
+    names = [f"{part}{name}" for name in own_metrics(records) for part in ("", "validation_")]
+    last = {n: value for record in records for n in names for value in finite(record.get(n))}
+    content = {"settings": read_json(path / "config.json"), "figures": figures, "metrics": last}
+    return content | origin
 
 
 def keep_result(run_dir: Path, name: str) -> None:
@@ -154,6 +160,9 @@ def verdicts(a: Content, b: Content) -> Iterator[tuple[str, str]]:
         if before.get(name) != after.get(name) and has_effect(name):
             yield f"{name}: {before.get(name)} -> {after.get(name)}", ""
     apart, busy = another_machine(a, b), too_busy(a, b)
+    metrics, others = (content.get("metrics", {}) for content in (a, b))
+    for name in (name for name in metrics if name in others):
+        yield f"{name} {metrics[name]:.4g} -> {others[name]:.4g} (the last ones)", ""
     first, second = dict(measured(a["figures"])), dict(measured(b["figures"]))
     for name in (name for name in first if name in second):
         one, two = first[name], second[name]
@@ -165,10 +174,10 @@ def verdicts(a: Content, b: Content) -> Iterator[tuple[str, str]]:
             word = "within noise" if abs(more) <= OF_TIME else ("worse" if more > 0 else "better")
             yield line, f"not comparable: {apart or busy}" if apart or busy else word
         elif one.low > 0 and two.low > 0:
-            times = Interval(two.value / one.value, two.low / one.high, two.high / one.low)
             of_bytes = name.endswith("bytes")
-            once = not of_bytes and (one.low == one.high or two.low == two.high)
-            word = word_for(times, ONCE if once else NOISE, ends_with(name, MORE_IS_BETTER))
+            once = one.low == one.high or two.low == two.high
+            times = ratio(one, two, NOISE_OF_BYTES if of_bytes else ONCE if once else NOISE)
+            word = word_for(times, ends_with(name, MORE_IS_BETTER))
             line = f"{name} {shown(name, one)} -> {shown(name, two)}, {times} times"
             reason = apart or (not of_bytes and busy)
             yield line, f"not comparable: {reason}" if reason else word
@@ -190,9 +199,10 @@ def measured(figures: Content, prefix: str = "") -> Iterator[tuple[str, Any]]:
             of_kind = ends_with(name, LESS_IS_BETTER + MORE_IS_BETTER) or name in WAITS.values()
             if of_kind and name != "interval_seconds":  # which is advice
                 yield from ((name, Interval(x, x, x)) for x in finite(value))
-        elif "median" in value or "low" in value:
-            ends = ("median", "p10", "p90") if "median" in value else ("value", "low", "high")
-            yield name, Interval(*(float(value[end]) for end in ends))
+        elif "median" in value:
+            yield name, interval_of(*(float(value[key]) for key in ("median", "p10", "p90", "n")))
+        elif "low" in value:
+            yield name, Interval(*(float(value[key]) for key in ("value", "low", "high")))
         else:
             yield from measured(value, f"{name}.")
 
@@ -211,12 +221,28 @@ def verdict_of_losses(name: str, a: dict[int, float], b: dict[int, float]) -> tu
         return line, "worse" if lost[1] > lost[0] else "better"
     changes = [1 + (b[step] - a[step]) / abs(a[step]) for step in later if a[step]]
     times = median_interval([x for x in changes if math.isfinite(x)] or [1.0])
-    return f"{line}, {times} times", word_for(times, LOSSES, False)
+    small = 1 - LOSSES <= times.value <= 1 + LOSSES
+    return f"{line}, {times} times", "within noise" if small else word_for(times, False)
 
 
-def word_for(times: Interval, noise: float, more_is_better: bool) -> str:
+def interval_of(median: float, p10: float, p90: float, count: float) -> Interval:
+    """The 95 % interval of a median, from the spread of its values: as of a normal distribution."""
+    # Two standard errors of a median are 2.5 / sqrt(count) deviations, and p90 - p10 is 2.56 of
+    # these, if there are many values; for the spread of a few, three less are counted.
+    reach = math.exp((p90 - p10) / median / math.sqrt(max(1, count - 3))) if median > 0 else 1.0
+    return Interval(median, median / reach, median * reach)
+
+
+def ratio(a: Interval, b: Interval, noise: float) -> Interval:
+    """How many times as large a figure became, with its 95 % interval."""
+    errors = [math.log(figure.high / figure.low) / 4 for figure in (a, b)]  # standard errors
+    times, reach = b.value / a.value, math.exp(2 * math.hypot(noise, *errors))
+    return Interval(times, times / reach, times * reach)
+
+
+def word_for(times: Interval, more_is_better: bool) -> str:
     """A word for how many times as large a figure became."""
-    if times.low <= 1 <= times.high or 1 - noise <= times.value <= 1 / (1 - noise):
+    if times.low <= 1 <= times.high:
         return "within noise"
     return "better" if (times.value > 1) == more_is_better else "worse"
 

@@ -20,6 +20,7 @@ from ..config import override, preset, read_toml
 from ..distributed import join
 from ..errors import UserError, command_for, printable
 from ..files import flatten, read_json, replace_file, to_json
+from ..loss import FIGURES
 from ..train import setup
 from . import STAGES
 from .interleaved import TOO_NOISY, Interval, speedup_of, time_interleaved, with_loader
@@ -142,6 +143,12 @@ def result_in(path: Path, *stages: str) -> dict[str, Any]:
     if not whole or content["stage"] not in stages or content.get("status") not in STATUSES:
         raise UserError(f"{path} is not a result of a stage: {' or '.join(stages)}")
     return content
+
+
+def own_metrics(records: list[dict[str, Any]]) -> list[str]:
+    """The names of the figures in lines of metrics.jsonl that are not the run's: yours."""
+    names = {name.removeprefix("validation_") for record in records for name in record}
+    return sorted(name for name in names if not FIGURES.fullmatch(name))
 
 
 def flag(setting: str) -> str:

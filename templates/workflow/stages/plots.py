@@ -51,13 +51,13 @@ def curve(axes: Axes, records: list[dict[str, Any]], key: str, label: str, form:
         axes.plot(*zip(*points, strict=True), form, label=label)
 
 
-def loss_curve(axes: Axes, records: list[dict[str, Any]]) -> None:
-    """Loss by step, in training and validation."""
-    curve(axes, records, "loss", "training")
-    curve(axes, records, "validation_loss", "validation", "o-")
+def metric_curve(axes: Axes, records: list[dict[str, Any]], name: str) -> None:
+    """The loss or a metric by step, in training and validation."""
+    curve(axes, records, name, "training")
+    curve(axes, records, f"validation_{name}", "validation", "o-")
     if axes.lines:
         axes.legend()
-    axes.set(xlabel="step", ylabel="loss")
+    axes.set(xlabel="step", ylabel=name.replace("_", " "))
 
 
 def memory_curve(axes: Axes, records: list[dict[str, Any]]) -> None:

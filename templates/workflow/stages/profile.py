@@ -124,7 +124,7 @@ def trace_steps(config: ProfileConfig, directory: Path, state: State) -> Profile
     # The step after the last window is idle, so torch's averages are of that window.
     tracer = Profiler(replace(config, every=0, wait=max(1, config.wait)), directory, state)
     with tracer:
-        for _ in range(tracer.period * config.repeat):
+        for _ in range(tracer.period):
             train_step(state, state.loader.next())
             tracer.after_step(state)
     return tracer

@@ -16,7 +16,7 @@ from ..run.hardware import in_units
 from ..run.journal import METRICS, finite, parsed
 from ..run.samples import samples_of
 from . import STAGES, plots
-from .chain import RECOMMENDED, read_stage
+from .chain import RECOMMENDED, own_metrics, read_stage
 from .interleaved import Interval
 from .recovery import RESTART
 from .stage import PACKAGE
@@ -24,6 +24,7 @@ from .timing import spread
 
 Figures = dict[str, Any]
 POINTS = 2000  # of a curve: more are thinned out
+SAMPLES, METRICS_DRAWN = 4, 6
 COMPILED = {"blocks": "block by block", "full": "as a whole"}  # by --compile.mode
 
 
@@ -40,6 +41,7 @@ def publish_report(run_dir: Path) -> Path:
         )
     if run.get("status") == "running" and records:  # it knows where the run began, or went on
         run = {"status": "running or killed, last heard of", "step": records[-1]["step"]}
+    samples = samples_of(run_dir)[::-1]
     newest = max(sections.values(), key=lambda it: it.get("measured_at", ""))
     environment = Environment(autoescape=True, undefined=ChainableUndefined)
     environment.filters |= {"prose": prose, "in_time": plots.in_time, "in_units": in_units}
@@ -54,7 +56,8 @@ def publish_report(run_dir: Path) -> Path:
         sections=sections,
         compiled=COMPILED,
         plots=overview(sections, records),
-        samples=[sample(path) for path in samples_of(run_dir)[-1:]],
+        # The last one, and others as far apart as they can be.
+        samples=[sample(path) for path in samples[:: -(-len(samples) // SAMPLES) or 1][::-1]],
         origin=[*newest.get("machine", {}).items(), *newest.get("versions", {}).items()],
         settings=flatten(settings or newest.get("settings", {})),
     )
@@ -177,7 +180,10 @@ def overview(sections: dict[str, Figures], records: list[Figures]) -> list[plots
         rates.append(("training run", *(spread(run)[key] for key in ("median", "p10", "p90"))))
     what = "samples/s (median, p10 to p90)"
     return [
-        plots.picture("Loss", plots.loss_curve, records),
+        *(
+            plots.picture(name.replace("_", " ").capitalize(), plots.metric_curve, records, name)
+            for name in ["loss", *own_metrics(records)[:METRICS_DRAWN]]
+        ),
         plots.picture("Throughput by stage", plots.bars, rates, what, "{:,.0f}".format),
         plots.picture("Memory of the run", plots.memory_curve, records),
     ]

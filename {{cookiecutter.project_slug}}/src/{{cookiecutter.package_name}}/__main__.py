@@ -39,10 +39,6 @@ def train(arguments: list[str]) -> int:
     from .checkpoint.transfer import summary  # only now, as a run needs none of it
 
     lines = summary(config.directory, result) if os.environ.get("RANK", "0") == "0" else []
-    if result.status == "already finished":
-        lines.append("to train further: raise --train.steps; to start over: --fresh")
-    elif result.status == "preempted":
-        lines.append("to resume: the same command again")
     log.info("\n  ".join([f"{result.status} at step {result.step}", *lines]))
     return TO_BE_RESTARTED if result.status == "regrouping" else 0
 

@@ -37,7 +37,7 @@ OF_ONE_RUN = ("name", "run_dir", "fresh", "init_from", "init_strict", "workflow"
 OF_AN_ANSWER = {"parallel", "checkpoint", "compile", "tracker"}  # parts, in a config.json
 GONE = {"checkpoint.auto_share", "checkpoint.auto_longest", "checkpoint.every"}
 GONE |= {"data.documents", "data.end_of_text", "workflow.expect", "optim.scaling"}
-GONE |= {"optim.base_batch_size", "profile.shapes", "profile.memory"}
+GONE |= {"optim.base_batch_size", "profile.shapes", "profile.memory", "profile.repeat"}
 ACCEPTED: dict[Any, Any] = {float: (int, float), Path: (str, Path), tuple: (list, tuple)}
 
 
@@ -88,7 +88,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Which steps to trace: `wait`, `warmup`, then `active` ones, `repeat` times."""
+    """Which steps to trace: `wait`, `warmup`, then `active` ones."""
 
     every: int = 0
     """Steps between traced windows in training (0: never)."""
@@ -97,13 +97,12 @@ class ProfileConfig:
     """Warm-up steps, not recorded (the profiler starts slowly)."""
     active: int = 3
     """Steps to trace; more make large files."""
-    repeat: int = 1
     with_stack: bool = False
     """Record Python frames and modules: traces ten times as large."""
 
     def __post_init__(self) -> None:
-        if self.active < 1 or self.repeat < 1 or min(self.wait, self.warmup, self.every) < 0:
-            raise UserError("profile: active and repeat must be >= 1, the others >= 0")
+        if self.active < 1 or min(self.wait, self.warmup, self.every) < 0:
+            raise UserError("profile: active must be >= 1, the others >= 0")
 
 
 @dataclass(frozen=True)
@@ -149,10 +148,6 @@ class Config(RunLocation):
     compile: CompileConfig = field(default_factory=CompileConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
-
-    def __post_init__(self) -> None:
-        if self.fresh and self.checkpoint.far:
-            raise UserError("--fresh leaves the object store as it is: give another address")
 
 
 def preset(name: str = "default", kind: type[C] = Config) -> C:

@@ -107,6 +107,8 @@ def setup(config: Config, world: World | None = None) -> State:
     module = parallel.wrap(model, blocks(model), config.parallel, world, dtype).train()
     optimizer = build_optimizer(config.optim, model)
     returned(optimizer, torch.optim.Optimizer, "what build_optimizer (optim.py) returns")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UserError("LBFGS computes the loss several times a step; this loop does it once")
     if config.optim.ema:
         keep_average(optimizer)
     parts = config, world, spec, model, module, optimizer, plan, loader, validation, dtype

@@ -39,7 +39,6 @@ from .tensors import (
 from .writer import CheckpointConfig, Writer
 
 log = logging.getLogger(__name__)
-LONG = 1.0  # seconds of waiting that are worth a warning
 
 
 class Checkpointer:
@@ -66,11 +65,9 @@ class Checkpointer:
         self.writer = Writer(config, self.group, model, world.device)
         self.publisher = open_storage(run_dir, config, self.group, facts.get("identity"))
         self.blocked_seconds = 0.0
-        self.last_tried = 0  # the step of it
         self.last_saved: int | None = None
         self.last_good: int | None = None  # published for certain
         self.restored: dict[str, Any] = {}  # the manifest
-        self.warned = False
 
     @property
     def failed(self) -> bool:
@@ -82,19 +79,9 @@ class Checkpointer:
 
         The optimizer must not step before `before_optimizer_step()` has returned.
         """
-        before = self.blocked_seconds
         self.settle()  # a save is never skipped: this waits for the one before
         if step == self.last_saved:
             return
-        waited = self.blocked_seconds - before
-        if waited > LONG and self.world.rank == 0 and not self.warned:
-            self.warned = True  # once: metrics.jsonl has it each time
-            log.warning(
-                "step %d: training waited %.1f s for the save before to end; saves take longer "
-                "than %d steps: raise --checkpoint.every",
-                *(step, waited, step - self.last_tried),
-            )
-        self.last_tried = step
         facts = {
             **self.facts,
             **self.facts_now(),
@@ -180,7 +167,7 @@ class Checkpointer:
         log.info("resuming from %s", path)
         for change in identity_differences(manifest.get("schedule"), self.facts["schedule"]):
             log.info("the schedule is another: %s", change)
-        self.last_saved = self.last_good = self.last_tried = manifest["step"]
+        self.last_saved = self.last_good = manifest["step"]
         self.restored = manifest
         return manifest["step"]
 

@@ -73,7 +73,6 @@ class Publisher:
     def __init__(self, directory: Place, retention: RetentionConfig, group: Group) -> None:
         self.directory, self.retention, self.group = directory, retention, group
         self.losses: dict[Place, Any] = {}  # of the checkpoints that retention counts
-        self.refused = False  # whether the storage does not let this run remove anything
         self.synced = False  # whether the names of the directory and its parents are durable
 
     def publish(self, step: int, write: Write, facts: dict[str, Any]) -> Place:
@@ -156,11 +155,8 @@ class Publisher:
             self.warn_not_removed(error)
 
     def warn_not_removed(self, error: Exception) -> None:
-        """Warn that old checkpoints stay: of a lasting refusal once."""
-        lasting = isinstance(error, PermissionError)
-        if not (lasting and self.refused):
-            log.warning("old checkpoints could not be removed: %s", error)
-        self.refused = self.refused or lasting
+        """Warn that old checkpoints stay."""
+        log.warning("old checkpoints could not be removed: %s", error)
 
     def reserve(self, step: int) -> str:
         """Make a fresh directory to write into; its name."""

@@ -106,9 +106,8 @@ class BadSteps:
         ids = state.loader.source.order.ids(state.step - 1).tolist()
         with self.group.phase("search for bad samples"):
             bad = [str(ids[index]) for index in self._search(state, 0, len(ids))]
-        cause = "no sample makes it so alone, only the batch as a whole"
-        if bad:
-            cause = f"samples {', '.join(bad)} make it so, each alone"
+        alone = f"samples {', '.join(bad)} make it so, each alone"
+        cause = alone if bad else "no sample makes it so alone, only the batch as a whole"
         raise UserError(
             f"the loss or the gradient of step {state.step} is not finite; {cause}. The step "
             "changed nothing. Look at the data, or skip such steps with --train.on-bad-step skip"

@@ -39,6 +39,8 @@ class RunDirectory:
 
     def __enter__(self) -> "RunDirectory":
         """Lock the directory; UserError when another run has it, or not all ranks see it."""
+        if self.fresh and self.apart:
+            raise UserError("--fresh leaves the object store as it is: give another address")
         launchers = [str(name) for name in self.group.agree(launcher) if name]
         self.group.from_first(lambda: self._take(launchers))
         if not self.apart:

@@ -151,7 +151,7 @@ def where_measured(device: torch.device) -> dict[str, Any]:
 
 def run_beside(device: torch.device) -> None:
     """Keep to the cores of a GPU's NUMA node, unless the user has chosen cores (Linux)."""
-    if device.type != "cuda":
+    if device.type != "cuda" or usable_cores() != os.cpu_count():
         return
     gpu: Any = torch.cuda.get_device_properties(device)
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -159,8 +159,7 @@ def run_beside(device: torch.device) -> None:
         text = Path("/sys/bus/pci/devices", name, "local_cpulist").read_text("ascii")  # "0-3,8-11"
         ranges = [[*map(int, part.split("-"))] for part in text.split(",")]
         near = {core for ends in ranges for core in range(ends[0], ends[-1] + 1)}
-        if usable_cores() == os.cpu_count():
-            os.sched_setaffinity(0, near)
+        os.sched_setaffinity(0, near)
 
 
 def usable_cores() -> int:

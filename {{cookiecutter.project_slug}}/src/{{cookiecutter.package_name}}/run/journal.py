@@ -71,8 +71,8 @@ class Journal:
         if self.tokens:
             record["tokens_per_second"] = rate * self.tokens
         if state.peak_flops and state.forward_flops:
-            flops = 3 * rate * state.forward_flops  # backward takes twice what forward does
-            record["mfu"] = flops / (state.peak_flops * self.group.size)
+            # Backward takes twice what forward does.
+            record["mfu"] = 3 * rate * state.forward_flops / (state.peak_flops * self.group.size)
         return record
 
     def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
@@ -179,6 +179,8 @@ def introduce(state: Any, run_dir: Path) -> None:
     config, world, samples = state.config.train, state.world, state.loader.size
     device, dtype = device_name(world.device), str(state.compute_dtype).removeprefix("torch.")
     size = sum(parameter.numel() for parameter in state.model.parameters())
+    trained = sum(p.numel() for p in state.model.parameters() if p.requires_grad)
+    part = f" ({trained:,} trained)" if trained < size else ""
     data, steps = "a stream", f"{config.steps} steps"
     in_all = config.steps * config.global_batch_size
     if samples:  # of a stream nobody knows how many there are
@@ -189,7 +191,7 @@ def introduce(state: Any, run_dir: Path) -> None:
     drawn = state.loader.source.order.drawn(config.steps).items()
     mix = ", ".join(f"{count / in_all:.1%} {name}" for name, count in drawn)
     for line in (
-        f"model  {size:,} parameters, {dtype} on {device}, ranks: {world.size}",
+        f"model  {size:,} parameters{part}, {dtype} on {device}, ranks: {world.size}",
         f"data   {data}, {len(state.validation):,} for validation",
         f"batch  {config.global_batch_size:,} samples{mix and f' ({mix})'}; {steps}",
         f"run    {run_dir}, {f'resumed at step {state.step}' if state.step else 'new'}",
