@@ -5,12 +5,15 @@ JOB_FAULTS in the environment says what, as JSON: "at" a moment ("start-up", "va
 is heard, or the mark's namesake with .go is there), though not before "step", only on "rank", and
 each time or "once". That rank may also take the folder "own_disk" for its working directory, as if
 it were on another machine. "patience": seconds in place of PHASE_LIMIT. "poison": a sample whose
-loss is not finite. "deaf": stop signals are not heard, which is to be noticed.
+loss is not finite. "worker": what a loader worker does at its batch "step": it "hangs", "dies", or
+makes a batch that "cannot be sent". "deaf": stop signals are not heard, which is to be noticed.
 """
 
 import importlib
 import json
+import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -41,6 +44,9 @@ def arm(training: Any) -> None:
         return
     if "own_disk" in what:
         os.chdir(what["own_disk"])
+    if "worker" in what:
+        build = training.build_datasets
+        training.build_datasets = lambda config: (Failing(build(config), what), *build(config)[1:])
     places: dict[str, tuple[Any, str]] = {
         "start-up": (training, "start"),
         "validation": (training, "fetch"),
@@ -79,6 +85,30 @@ def lingering_saves(publish: Callable[..., Any], what: dict[str, Any]) -> Callab
         return publish(self, step, linger(write, what), facts)
 
     return publishing
+
+
+class Failing:
+    """Samples of training data, and a loader worker that fails at one of its batches."""
+
+    draws = False
+
+    def __init__(self, built: tuple[Any, ...], what: dict[str, Any]) -> None:
+        self.samples, self.what, self.batches = built[0], what, 0
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitems__(self, numbers: list[int]) -> dict[str, Any]:
+        batch = self.samples.__getitems__(numbers)
+        self.batches += multiprocessing.parent_process() is not None
+        if self.batches == self.what["step"]:
+            Path(self.what["mark"]).touch()
+            if self.what["worker"] == "cannot be sent":
+                return batch | {"more": lambda: None}
+            if self.what["worker"] == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(1e6)
+        return batch
 
 
 def hearing(handle: Callable[..., None], deaf: bool) -> Callable[..., None]:

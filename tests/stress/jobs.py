@@ -117,13 +117,23 @@ class Job:
 
 @contextlib.contextmanager
 def started(
-    render: Render, ranks: int, run: str, *options: str, faults: Any = None, **more: str
+    render: Render,
+    ranks: int,
+    run: str,
+    *options: str,
+    faults: Any = None,
+    console: int | None = None,
+    nohup: bool = False,
+    **more: str,
 ) -> Iterator[Job]:
-    """Train, with `ranks` processes or in a plain one (0); nothing outlives the block."""
+    """Train, with `ranks` processes or in a plain one (0); nothing outlives the block.
+
+    It prints into a file, or into the descriptor `console`.
+    """
     command = ["bash", "launch.sh", "-n", str(ranks)]
     if not ranks:
         command = [sys.executable, "-m", render.package]
-    command += ["train", *TINY, "--name", run, *options]
+    command = [*["nohup"] * nohup, *command, "train", *TINY, "--name", run, *options]
     log = render.folder / f"{run}.log"
     environment = {
         **os.environ,
@@ -139,7 +149,7 @@ def started(
             command,
             cwd=render.folder,
             env=environment,
-            stdout=file,
+            stdout=file if console is None else console,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,

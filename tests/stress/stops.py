@@ -16,6 +16,7 @@ import torch
 
 from . import stops_bad_steps as numbers
 from . import stops_hangs as hangs
+from . import stops_outside as outside
 from .common import Findings, run_topic
 from .jobs import LOOPBACK, Job, Render, descendants, started, who_listens
 
@@ -30,6 +31,7 @@ GRACE = 120.0  # seconds in which a stop has to be over: what launch.sh gives
 COMPILING = 400.0  # seconds for one that comes while a step is compiled, which is waited for
 MOMENTS = ("start-up", "step", "save", "validation")
 Number = signal.Signals
+HOW = ((Number.SIGTERM, 2), (Number.SIGUSR1, 1), (Number.SIGHUP, 1))
 Case = tuple[str, str, signal.Signals, int]  # when, to whom, which signal, how often
 
 
@@ -38,8 +40,9 @@ def attempt(findings: Findings) -> None:
     torch.set_num_threads(1)  # as the processes have it, or the bits would not be the same
     single = Render(findings.folder / "single", "stops_single", parallelism="single")
     ddp = Render(findings.folder / "ddp", "stops_ddp", parallelism="ddp")
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # else the runs would be as under nohup
     units = {KEPT: "stops", ENDED: "stops", EXACT: "runs", hangs.NAMED: "hangs"}
-    units[LOOPBACK] = "sockets"
+    units |= {LOOPBACK: "sockets", outside.ALONE: "runs", outside.WORKERS: "runs"}
     more = {hangs.PATIENT: "jobs", numbers.TOGETHER: "jobs", APART: "jobs"}
     for promise, unit in (units if findings.bounded else units | more).items():
         findings.tally(promise, unit)
@@ -48,6 +51,7 @@ def attempt(findings: Findings) -> None:
         two_runs(findings, single)
         preempt(findings, single, 0, [("validation", "everyone", Number.SIGTERM, 2)])
         hangs.hang(findings, ddp, "step", 1, loops=True)
+        outside.attempt(findings, single, 0)
         return
     saved = {"parallelism": "fsdp", "checkpoint": "torch_save"}
     fsdp = Render(findings.folder / "fsdp", "stops_fsdp", **saved)
@@ -56,8 +60,8 @@ def attempt(findings: Findings) -> None:
         jobs = [side_by_side.submit(job, findings) for job in _jobs(ddp, fsdp)]
         numbers.attempt(findings, single)
         two_runs(findings, single)
-        both = ((Number.SIGTERM, 2), (Number.SIGUSR1, 1))
-        preempt(findings, single, 0, [(m, "everyone", *how) for m in MOMENTS for how in both])
+        preempt(findings, single, 0, [(m, "everyone", *how) for m in MOMENTS for how in HOW])
+        outside.attempt(findings, single, 0)
         for job in jobs:
             job.result()
     compiling(findings, single, 0)
@@ -65,9 +69,9 @@ def attempt(findings: Findings) -> None:
 
 
 def _jobs(ddp: Render, fsdp: Render) -> list[Any]:
-    targets, both = ("launcher", "one rank", "everyone"), ((Number.SIGTERM, 2), (Number.SIGUSR1, 1))
+    targets = ("launcher", "one rank", "everyone")
     pairs = [(moment, target) for moment in MOMENTS for target in targets]
-    cases = [(*pair, *both[at % 2]) for at, pair in enumerate(pairs)]
+    cases = [(*pair, *HOW[(at + at // 3) % 3]) for at, pair in enumerate(pairs)]
     jobs = [partial(preempt, render=ddp, ranks=2, cases=cases)]
     whole = [(moment, "launcher", Number.SIGTERM, 2) for moment in MOMENTS]
     jobs.append(partial(preempt, render=fsdp, ranks=2, cases=whole))
@@ -80,6 +84,7 @@ def _jobs(ddp: Render, fsdp: Render) -> list[Any]:
     for moment in MOMENTS:
         jobs.append(partial(hangs.patient, render=ddp, moment=moment))
     jobs.append(partial(hangs.suspend, render=ddp))
+    jobs.append(partial(outside.attempt, render=ddp, ranks=2))
     jobs.append(partial(numbers.on_ranks, renders=[ddp, fsdp]))
     return [*jobs, partial(other_machine, render=ddp)]
 

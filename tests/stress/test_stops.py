@@ -1,5 +1,6 @@
 """Stops, hangs and odd numbers: a bounded part, and breakages of each promise found out."""
 
+import dataclasses
 import os
 import signal
 import socket
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stress import jobs, stops, stops_bad_steps, stops_hangs
+from tests.stress import jobs, stops, stops_bad_steps, stops_hangs, stops_outside
 from tests.stress.common import Findings
 
 
@@ -60,6 +61,35 @@ def _hears_stop_signals() -> bool:
         process.kill()
     blocked = int(status.partition("SigBlk:")[2].split()[0], 16)
     return not blocked >> signal.SIGTERM - 1 & 1
+
+
+@dataclasses.dataclass
+class Ended:
+    """A job that has ended."""
+
+    output: str = ""
+    returncode: int = 1
+    left: tuple[int, ...] = ()
+    count: int = 0
+
+    @property
+    def process(self) -> "Ended":
+        return self
+
+    def survivors(self) -> tuple[int, ...]:
+        """Those of its processes that live on."""
+        return self.left
+
+
+def test_a_worker_that_is_handled_otherwise_is_noticed() -> None:
+    judged, told = stops_outside.judged, "error: a loader worker cannot send a batch"
+    assert judged(Ended(), 25.0, "hangs", "preempted") is None
+    assert judged(Ended(told), 5.0, "cannot be sent", "failed") is None
+    assert judged(Ended(), None, "hangs", "running") == "still there"
+    assert judged(Ended(left=(7,)), 25.0, "hangs", "preempted") == "1 processes live on"
+    assert judged(Ended(returncode=0), 25.0, "hangs", "preempted") == "told as a success"
+    assert judged(Ended(), 25.0, "hangs", "failed") == "status failed"
+    assert judged(Ended(), 5.0, "dies", "failed") == "not told"
 
 
 def test_a_hang_that_is_not_named_is_noticed(tmp_path: Path) -> None:
