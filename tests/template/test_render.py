@@ -134,7 +134,14 @@ CONDITIONAL: dict[str, Condition] = {
     ),
 }
 ALWAYS = {
-    *("pyproject.toml", "README.md", ".gitignore", ".gitattributes", ".pre-commit-config.yaml"),
+    *(
+        "pyproject.toml",
+        "README.md",
+        "AGENTS.md",
+        ".gitignore",
+        ".gitattributes",
+        ".pre-commit-config.yaml",
+    ),
     *(".github/dependabot.yml", ".github/workflows/ci.yml", ".cookiecutter.json"),
     *every("tests", "conftest test_model test_sampling test_checkpoints test_training"),
     *every(
@@ -161,6 +168,7 @@ RANKS_AND_CLUSTER = ("parallelism", "cluster")
 OWNERS: dict[str, tuple[str, ...]] = {
     "LICENSE": ("license",),
     "launch.sh": ("parallelism",),
+    "AGENTS.md": ("parallelism",),
     "tests/test_ranks.py": ("parallelism",),
     **dict.fromkeys(every(PACKAGE, "infer callbacks optim"), ("task",)),
     **dict.fromkeys(every(PACKAGE, "data source"), ("task", "samples")),
@@ -237,6 +245,17 @@ def test_every_render_has_exactly_its_files(renders: dict[Answers, Path]) -> Non
     for answers, project in renders.items():
         wanted = ALWAYS | {name for name, when in CONDITIONAL.items() if when(named(answers))}
         assert set(tree(project)) == wanted, project
+
+
+def test_instructions_for_agents_name_what_is_there(renders: dict[Answers, Path]) -> None:
+    for project in renders.values():
+        text = (project / "AGENTS.md").read_text("utf-8")
+        assert len(text.splitlines()) <= 40
+        for name in re.findall(r"`([\w/]+(?:\.py|\.sh|/))`", text):
+            places = (project, project / PACKAGE)
+            assert name == "runs/" or any((place / name).exists() for place in places), name
+        for command in re.findall(r"-m my_training_run (\w+)", text):
+            assert command in ("train", "baseline")
 
 
 def test_every_file_is_valid(renders: dict[Answers, Path]) -> None:
