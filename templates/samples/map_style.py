@@ -311,9 +311,10 @@ class Loader:
         # Its finaliser does so too, but a traceback can keep the iterator alive, and Python waits
         # at exit for workers, which ignore its signal.
         if self.iterator is not None:
-            self.iterator._shutdown_workers()
-            for worker in self.iterator._workers:
-                worker.kill()  # one that still hangs
+            with contextlib.ExitStack() as stack:  # also after Ctrl-C
+                for worker in self.iterator._workers:
+                    stack.callback(worker.kill)  # one that still hangs
+                self.iterator._shutdown_workers()
         self.iterator = None
 
 

@@ -247,8 +247,8 @@ def test_a_stop_ends_the_wait_for_a_worker_that_hangs(
         watch.start()
         assert any(line.startswith("step 3/") for line in process.stderr)
         for number in signals:
+            time.sleep(1.5)  # it waits for the worker now
             process.send_signal(number)
-            time.sleep(0.5)
         said = process.stderr.read()  # until the worker is gone, too
         assert process.wait() == 130, said
         watch.cancel()

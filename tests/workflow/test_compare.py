@@ -51,7 +51,7 @@ def test_a_change_is_told_from_noise(project: Project, tmp_path: Path, capsys) -
     capsys.readouterr()
     project("compare", str(before.parents[1]), str(after))
     shown = capsys.readouterr().out
-    assert "FAIL step_seconds 0.1 s -> 0.2 s, 2 (1.82 to 2.19) times: worse" in shown
+    assert "FAIL step_seconds 0.1 s -> 0.2 s, 2 (1.83 to 2.19) times: worse" in shown
     assert "FAIL peak_memory_bytes 1 GB -> 2 GB" in shown and "2 figures worse" in shown
     words = ["compare", str(before), str(after), "--fail-on-regression"]
     assert project.module("__main__").dispatch(words) == 1
