@@ -224,7 +224,7 @@ def fetch(
     try:
         batch = default_collate(batch) if isinstance(batch, list) else batch
     except RuntimeError as error:
-        raise UserError(f"the samples of a batch have different shapes: {error}") from None
+        raise UserError(f"the samples of a batch cannot be stacked: {error}") from None
     return batch if keys is None else dataset.augment(batch, keys)
 
 

@@ -248,7 +248,7 @@ def test_samples_of_different_shapes_are_one_line(
     monkeypatch.setattr(training, "build_datasets", lambda config: (Ragged(), *build(config)[1:]))
     words = (*project.settings, "--run-dir", str(tmp_path / "run"))
     said = project.refuses("train", *words, "--train.loader-workers", workers)
-    assert said.startswith("the samples of a batch have different shapes: ")
+    assert said.startswith("the samples of a batch cannot be stacked: ")
     assert "\n" not in said
 
 

@@ -229,7 +229,8 @@ def interval_of(median: float, p10: float, p90: float, count: float) -> Interval
     """The 95 % interval of a median, from the spread of its values: as of a normal distribution."""
     # Two standard errors of a median are 2.5 / sqrt(count) deviations, and p90 - p10 is 2.56 of
     # these, if there are many values; for the spread of a few, three less are counted.
-    reach = math.exp((p90 - p10) / median / math.sqrt(max(1, count - 3))) if median > 0 else 1.0
+    width = (p90 - p10) / median / math.sqrt(max(1, count - 3)) if median > 0 else 0.0
+    reach = math.exp(min(99.0, width))
     return Interval(median, median / reach, median * reach)
 
 
