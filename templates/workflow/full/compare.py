@@ -2,7 +2,8 @@
 
 A difference counts when it is more than two standard errors: those of both medians, and what the
 same code differs by from one measurement to the next (`NOISE`; `ONCE` for a figure that was
-measured once). So of 100 pairs of the same code at most 5 get a verdict.
+measured once). What was measured interleaved has its own interval. Where measurements of the same
+code differ by no more than that, at most 5 of 100 pairs get a verdict; shared machines differ more.
 """
 
 import contextlib
@@ -26,8 +27,7 @@ from .stage import stage_file
 from .timing import differences, spread
 
 KEPT = 10  # results of a stage
-# Relative standard deviations of the ratio of two measurements: 3 % each, of bytes 1 %.
-NOISE, NOISE_OF_BYTES, ONCE = 0.045, 0.015, 0.18
+NOISE, NOISE_OF_BYTES, ONCE = 0.032, 0.01, 0.13  # standard deviations of a measurement, relative
 LOSSES = 0.01  # relative
 OF_TIME = 0.01  # of shares of the time
 MORE_IS_BETTER = ("per_second", "speedup", "efficiency", "mfu")
@@ -176,7 +176,7 @@ def verdicts(a: Content, b: Content) -> Iterator[tuple[str, str]]:
         elif one.low > 0 and two.low > 0:
             of_bytes = name.endswith("bytes")
             once = one.low == one.high or two.low == two.high
-            times = ratio(one, two, NOISE_OF_BYTES if of_bytes else ONCE if once else NOISE)
+            times = ratio(one, two, NOISE_OF_BYTES if of_bytes else ONCE if once else 0.0)
             word = word_for(times, ends_with(name, MORE_IS_BETTER))
             line = f"{name} {shown(name, one)} -> {shown(name, two)}, {times} times"
             reason = apart or (not of_bytes and busy)
@@ -226,18 +226,18 @@ def verdict_of_losses(name: str, a: dict[int, float], b: dict[int, float]) -> tu
 
 
 def interval_of(median: float, p10: float, p90: float, count: float) -> Interval:
-    """The 95 % interval of a median, from the spread of its values: as of a normal distribution."""
+    """The 95 % interval of a median of normally distributed values, and of the next measurement."""
     # Two standard errors of a median are 2.5 / sqrt(count) deviations, and p90 - p10 is 2.56 of
     # these, if there are many values; for the spread of a few, three less are counted.
     width = (p90 - p10) / median / math.sqrt(max(1, count - 3)) if median > 0 else 0.0
-    reach = math.exp(min(99.0, width))
+    reach = math.exp(min(99.0, math.hypot(width, 2 * NOISE)))
     return Interval(median, median / reach, median * reach)
 
 
 def ratio(a: Interval, b: Interval, noise: float) -> Interval:
-    """How many times as large a figure became, with its 95 % interval."""
+    """How many times as large a figure became, with its 95 % interval; `noise` of each."""
     errors = [math.log(figure.high / figure.low) / 4 for figure in (a, b)]  # standard errors
-    times, reach = b.value / a.value, math.exp(2 * math.hypot(noise, *errors))
+    times, reach = b.value / a.value, math.exp(2 * math.hypot(noise, noise, *errors))
     return Interval(times, times / reach, times * reach)
 
 
