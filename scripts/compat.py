@@ -67,6 +67,7 @@ PRIVATE = (
     "torch.distributed.elastic.multiprocessing.api._terminate_process_handler",
     "torch.nn.modules.batchnorm._BatchNorm",
     "torch.nn.utils.stateless._reparametrize_module",
+    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._pin_memory_thread",
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._workers",
     f"{ELASTIC}._monitor_workers",

@@ -87,8 +87,7 @@ class Writer:
         if self.waited > LONG and self.group.rank == 0 and not self.warned:
             self.warned = True  # once: metrics.jsonl has it each time
             log.warning(
-                "training waited %.1f s for the save before to end; saves take longer than the "
-                "steps between them: raise --checkpoint.every",
+                "training waited %.1f s for the save before to end: raise --checkpoint.every",
                 self.waited,
             )
         copies, copy = self._stage(share_of(tensors, self.group.rank, self.group.size))

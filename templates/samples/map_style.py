@@ -10,8 +10,8 @@ import contextlib
 import itertools
 import random
 import signal
+import threading
 import time
-from collections.abc import Sequence
 from functools import partial
 from multiprocessing.queues import Queue
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -199,27 +199,24 @@ def check_dataset(dataset: Any, name: str) -> None:
 
 
 def fetch(
-    dataset: Any, ids: np.ndarray, keys: np.ndarray | None = None, draws: Sequence[int] = ()
+    dataset: Any, ids: np.ndarray, keys: np.ndarray | None = None, draws: tuple[int, ...] = ()
 ) -> Any:
     """Read samples as one batch of tensors.
 
     `dataset.__getitems__(ids)` may return a finished batch, or a list of samples to collate; a
     dataset with `__getitem__` alone works too. With `keys` (uint64, one per sample), the dataset's
-    `augment(batch, keys)` changes the batch. `draws` (a key, and the position of the first sample)
-    seed the global random numbers for each sample or, with `__getitems__`, for the batch; a dataset
-    that uses none saves the 10 us by `draws = False`.
+    `augment(batch, keys)` changes the batch. `draws` (a key, the first position) seeds the global
+    random numbers, for 10 us a sample or `__getitems__`, unless the dataset says `draws = False`.
     """
-    draws = draws if getattr(dataset, "draws", True) else ()
     key, position = draws or (0, 0)
+    seed = seed_random if draws and getattr(dataset, "draws", True) else lambda *words: None
     if hasattr(dataset, "__getitems__"):
-        if draws:
-            seed_random(key, position)
+        seed(key, position)
         batch = dataset.__getitems__(ids.tolist())
     else:
         batch = []
         for place, number in enumerate(ids.tolist(), position):
-            if draws:
-                seed_random(key, place)
+            seed(key, place)
             batch.append(dataset[number])
     try:
         batch = default_collate(batch) if isinstance(batch, list) else batch
@@ -269,7 +266,7 @@ class Loader:
         started = time.perf_counter()
         with annotated(WAITING):
             if self.workers:
-                batches = self._of_workers()
+                batches = [self._wait() for _ in self.plan]
             else:
                 batches = [self.source[self.step, share] for share in self.plan]
         self.step += 1
@@ -280,7 +277,8 @@ class Loader:
         """The micro-batches of any step by any plan, read at once."""
         return [self.source[step, share] for share in plan]
 
-    def _of_workers(self) -> list[Any]:
+    def _wait(self) -> Any:
+        """The workers' next batch; a stop signal ends the wait for it after `PATIENCE`."""
         if self.iterator is None:
             loader = DataLoader(
                 self.source,
@@ -293,18 +291,18 @@ class Loader:
                 generator=torch.Generator(),  # else it draws from the trainer's random numbers
             )
             self.iterator = iter(loader)
-        batches: list[Any] = []
-        while len(batches) < len(self.plan):
+        asked = time.monotonic()
+        while True:
             try:
-                batches.append(next(self.iterator))
+                return next(self.iterator)
             except UserError as error:  # its text begins with the worker's whole traceback
                 raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
             except RuntimeError as error:  # of the loader's timeout, or of a worker
-                if not str(error).startswith("DataLoader timed out"):
+                pinning = getattr(self.iterator, "_pin_memory_thread", threading.main_thread())
+                if not str(error).startswith("DataLoader timed out") or not pinning.is_alive():
                     raise
-                if time.monotonic() - Stop.since > PATIENCE:
+                if time.monotonic() - max(Stop.since, asked) > PATIENCE:
                     raise KeyboardInterrupt("the loader workers do not answer") from None
-        return batches
 
     def close(self) -> None:
         """Stop the workers; `next` starts them again."""

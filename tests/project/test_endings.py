@@ -256,6 +256,47 @@ def test_a_stop_ends_the_wait_for_a_worker_that_hangs(
     assert json.loads((tmp_path / "run/status.json").read_text())["status"] == "preempted"
 
 
+def test_a_pinning_thread_that_has_died_ends_the_run(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a time limit DataLoader does not look for it."""
+
+    class Iterator:
+        _pin_memory_thread = threading.Thread()  # which does not run
+
+        def __next__(self) -> None:
+            raise RuntimeError("DataLoader timed out after 5 seconds")
+
+    loader = project.module("train").setup(project.config()).loader
+    loader.iterator = Iterator()
+    with pytest.raises(RuntimeError, match="timed out"):
+        loader._wait()
+
+
+def test_a_slow_batch_is_waited_for_after_a_stop_signal(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Patience begins anew with each batch."""
+    sampling, clock = project.module("sampling"), iter(range(0, 1000, 9))
+    monkeypatch.setattr(sampling.Stop, "since", 1.0)
+
+    class Iterator:
+        answers = iter(["late", "late", 1, "late", "late", 2, *["late"] * 9])
+
+        def __next__(self) -> int:
+            if (answer := next(self.answers)) == "late":
+                raise RuntimeError("DataLoader timed out after 5 seconds")
+            return answer
+
+    loader = project.module("train").setup(project.config()).loader
+    loader.iterator = Iterator()
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling.time, "monotonic", lambda: next(clock))
+        assert [loader._wait(), loader._wait()] == [1, 2]
+        with pytest.raises(KeyboardInterrupt):
+            loader._wait()
+
+
 def test_a_batch_that_fails_when_nobody_waits_any_more_is_not_told(project: Project) -> None:
     """A worker's queue is closed by then; a traceback would follow the run's error."""
     samples, queue = project.module("sampling"), multiprocessing.Queue()

@@ -183,6 +183,17 @@ def test_a_spec_without_a_fingerprint_is_one_line(
     )
 
 
+def test_fresh_is_refused_for_a_store_before_anything_is_built(
+    stored: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored.module("train"), "setup", lambda *given: pytest.fail("too late"))
+    address = (tmp_path / "store").as_uri()
+    words = ("--preset", "tiny", "--device", "cpu", "--fresh", "--checkpoint.url", address)
+    said = stored.refuses("train", *words, "--run-dir", str(tmp_path / "run"))
+    assert said == "--fresh does not clear an object store: give another --checkpoint.url"
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_store_of_another_run_says_what_to_type(stored: Project, tmp_path: Path) -> None:
     def url(name: str) -> tuple[str, str]:
         return "--checkpoint.url", f"file://{tmp_path}/{name}"
@@ -228,7 +239,7 @@ def test_an_optimizer_that_takes_several_losses_a_step_is_one_line(
     build = lambda config, model: torch.optim.LBFGS(model.parameters())  # noqa: E731
     monkeypatch.setattr(training, "build_optimizer", build)
     said = project.refuses("train", *project.settings, "--run-dir", str(tmp_path / "run"))
-    assert said == "LBFGS computes the loss several times a step; this loop does it once"
+    assert said == "LBFGS computes a loss several times a step: use another one (optim.py)"
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])

@@ -209,7 +209,7 @@ def slow(variant: Variant, seconds: float, hits: Counter[str]) -> None:
     problem = f"{place}: {'; '.join(problems)}" if problems else None
     variant.findings.tally(SLOW, "runs").count(problem)
     if variant.package.endswith("async"):
-        said = log.count("saves take longer than the steps between them")
+        said = log.count("for the save before to end: raise --checkpoint.every")
         waited = [float(line) for line in waits.read_text().splitlines()] if waits.exists() else []
         long = seconds > 1 or max(waited, default=0.0) > 1  # also where the machine is to blame
         problem = f"{place}: said {said} times, waited {waited}: {log[-2000:]}"

@@ -120,8 +120,6 @@ ENDINGS = (".avif", ".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".png", ".tif", ".
 class Images:
     """Images in memory, uint8 [count, height, width, channels], and their classes."""
 
-    draws = False  # random numbers; without this line they are seeded for each batch
-
     def __init__(self, pixels: np.ndarray, labels: np.ndarray) -> None:
         self.pixels, self.labels = pixels, torch.from_numpy(labels)
         self.brightest = float(pixels.max()) or 1.0

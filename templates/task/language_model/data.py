@@ -111,7 +111,7 @@ class Chunks:
     first read, so there may be more of them than a process may have open.
     """
 
-    draws = False  # random numbers; without this line they are seeded for each batch
+    draws = False  # no random numbers; delete this if yours does, or a resume is not exact
 
     def __init__(
         self, sources: Sequence[np.ndarray | Path], context: int, vocabulary: int, kind: str

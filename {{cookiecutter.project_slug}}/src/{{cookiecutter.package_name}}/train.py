@@ -108,7 +108,7 @@ def setup(config: Config, world: World | None = None) -> State:
     optimizer = build_optimizer(config.optim, model)
     returned(optimizer, torch.optim.Optimizer, "what build_optimizer (optim.py) returns")
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise UserError("LBFGS computes the loss several times a step; this loop does it once")
+        raise UserError("LBFGS computes a loss several times a step: use another one (optim.py)")
     if config.optim.ema:
         keep_average(optimizer)
     parts = config, world, spec, model, module, optimizer, plan, loader, validation, dtype
@@ -224,11 +224,11 @@ def run(config: Config, callbacks: Iterable[Any] = (), world: World | None = Non
 
 def _run(config: Config, world: World, own_callbacks: Iterable[Any]) -> Result:
     group = Group(world)
+    directory = RunDirectory(config.directory, group, config.fresh, config.checkpoint.far)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(Stop(group))  # first, since a stop signal may come early
         state = setup(config, world)
-        far = config.checkpoint.far
-        run_dir = stack.enter_context(RunDirectory(config.directory, group, config.fresh, far))
+        run_dir = stack.enter_context(directory)
         # The watchdog also watches the restore, which waits for the other ranks.
         watching, after_journal = monitors(run_dir.path, world, group, state.module)
         callbacks = [*enter([hardware.MemoryUse(), *watching], stack)]

@@ -98,12 +98,10 @@ def summary(run_dir: Path, result: Any) -> list[str]:
         checkpoints += f" (training waited {result.blocked_seconds:.2f} s for saves)"
     validation = validation_of(result.validation)
     figures = [f"{name.replace('_', ' ')}: {value:.4f}" for name, value in validation.items()]
-    next_steps = {
-        "already finished": ["to train further: raise --train.steps; to start over: --fresh"],
-        "preempted": ["to resume: the same command again"],
-    }
     lines = [*figures, checkpoints, f"everything is in {run_dir}"]
-    return lines + next_steps.get(result.status, [])
+    if result.status == "already finished":
+        return [*lines, "to train further: raise --train.steps; for another run: --name NEW"]
+    return [*lines, "to resume: the same command again"] if result.status == "preempted" else lines
 
 
 def verified(run_dir: Path) -> tuple[list[str], bool]:

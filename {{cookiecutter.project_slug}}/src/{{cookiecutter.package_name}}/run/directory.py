@@ -33,14 +33,14 @@ class RunDirectory:
     running: tuple[Any, Stop] | None = None  # from `begin` until the end is recorded
 
     def __init__(self, path: Path, group: Group, fresh: bool = False, apart: bool = False) -> None:
+        if fresh and apart:
+            raise UserError("--fresh does not clear an object store: give another --checkpoint.url")
         self.path, self.group, self.fresh, self.apart = path, group, fresh, apart
         self.logs = contextlib.ExitStack()
         self.origin: dict[str, Any] = {}  # the machine and the versions
 
     def __enter__(self) -> "RunDirectory":
         """Lock the directory; UserError when another run has it, or not all ranks see it."""
-        if self.fresh and self.apart:
-            raise UserError("--fresh leaves the object store as it is: give another address")
         launchers = [str(name) for name in self.group.agree(launcher) if name]
         self.group.from_first(lambda: self._take(launchers))
         if not self.apart:
