@@ -460,7 +460,7 @@ def test_a_report_shows_metrics_of_ones_own(project: Project, tmp_path: Path) ->
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     project("report", "--run-dir", str(tmp_path))
     page = (tmp_path / "report.html").read_text("utf-8")
-    titles = [title for title in ("Auc", "F1 score", "Ema loss", "Samples") if f"{title}<" in page]
+    titles = [title for title in ("Auc", "F1 score", "Ema loss", "Samples") if f">{title}<" in page]
     assert titles == ["Auc", "F1 score"]
 
 

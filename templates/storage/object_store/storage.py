@@ -78,7 +78,6 @@ class StorePublisher(Publisher):
 
     start_over = "start over with another --checkpoint.url"
     directory: RemotePath
-    refused = False  # whether the store does not let this run remove anything
 
     def __init__(
         self,
@@ -190,13 +189,6 @@ class StorePublisher(Publisher):
                         (path / name).remove_tree()
         except (OSError, RankError) as error:
             self.warn_not_removed(error)
-
-    def warn_not_removed(self, error: Exception) -> None:
-        """Warn that old checkpoints stay: once where the store lets this run remove nothing."""
-        lasting = isinstance(error, PermissionError)
-        if not (lasting and self.refused):
-            super().warn_not_removed(error)
-        self.refused = self.refused or lasting
 
     def check_owner(self) -> None:
         """UserError when another run has taken over since."""

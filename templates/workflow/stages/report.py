@@ -181,12 +181,17 @@ def overview(sections: dict[str, Figures], records: list[Figures]) -> list[plots
     what = "samples/s (median, p10 to p90)"
     return [
         *(
-            plots.picture(name.replace("_", " ").capitalize(), plots.metric_curve, records, name)
+            plots.picture(named(name), plots.metric_curve, records, name)
             for name in ["loss", *own_metrics(records)[:METRICS_DRAWN]]
         ),
         plots.picture("Throughput by stage", plots.bars, rates, what, "{:,.0f}".format),
         plots.picture("Memory of the run", plots.memory_curve, records),
     ]
+
+
+def named(figure: str) -> str:
+    """The title of a figure's plot."""
+    return figure[:1].upper() + figure[1:].replace("_", " ")
 
 
 def read_metrics(path: Path, notes: list[str]) -> list[Figures]:

@@ -69,6 +69,7 @@ class Publisher:
     """
 
     start_over = "start over with --fresh, which sets the old run aside"
+    refused = False  # whether the storage does not let this run remove anything
 
     def __init__(self, directory: Place, retention: RetentionConfig, group: Group) -> None:
         self.directory, self.retention, self.group = directory, retention, group
@@ -155,8 +156,11 @@ class Publisher:
             self.warn_not_removed(error)
 
     def warn_not_removed(self, error: Exception) -> None:
-        """Warn that old checkpoints stay."""
-        log.warning("old checkpoints could not be removed: %s", error)
+        """Warn that old checkpoints stay: once where this run may remove nothing."""
+        lasting = isinstance(error, PermissionError)
+        if not (lasting and self.refused):
+            log.warning("old checkpoints could not be removed: %s", error)
+        self.refused = self.refused or lasting
 
     def reserve(self, step: int) -> str:
         """Make a fresh directory to write into; its name."""
