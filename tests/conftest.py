@@ -31,6 +31,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Where a test has more threads, those that wait give way to the other workers.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Under `nohup` or as a script's background job the tests would start with signals that are ignored,
 # and so would all that they start; a run leaves such a signal ignored.
 for number, handler in (
@@ -134,6 +135,16 @@ def _isolated_cookiecutter(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COOKIECUTTER_CONFIG", str(config))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_before() -> Iterator[None]:
+    """A command that a test calls here ends with stop signals ignored: no later start has that."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
