@@ -42,6 +42,8 @@ RENDERS = {
         **{"cluster": "kubernetes", "workflow": "full"},
     },
 }
+# Of commands run in the project: bytecode would become part of the tree that is shown.
+AS_RENDERED = {"PYTHONPATH": "src", "PYTHONDONTWRITEBYTECODE": "1"}
 BLOCK = re.compile(r"(<!-- cut: (\w+)(.*?) -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 
 
@@ -126,8 +128,7 @@ def output(project: Path, words: list[str], refused: bool = False) -> str:
             "COOKIECUTTER_CONFIG": str(project.parent / "config"),
             "COLUMNS": str(WIDTH),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": "src",
-            "PYTHONDONTWRITEBYTECODE": "1",  # or the tree would show it
+            **AS_RENDERED,
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -145,7 +146,7 @@ def calls(project: Path, words: list[str]) -> str:
         str(ROOT / "scripts/follow_calls.py"),
         project.name.replace("-", "_"),
     ]
-    environment = os.environ | {"PYTHONPATH": "src", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | AS_RENDERED | {"OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
     if ended.returncode:
         raise RuntimeError(ended.stderr)
