@@ -194,7 +194,19 @@ def busy(found: Series) -> list[str]:
     ]
 
 
-TOPICS = (loop, save, restore, sampler, optimizer, startup, restart, busy, workflow)
+def loss(found: Series) -> list[str]:
+    """The output layer and its loss."""
+    value = {name: entry["median"] for name, entry in found.items()}
+    share = value["as rendered, memory"] / value["at once, memory"]
+    lines = [verdict("Memory, of that of all logits at once", 100 * share, 20, "%")]
+    rival = value.get("linear_cross_entropy")
+    if rival:
+        times = value["as rendered"] / rival
+        lines.append(verdict("Seconds, of torch's linear_cross_entropy", times, 1, "times"))
+    return lines
+
+
+TOPICS = (loop, save, restore, sampler, optimizer, startup, restart, busy, loss, workflow)
 
 
 def page(results: Path) -> str:

@@ -77,13 +77,13 @@ class DocumentGPT(GPT):
         # Not compiled, it would first make the mask of every pair of tokens.
         self.create_block_mask = torch.compile(create_block_mask)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [batch, time, vocabulary] for tokens [batch, time]."""
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits [batch, time, vocabulary] for tokens [batch, time]; with targets, their loss."""
         x = self.embedding(tokens)
         table = self.table, own_documents(tokens, self.end_of_text, self.create_block_mask)
         for block in self.blocks:
             x = block(x, table)
-        return F.linear(self.norm(x), self.embedding.weight)
+        return self.output(self.norm(x), self.embedding.weight, targets)
 
 
 def build_model(config: "Config", spec: "Spec") -> nn.Module:

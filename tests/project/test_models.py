@@ -67,8 +67,9 @@ def test_who_knows_the_next_token_has_no_loss(text: Project) -> None:
     for kind, unit in ((torch.uint8, "byte"), (torch.int32, "token")):
         for ahead, least, most in ((1, 0, 1e-3), (0, 49, 51), (2, 49, 51), (-1, 49, 51)):
 
-            def knows(tokens: torch.Tensor, ahead: int = ahead) -> torch.Tensor:
-                return 50.0 * F.one_hot((tokens + 7 * ahead) % VOCABULARY, VOCABULARY)
+            def knows(tokens: torch.Tensor, targets: torch.Tensor, ahead: int = ahead) -> Any:
+                logits = 50.0 * F.one_hot((tokens + 7 * ahead) % VOCABULARY, VOCABULARY)
+                return F.cross_entropy(logits.mT, targets, reduction="sum")
 
             total, count, metrics = compute_loss(knows, {"tokens": rows.to(kind)})
             assert count == rows[:, 1:].numel()
@@ -163,38 +164,65 @@ def test_the_order_of_samples_is_that_of_earlier_releases(text: Project) -> None
     assert sampling.fixed_subset(10**6, 4).tolist() == [140063, 919950, 502981, 645244]
 
 
-def test_bfloat16_logits_are_in_float32_only_in_part(
-    text: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loss and the gradient are those of all at once, to the rounding of a sum."""
-    module, (count, vocabulary) = text.module("model"), (50, 97)
+def test_the_loss_never_holds_all_logits(text: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and gradients are those of all at once; -100 counts nothing; tied weights or not."""
+    module, (count, width, vocabulary) = text.module("model"), (50, 16, 97)
     torch.manual_seed(0)
-    logits = torch.randn(count, vocabulary).bfloat16().requires_grad_()
-    targets = torch.randint(vocabulary, (count,))
+    weight = (torch.randn(vocabulary, width) / 4).requires_grad_()
+    x = torch.randn(5, count // 5, width, requires_grad=True)
+    targets = torch.randint(vocabulary, (5, count // 5))
+    targets[1:3, 4] = -100
 
-    def taken() -> tuple[torch.Tensor, torch.Tensor, int]:
+    def taken(loss: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         largest = [0]
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dtype == torch.float32:
+            if tensor.shape[-1:] == (vocabulary,):  # logits, or their logarithms
                 largest.append(tensor.numel())
             return tensor
 
-        logits.grad = None
+        x.grad = weight.grad = None
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = module.cross_entropies(logits, targets)
-        loss.backward()
-        return loss.detach(), logits.grad, max(largest)
+            total = loss(x, weight, targets)
+        total.backward()
+        return total.detach(), x.grad, weight.grad, max(largest)
 
-    whole, gradient, largest = taken()
+    def plain(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(x.flatten(0, 1), weight)
+        return F.cross_entropy(logits, targets.flatten(), reduction="sum")
+
+    *wanted, largest = taken(plain)
     assert largest == count * vocabulary
     monkeypatch.setattr(module, "PART", 7 * vocabulary + 3)
-    loss, of_parts, largest = taken()
-    assert largest <= 7 * vocabulary
-    assert torch.allclose(loss, whole, rtol=1e-6) and torch.equal(of_parts, gradient)
-    exact = F.cross_entropy(logits.detach().double(), targets, reduction="sum")
-    assert torch.allclose(loss.double(), exact, rtol=1e-6)
-    assert torch.equal(module.cross_entropies(logits.detach(), targets), loss)
+    *found, largest = taken(module.Output())
+    assert largest == 0, "logits are kept for backward"
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        *found, largest = taken(module.Output())
+    assert largest == 0 and all(t.dtype == torch.float32 for t in found)
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("mode", ["none", "blocks", "full"])
+def test_the_loss_is_compiled_with_its_logits(
+    text: Project, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where something is compiled the compiler sees the head and the loss as one, without parts."""
+    module, seen = text.module("model"), []
+    formula = F.cross_entropy
+
+    def watched(logits: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        seen.append((torch.compiler.is_compiling(), len(logits)))
+        return formula(logits, *rest, **named)
+
+    monkeypatch.setattr(module, "PART", 100)
+    monkeypatch.setattr(F, "cross_entropy", watched)
+    changes = {"compile__mode": mode, "compile__backend": "eager"}
+    state = text.module("train").setup(text.config(**changes))
+    text.module("train").train_step(state, state.loader.next())
+    whole = state.config.train.micro_batch_size * state.config.data.context
+    assert seen and ((True, whole) in seen) == (mode != "none")
+    assert any(not compiled for compiled, _ in seen) == (mode == "none")
 
 
 def separate(project: Project) -> torch.nn.Module:

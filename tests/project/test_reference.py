@@ -52,7 +52,7 @@ BREAKAGES = {
         "sums = sums + loss_vector(loss)",
     ),
     "attention_not_causal": ("model.py", "is_causal=True", "is_causal=False"),
-    "targets_equal_to_inputs": ("model.py", "tokens[:, 1:]", "tokens[:, :-1]"),
+    "targets_equal_to_inputs": ("model.py", ":-1], tokens[:, 1:]", ":-1], tokens[:, :-1]"),
     "residuals_not_scaled": ("model.py", " if into_residual else 1.0", " if False else 1.0"),
     "gradient_of_the_mean_of_ranks": ("loss.py", "scale = ranks / count", "scale = 1 / count"),
 }
@@ -192,3 +192,16 @@ def test_the_own_tests_of_a_render_notice_a_breakage(tmp_path: Path, name: str |
     jobs = (0, str(project), code, *(f"tests/{test}" for test in tests))
     output = drill("own_tests.py", jobs, sources={"broken": project / "src"})
     assert ("\n1 failed" if name else "\n10 passed") in output
+
+
+def test_its_own_tests_name_the_line_that_reads_a_value(tmp_path: Path) -> None:
+    """On a GPU each step would wait there."""
+    project = bake(tmp_path, package_name="waiting")
+    model = project / "src/waiting/model.py"
+    text, right = model.read_text(), "total.detach() / math.log(2)"
+    assert text.count(right) == 1
+    model.write_text(text.replace(right, "total.item() / math.log(2)"))
+    line = text[: text.index(right)].count("\n") + 1
+    jobs = (0, str(project), 1, "tests/test_training.py::test_a_step_reads_no_value_on_the_host")
+    output = drill("own_tests.py", jobs, sources={"waiting": project / "src"})
+    assert f"model.py:{line}: " in output and "\n1 failed" in output

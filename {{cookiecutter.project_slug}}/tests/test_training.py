@@ -18,7 +18,7 @@ from {{ cookiecutter.package_name }} import train as training
 from {{ cookiecutter.package_name }}.__main__ import main
 from {{ cookiecutter.package_name }}.checkpoint.transfer import load_weights
 from {{ cookiecutter.package_name }}.config import override
-from {{ cookiecutter.package_name }}.distributed import Group
+from {{ cookiecutter.package_name }}.distributed import Group, World
 from {{ cookiecutter.package_name }}.errors import RankError, UserError
 from {{ cookiecutter.package_name }}.model import build_model, compute_loss
 from {{ cookiecutter.package_name }}.run.directory import RunDirectory
@@ -99,6 +99,14 @@ def test_a_step_that_is_not_finite_is_skipped() -> None:
     assert all(map(torch.equal, parameters, before))
     train_step(state, state.loader.next())
     assert not torch.equal(parameters[0], before[0])
+
+
+def test_a_step_reads_no_value_on_the_host(monkeypatch) -> None:
+    """`if tensor`, .item() or float() would wait for a GPU: tensors on `meta` have no values."""
+    monkeypatch.setattr(training, "step_unless", lambda bad, optimizer: optimizer.step())
+    state = setup(tiny(Path("unused")), World(rank=0, size=1, device=torch.device("meta")))
+    train_step(state, state.loader.next())
+    assert state.step == 1
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def wrap(
         # reduce_dtype is stated, since its default differs between releases: sums are in float32.
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     shard = functools.partial(fully_shard, mesh=build_mesh(config, world), mp_policy=policy)
-    units = list(blocks)
+    units = [block for block in blocks if [*block.parameters()]]
     check_shardable(model, units)
     if not units and world.rank == 0:
         log.warning(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .config import Config
     from .data import Spec
 
-PART = 2**26  # logits that are in float32 at the same time: 256 MB
+PART = 2**26  # logits that are in memory at the same time: 256 MB of them in float32
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,26 @@ class Block(nn.Module):
         return x + self.dropout(self.down(hidden))
 
 
+class Output(nn.Module):
+    """Logits of the next token, or their loss. Without parameters: the weight is the embedding's."""
+
+    def forward(self, x: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
+        """Logits [..., vocabulary] of x [..., width], or the sum of the losses in float32.
+
+        All logits would be the largest tensors of a step. Where no compiler fuses what becomes of
+        them, a part is in memory at a time, and is computed once more in backward. A target of -100
+        counts nothing.
+        """
+        if targets is None:
+            return F.linear(x, weight)
+        x, targets, rows = x.flatten(0, -2), targets.flatten(), max(1, PART // len(weight))
+        if len(x) <= rows or torch.compiler.is_compiling():
+            return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
+        again = partial(checkpoint, self.forward, use_reentrant=False, preserve_rng_state=False)
+        pairs = zip(x.split(rows), targets.split(rows), strict=True)
+        return torch.stack([again(part, weight, wanted) for part, wanted in pairs]).sum()
+
+
 class GPT(nn.Module):
     """Tokens in, logits of the next token out; input and output share one embedding."""
 
@@ -153,7 +173,7 @@ class GPT(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, config.width)
         self.blocks = nn.ModuleList(Block(config, self.attention) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.width)
+        self.norm, self.output = nn.RMSNorm(config.width), Output()
         # Worked out, not learned: not part of a checkpoint.
         table = rotary(context, config.width // config.heads)
         self.register_buffer("table", table, persistent=False)
@@ -163,12 +183,12 @@ class GPT(nn.Module):
                 depth = math.sqrt(2 * config.layers) if into_residual else 1.0
                 nn.init.normal_(parameter, std=0.02 / depth)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [batch, time, vocabulary] for tokens [batch, time]."""
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits [batch, time, vocabulary] for tokens [batch, time]; with targets, their loss."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, self.table)
-        return F.linear(self.norm(x), self.embedding.weight)
+        return self.output(self.norm(x), self.embedding.weight, targets)
 
 
 def build_model(config: "Config", spec: "Spec") -> nn.Module:
@@ -179,29 +199,11 @@ def build_model(config: "Config", spec: "Spec") -> nn.Module:
 def compute_loss(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
     """Next-token loss of a batch of {"tokens": [batch, context + 1]}; uint8 are bytes of text."""
     tokens = batch["tokens"].long()
-    logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
-    total = cross_entropies(logits.flatten(0, 1), targets.flatten())
+    total, count = model(tokens[:, :-1], tokens[:, 1:]), tokens[:, 1:].numel()
     unit = "byte" if batch["tokens"].dtype == torch.uint8 else "token"
-    return LossSum(total, targets.numel(), {f"bits_per_{unit}": total.detach() / math.log(2)})
-
-
-def cross_entropies(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum over all targets [n] in float32, of logits [n, vocabulary].
-
-    Of logits in bfloat16 a part at a time, and once more in backward: all of them in float32, with
-    their gradient, would be the largest tensors of a step.
-    """
-
-    def of(logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits.float(), targets, reduction="sum")
-
-    if logits.dtype == torch.float32 or logits.numel() <= PART:
-        return of(logits, targets)
-    rows = max(1, PART // logits.shape[1])
-    again = partial(checkpoint, of, use_reentrant=False, preserve_rng_state=False)
-    return torch.stack(list(map(again, logits.split(rows), targets.split(rows)))).sum()
+    return LossSum(total, count, {f"bits_per_{unit}": total.detach() / math.log(2)})
 
 
 def blocks(model: Any) -> Iterable[nn.Module]:
-    """The repeated layers: units of compilation, sharding and activation checkpointing."""
-    return model.blocks
+    """The layers, each compiled, sharded and recomputed by itself; the loss is only compiled."""
+    return [*model.blocks, model.output]

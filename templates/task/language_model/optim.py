@@ -131,7 +131,9 @@ class Muon(torch.optim.Optimizer):
         if torch.get_float32_matmul_precision() == "medium":  # of the products of all layers
             updates = [update.bfloat16() for update in updates]
         work = partial(orthogonalized, parts=group["matrices"])
-        updates = parallel.divide_work(list(updates), matrices, work)
+        found = parallel.divide_work(list(updates), matrices, work)
+        # Cast once to the weights' dtype: in mixed ones each matrix would be a kernel of its own.
+        updates = [update.to(weights[0].dtype) for update in found]
         torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
         torch._foreach_mul_(updates, rate)
         torch._foreach_sub_(weights, updates)

@@ -5,12 +5,15 @@ def test_the_targets_are_the_tokens_that_follow(state: State) -> None:
     assert tokens.dtype in (torch.uint8, torch.int32)
     assert int(tokens.max()) < state.spec.vocabulary
 
-    def foreseeing(inputs: torch.Tensor) -> torch.Tensor:
-        assert torch.equal(inputs, tokens[:, :-1])
-        return 100.0 * F.one_hot(tokens[:, 1:].long(), state.spec.vocabulary)
+    def seen(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(inputs, tokens[:, :-1]) and torch.equal(targets, tokens[:, 1:])
+        return state.model(inputs, targets)
 
-    loss = compute_loss(foreseeing, batch)
-    assert loss.total.item() == 0 and loss.count == tokens[:, 1:].numel()
+    loss = compute_loss(seen, batch)
+    logits = state.model(tokens[:, :-1].long()).flatten(0, 1)
+    expected = F.cross_entropy(logits, tokens[:, 1:].long().flatten(), reduction="sum")
+    assert loss.total.item() == pytest.approx(expected.item())
+    assert loss.count == tokens[:, 1:].numel()
 
 
 def test_a_later_token_changes_no_earlier_logit(state: State) -> None:

@@ -1,0 +1,113 @@
+"""Seconds and memory of the output layer with its loss, forward and backward.
+
+python -m benchmarks.loss [--smoke]
+
+Three ways: all logits at once, a part at a time as the rendered model does it (model.py `Output`),
+and torch's `linear_cross_entropy` with its own parts, where this release has it. Seconds are in
+float32 on this machine, the ways in turns. Bytes are those of gpt2_124m at a micro-batch of 16 in
+bfloat16 autocast, counted on fake tensors: what is allocated at the same time beyond x and weight,
+gradients included.
+"""
+
+import importlib
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .common import PACKAGE, benchmark, render, series
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+VOCABULARY = 50304
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made inside hold at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None):
+        """Run the operator, and note the storages of its results."""
+        results = operator(*args, **(kwargs or {}))
+        for tensor in (leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.alive:
+                self.alive[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.alive.pop, storage._cdata)
+        self.peak = max(self.peak, sum(self.alive.values()))
+        return results
+
+
+def at_once(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The plain formula."""
+    logits = F.linear(x, weight).flatten(0, 1)
+    return F.cross_entropy(logits.float(), targets.flatten(), reduction="sum")
+
+
+def by_torch(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """What torch has for this."""
+    options = torch.nn.LinearCrossEntropyOptions()
+    flat = x.flatten(0, 1), weight, targets.flatten()
+    return F.linear_cross_entropy(*flat, reduction="sum", options=options)
+
+
+def ways(source: Path) -> dict[str, Loss]:
+    """The contenders that are there."""
+    sys.path.insert(0, str(source))
+    found: dict[str, Loss] = {"at once": at_once}
+    found["as rendered"] = importlib.import_module(f"{PACKAGE}.model").Output()
+    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        found["linear_cross_entropy"] = by_torch
+    return found
+
+
+def inputs(rows: int, time_: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What goes into the output layer: x, weight, targets."""
+    x = torch.randn(rows, time_, width, requires_grad=True)
+    weight = torch.randn(VOCABULARY, width, requires_grad=True)
+    return x, weight, torch.randint(VOCABULARY, (rows, time_))
+
+
+def memory(loss: Loss) -> float:
+    """GiB at the peak."""
+    with FakeTensorMode():
+        given = inputs(16, 1024, 768)
+        with Peak() as found:
+            with torch.autocast("cpu", torch.bfloat16):
+                total = loss(*given)
+            total.backward()
+    return found.peak / 2**30
+
+
+def measure(folder: Path, smoke: bool) -> dict[str, Any]:
+    """Round after round, the ways in turns."""
+    rounds, rows = (1, 1) if smoke else (9, 4)
+    contenders, given = ways(render(folder)), inputs(rows, 1024, 256)
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for round_ in range(rounds + 1):
+        for name, loss in [*contenders.items()][:: 1 if round_ % 2 else -1]:
+            started = time.perf_counter()
+            loss(*given).backward()
+            if round_:  # the first one warms up
+                seconds[name].append(time.perf_counter() - started)
+            for tensor in given[:2]:
+                tensor.grad = None
+    found = {name: series(values, "s") for name, values in seconds.items()}
+    found |= {f"{name}, memory": series([memory(w)], "GiB") for name, w in contenders.items()}
+    return {"settings": {"rounds": rounds, "tokens": rows * 1024}, "series": found}
+
+
+if __name__ == "__main__":
+    benchmark("loss", measure, ("torch",))
