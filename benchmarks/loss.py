@@ -73,11 +73,11 @@ def ways(source: Path) -> dict[str, Loss]:
     return found
 
 
-def inputs(rows: int, time_: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(rows: int, length: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """What goes into the output layer: x, weight, targets."""
-    x = torch.randn(rows, time_, width, requires_grad=True)
+    x = torch.randn(rows, length, width, requires_grad=True)
     weight = torch.randn(VOCABULARY, width, requires_grad=True)
-    return x, weight, torch.randint(VOCABULARY, (rows, time_))
+    return x, weight, torch.randint(VOCABULARY, (rows, length))
 
 
 def memory(loss: Loss) -> float:
@@ -93,8 +93,8 @@ def memory(loss: Loss) -> float:
 
 def measure(folder: Path, smoke: bool) -> dict[str, Any]:
     """Round after round, the ways in turns."""
-    rounds, rows = (1, 1) if smoke else (9, 4)
-    contenders, given = ways(render(folder)), inputs(rows, 1024, 256)
+    rounds, rows, length = (1, 1, 64) if smoke else (5, 2, 1024)
+    contenders, given = ways(render(folder)), inputs(rows, length, 256)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for round_ in range(rounds + 1):
         for name, loss in [*contenders.items()][:: 1 if round_ % 2 else -1]:
@@ -106,7 +106,7 @@ def measure(folder: Path, smoke: bool) -> dict[str, Any]:
                 tensor.grad = None
     found = {name: series(values, "s") for name, values in seconds.items()}
     found |= {f"{name}, memory": series([memory(w)], "GiB") for name, w in contenders.items()}
-    return {"settings": {"rounds": rounds, "tokens": rows * 1024}, "series": found}
+    return {"settings": {"rounds": rounds, "tokens": rows * length}, "series": found}
 
 
 if __name__ == "__main__":

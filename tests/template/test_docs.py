@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.conftest import ROOT
 from tests.stress import page as reliability
@@ -40,8 +41,8 @@ def test_the_documentation_is_current() -> None:
 
 
 def test_every_link_to_a_page_leads_somewhere() -> None:
-    """In README.md and docs/, to files and to their headings."""
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    """In README.md, SECURITY.md and docs/, to files and to their headings."""
+    pages = [ROOT / "SECURITY.md", ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     linked = set()
     for page in pages:
         for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
@@ -55,7 +56,15 @@ def test_every_link_to_a_page_leads_somewhere() -> None:
                 headings = re.findall(r"^#+ (.+)$", path.read_text("utf-8"), re.MULTILINE)
                 anchors = [re.sub(r"[^\w -]", "", it.lower()).replace(" ", "-") for it in headings]
                 assert heading in anchors, f"{page.name}: {target}"
-    assert linked >= {page.resolve() for page in pages[1:]}, "a page that nothing links to"
+    assert linked >= {page.resolve() for page in pages[2:]}, "a page that nothing links to"
+
+
+def test_every_place_names_the_same_version() -> None:
+    version = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["_template_version"]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert newest and (cited["version"], newest[1]) == (version, version)
+    assert f"--checkout v{version}" in (ROOT / "docs/updating.md").read_text("utf-8")
 
 
 def test_a_stale_block_is_named_and_mended(
