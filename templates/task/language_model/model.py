@@ -145,7 +145,7 @@ class Block(nn.Module):
 
 
 class Output(nn.Module):
-    """Logits of the next token, or their loss. Without parameters: the weight is the embedding's."""
+    """Logits of the next token, or their loss. It has no parameters: the weight is passed in."""
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
         """Logits [..., vocabulary] of x [..., width], or the sum of the losses in float32.
