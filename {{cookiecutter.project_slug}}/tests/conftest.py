@@ -66,6 +66,12 @@ def skip_batch_statistics(model: torch.nn.Module, reason: str) -> None:
         pytest.skip(f"not applicable: {reason}")
 
 
+def skip_stream(state: State, reason: str) -> None:
+    """Skip the test for training data without numbers."""
+    if hasattr(state.loader, "stream"):
+        pytest.skip(f"not applicable: {reason}")
+
+
 def skip_random(state: State) -> None:
     """Skip the test if the loss draws random numbers without dropout, too, as for noise."""
     (batch, *_), before = state.loader.of(0, state.plan), torch.get_rng_state()

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import after_step, losses, same, skip_batch_statistics, skip_random, tiny, train
+from conftest import after_step, losses, same, skip_batch_statistics, skip_random, skip_stream
+from conftest import tiny, train
 
 from {{ cookiecutter.package_name }} import callbacks
 from {{ cookiecutter.package_name }} import train as training
@@ -22,7 +23,6 @@ from {{ cookiecutter.package_name }}.distributed import Group, World
 from {{ cookiecutter.package_name }}.errors import RankError, UserError
 from {{ cookiecutter.package_name }}.model import build_model, compute_loss
 from {{ cookiecutter.package_name }}.run.directory import RunDirectory
-from {{ cookiecutter.package_name }}.sampling import shares
 from {{ cookiecutter.package_name }}.schedule import set_schedule
 from {{ cookiecutter.package_name }}.train import State, run, setup, train_step
 
@@ -54,7 +54,7 @@ def test_the_loop_does_what_a_plain_one_does(tmp_path: Path) -> None:
     """Accumulation, scale, clipping, schedule; with your model, data, loss and optimizer."""
     schedule = {"train__steps": 9, "optim__warmup_steps": 3, "optim__final_fraction": 0.1}
     settings = tiny(tmp_path, train__micro_batch_size=3, **schedule)
-    state, plain = setup(settings), setup(settings)
+    state, plain = setup(settings), setup(override(settings, {"train.micro_batch_size": 8}))
     skip_batch_statistics(state.model, "batch statistics depend on how a batch is divided")
     skip_random(state)
     for model in (state.model, plain.model):
@@ -67,7 +67,7 @@ def test_the_loop_does_what_a_plain_one_does(tmp_path: Path) -> None:
     given, clip = [], 0.0
     state.optimizer.register_step_pre_hook(lambda optimizer, *_: given.append(norm_of(optimizer)))
     for step in range(9):
-        (batch,) = plain.loader.of(step, shares(8, 8, 0, 1))
+        (batch,) = plain.loader.next()
         loss = compute_loss(plain.model, batch)
         (loss.total / loss.count).backward()
         norm = norm_of(plain.optimizer)
@@ -122,6 +122,8 @@ def test_a_step_reads_no_value_on_the_host(monkeypatch) -> None:
 def test_another_way_changes_no_name_and_no_result(tmp_path, changes, near, caplog) -> None:
     if "train__activation_checkpointing" in changes:
         skip_batch_statistics(setup(tiny(tmp_path)).model, "they would be updated twice")
+    if "train__loader_workers" in changes:
+        skip_stream(setup(tiny(tmp_path)), "a stream is read ahead by workers of its own")
     plain = train(tiny(tmp_path / "a", train__steps=6))
     caplog.set_level("INFO")
     same(train(tiny(tmp_path / "b", train__steps=6, **changes)), plain, near)
