@@ -137,7 +137,7 @@ def restart_parts(results: Path, gpus: int, group: int, alone: bool) -> dict[str
     rate = 1e9 * restore["series"]["2 ranks: dcp, restore"]["median"]
     store = meeting["groups"]["as needed"]
     parts = {
-        "forked": restart["series"]["a rank is killed"]["median"],
+        "started again": restart["series"]["a rank is killed"]["median"],
         "met": extrapolated(store, "server" + CPU, group if alone else gpus),
     }
     if alone:

@@ -91,16 +91,14 @@ def restore(found: Series) -> list[str]:
         )
         for ranks, label in ((1, "1 rank"), (2, "2 ranks"))
     ]
-    for ranks, label, who in ((1, "1 rank", "One rank"), (2, "2 ranks", "Each of two ranks")):
-        own = found[f"{label}: sha256 alone, from memory"]["median"] / ranks
+    for label, who in (("1 rank", "One rank"), ("2 ranks", "Each of two ranks")):
         load, whole = (found[f"{label}: dcp, {what}"]["median"] for what in ("load", "restore"))
-        what = f"{who} verifies and loads, beside sha256 alone over memory"
-        lines += [
-            verdict(what, load / own, 0.9, "of its speed", at_most=False),
-            f"- That and allocating the optimizer's state: {_number(whole / own)} of its speed.",
-        ]
-    one_file = found["1 rank: torch_save, load"]["median"] / raw
-    lines.append(f"- Of a single file, one rank alone: {_number(one_file)} of its speed.")
+        lines.append(
+            f"- {who} then loads at {_number(load)} GB/s: `dcp.load`. The whole restore, with the "
+            f"optimizer's state allocated in between: {_number(whole)} GB/s."
+        )
+    one_file = found["1 rank: torch_save, load"]["median"]
+    lines.append(f"- A single file is loaded, mapped, at {_number(one_file)} GB/s.")
     return [*lines, f"- sha256 itself, of memory, on one core here: {_number(raw)} GB/s."]
 
 
