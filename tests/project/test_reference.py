@@ -39,6 +39,7 @@ FEW |= {"train.validate_every": 5, "optim.warmup_steps": 3, "train.validate_samp
 FEW |= {"optim.name": "adamw"}
 
 BROKEN = "language_model"
+IN_PARTS = "in_parts"  # the loss of the language model, a few logits at a time
 # Each of these went unnoticed once: the file, what stands there, what is put in its place.
 BREAKAGES = {
     "no_warm_up": ("schedule.py", "rate * (step + 1) / config.warmup_steps", "rate"),
@@ -120,7 +121,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if name == BROKEN:
                 few = settings | FEW
                 torch.save(reference(project, task, few), folder / "few.pt")
-                plans |= {it: ("few", few) for it in ("whole", *BREAKAGES)}
+                plans |= {it: ("few", few) for it in ("whole", IN_PARTS, *BREAKAGES)}
     (folder / "settings.json").write_text(json.dumps(plans))
     return folder
 
@@ -164,17 +165,26 @@ def break_line(package: Path, name: str) -> None:
 def found_broken(folder: Path) -> dict[str, dict[str, float]]:
     """What two ranks compute otherwise with each breakage, and with none."""
     original, sources = folder / f"ddp_{BROKEN}/my-training-run/src/ddp_{BROKEN}", {}
-    for name in ("whole", *BREAKAGES):
+    for name in ("whole", IN_PARTS, *BREAKAGES):
         sources[name] = folder / "broken" / name
         package = shutil.copytree(original, sources[name] / name)
         if name in BREAKAGES:
             break_line(package, name)
+        if name == IN_PARTS:
+            model, usual = package / "model.py", "PART = 2**26"
+            assert usual in model.read_text()
+            model.write_text(model.read_text().replace(usual, "PART = 2000"))
     drill("reference.py", (2, str(folder), *sources), sources=sources)
     return found_by(folder, 2)
 
 
 def test_what_is_whole_is_not_taken_for_broken(found_broken: dict[str, dict[str, float]]) -> None:
     assert found_broken["whole"] == {}
+
+
+def test_a_loss_in_parts_is_the_same_loss(found_broken: dict[str, dict[str, float]]) -> None:
+    """And so are the gradients, summed over the parts, the micro-batches and the ranks."""
+    assert found_broken[IN_PARTS] == {}
 
 
 @pytest.mark.parametrize("name", BREAKAGES)
