@@ -145,7 +145,7 @@ class Storm:
         settings = self.plan.settings | {"checkpoint.keep_every": 1, "checkpoint.every": every}
         plan = dataclasses.replace(self.plan, settings=settings)
         job = Job(plan, run_dir, self.folder / "undisturbed.log")
-        if job.gone() is None or job.code:
+        if job.gone(3600) is None or job.code:  # thousands of steps take long on a busy machine
             raise RuntimeError(f"{plan.package}: {job.log.read_text('utf-8')[-3000:]}")
         self.seconds = time.monotonic() - started
         self.undisturbed, self.expected = self.contents(run_dir), losses(run_dir)
