@@ -2,10 +2,11 @@
 
 python -m benchmarks.loss [--smoke]
 
-Three ways: all logits at once, a part at a time as the rendered model does it (model.py `Output`),
-and torch's `linear_cross_entropy` with its own parts, where this release has it. Seconds are in
-float32 on this machine, the ways in turns. Bytes are those of gpt2_124m at a micro-batch of 16 in
-bfloat16 autocast, counted on fake tensors: what is allocated at the same time beyond x and weight,
+Four ways, none compiled: all logits at once; all logits, with their cross entropies a part at a
+time; output layer and cross entropies a part at a time, as the rendered model has it (model.py
+`Output`); and torch's `linear_cross_entropy`, where this release has it. Seconds are in float32 on
+this machine, the ways in turns. Bytes are those of gpt2_124m at a micro-batch of 16 in bfloat16
+autocast, counted on fake tensors: what is allocated at the same time beyond x, weight and targets,
 gradients included.
 """
 
@@ -14,6 +15,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from .common import PACKAGE, benchmark, render, series
 
@@ -33,9 +36,9 @@ VOCABULARY = 50304
 class Peak(TorchDispatchMode):
     """The most bytes that tensors made inside hold at the same time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *given: Tensor) -> None:
         super().__init__()
-        self.alive: dict[int, int] = {}
+        self.alive = {tensor.untyped_storage()._cdata: 0 for tensor in given}  # views of them, too
         self.peak = 0
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None):
@@ -56,6 +59,17 @@ def at_once(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), targets.flatten(), reduction="sum")
 
 
+def cross_entropies_in_parts(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """All logits in the dtype of the products, a part of them in float32."""
+
+    def of(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), targets, reduction="sum")
+
+    rows, logits = 2**26 // VOCABULARY, F.linear(x, weight).flatten(0, 1)
+    again = partial(checkpoint, of, use_reentrant=False, preserve_rng_state=False)
+    return torch.stack([*map(again, logits.split(rows), targets.flatten().split(rows))]).sum()
+
+
 def by_torch(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """What torch has for this."""
     options = torch.nn.LinearCrossEntropyOptions()
@@ -67,6 +81,7 @@ def ways(source: Path) -> dict[str, Loss]:
     """The contenders that are there."""
     sys.path.insert(0, str(source))
     found: dict[str, Loss] = {"at once": at_once}
+    found["cross entropies in parts"] = cross_entropies_in_parts
     found["as rendered"] = importlib.import_module(f"{PACKAGE}.model").Output()
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         found["linear_cross_entropy"] = by_torch
@@ -84,7 +99,7 @@ def memory(loss: Loss) -> float:
     """GiB at the peak."""
     with FakeTensorMode():
         given = inputs(16, 1024, 768)
-        with Peak() as found:
+        with Peak(*given) as found:
             with torch.autocast("cpu", torch.bfloat16):
                 total = loss(*given)
             total.backward()

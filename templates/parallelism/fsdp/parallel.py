@@ -73,7 +73,7 @@ def wrap(
     check_shardable(model, units)
     if not units and world.rank == 0:
         log.warning(
-            "blocks(model) in model.py is empty: each rank gathers the whole model at once; "
+            "blocks(model) in model.py names no layer: each rank gathers the whole model at once; "
             "return its largest parts, as in [*model.layers]"
         )
     for block in units:

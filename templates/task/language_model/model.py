@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .config import Config
     from .data import Spec
 
-PART = 2**26  # logits that are in memory at the same time: 256 MB of them in float32
+PART = 2**26  # logits in memory at the same time, where nothing is compiled: 256 MB in float32
 
 
 @dataclass(frozen=True)
@@ -147,25 +147,30 @@ class Block(nn.Module):
 class Output(nn.Module):
     """Logits of the next token, or their loss. It has no parameters: the weight is passed in."""
 
+    recomputes = True  # activation checkpointing would do it once more
+
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
         """Logits [..., vocabulary] of x [..., width], or the sum of the losses in float32.
 
         All logits would be the largest tensors of a step. Where no compiler fuses what becomes of
-        them, a part is in memory at a time, and is computed once more in backward. A target of -100
-        counts nothing.
+        them, a part is in memory at a time, and is computed once more in backward.
         """
         if targets is None:
             return F.linear(x, weight)
         x, targets, rows = x.flatten(0, -2), targets.flatten(), max(1, PART // len(weight))
-        if len(x) <= rows or torch.compiler.is_compiling():
-            return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
+        if torch.compiler.is_compiling() or len(x) <= rows:
+            logits = F.linear(x, weight.to(x.dtype))
+            return F.cross_entropy(logits.float(), targets, reduction="sum")
+        # Each part casts the weight by itself (autocast keeps no casts of a view), so that the
+        # gradients of the parts are added up in float32.
+        weight = weight.view_as(weight).float()
         again = partial(checkpoint, self.forward, use_reentrant=False, preserve_rng_state=False)
         pairs = zip(x.split(rows), targets.split(rows), strict=True)
         return torch.stack([again(part, weight, wanted) for part, wanted in pairs]).sum()
 
 
 class GPT(nn.Module):
-    """Tokens in, logits of the next token out; input and output share one embedding."""
+    """Tokens in, logits of the next token or their loss out; both ends share one embedding."""
 
     attention = Attention
 
@@ -205,5 +210,5 @@ def compute_loss(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
 
 
 def blocks(model: Any) -> Iterable[nn.Module]:
-    """The layers, each compiled, sharded and recomputed by itself; the loss is only compiled."""
+    """Units of compilation, sharding, activation checkpointing: the layers; the loss to compile."""
     return [*model.blocks, model.output]

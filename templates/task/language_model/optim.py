@@ -115,9 +115,8 @@ class Muon(torch.optim.Optimizer):
     def _step_matrices(
         self, matrices: list[Tensor], group: dict[str, Any], found_inf: Tensor | None
     ) -> None:
-        for p in matrices:
-            if not self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        for p in (each for each in matrices if not self.state[each]):
+            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         weights = [parallel.local_part(p) for p in matrices]
         gradients = [parallel.local_part(p.grad) for p in matrices if p.grad is not None]
         momenta = [parallel.local_part(self.state[p]["momentum_buffer"]) for p in matrices]
@@ -133,7 +132,7 @@ class Muon(torch.optim.Optimizer):
         work = partial(orthogonalized, parts=group["matrices"])
         found = parallel.divide_work(list(updates), matrices, work)
         # Cast once to the weights' dtype: in mixed ones each matrix would be a kernel of its own.
-        updates = [update.to(weights[0].dtype) for update in found]
+        updates = [update.to(w.dtype) for update, w in zip(found, weights, strict=True)]
         torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
         torch._foreach_mul_(updates, rate)
         torch._foreach_sub_(weights, updates)
