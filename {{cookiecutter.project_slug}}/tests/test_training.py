@@ -11,8 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import after_step, losses, same, skip_batch_statistics, skip_random, skip_stream
-from conftest import tiny, train
+from conftest import (
+    after_step,
+    losses,
+    same,
+    skip_batch_statistics,
+    skip_random,
+    skip_stream,
+    tiny,
+    train,
+)
 
 from {{ cookiecutter.package_name }} import callbacks
 from {{ cookiecutter.package_name }} import train as training
