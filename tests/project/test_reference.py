@@ -39,7 +39,6 @@ FEW |= {"train.validate_every": 5, "optim.warmup_steps": 3, "train.validate_samp
 FEW |= {"optim.name": "adamw"}
 
 BROKEN = "language_model"
-IN_PARTS = "in_parts"  # the loss of the language model, a few logits at a time
 # Each of these went unnoticed once: the file, what stands there, what is put in its place.
 BREAKAGES = {
     "no_warm_up": ("schedule.py", "rate * (step + 1) / config.warmup_steps", "rate"),
@@ -57,6 +56,8 @@ BREAKAGES = {
     "residuals_not_scaled": ("model.py", " if into_residual else 1.0", " if False else 1.0"),
     "gradient_of_the_mean_of_ranks": ("loss.py", "scale = ranks / count", "scale = 1 / count"),
 }
+IN_PARTS = "in_parts"  # no breakage: the loss of the language model, a few logits at a time
+EDITS = BREAKAGES | {IN_PARTS: ("model.py", "PART = 2**26", "PART = 2000")}
 # Of the render's own tests, the one that notices it.
 PLAIN = "test_training.py::test_the_loop_does_what_a_plain_one_does"
 RANKS = "test_ranks.py::test_two_ranks_do_what_one_does"
@@ -121,7 +122,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if name == BROKEN:
                 few = settings | FEW
                 torch.save(reference(project, task, few), folder / "few.pt")
-                plans |= {it: ("few", few) for it in ("whole", IN_PARTS, *BREAKAGES)}
+                plans |= {it: ("few", few) for it in ("whole", *EDITS)}
     (folder / "settings.json").write_text(json.dumps(plans))
     return folder
 
@@ -154,8 +155,8 @@ def test_any_number_of_ranks_computes_what_one_loop_does(folder: Path) -> None:
         assert found_by(folder, ranks) == {name: {} for name in packages}
 
 
-def break_line(package: Path, name: str) -> None:
-    file, right, wrong = BREAKAGES[name]
+def edit_line(package: Path, name: str) -> None:
+    file, right, wrong = EDITS[name]
     text = (package / file).read_text()
     assert text.count(right) == 1, f"{file} has changed: state the breakage anew"
     (package / file).write_text(text.replace(right, wrong))
@@ -165,15 +166,11 @@ def break_line(package: Path, name: str) -> None:
 def found_broken(folder: Path) -> dict[str, dict[str, float]]:
     """What two ranks compute otherwise with each breakage, and with none."""
     original, sources = folder / f"ddp_{BROKEN}/my-training-run/src/ddp_{BROKEN}", {}
-    for name in ("whole", IN_PARTS, *BREAKAGES):
+    for name in ("whole", *EDITS):
         sources[name] = folder / "broken" / name
         package = shutil.copytree(original, sources[name] / name)
-        if name in BREAKAGES:
-            break_line(package, name)
-        if name == IN_PARTS:
-            model, usual = package / "model.py", "PART = 2**26"
-            assert usual in model.read_text()
-            model.write_text(model.read_text().replace(usual, "PART = 2000"))
+        if name in EDITS:
+            edit_line(package, name)
     drill("reference.py", (2, str(folder), *sources), sources=sources)
     return found_by(folder, 2)
 
@@ -197,7 +194,7 @@ def test_the_own_tests_of_a_render_notice_a_breakage(tmp_path: Path, name: str |
     project = bake(tmp_path, package_name="broken")
     tests, code = ("test_model.py", PLAIN, RANKS), 0
     if name:
-        break_line(project / "src/broken", name)
+        edit_line(project / "src/broken", name)
         tests, code = (NOTICED_BY[name],), 1
     jobs = (0, str(project), code, *(f"tests/{test}" for test in tests))
     output = drill("own_tests.py", jobs, sources={"broken": project / "src"})

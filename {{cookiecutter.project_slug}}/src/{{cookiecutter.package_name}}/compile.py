@@ -30,7 +30,7 @@ class CompileConfig:
     """torch.compile."""
 
     mode: Literal["none", "blocks", "full"] = "none"
-    """What to compile: nothing, each repeated block (once for all of them), or the whole model."""
+    """What to compile: nothing, each of blocks(model) (alike ones once), or the whole model."""
     fullgraph: bool = False
     """Treat a graph break as an error."""
     dynamic: bool | None = None
