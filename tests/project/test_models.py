@@ -225,7 +225,7 @@ def test_parts_of_a_loss_are_rounded_no_more_than_all_at_once(
 
 
 def test_activation_checkpointing_leaves_alone_what_recomputes_by_itself(text: Project) -> None:
-    """The loss would be computed three times. A block without parameters is wrapped all the same."""
+    """Else the loss is computed three times. A block without parameters is recomputed, too."""
     output, block = text.module("model").Output(), torch.nn.ReLU()
     text.module("compile").checkpoint_activations([output, block])
     assert "forward" in vars(block) and "forward" not in vars(output)

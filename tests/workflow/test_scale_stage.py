@@ -257,7 +257,7 @@ def test_a_model_without_blocks_is_told_to_name_some(
         caplog.clear()
         world = SimpleNamespace(distributed=True, rank=rank, size=2)
         model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-        parallel.wrap(model, [], sharded.config().parallel, world, torch.float32)
+        parallel.wrap(model, [model[1]], sharded.config().parallel, world, torch.float32)
         assert ("blocks(model) in model.py names no layer" in caplog.text) == named
         parallel.wrap(model, [model[0]], sharded.config().parallel, world, torch.float32)
         assert caplog.text.count("blocks(model)") == named
