@@ -96,6 +96,11 @@ def file_system(folder: Path) -> str:
     return max(found)[1]
 
 
+def beside_own_packages(source: Path | str) -> str:
+    """A PYTHONPATH for a render's `src`; packages that are found by it now still are."""
+    return os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))
+
+
 def versions(*packages: str) -> dict[str, str]:
     """Versions of Python and of the installed ones of these packages."""
     found = {"python": platform.python_version()}

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .common import PACKAGE, series
+from .common import PACKAGE, beside_own_packages, series
 
 CONTEXT, LAYERS, WIDTH, HEADS, VOCABULARY = 1024, 12, 768, 12, 50304
 EVERY, WARMUP = 10, 30  # steps between lines; steps that are not counted
@@ -62,8 +62,8 @@ def ours(bench: Any, steps: int, batch: int, mode: str) -> list[float]:
         "--compile.mode": mode,
     }
     command, _ = bench.command("train", *(str(word) for pair in settings.items() for word in pair))
-    source = str(bench.source)
-    return seconds_per_step(command[1:], bench.work, r"step (\d+)/", PYTHONPATH=source)
+    path = beside_own_packages(bench.source)
+    return seconds_per_step(command[1:], bench.work, r"step (\d+)/", PYTHONPATH=path)
 
 
 def nanogpt(where: tuple[Path, Path, Path], steps: int, batch: int, mode: str) -> list[float]:
@@ -102,9 +102,10 @@ def random_tokens(folder: Path, vocabulary: int) -> Path:
 
 def measure(bench: Any) -> dict[str, dict[str, Any]]:
     """A round: each contender once; tokens/s of its steps, and MFU where the peak is known."""
-    steps, batch, modes = 110, 32, ["full", "blocks", "none"]
+    # Five more than are counted, since a run ends with a validation and a save.
+    steps, batch, modes = 115, 32, ["full", "blocks", "none"]
     if bench.smoke:
-        steps, batch, modes = 50, 8, ["none"]
+        steps, batch, modes = 55, 8, ["none"]
     contenders = {f"ours, {mode}": (ours, bench, mode) for mode in modes}
     if bench.nanogpt:
         clone = (bench.nanogpt.resolve(), bench.data, bench.work)

@@ -3,10 +3,10 @@
 python -m benchmarks.gpu [--nanogpt FOLDER] [--only PIECE] [--again]
 python -m benchmarks.gpu --smoke         tries all of it on a CPU: figures mean nothing
 
-It uses the Python that runs it, with whatever torch that has. Each piece is written down as it
-ends, so the same command goes on where it was cut off; a piece is measured anew when the code,
-torch or the device is another one, or with `--again`. The tests need pytest, nanoGPT's figures a
-clone of github.com/karpathy/nanoGPT.
+It uses the Python that runs it, with whatever torch that has, and says first which packages that
+lacks. Each piece is written down as it ends, so the same command goes on where it was cut off; a
+piece is measured anew when the code, torch or the device is another one, or with `--again`.
+nanoGPT's figures need a clone of github.com/karpathy/nanoGPT.
 """
 
 import argparse
@@ -30,9 +30,20 @@ from typing import Any
 import torch
 
 from . import gpt2, ranks, save
-from .common import PACKAGE, RESULTS, ROOT, machine, numbers_on_one_line, render, series, versions
+from .common import (
+    PACKAGE,
+    RESULTS,
+    ROOT,
+    beside_own_packages,
+    machine,
+    numbers_on_one_line,
+    render,
+    series,
+    versions,
+)
 
 Series = dict[str, dict[str, Any]]
+NEEDED = ("cookiecutter", "hypothesis", "numpy", "psutil", "pytest", "safetensors", "tyro", "xdist")
 RESTARTS = 3
 LARGE = {"model.layers": 13}  # with AdamW's moments above 1.5 GB
 
@@ -65,14 +76,12 @@ class Bench:
 
     def command(self, *words: str) -> tuple[list[str], dict[str, str]]:
         """A command of the render with these settings, and its environment."""
-        environment = {**os.environ, "PYTHONPATH": str(self.source)}
+        environment = {**os.environ, "PYTHONPATH": beside_own_packages(self.source)}
         return [sys.executable, "-u", "-m", PACKAGE, *words, *self.preset], environment
 
 
 def tests(bench: Bench) -> Series:
     """The tests marked `gpu`, on this device; one that fails ends it."""
-    if not importlib.util.find_spec("pytest"):
-        raise RuntimeError("pytest is not installed")
     words = ["-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "tests/gpu"]
     outcome = subprocess.run(
         [sys.executable, *words, "--basetemp", str(bench.work / "tests")],
@@ -189,6 +198,8 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="folder on the disk to measure (default: TMPDIR)")
     parser.add_argument("--saves-in", nargs=2, type=Path, help=argparse.SUPPRESS)  # see `saves`
     given = parser.parse_args()
+    if lacking := [name for name in NEEDED if not importlib.util.find_spec(name)]:
+        sys.exit(f"not installed here: {', '.join(lacking)} (xdist is pytest-xdist)")
     if not given.smoke and not torch.cuda.is_available():
         sys.exit("there is no GPU here: --smoke tries all of it on the CPU")
     device = "cpu" if given.smoke else "cuda"

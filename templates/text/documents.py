@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 def own_documents(tokens: Tensor, end_of_text: int, create_block_mask: Any) -> Any:
     """The mask of tokens [batch, time]: each sees itself and those before it in its document.
 
-    True where it sees, [batch, 1, time, time]; on CUDA a BlockMask, whose kernels skip what is
-    masked. Rotary positions are relative, so a document need not begin at position 0.
+    True where it sees, [batch, 1, time, time]; on CUDA a BlockMask for whole batches, whose kernels
+    skip what is masked. Rotary positions are relative, so a document need not begin at position 0.
     """
     ends = (tokens == end_of_text).long()
     documents = ends.cumsum(1) - ends  # an end belongs to the document that it ends
-    if not tokens.is_cuda:
+    # A text that is generated has another length at each token, for which no kernels are compiled.
+    if not tokens.is_cuda or (len(tokens) == 1 and not torch.is_grad_enabled()):
         return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from benchmarks.common import beside_own_packages
 from tests.conftest import Project, project_fixture
 
 DEVICE = os.environ.get("TEST_DEVICE", "cuda")
@@ -27,6 +29,7 @@ pytestmark = [
 # On a CPU the whole workflow is tested, which has these two in it.
 on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="test_whole_workflow.py has it on a CPU")
 project = project_fixture("on_gpu", checkpoint="dcp_async", tracker="none")
+sharded = project_fixture("on_gpus", parallelism="fsdp", text="tokenizer", tracker="none")
 
 
 def train(project: Project, run_dir: Path, *words: str) -> str:
@@ -36,7 +39,7 @@ def train(project: Project, run_dir: Path, *words: str) -> str:
     outcome = subprocess.run(
         [*command, *words],
         cwd=project.folder,
-        env={**os.environ, "PYTHONPATH": "src"},
+        env={**os.environ, "PYTHONPATH": beside_own_packages("src")},
         capture_output=True,
         text=True,
         timeout=900,
@@ -132,6 +135,45 @@ def test_a_restart_compiles_warm(project: Project, tmp_path: Path) -> None:
     finally:
         del os.environ["TORCHINDUCTOR_CACHE_DIR"]
     assert seconds[1] < 0.7 * seconds[0], seconds
+
+
+@on_a_gpu
+@pytest.mark.parametrize("mode", ["none", "blocks"])
+def test_a_rank_on_each_gpu_trains_and_resumes(sharded: Project, tmp_path: Path, mode: str) -> None:
+    """By torchrun and NCCL, under FSDP, with a mask for separate documents by FlexAttention."""
+    generator = np.random.default_rng(0)
+    for part in ("train", "val"):
+        generator.integers(0, 300, 40_000, dtype=np.uint16).tofile(tmp_path / f"{part}.bin")
+    words = ["train", "--preset", "tiny", "--data.path", str(tmp_path), "--data.vocabulary", "300"]
+    words += ["--data.documents", "separate", "--data.end-of-text", "0", "--device", DEVICE]
+    words += ["--compile.mode", mode, "--run-dir", str(tmp_path / "run"), "--train.steps"]
+    own = {"PYTHONPATH": beside_own_packages("src"), "PYTHON": sys.executable}
+    for steps in ("10", "20"):
+        outcome = subprocess.run(
+            ["bash", "launch.sh", *words, steps],
+            cwd=sharded.folder,
+            env={**os.environ, **own},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        output = outcome.stdout + outcome.stderr
+        assert outcome.returncode == 0, output[-3000:]
+        assert f"finished at step {steps}" in output
+        assert "flex_attention called without" not in output  # the sample, too
+    assert f"ranks: {torch.cuda.device_count()}" in output
+    assert "resumed at step 10" in output
+
+
+@on_a_gpu
+def test_all_stages_end_and_none_fails(project: Project, tmp_path: Path) -> None:
+    words = ("--preset", "tiny", "--device", DEVICE, "--data.path", "text.txt")
+    project("workflow", *words, "--run-dir", str(tmp_path))
+    results = [json.loads(file.read_text()) for file in tmp_path.glob("workflow/*.json")]
+    statuses = {content["stage"]: content["status"] for content in results if "stage" in content}
+    assert {"baseline", "compile", "profile", "scale", "checkpoint"} <= set(statuses)
+    assert "fail" not in statuses.values(), statuses
+    assert list(tmp_path.glob("traces/*.json.gz"))
 
 
 @on_a_gpu

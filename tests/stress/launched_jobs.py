@@ -16,7 +16,9 @@ from .forked_jobs import Plan
 from .jobs import rank_of
 
 PATIENCE = 600.0  # seconds, for torchrun to start training
-ORPHANS_LIVE = 20.0  # seconds at most, after what started them was killed: an import at the longest
+ORPHANS_LIVE = (
+    60.0  # seconds at most, after what started them was killed: an import beside all else
+)
 
 
 @dataclass
