@@ -16,9 +16,7 @@ from .forked_jobs import Plan
 from .jobs import rank_of
 
 PATIENCE = 600.0  # seconds, for torchrun to start training
-ORPHANS_LIVE = (
-    60.0  # seconds at most, after what started them was killed: an import beside all else
-)
+ORPHANS_LIVE = 60.0  # seconds at most, after what started them was killed: an import under load
 
 
 @dataclass
