@@ -1,6 +1,5 @@
 """Text to tokens and back: a token is a byte. Tokens of your own files are numbers here."""
 
-import codecs
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

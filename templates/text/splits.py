@@ -1,13 +1,6 @@
 SPLIT = re.compile("(?<![a-z])(train(ing)?|val(id(ation)?)?|test)(?![a-z])", re.I)
 
 
-def encoding_of(start: bytes) -> str:
-    """The encoding of text by its byte order mark, which UTF-16 and UTF-32 have; or UTF-8."""
-    if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):  # begins as UTF-16's does
-        return "utf-32"
-    return "utf-16" if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8"
-
-
 def splits_of(names: Sequence[Path]) -> list[str]:
     """What files are for, "train", "val" or "test", by the first names in their paths.
 

@@ -3,7 +3,6 @@
 A tokenizer is a tokenizer.json of the package of that name, which the command `tokens` leaves.
 """
 
-import codecs
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence

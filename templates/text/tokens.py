@@ -33,7 +33,7 @@ from .files import (
     warn_left_out,
     write_json,
 )
-from .text import NAME, digest_of, encoding_of, read_tokenizer, splits_of
+from .text import NAME, digest_of, read_tokenizer, splits_of
 
 log = logging.getLogger(__name__)
 SHARD = 1 << 26  # bytes of text in one, or a thousandth of all, if that is more
@@ -74,7 +74,6 @@ class Piece(NamedTuple):
     start: int
     stop: int
     validation: bool | None  # what it is for (None: JSON lines, each by its text)
-    encoding: str = "utf-8"
 
 
 class Part(NamedTuple):
@@ -132,21 +131,16 @@ def write_tokens(options: TokensConfig) -> str:
 def divide(text: Path) -> tuple[Path, list[Piece]]:
     """The folder of the text, and its pieces in a fixed order; UserError for no text."""
     root = text if text.is_dir() else text.parent
-    encodings: dict[Path, str] = {}
+    texts: list[Path] = []
     left_out: list[Path] = []
     for path in [text] if text.is_file() else sorted(text.rglob("*")):
         if path.is_dir() or any(part[0] == "." for part in path.relative_to(text).parts):
             continue
         check_regular([path])
         with open(path, "rb") as file:
-            start = file.read(8192)
-        encoding = "utf-8" if path.suffix == ".jsonl" else encoding_of(start)
-        if b"\0" in start and encoding == "utf-8":  # as git tells text from what is none
-            left_out.append(path)
-        else:
-            encodings[path] = encoding
-    warn_left_out(left_out, "no text (they have NUL bytes)")
-    names = [path.relative_to(root) for path in encodings]
+            (left_out if b"\0" in file.read(8192) else texts).append(path)
+    warn_left_out(left_out, "not UTF-8 text (they have NUL bytes)")
+    names = [path.relative_to(root) for path in texts]
     pieces: list[Piece] = []
     for name, split in zip(names, splits_of(names), strict=True):
         path = root / name
@@ -156,7 +150,7 @@ def divide(text: Path) -> tuple[Path, list[Piece]]:
         step = SHARD if lines else max(size, 1)
         if split != "test":
             bounds = ((at, min(at + step, size)) for at in range(0, size, step))
-            pieces += [Piece(path, *ends, chosen, encodings[path]) for ends in bounds]
+            pieces += [Piece(path, *ends, chosen) for ends in bounds]
     if not pieces:
         raise UserError(f"--text {text}: there is no text in it")
     return root, pieces
@@ -192,7 +186,7 @@ def parts(piece: Piece, field: str) -> Iterator[Part]:
     """The documents of a piece, about a megabyte at a time; UserError for a line without text."""
     with open(piece.path, "rb") as file:
         if piece.path.suffix != ".jsonl":
-            decoder = codecs.getincrementaldecoder(piece.encoding)("replace")
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
             while content := file.read(1 << 20) + file.readline(1 << 16):  # to the end of a line
                 yield Part(bool(piece.validation), decoder.decode(content), last=False)
             yield Part(bool(piece.validation), decoder.decode(b"", final=True), last=True)

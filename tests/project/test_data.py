@@ -165,29 +165,30 @@ def words_of(part: Any) -> set[str]:
     return {*bytes(tokens.flatten().tolist()).decode(errors="replace").split()}
 
 
-def test_text_of_any_encoding_is_read_and_what_is_none_is_named(
+def test_what_is_not_text_in_utf_8_is_left_out_and_named(
     text: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    encodings = ["utf-8", "utf-16", "utf-32"]
-    for mark, name in ((codecs.BOM_UTF16_BE, "utf-16-be"), (codecs.BOM_UTF32_BE, "utf-32-be")):
-        encodings.append(name)
-        (tmp_path / f"{name}.txt").write_bytes(mark + f"naïve_{name} ".encode(name) * 50)
-    for name in encodings[:3]:
-        (tmp_path / f"{name}.txt").write_text(f"naïve_{name} " * 50, name)
+    (tmp_path / "plain.txt").write_text("naïve " * 50)
+    (tmp_path / "marked.txt").write_text("marked " * 50, "utf-8-sig")
     (tmp_path / ".hidden").write_bytes(b"\0")
     training, validation, _ = datasets(text, data__path=tmp_path, data__context=8)
-    assert words_of(training) | words_of(validation) >= {f"naïve_{name}" for name in encodings}
+    assert words_of(training) | words_of(validation) >= {"naïve", "marked"}
     assert not caplog.text
     (tmp_path / "packed.gz").write_bytes(gzip.compress(b"text " * 1000, mtime=0))
-    (tmp_path / "unmarked.txt").write_bytes("text ".encode("utf-16-le"))
-    datasets(text, data__path=tmp_path, data__context=8)
+    for encoding in ("utf-16", "utf-16-le", "utf-32"):
+        (tmp_path / f"{encoding}.txt").write_text(f"other_{encoding} ", encoding)
+    training, validation, _ = datasets(text, data__path=tmp_path, data__context=8)
+    assert not any("other" in word for word in words_of(training) | words_of(validation))
     (line,) = caplog.messages
-    assert line.startswith("2 files left out: no text (they have NUL bytes), such as ")
-    assert line.endswith("packed.gz")
+    start = "4 files left out: not UTF-8 text (they have NUL bytes), such as "
+    assert line.startswith(start) and line.endswith("packed.gz")
+    caplog.clear()
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone/a.txt").write_text("alone " * 100, "utf-16")
     for path in (tmp_path / "alone", tmp_path / "alone/a.txt"):
-        assert "alone" in words_of(datasets(text, data__path=path, data__context=8)[0])
+        with pytest.raises(text.module("errors").UserError, match="there is no text in it"):
+            datasets(text, data__path=path, data__context=8)
+    assert len(caplog.messages) == 2 and "not UTF-8 text" in caplog.text
 
 
 @pytest.mark.parametrize(

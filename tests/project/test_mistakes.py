@@ -155,7 +155,7 @@ def test_what_does_not_fit_together_is_named_with_its_values(project: Project, c
     with pytest.raises(SystemExit):
         project("train", *TINY, "--model.heads", "3")
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert "--model.width 32 must be a multiple of twice --model.heads 3" in said
+    assert "--model.width must be a multiple of 2 x --model.heads" in said
 
 
 def test_weights_of_another_shape_are_not_offered(project: Project) -> None:

@@ -195,7 +195,7 @@ def test_the_loss_never_holds_all_logits(text: Project, monkeypatch: pytest.Monk
     assert largest == count * vocabulary
     monkeypatch.setattr(module, "PART", 7 * vocabulary + 3)
     *found, largest = taken(module.Output())
-    assert largest == 0, "logits are kept for backward"
+    assert largest <= max(7 * vocabulary, weight.numel()), "more logits than a part's at a time"
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 

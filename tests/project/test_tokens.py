@@ -113,15 +113,15 @@ def test_every_document_comes_back_as_it_was(project: Project, text: Path, tmp_p
 def test_files_may_say_what_they_are_for(
     project: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture, ending: str
 ) -> None:
-    """By their names; UTF-16 is read, what is no text is left out with one line."""
+    """By their names; what is not UTF-8 text is left out with one line."""
     folder = tmp_path / "text"
     folder.mkdir()
     for name in ("train", "more", "valid", "test"):
         texts = [f"{name} {i}" for i in range(40)]
         lines = [json.dumps({"text": text}) for text in texts] if ending == "jsonl" else texts
-        encoding = "utf-16" if (name, ending) == ("more", "txt") else "utf-8"
-        (folder / f"{name}.{ending}").write_text("\n".join(lines), encoding)
+        (folder / f"{name}.{ending}").write_text("\n".join(lines))
     (folder / "packed.gz").write_bytes(b"\x1f\x8b\0")
+    (folder / f"wide.{ending}").write_text("wide", "utf-16")
     note = tokens(project, folder, tmp_path / "tokens")
     for name, words in (("train", {"train", "more"}), ("val", {"valid"})):
         part = tmp_path / name

@@ -38,10 +38,7 @@ def callbacks(config: "Config", run_dir: Path) -> Iterable[Any]:
 
 
 class Sample:
-    """After each validation, text by the model: the first sample for validation, gone on with.
-
-    All processes take part, since the model may be sharded.
-    """
+    """After each validation, text by the model: the first sample for validation, gone on with."""
 
     harmless = True
     given, length = 32, 128  # tokens
@@ -58,7 +55,7 @@ class Sample:
         options, config = InferConfig(tokens=self.length), state.config
         start = fetch(state.validation, np.array([0]))["tokens"][0, : self.given].tolist()
         state.module.eval()
-        try:
+        try:  # in all processes, since the model may be sharded
             tokens = [*start, *generate(state.module, start, config.data.context, options)]
         finally:
             state.module.train()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .errors import UserError
 from .files import check_regular, fingerprint, fingerprint_files, warn_left_out
-from .text import TextConfig, described, encoding_of, fingerprint_of_text, splits_of
+from .text import TextConfig, described, fingerprint_of_text, splits_of
 
 if TYPE_CHECKING:
     from .config import Config
@@ -64,10 +64,8 @@ class Spec:
 def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
     """Training and validation data and their spec; UserError for unusable data.
 
-    Text is split by the names of files or folders, as in train.txt and valid.txt; else a twentieth
-    of the files by a hash of their names, so that the split is the same on every machine and when
-    files are added. Of token files, those whose name begins with "val" are for validation. What is
-    not divided like this gives its last twentieth.
+    For validation are the files named so (valid.txt, val_0.bin), or else a twentieth: of many text
+    files some by a hash of their names, of all other data the end.
     """
     data, encoding = config.data, "bytes"
     folder = data.path or Path(sysconfig.get_paths()["stdlib"])
@@ -106,9 +104,7 @@ MOST_OPEN = 128  # files that a dataset keeps open; many systems allow a process
 class Chunks:
     """Sample i is the i-th stretch of `context` tokens and the token after it.
 
-    No stretch crosses the end of a source, which is an array of bytes or a .bin file. Nothing is
-    shared but the files: their sizes say where each sample lies, and each is opened where it is
-    first read, so there may be more of them than a process may have open.
+    No stretch crosses the end of a source, which is an array of bytes or a .bin file.
     """
 
     draws = False  # no random numbers; delete this if yours does, or a resume is not exact
@@ -118,6 +114,7 @@ class Chunks:
     ) -> None:
         self.sources, self.context, self.vocabulary = sources, context, vocabulary
         self.kind = np.dtype(kind).newbyteorder("<")
+        # Each is opened where it is first read: there may be more than a process may have open.
         self.files: dict[int, BinaryIO] = {}
         width = self.kind.itemsize
         lengths = [s.stat().st_size // width if isinstance(s, Path) else len(s) for s in sources]
@@ -194,16 +191,15 @@ def read_text(path: Path, ending: str) -> list[list[np.ndarray]]:
             continue  # the system's own folder may have links to nothing
         check_regular([file])
         content = file.read_bytes()
-        if (encoding := encoding_of(content)) != "utf-8":
-            content = content.decode(encoding, "replace").encode()
-        if b"\0" in content:
+        if b"\0" in content:  # UTF-16, or no text
             left_out.append(file)
         else:
             found[file.relative_to(path)] = content
     if not ending:  # the user's own
-        warn_left_out(left_out, "no text (they have NUL bytes)")
+        warn_left_out(left_out, "not UTF-8 text (they have NUL bytes)")
     parts: dict[str, list[bytes]] = {"train": [], "val": [], "test": []}
     for split, (name, content) in zip(splits_of([*found]), found.items(), strict=True):
+        # The same on every machine, and when files are added.
         chosen = zlib.crc32(name.as_posix().encode()) % VALIDATION_SHARE == 0
         parts[split or ("val" if chosen else "train")].append(content)
     both = [parts["train"], parts["val"]]

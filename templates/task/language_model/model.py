@@ -7,13 +7,11 @@ and in `ModelConfig` and `PRESETS`. Any `nn.Module` will do; nothing here has to
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from .errors import UserError
 from .loss import LossSum
@@ -37,10 +35,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Check the values (UserError)."""
         if min(self.layers, self.heads, self.width) < 1 or self.width % (2 * self.heads):
-            raise UserError(
-                f"--model.width {self.width} must be a multiple of twice --model.heads "
-                f"{self.heads}, and none of them below 1"
-            )
+            raise UserError("--model.width must be a multiple of 2 x --model.heads, all at least 1")
         if not 0 <= self.dropout < 1:
             raise UserError("--model.dropout must be in [0, 1)")
 
@@ -140,33 +135,61 @@ class Block(nn.Module):
     def forward(self, x: Tensor, table: Any) -> Tensor:
         """One layer; x is [batch, time, width]."""
         x = x + self.dropout(self.attention(self.norm1(x), table))
-        hidden = F.relu(self.up(self.norm2(x))).square()  # as good as GELU, and cheap everywhere
-        return x + self.dropout(self.down(hidden))
+        hidden = F.relu(self.up(self.norm2(x)))
+        # As good as GELU, and cheap. Autocast would take `square` in float32.
+        return x + self.dropout(self.down(hidden * hidden))
+
+
+def summed_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The losses of rows x [rows, width], summed in float32."""
+    return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
+
+
+class LossInParts(torch.autograd.Function):
+    """`summed_loss` of some rows at a time, each with its gradients, so that no logits stay."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, pairs: list[tuple[Tensor, Tensor]], x: Tensor) -> Tensor:
+        """The loss of `pairs`: parts of `x`, and their targets."""
+        of_x, of_weight, losses = [], torch.zeros_like(weight, dtype=torch.float), []
+        for part, targets in pairs:
+            leaves = part.detach().requires_grad_(), weight.detach().requires_grad_()
+            with torch.enable_grad():
+                losses.append(summed_loss(*leaves, targets))
+            found = torch.autograd.grad(losses[-1], leaves)
+            of_x.append(found[0])
+            of_weight += found[1]  # in float32
+        ctx.save_for_backward(of_weight.to(weight.dtype), torch.cat(of_x))
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, by: Tensor) -> Any:
+        """The gradients, times that of the loss."""
+        of_weight, of_x = ctx.saved_tensors
+        return of_weight * by, None, of_x * by
 
 
 class Output(nn.Module):
     """Logits of the next token, or their loss. It has no parameters: the weight is passed in."""
 
-    recomputes = True  # activation checkpointing would do it once more
+    recomputes = True  # its gradients are worked out in forward: not to be done once more
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
-        """Logits [..., vocabulary] of x [..., width], or the sum of the losses in float32.
-
-        All logits would be the largest tensors of a step. Where no compiler fuses what becomes of
-        them, a part is in memory at a time, and is computed once more in backward.
-        """
+        """Logits [..., vocabulary] of x [..., width], or the sum of the losses in float32."""
         if targets is None:
             return F.linear(x, weight)
-        x, targets, rows = x.flatten(0, -2), targets.flatten(), max(1, PART // len(weight))
-        if torch.compiler.is_compiling() or len(x) <= rows:
-            logits = F.linear(x, weight.to(x.dtype))
-            return F.cross_entropy(logits.float(), targets, reduction="sum")
-        # Each part casts the weight by itself (autocast keeps no casts of a view), so that the
-        # gradients of the parts are added up in float32.
-        weight = weight.view_as(weight).float()
-        again = partial(checkpoint, self.forward, use_reentrant=False, preserve_rng_state=False)
-        pairs = zip(x.split(rows), targets.split(rows), strict=True)
-        return torch.stack([again(part, weight, wanted) for part, wanted in pairs]).sum()
+        x, targets, weight = x.flatten(0, -2), targets.flatten(), weight.to(x.dtype)
+        # All logits would be the largest tensors of a step. Where no compiler fuses what becomes of
+        # them, a part is in memory at a time.
+        rows = len(x) if torch.compiler.is_compiling() else max(1, PART // len(weight))
+        if len(x) <= rows:
+            return summed_loss(x, weight, targets)
+        dtype = F.linear(x[:1], weight[:1]).dtype  # autocast's, so that each is cast once
+        x, weight = x.to(dtype), weight.to(dtype)
+        pairs = [*zip(x.split(rows), targets.split(rows), strict=True)]
+        if torch.is_grad_enabled():
+            return LossInParts.apply(weight, pairs, x)
+        return torch.stack([summed_loss(part, weight, wanted) for part, wanted in pairs]).sum()
 
 
 class GPT(nn.Module):

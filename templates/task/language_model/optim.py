@@ -47,13 +47,10 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimi
     if not trainable:
         raise UserError("the model has no trainable parameter")
     hidden: dict[nn.Parameter, int] = {}  # the matrices of the blocks, and how many each is made of
-    if config.name == "muon":
-        named = [named for block in blocks(model) for named in block.named_parameters()]
-        hidden = {
-            p: FUSED.get(n.removesuffix(".weight").rpartition(".")[2], 1)
-            for n, p in named
-            if p.ndim == 2 and p.is_floating_point()
-        }
+    for block in blocks(model) if config.name == "muon" else ():
+        for name, p in block.named_parameters():
+            if p.ndim == 2 and p.is_floating_point():
+                hidden[p] = FUSED.get(name.removesuffix(".weight").rpartition(".")[2], 1)
     rest = [p for p in trainable if p not in hidden]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in rest if p.ndim >= 2]},

@@ -15,10 +15,7 @@ EMA = "ema"
 
 
 def keep_average(optimizer: torch.optim.Optimizer) -> None:
-    """From now on, let averages follow the weights at each step, by the groups' "ema_decay".
-
-    They begin with the weights after the first step that they see.
-    """
+    """From now on, let averages follow the weights at each step, by the groups' "ema_decay"."""
     for group in optimizer.param_groups:
         group["ema_decay"] = 0.0  # the schedule sets it
     optimizer.register_step_post_hook(lambda optimizer, *_: _follow(optimizer))
@@ -29,7 +26,7 @@ def _follow(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         trained = [p for p in group["params"] if p.grad is not None]
         for p in trained:
-            if EMA not in optimizer.state[p]:
+            if EMA not in optimizer.state[p]:  # begins with the weights after the first step
                 optimizer.state[p][EMA] = p.detach().clone()
         weights = [parallel.local_part(p) for p in trained]
         averages = [parallel.local_part(optimizer.state[p][EMA]) for p in trained]

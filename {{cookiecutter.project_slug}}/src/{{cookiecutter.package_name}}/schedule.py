@@ -35,13 +35,12 @@ class ScheduleConfig:
 def set_schedule(optimizer: torch.optim.Optimizer, config: "Config", step: int) -> None:
     """Set what changes with the optimizer step, counted from 0.
 
-    The learning rate of a group is the schedule's times its "rate_factor" (default: 1). An average
-    of the weights (ema.py) decays faster at first, or the first weights would stay in it.
+    The learning rate of a group is the schedule's times its "rate_factor" (default: 1).
     """
     rate = learning_rate(config.optim, step, config.train.steps)
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("rate_factor", 1.0)
-        if "ema_decay" in group:
+        if "ema_decay" in group:  # faster at first, or the first weights would stay in the average
             group["ema_decay"] = min(config.optim.ema, (1 + step) / (10 + step))
 
 
