@@ -100,6 +100,12 @@ def random_tokens(folder: Path, vocabulary: int) -> Path:
     return folder
 
 
+def flops_per_token() -> int:
+    """Six for each weight, and the attention's: twelve times layers x width x context."""
+    weights = 12 * LAYERS * WIDTH**2 + VOCABULARY * WIDTH
+    return 6 * weights + 12 * LAYERS * WIDTH * CONTEXT
+
+
 def measure(bench: Any) -> dict[str, dict[str, Any]]:
     """A round: each contender once; tokens/s of its steps, and MFU where the peak is known."""
     # Five more than are counted, since a run ends with a validation and a save.
@@ -115,9 +121,7 @@ def measure(bench: Any) -> dict[str, dict[str, Any]]:
     hardware = importlib.import_module(f"{PACKAGE}.run.hardware")
     peak = hardware.peak_flops(torch.device(bench.device))
     tokens = batch * (32 if bench.smoke else CONTEXT)
-    # Six FLOPs a weight and token, and the attention's: twelve times layers x width x context.
-    weights = 12 * LAYERS * WIDTH**2 + VOCABULARY * WIDTH
-    flops = tokens * (6 * weights + 12 * LAYERS * WIDTH * CONTEXT)
+    flops = tokens * flops_per_token()
     found = {}
     for name, (run, where, mode) in contenders.items():
         seconds = run(where, steps, batch, mode)

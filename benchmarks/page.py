@@ -206,7 +206,13 @@ def loss(found: Series) -> list[str]:
     return lines
 
 
-TOPICS = (loop, save, restore, sampler, optimizer, startup, restart, busy, loss, workflow)
+def roofline(found: Series) -> list[str]:
+    """What bounds an eager step."""
+    share = found["H200: MFU, at most"]["median"]
+    return [f"- On an H200 at most {_number(share)} % MFU, where nothing is compiled."]
+
+
+TOPICS = (loop, save, restore, sampler, optimizer, startup, restart, busy, loss, roofline, workflow)
 
 
 def page(results: Path) -> str:

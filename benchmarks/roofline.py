@@ -1,0 +1,111 @@
+"""What bounds an eager step of GPT-2's size on a GPU, by bytes and FLOPs of each operator.
+
+python -m benchmarks.roofline [--smoke]
+
+Needs no GPU: the step runs on fake CUDA tensors, which have no data. An operator takes the longest
+of its FLOPs at 70 % of the peak (60 % of TF32's in float32), its bytes at 85 % of the bandwidth,
+and 2.5 us. Views are free; attention is the flash kernel, and RMSNorm is counted as LayerNorm, one
+kernel. Real kernels do less well. What a compiler fuses is not seen.
+"""
+
+import importlib
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.gpu_dry import dry
+
+from .common import PACKAGE, benchmark, render, series
+
+PEAK, TF32 = 0.7 * 989e12, 0.6 * 494e12  # FLOP/s of both devices
+BANDWIDTHS = {"H100": 3.35e12, "H200": 4.8e12}  # bytes/s
+LEAST = 2.5e-6  # seconds of a kernel
+
+
+def counted(vocabulary: int) -> Any:
+    """A mode that adds up what operators cost, by their kind."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+    from torch.utils.flop_counter import flop_registry
+
+    class Counted(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seconds = {name: Counter[str]() for name in BANDWIDTHS}
+            self.kernels = 0
+
+        def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            out = f(*args, **kwargs)
+            leaves = tree_leaves((args, kwargs, out))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            free = f.is_view or f.namespace == "prim" or f is torch.ops.aten._unsafe_view.default
+            if free or not any(tensor.is_cuda for tensor in tensors):
+                return out
+            flops = 0
+            if f._overloadpacket in flop_registry:
+                flops = flop_registry[f._overloadpacket](*args, **kwargs, out_val=out)
+            moved = sum(tensor.nbytes for tensor in tensors)
+            peak = PEAK if any(t.dtype == torch.bfloat16 for t in tensors) else TF32
+            kind = self.kind(str(f), flops, [tensor.shape for tensor in tensors])
+            for name, bandwidth in BANDWIDTHS.items():
+                cost = max(flops / peak, moved / (0.85 * bandwidth), LEAST)
+                self.seconds[name][kind] += cost
+            self.kernels += 1
+            return out
+
+        def kind(self, name: str, flops: int, shapes: list[Any]) -> str:
+            large = any(vocabulary in shape for shape in shapes if len(shape) > 1)
+            if flops:
+                return "the output layer's products" if large else "products of the blocks"
+            if "foreach" in name or "fused_adam" in name:
+                return "optimizer"
+            return "cross entropy, output weight" if large else "elementwise, norms"
+
+    return Counted()
+
+
+def measure(folder: Path, smoke: bool) -> dict[str, Any]:
+    """The second step of a default render."""
+    dry.load(dry.build(folder))  # before torch is imported
+    import torch
+    import torch.nn.functional as F
+
+    from . import gpt2
+
+    source = render(folder)  # which gives sys.path another list
+    sys.path.insert(0, str(source))
+    loop, config = (importlib.import_module(f"{PACKAGE}.{name}") for name in ("train", "config"))
+    distributed = importlib.import_module(f"{PACKAGE}.distributed")
+    batch, tokens = 1 if smoke else 32, gpt2.random_tokens(folder / "tokens", gpt2.VOCABULARY)
+    changes = {"data.path": tokens, "train.global_batch_size": batch}
+    changes |= {"train.micro_batch_size": batch, "device": "cuda"}
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    F.scaled_dot_product_attention = lambda q, k, v, mask, p, is_causal: flash(
+        q, k, v, p, is_causal
+    )[0]
+    torch.nn.RMSNorm.forward = lambda self, x: F.layer_norm(x, x.shape[-1:], self.weight)
+    with dry.following():
+        world = distributed.World(0, 1, torch.device("cuda", 0))
+        state = loop.setup(config.override(config.preset("gpt2_124m"), changes), world)
+        loop.train_step(state, state.loader.next())
+        batches = state.loader.next()
+        with counted(gpt2.VOCABULARY) as found:
+            loop.train_step(state, batches)
+        state.loader.close()
+    figures = {}
+    for device, seconds in found.seconds.items():
+        for kind, value in seconds.most_common():
+            figures[f"{device}: {kind}"] = series([1000 * value], "ms")
+        total = sum(seconds.values())
+        figures[f"{device}: a step"] = series([1000 * total], "ms")
+        mfu = gpt2.flops_per_token() * batch * gpt2.CONTEXT / total / 989e12
+        figures[f"{device}: MFU, at most"] = series([100 * mfu], "%")
+    figures["kernels"] = series([found.kernels], "")
+    return {"settings": {"micro_batch": batch}, "series": figures}
+
+
+if __name__ == "__main__":
+    benchmark("roofline", measure, ("torch",))
