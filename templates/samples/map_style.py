@@ -170,13 +170,11 @@ class Share(NamedTuple):
 
 
 def shares(size: int, micro_batch_size: int, rank: int, ranks: int, first: int = 0) -> list[Share]:
-    """Divide a global batch, or `size` samples of it from `first` on, into a rank's micro-batches.
-
-    All are near-equal: 9 samples in micro-batches of up to 8 are 5 and 4, as batch statistics of
-    one sample would fail. Every rank gets the same number of micro-batches, since collectives
-    inside forward and backward must match: a rank with nothing left, which has none larger than
-    one sample, puts one through at weight zero.
-    """
+    """A rank's micro-batches of a global batch, or of `size` samples of it from `first` on."""
+    # All are near-equal: 9 samples in micro-batches of up to 8 are 5 and 4, as batch statistics of
+    # one sample would fail. Every rank gets the same number of micro-batches, since collectives
+    # inside forward and backward must match: a rank with nothing left, which has none larger than
+    # one sample, puts one through at weight zero.
     start, stop = (first + size * r // ranks for r in (rank, rank + 1))
     padding = Share(slice(first, first + 1), 0.0)
     count = -(-size // (ranks * micro_batch_size))  # rounded up, as the cuts are

@@ -328,8 +328,15 @@ def test_callbacks_are_called_on_all_ranks(tmp_path: Path) -> None:
     with Project.imported(tmp_path, "with_callbacks", **answers) as project:
         sources = {project.name: project.folder / "src"}
         job = (2, str(project.folder), project.name)
-        output = drill("callbacks.py", job, sources=sources)
+        early = ((*job, steps) for steps in ("20", "20", "30"))
+        output = drill("callbacks.py", job, *early, sources=sources)
         calls = [json.loads((project.folder / f"calls_{rank}.json").read_text()) for rank in (0, 1)]
+        ends = [(project.folder / f"ends_{rank}").read_text().splitlines() for rank in (0, 1)]
+        checkpoint = max((project.folder / "early/checkpoints").iterdir()).name
+    # One step after the validation of step 4, then of step 6: no rank waits for another.
+    wanted = ["20 steps: finished at 5", "20 steps: already finished at 5"]
+    assert ends == [[*wanted, "30 steps: finished at 7"]] * 2
+    assert checkpoint == "step_00000007"
     validation = "validation ['validation_bits_per_byte', 'validation_loss']"
     wanted = ["step 1", validation, "step 2, logged", validation, "step 3, logged"]
     assert calls == [["enter", *wanted, "exit"]] * 2

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -320,3 +321,78 @@ def test_a_temporary_folder_of_a_long_name_ends_the_run(project: Project, tmp_pa
     assert outcome.returncode == 2, outcome.stderr
     assert line.startswith("error: a loader worker cannot send a batch: AF_UNIX path too long")
     assert "Traceback" not in outcome.stderr
+
+
+def test_early_stopping_by_the_readme_survives_a_resume(
+    project: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same command then has nothing to do; with more steps it goes on."""
+    readme = (project.folder / "README.md").read_text("utf-8")
+    code = next(block for block in readme.split("```python\n")[1:] if "EarlyStopping" in block)
+    names: dict[str, Any] = {"Any": Any}
+    exec(textwrap.dedent(code.split("```")[0]), names)
+
+    class Worse(names["EarlyStopping"]):
+        """Sees losses that get worse."""
+
+        def after_validation(self, state: Any, figures: dict[str, float]) -> None:
+            super().after_validation(state, {"validation_loss": float(state.step)})
+
+    train = project.module("train")
+    caplog.set_level("INFO")
+    changes = {"run_dir": tmp_path, "train__validate_every": 2}
+    assert train.run(project.config(**changes, train__steps=4), [Worse()]).step == 4
+    result = train.run(project.config(**changes), [Worse()])  # after one bad validation
+    assert (result.status, result.step) == ("finished", 8)
+    why = "no validation was better than 2.0000"
+    assert f"{why}: saving step 8, then stopping" in caplog.text
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["status"], status["step"], status["reason"]) == ("finished", 8, why)
+    assert (tmp_path / "checkpoints/step_00000008").exists()
+    again = train.run(project.config(**changes), [Worse()])
+    assert (again.status, again.step) == ("already finished", 8)
+    assert again.validation == result.validation
+    longer = train.run(project.config(**changes, train__steps=30))
+    assert (longer.status, longer.step) == ("finished", 30)
+
+
+def test_a_run_that_ended_early_goes_on_from_an_earlier_checkpoint(
+    project: Project, tmp_path: Path
+) -> None:
+    """Where the last one is damaged, the run is not over."""
+
+    class Now:
+        def after_step(self, state: Any, record: Any) -> None:
+            if state.step == 7:
+                state.finish("now")
+
+    train, changes = project.module("train"), {"run_dir": tmp_path, "checkpoint__every": 5}
+    assert train.run(project.config(**changes), [Now()]).step == 7
+    shutil.rmtree(tmp_path / "checkpoints/step_00000007")
+    assert train.run(project.config(**changes)).step == 20
+
+
+def test_the_state_of_a_callback_is_in_each_checkpoint(project: Project, tmp_path: Path) -> None:
+    class Counting:
+        """Counts steps, and notes with what it began."""
+
+        count, began = 0, 0
+
+        def after_step(self, state: Any, record: Any) -> None:
+            self.count += 1
+
+        def state_dict(self) -> dict[str, int]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.count = self.began = state["count"]
+
+    train, changes = project.module("train"), {"run_dir": tmp_path, "checkpoint__every": 5}
+    for newest, steps in ((0, 10), (10, 20), (15, 20)):
+        counting = Counting()
+        train.run(project.config(**changes, train__steps=steps), [counting])
+        assert (counting.began, counting.count) == (newest, steps)
+        if steps == 20:
+            shutil.rmtree(tmp_path / "checkpoints/step_00000020")
+    shutil.rmtree(tmp_path / "checkpoints/step_00000015")
+    train.run(project.config(**changes, train__steps=20))  # without it: what is saved is left alone

@@ -198,6 +198,27 @@ def test_the_rate_warms_up_to_its_peak_and_decays_to_its_end(project: Project) -
     assert rates[20:] == sorted(rates[20:], reverse=True)
 
 
+def test_each_schedule_falls_in_its_own_way(project: Project) -> None:
+    """WSD: the rates before the decay are the same in a longer run, so it can be prolonged."""
+    optim, schedule = project.module("optim"), project.module("schedule")
+
+    def rates(name: str, steps: int, **more: float) -> list[float]:
+        config = optim.OptimConfig(1.0, name, 10, 0.1, **more)
+        return [schedule.learning_rate(config, step, steps) for step in range(steps + 1)]
+
+    assert rates("constant", 60)[10:] == [1.0] * 51
+    assert rates("linear", 60)[10::25] == pytest.approx([1.0, 0.55, 0.1])
+    assert rates("cosine", 60)[10::25] == pytest.approx([1.0, 0.55, 0.1])
+    assert rates("cosine", 60)[22] > rates("linear", 60)[22] > rates("cosine", 60)[48]
+    short, long = rates("wsd", 60), rates("wsd", 110)
+    falling = [1.0 - 0.09 * step for step in range(11)]
+    assert short[10:51] == pytest.approx([1.0] * 41) and short[50:] == pytest.approx(falling)
+    assert long[:51] == pytest.approx(short[:51]) and long[90:111:20] == pytest.approx([1.0, 0.1])
+    assert rates("wsd", 60, decay_share=1.0) == rates("linear", 60)
+    for each in (short, long):
+        assert each[:10] == pytest.approx([0.1 * n for n in range(1, 11)])
+
+
 def test_a_skipped_step_leaves_batch_statistics_as_they_were(project: Project) -> None:
     """Batch normalisation writes them without counting a version of the tensor."""
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))

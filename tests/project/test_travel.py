@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -106,6 +107,38 @@ def test_infer_needs_no_training_data(
 
 
 PLAIN = {"path": Path("a/b"), "names": ("a", "b"), "size": None, "scale": 0.5, "counts": {"a": 1}}
+
+
+def test_a_trained_model_is_loaded_as_the_readme_says(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, in evaluation, with the weights that were saved last, or with their average."""
+    train, transfer = project.module("train"), project.module("checkpoint.transfer")
+    train.run(project.config(run_dir=tmp_path / "runs/default", optim__ema=0.9))
+    readme = (project.folder / "README.md").read_text("utf-8")
+    code = next(block for block in readme.split("```python\n")[1:] if "load_trained(" in block)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(code.split("```")[0], names)
+    model, config = names["model"], names["config"]
+    saved = project.tensors(tmp_path / "runs/default", config.train.steps)
+    own = dict(model.named_parameters())
+    assert own and not model.training
+    for name, value in own.items():
+        assert value.device.type == "cpu" and torch.equal(value, saved[f"model.{name}"])
+    averaged, _, _ = transfer.load_trained("runs/default", "cpu", weights="ema")
+    for name, value in averaged.named_parameters():
+        assert torch.equal(value, saved[f"optimizer.{name}.ema"])
+    loss = project.module("model").compute_loss(averaged, batch_of(project, config))
+    assert torch.isfinite(loss.total)
+    with pytest.raises(project.module("errors").UserError, match="nowhere"):
+        transfer.load_trained("nowhere")
+
+
+def batch_of(project: Project, config: Any) -> Any:
+    """The first two samples for validation."""
+    _, validation, _ = project.module("data").build_datasets(config)
+    return project.module("sampling").fetch(validation, np.array([0, 1]))
 
 
 @pytest.mark.parametrize(

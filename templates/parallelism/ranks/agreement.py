@@ -36,10 +36,7 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, UserError | RankError |
 
 
 class Group:
-    """Agreement between the ranks' host sides; on one plain process everything is immediate.
-
-    It has a gloo group of its own, so that it never waits behind the device's collectives.
-    """
+    """Agreement between the ranks' host sides; on one plain process everything is immediate."""
 
     console: TextIO | None = None  # of a rank whose stderr is redirected into its log
 
@@ -51,6 +48,7 @@ class Group:
         self.doing = "step"
         self.process_group: Any = None
         if world and world.distributed:
+            # Of its own, so that it never waits behind the device's collectives.
             self.process_group = dist.new_group(backend="gloo", timeout=PHASE_LIMIT)
             # new_group has no barrier: rank 0 could leave, and its store with it, too early.
             dist.barrier(self.process_group)
@@ -61,10 +59,8 @@ class Group:
 
     @contextlib.contextmanager
     def printing_to(self, file: TextIO, handler: Any) -> Iterator[None]:
-        """Redirect what this rank prints to `file`; `handler` keeps logging to the console.
-
-        By descriptor, so that what libraries print, and the stacks of a crash, are in it, too.
-        """
+        """Redirect what this rank prints to `file`; `handler` keeps logging to the console."""
+        # By descriptor, so that what libraries print, and the stacks of a crash, are in it, too.
         with open(os.dup(1), "wb") as out, open(os.dup(2), "w", encoding="utf-8") as err:
             _print_to(file.fileno(), file.fileno())
             handler.stream = self.console = err

@@ -1,6 +1,8 @@
 """A user's callbacks on several ranks: all of them are called on each, and a sample is printed.
 
-Usage: callbacks.py FOLDER PACKAGE (by `drill`, on two ranks)
+With STEPS one rank ends a run of so many early: all leave at the same step.
+
+Usage: callbacks.py FOLDER PACKAGE [STEPS] (by `drill`, on two ranks)
 """
 
 import importlib
@@ -34,8 +36,17 @@ class Recorder:
         CALLS.append(f"validation {sorted(figures)}")
 
 
-def main(folder: Path, package: str) -> None:
-    """Train three steps with two callbacks in callbacks.py's list."""
+class Early:
+    """Ends the run at the first validation from step 4 on, on the last rank."""
+
+    def after_validation(self, state, figures):
+        """Called after a validation."""
+        if RANK == "1" and state.step >= 4:
+            state.finish("it is good enough")
+
+
+def main(folder: Path, package: str, steps: str = "") -> None:
+    """Train three steps with two callbacks in callbacks.py's list, or until `Early` ends it."""
     own = importlib.import_module(f"{package}.callbacks")
     own.callbacks = lambda config, run_dir: [Recorder(), own.Sample(run_dir)]
     config = importlib.import_module(f"{package}.config")
@@ -44,13 +55,20 @@ def main(folder: Path, package: str) -> None:
     log.addHandler(logging.StreamHandler(sys.stdout) if RANK == "0" else logging.NullHandler())
     ground = {"device": "cpu", "data.path": folder / "text.txt", "run_dir": folder / "run"}
     ground |= {"train.steps": 3, "train.log_every": 2, "train.validate_every": 2}
+    if steps:
+        own.callbacks = lambda config, run_dir: [Early()]
+        ground |= {"run_dir": folder / "early", "train.steps": int(steps)}
     result = importlib.import_module(f"{package}.train").run(
         config.override(config.preset("tiny"), ground)
     )
-    assert result.status == "finished"
-    (folder / f"calls_{RANK}.json").write_text(json.dumps(CALLS))
+    if not steps:
+        assert result.status == "finished"
+        (folder / f"calls_{RANK}.json").write_text(json.dumps(CALLS))
+    else:
+        with (folder / f"ends_{RANK}").open("a") as file:
+            file.write(f"{steps} steps: {result.status} at {result.step}\n")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -72,13 +72,8 @@ def infer(arguments: list[str]) -> int:
     import torch
 
     from . import infer as task
-    from .checkpoint.transfer import Weights, load_weights
-    from .config import RunLocation, load, spec_from_json
-    from .data import build_datasets
-    from .device import pick_device
-    from .distributed import Group
-    from .files import read_json
-    from .model import build_model
+    from .checkpoint.transfer import Weights, load_trained
+    from .config import RunLocation
 
     @dataclass(frozen=True)
     class Inference(RunLocation, task.InferConfig):
@@ -91,15 +86,8 @@ def infer(arguments: list[str]) -> int:
         device: str = "auto"
 
     options = parse("infer", Inference, arguments)
-    config = load(options.directory / "config.json")
-    try:
-        spec = spec_from_json(read_json(options.directory / "spec.json"))
-    except Exception:  # a run of an earlier release has none, and {} is of one that is not plain
-        _, _, spec = build_datasets(config)
-    model = build_model(config, spec)
-    source = options.directory, model, options.step, Group()
-    log.info("weights: %s", load_weights(*source, strict=True, weights=options.weights))
-    model.to(pick_device(options.device)).eval()
+    chosen = options.device, options.step, options.weights
+    model, spec, config = load_trained(options.directory, *chosen)
     with torch.no_grad():
         task.infer(model, spec, config, options)
     return 0

@@ -1,8 +1,6 @@
 """Activation checkpointing and torch.compile, applied to a model before it is placed on ranks.
 
-The order matters: checkpointing first, so that the compiler sees what is recomputed; compiling
-before sharding or wrapping, whose hooks would break the graph. Both work in place: no wrapper
-module, so no parameter changes its name.
+Both work in place: no wrapper module, so no parameter changes its name.
 """
 
 import contextlib
@@ -82,12 +80,10 @@ def as_function(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Compiling:
-    """A callback for runs that compile: keeps stop signals from compilers, and sums up at the end.
+    """A callback for runs that compile: keeps stop signals from compilers, sums up at the end."""
 
-    A stop signal to the process group would end the processes that compile, and the step with them.
-    So it is blocked while the compiler works, which its processes inherit, and handled afterwards.
-    """
-
+    # A stop signal to the process group would end the processes that compile, and the step with
+    # them. So it is blocked while the compiler works, which its processes inherit, and comes later.
     def __enter__(self) -> "Compiling":
         torch._dynamo.callback_handler.register_start_callback(self._block)
         torch._dynamo.callback_handler.register_end_callback(self._unblock)

@@ -22,13 +22,11 @@ PROBE_BYTES = 4096
 
 @contextlib.contextmanager
 def naming(path: Any) -> Iterator[None]:
-    """Name the file in an OSError, which after a read, a write or a sync names none.
-
-    torch.save replaces the error that its file raised by one of its own.
-    """
+    """Name the file in an OSError, which after a read, a write or a sync names none."""
     try:
         yield
     except Exception as error:
+        # torch.save replaces the error that its file raised by one of its own.
         cause = error if isinstance(error, OSError | UserError) else error.__context__
         if not isinstance(cause, OSError) or not cause.errno or (cause is error and cause.filename):
             raise
@@ -80,11 +78,9 @@ def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str,
 
 
 def open_to_write(path: Path | str, mode: str = "w", **options: Any) -> Any:
-    """Open a file of a run for writing, which all that write there do; UserError for a link.
+    """Open a file of a run for writing, which all that write there do; UserError for a link."""
 
-    Who made a run directory, or an archive of one, may have left a link to any file of the user.
-    """
-
+    # Who made a run directory, or an archive of one, may have left a link to any file of the user.
     def regular(name: str, flags: int) -> int:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG(os.lstat(name).st_mode):

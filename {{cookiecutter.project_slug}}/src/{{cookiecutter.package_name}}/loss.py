@@ -74,10 +74,10 @@ def judge_step(
     """The factor for the gradients, their norm before clipping, and whether the step is bad.
 
     The gradients are of summed losses, averaged over the ranks; `sums` holds the total and the
-    count over all ranks. A step is bad when its loss or gradient is not finite. The results are
-    scalars on the device, so that the host need not wait for them; on a CPU plain numbers, since
-    an operator on a scalar tensor costs ten times as much.
+    count over all ranks. A step is bad when its loss or gradient is not finite.
     """
+    # The results are scalars on the device, so that the host need not wait for them; on a CPU plain
+    # numbers, since an operator on a scalar tensor costs ten times as much.
     if sums.device.type == "cpu":
         total, count, *_ = sums.tolist()
         count, size = count or math.nan, norm.item()

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -14,13 +14,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Learning-rate schedule: linear warm-up, cosine decay."""
+    """Learning-rate schedule: a linear warm-up, then one of four ways to the end."""
 
     learning_rate: float = 1e-3
     """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """How the rate falls to its final fraction; wsd stays at the peak, then falls linearly."""
     warmup_steps: int = 20
     final_fraction: float = 0.1
     """Final learning rate, as a fraction of the peak."""
+    decay_share: float = 0.2
+    """The part of the steps after the warm-up in which wsd falls."""
     ema: float = 0.0
     """EMA decay per step, such as 0.999 (0: off). The average is validated, too; `export` and
     `infer` take it with --weights ema."""
@@ -28,8 +32,8 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         if not 0 < self.learning_rate < math.inf or self.warmup_steps < 0:
             raise UserError("optim: learning-rate must be > 0, warmup-steps >= 0")
-        if not 0 <= self.ema < 1:
-            raise UserError("--optim.ema must be in [0, 1)")
+        if not 0 <= self.ema < 1 or not 0 < self.decay_share <= 1:
+            raise UserError("--optim.ema must be in [0, 1), --optim.decay-share in (0, 1]")
 
 
 def set_schedule(optimizer: torch.optim.Optimizer, config: "Config", step: int) -> None:
@@ -48,7 +52,12 @@ def learning_rate(config: ScheduleConfig, step: int, steps: int) -> float:
     """The rate of optimizer step `step`, counted from 0, of a run of `steps`."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    progress = min(1.0, (step - config.warmup_steps) / max(1, steps - config.warmup_steps))
+    height = {
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "linear": 1 - progress,
+        "wsd": min(1.0, (1 - progress) / config.decay_share),
+        "constant": 1.0,
+    }[config.schedule]
     final = config.final_fraction
-    return config.learning_rate * (final + (1 - final) * cosine)
+    return config.learning_rate * (final + (1 - final) * height)

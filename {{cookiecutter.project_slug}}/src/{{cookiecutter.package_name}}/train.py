@@ -21,7 +21,7 @@ from .config import Config, spec_to_json
 from .data import build_datasets
 from .device import annotated, move, set_up_torch
 from .distributed import Group, World, join, leave, monitors, parallel
-from .distributed.stop import Stop
+from .distributed.stop import FINISH, Stop
 from .ema import averaged_weights, keep_average
 from .errors import UserError
 from .files import to_json, write_json
@@ -63,6 +63,7 @@ class State:
     metrics: tuple[str, ...] | None = None  # their names
     bad_steps: Tensor | int = 0  # skipped for a non-finite loss or gradient
     grad_norm: Tensor | float = 0.0  # of the last step
+    finish: Callable[[str], None] = print  # ends the run, for the reason that a callback gives
 
 
 @dataclass(frozen=True)
@@ -237,12 +238,14 @@ def _run(config: Config, world: World, own_callbacks: Iterable[Any]) -> Result:
         # Whether a stop signal cut the validation short of the step that the run resumes from.
         done = validation or checkpointer.restored.get("validation_loss") is not None
         owed = state.step > 0 and not done and is_due(state, config.train.validate_every)
-        if state.step >= config.train.steps and not owed:
+        ended = group.from_first(lambda: directory.ended(state.step, config.train.steps))
+        if (state.step >= config.train.steps or ended) and not owed:
             checkpointer.close()
             settings = run_dir.path / "config.json"  # which names the store of its checkpoints
             group.from_first(lambda: settings.exists() or write_json(settings, to_json(config)))
             run_dir.record_status("finished", state.step)
             return Result("already finished", state.step, validation)
+        state.finish = stop.finish
         run_dir.begin(state, stop, spec_to_json(state.spec))
         introduce(state, run_dir.path)
         stack.callback(state.loader.close)
@@ -258,7 +261,9 @@ def _run(config: Config, world: World, own_callbacks: Iterable[Any]) -> Result:
             journal.sync()
             checkpointer.finish(state.step)
         status, blocked = stop.outcome(stop_signal), checkpointer.blocked_seconds
-        run_dir.record_status(status, state.step, checkpoint_blocked_seconds=blocked)
+        why = {"reason": stop.reason} if stop_signal == FINISH else {}
+        details = {"steps": config.train.steps, "checkpoint_blocked_seconds": blocked, **why}
+        run_dir.record_status(status, state.step, **details)
         return Result(status, state.step, validation, blocked)
 
 
@@ -289,8 +294,8 @@ def _loop(
         if save_failed:
             saves.settle()  # raises on all ranks, or warns (--checkpoint.on-failure)
         if stop_signal:
-            text = "%s: saving step %d, then stopping"
-            log.info(text, signal.Signals(stop_signal).name, state.step)
+            why = stop.reason if stop_signal == FINISH else signal.Signals(stop_signal).name
+            log.info("%s: saving step %d, then stopping", why, state.step)
             return stop_signal, validation
         batches = state.loader.next()
         for call in before_step:

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,11 +68,20 @@ class Checkpointer:
         self.last_saved: int | None = None
         self.last_good: int | None = None  # published for certain
         self.restored: dict[str, Any] = {}  # the manifest
+        self.remembered: dict[str, Any] = {}
 
     @property
     def failed(self) -> bool:
         """Whether this rank knows of a save in flight that failed."""
         return self.writer.failed
+
+    def remember(self, callbacks: Iterable[Any]) -> None:
+        """Save the state of those that have one from now on; give back what was saved of it."""
+        own = {type(one).__name__: one for one in callbacks if hasattr(one, "state_dict")}
+        saved = self.restored.get("callbacks", {})
+        for name in own.keys() & saved.keys():
+            own[name].load_state_dict(saved[name])
+        self.remembered = own
 
     def save(self, step: int, validation_loss: float | None = None) -> None:
         """Save a checkpoint of `step`, once; RankError, on every rank, when any rank failed.
@@ -85,6 +94,7 @@ class Checkpointer:
         facts = {
             **self.facts,
             **self.facts_now(),
+            "callbacks": {name: one.state_dict() for name, one in self.remembered.items()},
             "samples": step * self.facts["identity"]["global_batch_size"],
             "world_size": self.world.size,
             "validation_loss": validation_loss,
@@ -134,10 +144,8 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """After an error, wait for a save in flight before the run directory is let go.
-
-        Not among several ranks: there the process leaves at once, and the others may be gone.
-        """
+        """After an error, wait for a save in flight before the run directory is let go."""
+        # Not among several ranks: there the process leaves at once, and the others may be gone.
         if kind and self.world.size == 1:
             try:
                 self.close()

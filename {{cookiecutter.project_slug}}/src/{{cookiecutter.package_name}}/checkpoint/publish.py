@@ -133,11 +133,8 @@ class Publisher:
         """Nothing to wait for: `publish` has done it all."""
 
     def prune(self) -> None:
-        """Remove what retention does not keep, and reservations that nobody writes to.
-
-        A checkpoint whose manifest is damaged neither counts nor goes: it is for a person to see.
-        What cannot be removed is a warning: the save is safe.
-        """
+        """Remove what retention does not keep, and reservations that nobody writes to."""
+        # A checkpoint whose manifest is damaged neither counts nor goes: it is for a person to see.
         keep, every = self.retention.keep, self.retention.keep_every
         try:
             old, self.losses = self.losses, {}

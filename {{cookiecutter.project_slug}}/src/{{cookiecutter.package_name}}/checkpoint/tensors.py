@@ -65,11 +65,7 @@ def forms_of(tensors: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
 def optimizer_slots(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """What any optimizer keeps: the name of each value, the dictionary that has it, and its key.
-
-    That is its state of each parameter, and the counts that it writes into its groups (some
-    optimizers count their steps there), but no settings: those are in the signature of its class.
-    """
+    """What any optimizer keeps: the name of each value, the dictionary that has it, and its key."""
     seen: set[nn.Parameter] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         state = optimizer.state.get(parameter, {})
@@ -78,6 +74,7 @@ def optimizer_slots(
             if value is not None and (parameter not in seen or key == EMA):
                 yield f"{name}.{key}", state, key
         seen.add(parameter)
+    # Some optimizers count their steps in their groups. Settings are in the signature of the class.
     scheduled = {"lr", "initial_lr", "rate_factor", "ema_decay"}
     settings = scheduled | inspect.signature(type(optimizer)).parameters.keys()
     for place, group in enumerate(optimizer.param_groups):
@@ -101,10 +98,8 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ten
 
 
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer allocate its state, by a step that changes nothing worth keeping.
-
-    Only the optimizer itself knows what it keeps, and of which shape and type.
-    """
+    """Let the optimizer allocate its state, by a step that changes nothing worth keeping."""
+    # Only the optimizer itself knows what it keeps, and of which shape and type.
     before = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     zeros: dict[Any, torch.Tensor] = {}  # for all that are alike: to touch new memory takes long
     for group in optimizer.param_groups:
@@ -123,11 +118,9 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_nan(tensors: Tensors, model: nn.Module) -> None:
-    """CheckpointError for a NaN in any tensor, or an infinity in a trained weight of the model.
-
-    Steps that are not finite are skipped, so there should be none; but a checkpoint with them would
-    verify, and push out the good ones. Buffers may be infinite, as masks are.
-    """
+    """CheckpointError for a NaN in any tensor, or an infinity in a trained weight of the model."""
+    # Steps that are not finite are skipped, so there should be none; but a checkpoint with them
+    # would verify, and push out the good ones. Buffers may be infinite, as masks are.
     weights = {f"model.{name}" for name, p in model.named_parameters() if p.requires_grad}
     for name, value in tensors.items():
         tensor = parallel.local_part(value).detach()

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from ..errors import STOP_SIGNALS
 from . import Group, regrouping
 
+FINISH = 1024  # takes the place of a stop signal, above them all, when a callback ends the run
 TO_BE_RESTARTED = 75  # exit code (EX_TEMPFAIL) after "regrouping": any but 0 makes torchrun restart
 
 
@@ -22,6 +23,7 @@ class Stop:
     """
 
     since = math.inf  # when this process was told to stop
+    reason = ""  # of a callback on this rank that ended the run
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -47,18 +49,20 @@ class Stop:
             self.group.settle()
 
     def poll(self, failed: bool = False) -> tuple[int, bool]:
-        """Agree on a stop signal (or 0), and on whether a save failed on any rank.
-
-        What the ranks agree on is what they knew at the poll before, so that none waits. Only the
-        first poll waits: a stop during start-up takes effect before the first step.
-        """
+        """Agree on a stop signal (or 0), and on whether a save failed on any rank."""
+        # What the ranks agree on is what they knew at the poll before, so that none waits. Only the
+        # first poll waits: a stop during start-up takes effect before the first step.
         self.polled = True
         stop_signal, any_failed = self.group.exchange([self.signal or 0, int(failed)])
         return stop_signal, bool(any_failed)
 
+    def finish(self, reason: str) -> None:
+        """End the run as finished, on all ranks at the same step: this one or the next."""
+        self.signal, self.reason = FINISH, reason
+
     def outcome(self, stop_signal: int) -> Literal["finished", "preempted", "regrouping"]:
         """How a run that has saved everything ended, by the signal that the ranks agreed on."""
-        if not stop_signal:
+        if stop_signal in (0, FINISH):
             return "finished"
         return "regrouping" if regrouping(lambda: self.signal is not None) else "preempted"
 

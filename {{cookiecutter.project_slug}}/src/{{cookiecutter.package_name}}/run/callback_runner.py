@@ -19,6 +19,7 @@ def built_in(
 ) -> Iterator[Any]:
     """The callbacks behind the watchdog, yours and the journal among them, in their order."""
     config = state.config
+    state.checkpointer.remember(yours)
     yield BadSteps(config.train, train_step, group)
     yield from yours
     if config.track and state.world.rank == 0:

@@ -24,9 +24,7 @@ LOGS = "logs"
 class RunDirectory:
     """Locks a run directory and opens its logs; `fresh` first renames an old run of that name.
 
-    The lock is a POSIX record lock: unlike flock it is not inherited by forked loader workers,
-    which would hold it after the trainer was killed. `apart`: the machines need not share the
-    directory, since the checkpoints are in a store.
+    `apart`: the machines need not share the directory, since the checkpoints are in a store.
     """
 
     lock: Any = None  # the open file, on the rank that holds it
@@ -60,15 +58,20 @@ class RunDirectory:
             self.lock.close()
 
     def begin(self, state: Any, stop: Stop, spec: dict[str, Any]) -> None:
-        """Write the settings, the data's spec, and that the run is under way; or RankError.
-
-        From now on status.json names the machine and the versions, too.
-        """
+        """Write the settings, the data's spec, and that the run is under way; or RankError."""
         self.origin = {"ranks": self.group.size, **where_measured(state.world.device)}
         self.group.from_first(lambda: write_json(self.path / "config.json", to_json(state.config)))
         self.group.from_first(lambda: write_json(self.path / "spec.json", spec))
         self.group.from_first(lambda: self._write_status("running", step=state.step))
         self.running = state, stop
+
+    def ended(self, step: int, steps: int) -> bool:
+        """Whether this run ended here, and is asked for no other number of steps since."""
+        end: dict[str, Any] = {}
+        with contextlib.suppress(UserError):
+            end = read_json(self.path / "status.json")
+        wanted = {"status": "finished", "step": step, "steps": steps}
+        return wanted.items() <= end.items()
 
     def record_status(self, status: str, step: int, **details: Any) -> None:
         """Write to status.json how the run ended, unless it says so; a warning if that fails."""
@@ -125,6 +128,8 @@ class RunDirectory:
             raise UserError(f"{self.path} cannot be a run directory: {error}") from None
         file.seek(0)
         owner, *launchers = file.read().splitlines() or ["another process"]
+        # A POSIX record lock: unlike flock it is not inherited by forked loader workers, which
+        # would hold it after the trainer was killed.
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -32,12 +32,10 @@ GROWTH = 1.05  # from one third of them to the next: more than the allocator's u
 
 
 def host_memory() -> int:
-    """Resident bytes of this process and of its loader workers, without what these share with it.
-
-    A forked worker shares most of its pages: counting them again would count them twice.
-    """
+    """Resident bytes of this process and its loader workers, without what these share with it."""
     own = psutil.Process().memory_info()
     held = own.rss - getattr(own, "shared", 0)  # without mapped files
+    # A forked worker shares most of its pages: counting them again would count them twice.
     for worker in multiprocessing.active_children():
         with contextlib.suppress(psutil.Error):  # it has ended since
             held += psutil.Process(worker.pid).memory_full_info().uss
@@ -47,15 +45,15 @@ def host_memory() -> int:
 class MemoryUse:
     """A callback: adds the memory to each log line, and warns once when host memory grows.
 
-    `host_bytes` includes the `staging_bytes` of a save in the background. Nothing here waits for
-    the device. Garbage is collected at log lines only, and not among what was made before the run:
-    looking through that would stop one rank, and all that wait for it, at a random moment.
+    `host_bytes` includes the `staging_bytes` of a save in the background.
     """
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, int]] = []  # (step, bytes on the host)
         self.warned = False
 
+    # Garbage is collected at log lines only, and not among what was made before the run: to look
+    # through that would stop one rank, and all that wait for it, at a random moment.
     def __enter__(self) -> None:
         gc.collect()
         gc.freeze()

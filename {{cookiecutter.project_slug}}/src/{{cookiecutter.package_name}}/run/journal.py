@@ -21,11 +21,7 @@ METRICS = "metrics.jsonl"
 
 
 class Journal:
-    """A callback: writes metrics.jsonl and logs its lines, on rank 0.
-
-    The file has one object per line, and only whole lines. It is synced before each save: a power
-    loss costs only lines after the newest checkpoint, whose steps are done again.
-    """
+    """A callback: writes metrics.jsonl, one object per line, and logs its lines, on rank 0."""
 
     def __init__(self, run_dir: Path, state: Any, group: Group) -> None:
         self.path, self.group, self.first_step = run_dir / METRICS, group, state.step
@@ -92,6 +88,7 @@ class Journal:
 
     def sync(self) -> None:
         """Make the lines so far durable."""
+        # Before each save: a power loss costs only lines after it, whose steps are done again.
         if self.group.rank == 0:
             with contextlib.suppress(OSError), open_to_write(self.path, "ab") as file:
                 os.fsync(file.fileno())

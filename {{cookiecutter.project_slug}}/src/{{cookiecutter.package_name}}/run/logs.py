@@ -77,10 +77,8 @@ def make_lenient(stream: Any) -> None:
 
 
 def log_to_console() -> None:
-    """Show this package's log on the console: all records of rank 0, errors of other ranks.
-
-    Standard streams that are closed are opened, since other files would get their descriptors.
-    """
+    """Show this package's log on the console: all records of rank 0, errors of other ranks."""
+    # Standard streams that are closed are opened, or other files would get their descriptors.
     while (null := os.open(os.devnull, os.O_RDWR)) < 3:  # the lowest number that is free
         os.set_inheritable(null, True)
     os.close(null)
