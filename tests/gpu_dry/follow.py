@@ -131,6 +131,9 @@ class Run:
                 running.changing = {*range(len(running.slots))}  # which are found by their values
                 real(running, *rest)
 
+            for name in ("model", "gpt"):  # the language model's loss in parts, as of many tokens
+                with contextlib.suppress(ModuleNotFoundError):
+                    replace(self.module(name), "PART", 2000)
             replace(torch, "compile", compile)
             replace(parallel, "agree_on_buffers", agree_on_buffers)
             if self.ranks > 1:

@@ -86,6 +86,15 @@ BREAKAGES = {
         *(PLAIN, "model.py", 'self.register_buffer("table", table, persistent=False)'),
         *("self.table = table", "FakeTensorDeviceMismatchError"),
     ),
+    "part_of_the_loss_read": (
+        *(
+            PLAIN,
+            "model.py",
+            "of_weight += found[1]  #",
+            "of_weight += found[1] * found[1].any().item()  #",
+        ),
+        "Waits",
+    ),
     "metric_read": (PLAIN, "model.py", "total.detach() / math", "total.item() / math", "Waits"),
     "empty_rows_dropped": (
         *(PLAIN, "model.py", 'tokens = batch["tokens"].long()'),
