@@ -3,6 +3,9 @@
 import contextlib
 import gzip
 import json
+import os
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -199,6 +202,21 @@ def test_windows_of_a_run(project: Project, traces: Any, tmp_path: Path) -> None
     assert {step for step, on in tracing if on} == {5, 6, 11, 12, 17, 18}
     for path in found:
         assert len(traces.breakdown(traces.read_trace(path)).seconds) == 2
+
+
+def test_a_run_with_several_windows_prints_no_warning(project: Project, tmp_path: Path) -> None:
+    words = ["--train.steps", "9", "--profile.every", "3", "--profile.warmup", "1"]
+    words += ["--profile.active", "1", "--run-dir", str(tmp_path)]
+    outcome = subprocess.run(
+        [sys.executable, "-m", project.name, "train", *project.settings, *words],
+        cwd=project.folder,
+        env={**os.environ, "PYTHONPATH": str(project.folder / "src")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert outcome.returncode == 0 and outcome.stderr.count("trace of 1 steps") == 3
+    assert "WARNING" not in outcome.stderr
 
 
 @pytest.mark.parametrize("with_stack", [False, True])

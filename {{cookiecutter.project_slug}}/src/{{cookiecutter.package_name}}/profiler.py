@@ -2,6 +2,7 @@
 
 import logging
 import os
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints that it starts and stops
+warnings.filterwarnings("ignore", ".*Profiler clears events")  # each window is written at its end
 
 
 class Profiler:
