@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from .data import Spec
 
 
-def own_documents(tokens: Tensor, end_of_text: int, create_block_mask: Any) -> Any:
+def own_documents(tokens: Tensor, end_of_text: int, create_block_mask: Any = None) -> Any:
     """The mask of tokens [batch, time]: each sees itself and those before it in its document.
 
-    True where it sees, [batch, 1, time, time]; on CUDA a BlockMask for whole batches, whose kernels
-    skip what is masked. Rotary positions are relative, so a document need not begin at position 0.
+    True where it sees, [batch, 1, time, time]; on CUDA a BlockMask, if there is what creates one,
+    whose kernels skip what is masked. Rotary positions are relative, so a document need not begin
+    at position 0.
     """
     ends = (tokens == end_of_text).long()
     documents = ends.cumsum(1) - ends  # an end belongs to the document that it ends
-    # A text that is generated has another length at each token, for which no kernels are compiled.
-    if not tokens.is_cuda or (len(tokens) == 1 and not torch.is_grad_enabled()):
+    if not tokens.is_cuda or create_block_mask is None:
         return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -81,7 +81,9 @@ class DocumentGPT(GPT):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits [batch, time, vocabulary] for tokens [batch, time]; with targets, their loss."""
         x = self.embedding(tokens)
-        table = self.table, own_documents(tokens, self.end_of_text, self.create_block_mask)
+        # Not for a text that is generated: kernels would be compiled for each of its lengths.
+        create = None if targets is None else self.create_block_mask
+        table = self.table, own_documents(tokens, self.end_of_text, create)
         for block in self.blocks:
             x = block(x, table)
         return self.output(self.norm(x), self.embedding.weight, targets)

@@ -337,6 +337,7 @@ def test_callbacks_are_called_on_all_ranks(tmp_path: Path) -> None:
     wanted = ["20 steps: finished at 5", "20 steps: already finished at 5"]
     assert ends == [[*wanted, "30 steps: finished at 7"]] * 2
     assert checkpoint == "step_00000007"
+    assert "a callback of another rank: saving step 5, then stopping" in output
     validation = "validation ['validation_bits_per_byte', 'validation_loss']"
     wanted = ["step 1", validation, "step 2, logged", validation, "step 3, logged"]
     assert calls == [["enter", *wanted, "exit"]] * 2

@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -372,6 +373,56 @@ def test_a_run_that_ended_early_goes_on_from_an_earlier_checkpoint(
     assert train.run(project.config(**changes)).step == 20
 
 
+@pytest.mark.parametrize("when", ["before_step", "after_step", "after_validation"])
+def test_an_early_end_is_kept_wherever_a_validation_is_due(
+    project: Project, tmp_path: Path, when: str
+) -> None:
+    """It cuts none short, and a stop signal after it changes nothing; nor does a second start."""
+
+    def end(state: Any, *rest: Any) -> None:
+        if state.step == 4 - (when == "before_step"):
+            state.finish("now")
+            signal.raise_signal(signal.SIGTERM)
+
+    train, changes = project.module("train"), {"run_dir": tmp_path, "train__validate_every": 1}
+    before = signal.getsignal(signal.SIGTERM)
+    results = [train.run(project.config(**changes), [SimpleNamespace(**{when: end})])]
+    results.append(train.run(project.config(**changes)))
+    assert [result.step for result in results] == [4, 4]
+    assert [result.status for result in results] == ["finished", "already finished"]
+    assert results[0].validation == results[1].validation != {}
+    assert signal.getsignal(signal.SIGTERM) is not before  # it did come
+
+
+def test_what_a_callback_saves_is_that_of_the_step(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though a save in the background is slow, and the callback gives away its own list."""
+    publish = project.module("checkpoint.publish")
+    commit = publish.Publisher.commit
+    slow = lambda *rest: (time.sleep(0.3), commit(*rest))[1]  # noqa: E731
+    monkeypatch.setattr(publish.Publisher, "commit", slow)
+
+    class Seen:
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def after_step(self, state: Any, record: Any) -> None:
+            self.steps.append(state.step)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"steps": self.steps}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.steps = state["steps"]
+
+    config = project.config(run_dir=tmp_path, checkpoint__every=5)
+    project.module("train").run(config, [Seen()])
+    for step in (10, 15, 20):
+        manifest = json.loads((tmp_path / f"checkpoints/step_{step:08}/manifest.json").read_text())
+        assert manifest["callbacks"] == {"Seen": {"steps": [*range(1, step + 1)]}}
+
+
 def test_the_state_of_a_callback_is_in_each_checkpoint(project: Project, tmp_path: Path) -> None:
     class Counting:
         """Counts steps, and notes with what it began."""
@@ -389,9 +440,9 @@ def test_the_state_of_a_callback_is_in_each_checkpoint(project: Project, tmp_pat
 
     train, changes = project.module("train"), {"run_dir": tmp_path, "checkpoint__every": 5}
     for newest, steps in ((0, 10), (10, 20), (15, 20)):
-        counting = Counting()
-        train.run(project.config(**changes, train__steps=steps), [counting])
-        assert (counting.began, counting.count) == (newest, steps)
+        two = Counting(), Counting()
+        train.run(project.config(**changes, train__steps=steps), two)
+        assert [(one.began, one.count) for one in two] == [(newest, steps)] * 2
         if steps == 20:
             shutil.rmtree(tmp_path / "checkpoints/step_00000020")
     shutil.rmtree(tmp_path / "checkpoints/step_00000015")

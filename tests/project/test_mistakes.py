@@ -151,7 +151,7 @@ def test_data_without_any_text_is_one_line(project: Project, tmp_path: Path) -> 
     assert said == f"--data.path {tmp_path}: there is no text in it, and no .bin file of tokens"
 
 
-def test_what_does_not_fit_together_is_named_with_its_values(project: Project, capsys) -> None:
+def test_what_does_not_fit_together_is_named(project: Project, capsys) -> None:
     with pytest.raises(SystemExit):
         project("train", *TINY, "--model.heads", "3")
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())

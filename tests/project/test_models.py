@@ -197,6 +197,9 @@ def test_the_loss_never_holds_all_logits(text: Project, monkeypatch: pytest.Monk
     *found, largest = taken(module.Output())
     assert largest <= max(7 * vocabulary, weight.numel()), "more logits than a part's at a time"
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    gradient = torch.autograd.grad(module.Output()(x, weight, targets), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):  # rather than a wrong one
+        gradient[0].sum().backward()
 
 
 def test_parts_of_a_loss_are_rounded_no_more_than_all_at_once(
@@ -224,7 +227,7 @@ def test_parts_of_a_loss_are_rounded_no_more_than_all_at_once(
         assert parts < 1.1 * whole, (dtype, parts, whole)
 
 
-def test_activation_checkpointing_leaves_alone_what_recomputes_by_itself(text: Project) -> None:
+def test_activation_checkpointing_leaves_alone_what_says_so(text: Project) -> None:
     """Else the loss is computed three times. A block without parameters is recomputed, too."""
     output, block = text.module("model").Output(), torch.nn.ReLU()
     text.module("compile").checkpoint_activations([output, block])

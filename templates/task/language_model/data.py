@@ -64,7 +64,7 @@ class Spec:
 def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
     """Training and validation data and their spec; UserError for unusable data.
 
-    For validation are the files named so (valid.txt, val_0.bin), or else a twentieth: of many text
+    Files named so (valid.txt, val_0.bin) are for validation; else a twentieth is: of many text
     files some by a hash of their names, of all other data the end.
     """
     data, encoding = config.data, "bytes"
@@ -102,10 +102,7 @@ MOST_OPEN = 128  # files that a dataset keeps open; many systems allow a process
 
 
 class Chunks:
-    """Sample i is the i-th stretch of `context` tokens and the token after it.
-
-    No stretch crosses the end of a source, which is an array of bytes or a .bin file.
-    """
+    """Sample i is the i-th stretch of `context` + 1 tokens in the sources, arrays or .bin files."""
 
     draws = False  # no random numbers; delete this if yours does, or a resume is not exact
 
@@ -118,6 +115,7 @@ class Chunks:
         self.files: dict[int, BinaryIO] = {}
         width = self.kind.itemsize
         lengths = [s.stat().st_size // width if isinstance(s, Path) else len(s) for s in sources]
+        # No stretch crosses the end of a source.
         self.counts = np.array([max(0, length - 1) // context for length in lengths], int)
         self.ends = np.cumsum(self.counts)
         self.first, self.last = 0, int(self.counts.sum())

@@ -163,6 +163,7 @@ class LossInParts(torch.autograd.Function):
         return torch.stack(losses).sum()
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, by: Tensor) -> Any:
         """The gradients, times that of the loss."""
         of_weight, of_x = ctx.saved_tensors
@@ -172,7 +173,7 @@ class LossInParts(torch.autograd.Function):
 class Output(nn.Module):
     """Logits of the next token, or their loss. It has no parameters: the weight is passed in."""
 
-    recomputes = True  # its gradients are worked out in forward: not to be done once more
+    recompute = False  # by activation checkpointing: all the work is done in forward
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
         """Logits [..., vocabulary] of x [..., width], or the sum of the losses in float32."""

@@ -39,7 +39,7 @@ class CompileConfig:
 
 def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
     """Keep only each block's input, and compute the rest again in backward (Chen et al., 2016)."""
-    for block in (each for each in blocks if not getattr(each, "recomputes", False)):  # by itself
+    for block in (each for each in blocks if getattr(each, "recompute", True)):
         names = block.state_dict().keys() & dict(block.named_buffers()).keys()
         block.forward = as_function(partial(_recomputed, block, block.forward, names))
 

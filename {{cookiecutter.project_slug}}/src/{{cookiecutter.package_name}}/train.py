@@ -277,7 +277,8 @@ def _loop(
     def evaluate() -> dict[str, float]:
         """Validate, and call the callbacks; {} if a stop signal cuts it short."""
         with group.phase("validation"):
-            figures = validate_averaged(state, lambda: stop.poll(saves.failed)[0])
+            stopped = lambda: stop.poll(saves.failed)[0] not in (0, FINISH)  # noqa: E731
+            figures = validate_averaged(state, stopped)
             for call in after_validation if figures else ():
                 call(state, figures)
         # Yours among them: training may have figures of the same name.
@@ -294,7 +295,8 @@ def _loop(
         if save_failed:
             saves.settle()  # raises on all ranks, or warns (--checkpoint.on-failure)
         if stop_signal:
-            why = stop.reason if stop_signal == FINISH else signal.Signals(stop_signal).name
+            finished = stop.reason or "a callback of another rank"
+            why = finished if stop_signal == FINISH else signal.Signals(stop_signal).name
             log.info("%s: saving step %d, then stopping", why, state.step)
             return stop_signal, validation
         batches = state.loader.next()

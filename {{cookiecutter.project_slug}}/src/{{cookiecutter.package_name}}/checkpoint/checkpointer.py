@@ -6,6 +6,7 @@ and hands what writes this rank's files to the publisher.
 """
 
 import contextlib
+import copy
 import logging
 import platform
 import time
@@ -77,11 +78,15 @@ class Checkpointer:
 
     def remember(self, callbacks: Iterable[Any]) -> None:
         """Save the state of those that have one from now on; give back what was saved of it."""
-        own = {type(one).__name__: one for one in callbacks if hasattr(one, "state_dict")}
-        saved = self.restored.get("callbacks", {})
-        for name in own.keys() & saved.keys():
-            own[name].load_state_dict(saved[name])
-        self.remembered = own
+        saved = self.restored.get("callbacks")
+        for one in callbacks:
+            if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
+                name = type(one).__name__
+                while name in self.remembered:  # another of its class
+                    name += "+"
+                self.remembered[name] = one
+                if isinstance(saved, dict) and name in saved:
+                    one.load_state_dict(saved[name])
 
     def save(self, step: int, validation_loss: float | None = None) -> None:
         """Save a checkpoint of `step`, once; RankError, on every rank, when any rank failed.
@@ -94,7 +99,8 @@ class Checkpointer:
         facts = {
             **self.facts,
             **self.facts_now(),
-            "callbacks": {name: one.state_dict() for name, one in self.remembered.items()},
+            # Copied: it may change before a save in the background writes it.
+            "callbacks": {n: copy.deepcopy(c.state_dict()) for n, c in self.remembered.items()},
             "samples": step * self.facts["identity"]["global_batch_size"],
             "world_size": self.world.size,
             "validation_loss": validation_loss,

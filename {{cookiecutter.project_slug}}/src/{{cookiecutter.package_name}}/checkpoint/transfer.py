@@ -207,7 +207,7 @@ def load_trained(
 ) -> tuple[nn.Module, Any, Any]:
     """The model of a run with its weights, in evaluation mode; with the data's spec, the settings.
 
-    In one plain process, however many saved it, and without the training data.
+    In one plain process, however many saved it.
     """
     from ..config import load, spec_from_json
     from ..data import build_datasets

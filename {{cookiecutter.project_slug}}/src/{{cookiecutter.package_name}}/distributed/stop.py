@@ -23,7 +23,7 @@ class Stop:
     """
 
     since = math.inf  # when this process was told to stop
-    reason = ""  # of a callback on this rank that ended the run
+    reason = ""  # of a callback on this rank that ends the run
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -53,12 +53,13 @@ class Stop:
         # What the ranks agree on is what they knew at the poll before, so that none waits. Only the
         # first poll waits: a stop during start-up takes effect before the first step.
         self.polled = True
-        stop_signal, any_failed = self.group.exchange([self.signal or 0, int(failed)])
+        word = FINISH if self.reason else self.signal or 0
+        stop_signal, any_failed = self.group.exchange([word, int(failed)])
         return stop_signal, bool(any_failed)
 
     def finish(self, reason: str) -> None:
         """End the run as finished, on all ranks at the same step: this one or the next."""
-        self.signal, self.reason = FINISH, reason
+        self.reason = reason or "a callback"
 
     def outcome(self, stop_signal: int) -> Literal["finished", "preempted", "regrouping"]:
         """How a run that has saved everything ended, by the signal that the ranks agreed on."""
