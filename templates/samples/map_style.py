@@ -2,8 +2,7 @@
 
 Training reads one endless stream of samples. Position p is in epoch p // N, at place p % N of the
 permutation of (seed, epoch); global batch k has the positions k * B ... (k + 1) * B - 1. No index
-array is built and no loader state is saved: 10^3 or 10^12 samples, the first batch or the
-billionth, on 1 rank or 1,000, cost the same.
+array is built and no loader state is saved: any batch of any data costs the same.
 """
 
 import contextlib
@@ -63,13 +62,10 @@ def sample_keys(seed: int, positions: np.ndarray) -> np.ndarray:
 
 
 def seed_random(*words: int, device: torch.device | None = None) -> None:
-    """Make random numbers a function of these words: no state is saved.
-
-    Torch's on a device; without one all that data may draw, from torch, numpy and Python.
-    """
+    """Make random numbers a function of these words: no state is saved."""
     key = stream_key(*words) >> 1
     torch.default_generator.manual_seed(key)  # torch.manual_seed takes a hundred times as long
-    if device is None:
+    if device is None:  # for all that data may draw
         np.random.seed(key & 0xFFFFFFFF)
         random.seed(key)
     elif device.type == "cuda":
@@ -117,11 +113,9 @@ class Permutation:
 
 
 class GlobalBatches:
-    """The sample ids of every global batch, the same whatever the number of ranks.
+    """The sample ids of every global batch, the same whatever the number of ranks."""
 
-    Those of another `purpose` have nothing to do with them.
-    """
-
+    # Those of another `purpose` have nothing to do with these.
     def __init__(self, size: int, batch_size: int, seed: int, *purpose: int) -> None:
         self.size, self.batch_size, self.seed = size, batch_size, seed
         self.purpose = purpose or (0,)

@@ -44,7 +44,7 @@ BREAKAGES = {
     "no_warm_up": ("schedule.py", "rate * (step + 1) / config.warmup_steps", "rate"),
     "clipped_at_twice_the_norm": ("loss.py", "clip / (size", "2 * clip / (size"),
     "not_clipped": ("loss.py", "    if clip:", "    if False:"),
-    "no_decay_of_the_rate": ("schedule.py", "+ (1 - final) * cosine", "* 0 + 1"),
+    "no_decay_of_the_rate": ("schedule.py", "+ (1 - final) * height", "* 0 + 1"),
     "weight_decay_on_norms": ("optim.py", '"weight_decay": 0.0', '"weight_decay": 0.1'),
     "validation_without_weights": (
         "train.py",

@@ -522,7 +522,9 @@ def test_only_the_first_rank_of_a_tracked_run_has_one(project: Project) -> None:
 
     def trackers(rank: int, **changes: Any) -> int:
         world = distributed.World(rank, 2, torch.device("cpu"))
+        saves = SimpleNamespace(remember=list)
         state = SimpleNamespace(config=project.config(**changes), world=world, step=0)
+        state.checkpointer = saves
         group = distributed.Group()
         folder = project.folder / "runs/nothing"
         callbacks = runner.built_in(state, lambda *step: None, folder, group, ())

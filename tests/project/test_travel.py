@@ -1,5 +1,6 @@
 """Checkpoints travel: between renders, as one file and back; weights come from anywhere."""
 
+import importlib
 import json
 import resource
 import runpy
@@ -113,8 +114,9 @@ def test_a_trained_model_is_loaded_as_the_readme_says(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU, in evaluation, with the weights that were saved last, or with their average."""
-    train, transfer = project.module("train"), project.module("checkpoint.transfer")
-    train.run(project.config(run_dir=tmp_path / "runs/default", optim__ema=0.9))
+    load_trained = importlib.import_module(project.name).load_trained
+    config = project.config(run_dir=tmp_path / "runs/default", optim__ema=0.9)
+    project.module("train").run(config)
     readme = (project.folder / "README.md").read_text("utf-8")
     code = next(block for block in readme.split("```python\n")[1:] if "load_trained(" in block)
     monkeypatch.chdir(tmp_path)
@@ -126,13 +128,13 @@ def test_a_trained_model_is_loaded_as_the_readme_says(
     assert own and not model.training
     for name, value in own.items():
         assert value.device.type == "cpu" and torch.equal(value, saved[f"model.{name}"])
-    averaged, _, _ = transfer.load_trained("runs/default", "cpu", weights="ema")
+    averaged, _, _ = load_trained("runs/default", "cpu", weights="ema")
     for name, value in averaged.named_parameters():
         assert torch.equal(value, saved[f"optimizer.{name}.ema"])
     loss = project.module("model").compute_loss(averaged, batch_of(project, config))
     assert torch.isfinite(loss.total)
     with pytest.raises(project.module("errors").UserError, match="nowhere"):
-        transfer.load_trained("nowhere")
+        load_trained("nowhere")
 
 
 def batch_of(project: Project, config: Any) -> Any:

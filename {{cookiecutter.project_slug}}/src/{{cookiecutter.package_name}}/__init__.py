@@ -1,1 +1,33 @@
 """A training project: see README.md, and `python -m` this package for its commands."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+
+def load_trained(
+    run_dir: Path | str, device: str = "auto", step: int | None = None, weights: Any = "last"
+) -> tuple[Any, Any, Any]:
+    """The model of a run with its weights ("last" or "ema"), its spec of the data, its settings.
+
+    In one process, in evaluation mode. UserError when there is no such run or step.
+    """
+    # Not imported with the package, whose commands start without torch.
+    from .checkpoint.transfer import load_weights
+    from .config import load, spec_from_json
+    from .data import build_datasets
+    from .device import pick_device
+    from .distributed import Group
+    from .files import read_json
+    from .model import build_model
+
+    run_dir = Path(run_dir)
+    config = load(run_dir / "config.json")
+    try:
+        spec = spec_from_json(read_json(run_dir / "spec.json"))
+    except Exception:  # a run of an earlier release has none, and {} is of one that is not plain
+        _, _, spec = build_datasets(config)
+    model = build_model(config, spec)
+    loaded = load_weights(run_dir, model, step, Group(), strict=True, weights=weights)
+    logging.getLogger(__name__).info("weights: %s", loaded)
+    return model.to(pick_device(device)).eval(), spec, config

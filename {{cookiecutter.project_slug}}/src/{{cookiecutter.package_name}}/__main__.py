@@ -72,7 +72,8 @@ def infer(arguments: list[str]) -> int:
     import torch
 
     from . import infer as task
-    from .checkpoint.transfer import Weights, load_trained
+    from . import load_trained
+    from .checkpoint.transfer import Weights
     from .config import RunLocation
 
     @dataclass(frozen=True)

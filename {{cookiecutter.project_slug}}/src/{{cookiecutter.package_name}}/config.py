@@ -160,8 +160,7 @@ def preset(name: str = "default", kind: type[C] = Config) -> C:
 def load(path: Path, kind: type[C] = Config, start: str = "default") -> C:
     """A preset overridden by a TOML file, or the settings of a run's config.json.
 
-    The latter without what names that run (its name, its store). A setting that it lacks is newer
-    and has its default, not a preset's, which may have changed since.
+    The latter without what names that run (its name, its store).
     """
     path = path / "config.json" if path.is_dir() else path
     toml = path.suffix == ".toml"
@@ -171,6 +170,7 @@ def load(path: Path, kind: type[C] = Config, start: str = "default") -> C:
     try:
         if toml:
             return override(preset(start, kind), changes, GONE)
+        # A setting that it lacks is newer, and has its default; a preset may have changed since.
         changes = {n: value for n, value in changes.items() if n not in OF_ONE_RUN}
         return on_disk(override(kind(), changes, GONE | OF_AN_ANSWER))
     except UserError as error:

@@ -40,10 +40,8 @@ def _follow(optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Give the model the averages in place of its weights; a parameter without one keeps its own.
-
-    Its buffers (batch statistics) stay as they are.
-    """
+    """Give the model the averages in place of its weights; what has none keeps its weight."""
+    # Its buffers (batch statistics) stay as they are.
     _exchange(model, optimizer)
     try:
         yield

@@ -277,8 +277,8 @@ def _loop(
     def evaluate() -> dict[str, float]:
         """Validate, and call the callbacks; {} if a stop signal cuts it short."""
         with group.phase("validation"):
-            stopped = lambda: stop.poll(saves.failed)[0] not in (0, FINISH)  # noqa: E731
-            figures = validate_averaged(state, stopped)
+            # FINISH, by a callback, cuts none short.
+            figures = validate_averaged(state, lambda: stop.poll(saves.failed)[0] % FINISH)
             for call in after_validation if figures else ():
                 call(state, figures)
         # Yours among them: training may have figures of the same name.

@@ -202,29 +202,6 @@ def load_weights(
     return "; ".join([f"{len(common)} tensors from {path}", *texts])
 
 
-def load_trained(
-    run_dir: Path | str, device: str = "auto", step: int | None = None, weights: Weights = "last"
-) -> tuple[nn.Module, Any, Any]:
-    """The model of a run with its weights, in evaluation mode; with the data's spec, the settings.
-
-    In one plain process, however many saved it.
-    """
-    from ..config import load, spec_from_json
-    from ..data import build_datasets
-    from ..device import pick_device
-    from ..model import build_model
-
-    config = load(Path(run_dir, "config.json"))
-    try:
-        spec = spec_from_json(read_json(Path(run_dir, "spec.json")))
-    except Exception:  # a run of an earlier release has none, and {} is of one that is not plain
-        _, _, spec = build_datasets(config)
-    model = build_model(config, spec)
-    loaded = load_weights(Path(run_dir), model, step, Group(), strict=True, weights=weights)
-    log.info("weights: %s", loaded)
-    return model.to(pick_device(device)).eval(), spec, config
-
-
 def weight_names(stored: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
     """The stored names of weights, by the names that a model may have for them."""
     # Files differ in what they put before a name ("model.", DDP's "module.") or inside (compile's
