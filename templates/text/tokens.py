@@ -139,7 +139,7 @@ def divide(text: Path) -> tuple[Path, list[Piece]]:
         check_regular([path])
         with open(path, "rb") as file:
             (left_out if b"\0" in file.read(8192) else texts).append(path)
-    warn_left_out(left_out, "not UTF-8 text (they have NUL bytes)")
+    warn_left_out(left_out, "not UTF-8 text (NUL bytes, as UTF-16 has)")
     names = [path.relative_to(root) for path in texts]
     pieces: list[Piece] = []
     for name, split in zip(names, splits_of(names), strict=True):

@@ -180,7 +180,7 @@ def test_what_is_not_text_in_utf_8_is_left_out_and_named(
     training, validation, _ = datasets(text, data__path=tmp_path, data__context=8)
     assert not any("other" in word for word in words_of(training) | words_of(validation))
     (line,) = caplog.messages
-    start = "4 files left out: not UTF-8 text (they have NUL bytes), such as "
+    start = "4 files left out: not UTF-8 text (NUL bytes, as UTF-16 has), such as "
     assert line.startswith(start) and line.endswith("packed.gz")
     caplog.clear()
     (tmp_path / "alone").mkdir()

@@ -194,7 +194,7 @@ def read_text(path: Path, ending: str) -> list[list[np.ndarray]]:
         else:
             found[file.relative_to(path)] = content
     if not ending:  # the user's own
-        warn_left_out(left_out, "not UTF-8 text (they have NUL bytes)")
+        warn_left_out(left_out, "not UTF-8 text (NUL bytes, as UTF-16 has)")
     parts: dict[str, list[bytes]] = {"train": [], "val": [], "test": []}
     for split, (name, content) in zip(splits_of([*found]), found.items(), strict=True):
         # The same on every machine, and when files are added.
