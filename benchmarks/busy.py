@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .common import PACKAGE, benchmark, render, series
+from .common import PACKAGE, benchmark, beside_own_packages, render, series
 
 VALUES: dict[str, dict[str, str]] = {
     "as rendered": {},
@@ -57,7 +57,7 @@ def speed(source: Path, run_dir: Path, preset: str, steps: int, setting: dict[st
         [sys.executable, "-m", PACKAGE, *words, *SETTINGS],
         check=True,
         capture_output=True,
-        env=plain | {"PYTHONPATH": str(source)} | setting,
+        env=plain | {"PYTHONPATH": beside_own_packages(source)} | setting,
     )
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text("utf-8").splitlines())
     return statistics.median([line["samples_per_second"] for line in lines][1:])

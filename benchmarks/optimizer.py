@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .common import PACKAGE, benchmark, render, series
+from .common import PACKAGE, benchmark, beside_own_packages, render, series
 
 STEPS = 300
 ADAMW = {"optim.name": "adamw", "optim.learning-rate": "4e-3"}
@@ -30,7 +30,7 @@ def train(source: Path, run_dir: Path, settings: dict[str, Any]) -> tuple[float,
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     outcome = subprocess.run(
         [sys.executable, "-m", PACKAGE, "train", *words],
-        env={**os.environ, "PYTHONPATH": str(source)},
+        env={**os.environ, "PYTHONPATH": beside_own_packages(source)},
         capture_output=True,
         text=True,
     )

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .common import PACKAGE, ROOT, benchmark, render, series
+from .common import PACKAGE, ROOT, benchmark, beside_own_packages, render, series
 from .startup import seconds_of
 
 STEPS = ("--train.log-every", "1", "--checkpoint.every", "5", "--train.validate-every", "0")
@@ -33,7 +33,11 @@ class Run:
     """A command that trains, and when it says that a step is done."""
 
     def __init__(self, project: Path, *command: str) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(project / "src"), "PYTHON": sys.executable}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": beside_own_packages(project / "src"),
+            "PYTHON": sys.executable,
+        }
         self.process = subprocess.Popen(
             command,
             cwd=project,

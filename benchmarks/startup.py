@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .common import PACKAGE, ROOT, benchmark, render, series
+from .common import PACKAGE, ROOT, benchmark, beside_own_packages, render, series
 
 LIGHTNING_HYDRA_TEMPLATE = [
     *("torch>=2.0.0", "torchvision>=0.15.0", "lightning>=2.0.0", "torchmetrics>=0.11.4"),
@@ -36,7 +36,7 @@ def seconds_to_first_step(source: Path, run_dir: Path, preset: str) -> float:
     started = time.perf_counter()
     with subprocess.Popen(
         [*command, "--train.log-every", "1", "--run-dir", str(run_dir)],
-        env={**os.environ, "PYTHONPATH": str(source)},
+        env={**os.environ, "PYTHONPATH": beside_own_packages(source)},
         stderr=subprocess.PIPE,
         text=True,
     ) as process:

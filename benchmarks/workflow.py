@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .common import PACKAGE, TASKS, benchmark, render, series
+from .common import PACKAGE, TASKS, benchmark, beside_own_packages, render, series
 
 
 def run_stages(source: Path, run_dir: Path, *command: str) -> dict[str, Any]:
     """What a command of the project has written as its stages' results, by stage."""
     outcome = subprocess.run(
         [sys.executable, "-m", PACKAGE, *command, "--device", "cpu", "--run-dir", str(run_dir)],
-        env={**os.environ, "PYTHONPATH": str(source)},
+        env={**os.environ, "PYTHONPATH": beside_own_packages(source)},
         capture_output=True,
         text=True,
     )

@@ -350,6 +350,8 @@ def test_early_stopping_by_the_readme_survives_a_resume(
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["status"], status["step"], status["reason"]) == ("finished", 8, why)
     assert (tmp_path / "checkpoints/step_00000008").exists()
+    project("report", "--run-dir", str(tmp_path))
+    assert f"finished at step 8: {why}" in (tmp_path / "report.html").read_text("utf-8")
     again = train.run(project.config(**changes), [Worse()])
     assert (again.status, again.step) == ("already finished", 8)
     assert again.validation == result.validation
@@ -425,12 +427,15 @@ def test_what_a_callback_saves_is_that_of_the_step(
 
 def test_the_state_of_a_callback_is_in_each_checkpoint(project: Project, tmp_path: Path) -> None:
     class Counting:
-        """Counts steps, and notes with what it began."""
+        """Adds up at each step, and notes with what it began."""
 
         count, began = 0, 0
 
+        def __init__(self, by: int) -> None:
+            self.by = by
+
         def after_step(self, state: Any, record: Any) -> None:
-            self.count += 1
+            self.count += self.by
 
         def state_dict(self) -> dict[str, int]:
             return {"count": self.count}
@@ -440,9 +445,10 @@ def test_the_state_of_a_callback_is_in_each_checkpoint(project: Project, tmp_pat
 
     train, changes = project.module("train"), {"run_dir": tmp_path, "checkpoint__every": 5}
     for newest, steps in ((0, 10), (10, 20), (15, 20)):
-        two = Counting(), Counting()
+        two = Counting(1), Counting(7)  # of one class
         train.run(project.config(**changes, train__steps=steps), two)
-        assert [(one.began, one.count) for one in two] == [(newest, steps)] * 2
+        for one in two:
+            assert (one.began, one.count) == (one.by * newest, one.by * steps)
         if steps == 20:
             shutil.rmtree(tmp_path / "checkpoints/step_00000020")
     shutil.rmtree(tmp_path / "checkpoints/step_00000015")

@@ -184,7 +184,7 @@ def test_the_loss_never_holds_all_logits(text: Project, monkeypatch: pytest.Monk
         x.grad = weight.grad = None
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             total = loss(x, weight, targets)
-        total.backward()
+        (total / 2).backward()
         return total.detach(), x.grad, weight.grad, max(largest)
 
     def plain(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -283,6 +283,25 @@ def test_documents_do_not_see_each_other(tokens: Project) -> None:
         assert not torch.equal(model(other)[0, :5], together[0, :5])
         one = torch.randint(1, VOCABULARY, (1, 32))  # of one document all is as ever
         torch.testing.assert_close(model(one), model_of(tokens).eval()(one), rtol=1e-4, atol=1e-5)
+
+
+def test_no_kernels_are_made_for_a_text_that_is_generated(
+    tokens: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which has another length at each token; those of training and validation have one."""
+    model, makers = separate(tokens), []
+    module = tokens.module("model")
+    own = module.own_documents
+
+    def noted(row: torch.Tensor, end: int, maker: Any) -> Any:
+        makers.append(maker)
+        return own(row, end, maker)
+
+    monkeypatch.setattr(module, "own_documents", noted)
+    row = torch.zeros(1, 8, dtype=torch.long)
+    model(row)
+    model(row, row)
+    assert makers == [None, model.create_block_mask]
 
 
 def test_documents_are_separate_in_a_run_and_the_rest_is_said(

@@ -165,7 +165,7 @@ class LossInParts(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, by: Tensor) -> Any:
-        """The gradients, times that of the loss."""
+        """The gradients, times the one of the loss."""
         of_weight, of_x = ctx.saved_tensors
         return of_weight * by, None, of_x * by
 

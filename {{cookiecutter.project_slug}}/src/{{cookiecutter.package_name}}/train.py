@@ -295,8 +295,7 @@ def _loop(
         if save_failed:
             saves.settle()  # raises on all ranks, or warns (--checkpoint.on-failure)
         if stop_signal:
-            finished = stop.reason or "a callback of another rank"
-            why = finished if stop_signal == FINISH else signal.Signals(stop_signal).name
+            why = stop.reason if stop_signal == FINISH else signal.Signals(stop_signal).name
             log.info("%s: saving step %d, then stopping", why, state.step)
             return stop_signal, validation
         batches = state.loader.next()

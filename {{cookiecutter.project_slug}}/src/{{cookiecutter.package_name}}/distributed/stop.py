@@ -23,7 +23,7 @@ class Stop:
     """
 
     since = math.inf  # when this process was told to stop
-    reason = ""  # of a callback on this rank that ends the run
+    reason = ""  # of the callback that ends the run
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -55,6 +55,8 @@ class Stop:
         self.polled = True
         word = FINISH if self.reason else self.signal or 0
         stop_signal, any_failed = self.group.exchange([word, int(failed)])
+        if stop_signal == FINISH:
+            self.reason = self.reason or "a callback of another rank"
         return stop_signal, bool(any_failed)
 
     def finish(self, reason: str) -> None:
