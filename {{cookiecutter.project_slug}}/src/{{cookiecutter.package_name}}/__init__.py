@@ -13,10 +13,10 @@ def load_trained(
     In one process, in evaluation mode. UserError when there is no such run or step.
     """
     # Not imported with the package, whose commands start without torch.
+    from . import device as devices
     from .checkpoint.transfer import load_weights
     from .config import load, spec_from_json
     from .data import build_datasets
-    from .device import pick_device
     from .distributed import Group
     from .files import read_json
     from .model import build_model
@@ -30,4 +30,4 @@ def load_trained(
     model = build_model(config, spec)
     loaded = load_weights(run_dir, model, step, Group(), strict=True, weights=weights)
     logging.getLogger(__name__).info("weights: %s", loaded)
-    return model.to(pick_device(device)).eval(), spec, config
+    return model.to(devices.pick_device(device)).eval(), spec, config
