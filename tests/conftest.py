@@ -5,6 +5,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -161,6 +162,13 @@ def _templates_compiled_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Environment, "compile", compile_once)
         yield
+
+
+def recipe(language: str, word: str) -> str:
+    """The first block of docs/how-do-i.md, in a language, that has a word in it."""
+    text = (ROOT / "docs/how-do-i.md").read_text("utf-8")
+    blocks = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+    return next(block for block in blocks if word in block)
 
 
 def copy_template(folder: Path) -> Path:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Project, drill
+from tests.conftest import Project, drill, recipe
 
 NUMBER = r"\d[\d,]*"
 
@@ -280,22 +280,15 @@ def test_a_saved_config_wins_over_the_preset_beside_it(project: Project) -> None
     assert saved == again
 
 
-def readme(project: Project, language: str, word: str) -> str:
-    """The first block of the rendered README that has a word in it."""
-    text = (project.folder / "README.md").read_text("utf-8")
-    blocks = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
-    return next(block for block in blocks if word in block)
-
-
-def test_the_file_of_its_readme_is_a_debug_run(project: Project) -> None:
-    (project.folder / "debug.toml").write_text(readme(project, "toml", "debug"))
+def test_the_file_of_the_recipe_is_a_debug_run(project: Project) -> None:
+    (project.folder / "debug.toml").write_text(recipe("toml", "debug"))
     options = ("--preset", "tiny", "--config", "debug.toml", "--device", "cpu")
     project("train", *options, "--data.path", "text.txt")
     lines = (project.folder / "runs/debug/metrics.jsonl").read_text("utf-8").splitlines()
     assert len(lines) == json.loads(lines[-1])["step"] == 10
 
 
-def test_the_sweep_of_its_readme(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sweep_of_the_recipe(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight lines and a real study, on the tiny preset; a finished run has its figures, too."""
     import optuna
 
@@ -304,7 +297,7 @@ def test_the_sweep_of_its_readme(project: Project, monkeypatch: pytest.MonkeyPat
     create = optuna.create_study
     monkeypatch.setattr(optuna, "create_study", lambda: studies.append(create()) or studies[-1])
     monkeypatch.chdir(project.folder)
-    code = readme(project, "python", "optuna")
+    code = recipe("python", "optuna").replace("my_training_run", project.name)
     assert len([line for line in code.splitlines() if line]) == 8
     assert code.count('"default"') == code.count("n_trials=20") == 1
     exec(code.replace('"default"', '"tiny"').replace("n_trials=20", "n_trials=3"), {})

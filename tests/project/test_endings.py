@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Project, project_fixture
+from tests.conftest import Project, project_fixture, recipe
 
 project = project_fixture(
     "of_endings", parallelism="single", checkpoint="dcp_async", tracker="none"
@@ -324,14 +323,12 @@ def test_a_temporary_folder_of_a_long_name_ends_the_run(project: Project, tmp_pa
     assert "Traceback" not in outcome.stderr
 
 
-def test_early_stopping_by_the_readme_survives_a_resume(
+def test_early_stopping_survives_a_resume(
     project: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The same command then has nothing to do; with more steps it goes on."""
-    readme = (project.folder / "README.md").read_text("utf-8")
-    code = next(block for block in readme.split("```python\n")[1:] if "EarlyStopping" in block)
     names: dict[str, Any] = {"Any": Any}
-    exec(textwrap.dedent(code.split("```")[0]), names)
+    exec(recipe("python", "EarlyStopping"), names)
 
     class Worse(names["EarlyStopping"]):
         """Sees losses that get worse."""

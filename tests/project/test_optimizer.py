@@ -1,26 +1,16 @@
 """The optimizer is yours: another one in ten lines, groups with their rates; the schedule."""
 
-import ast
 import os
-import re
 import signal
-import textwrap
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.conftest import Project, project_fixture
+from tests.conftest import Project, project_fixture, recipe
 
 project = project_fixture("own_optimizer", parallelism="single", checkpoint="dcp")
-
-
-def readme_example(project: Project) -> str:
-    """The rendered README's own `build_optimizer`."""
-    readme = (project.folder / "README.md").read_text("utf-8")
-    blocks = re.findall(r"```python\n(.*?)\n *```", readme, flags=re.DOTALL)
-    return textwrap.dedent(next(block for block in blocks if "def build_optimizer" in block))
 
 
 def sgd(config: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -100,14 +90,13 @@ def schedule_free(config: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
 OWN = [sgd, adafactor, adam_on_two_rates, counting, schedule_free]
 
 
-@pytest.mark.parametrize("build", ["readme", *OWN])
+@pytest.mark.parametrize("build", ["Momentum SGD", "class Several", *OWN])
 def test_another_optimizer_trains_and_resumes_exactly(
     project: Project, tmp_path, monkeypatch: pytest.MonkeyPatch, build: Any
 ) -> None:
     training = project.module("train")
-    if build == "readme":
-        text = readme_example(project)
-        assert len(ast.unparse(ast.parse(text)).splitlines()) <= 10
+    if isinstance(build, str):  # words of a recipe
+        text = recipe("python", build)
         names = dict(vars(project.module("optim")))
         exec(text, names)
         build = names["build_optimizer"]

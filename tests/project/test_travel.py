@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tests.conftest import Project, bake, drill
+from tests.conftest import Project, bake, drill, recipe
 
 SIX_STEPS = ("--train.steps", "6", "--checkpoint.every", "3")
 PARALLELISM, CHECKPOINT = ("single", "ddp", "fsdp"), ("torch_save", "dcp", "dcp_async")
@@ -122,6 +122,7 @@ def test_a_trained_model_is_loaded_as_the_readme_says(
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     exec(code.split("```")[0], names)
+    assert recipe("python", "load_trained(").replace("my_training_run", project.name) in code
     model, config = names["model"], names["config"]
     saved = project.tensors(tmp_path / "runs/default", config.train.steps)
     own = dict(model.named_parameters())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import bake
+from tests.conftest import ROOT, bake
 from tests.template.test_render import FULLEST, SMALLEST
 
 
@@ -61,8 +61,17 @@ def test_its_readme_installs_in_the_right_order(project: Path) -> None:
     assert text.index("whl/cpu") < text.index("pip install -e")
     blocks = "".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL))
     assert "python3 -m venv" in blocks and not re.search(r"\bpython -m", blocks)
-    debugger = re.search(r"`(python3 -m pdb -m \w+ train) --config debug.toml`", text)
-    assert debugger, "a line on debugging one process"
+
+
+def test_each_link_of_a_render_leads_to_a_page_of_its_template(project: Path) -> None:
+    """At the version that rendered it, to a heading that is there."""
+    text = (project / "README.md").read_text("utf-8")
+    version = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["_template_version"]
+    links = re.findall(rf"/blob/v{re.escape(version)}/(docs/[\w-]+\.md)(?:#([\w-]+))?\)", text)
+    assert len(links) == text.count("/blob/") >= 4
+    for page, heading in links:
+        headings = re.findall(r"^## (.+)$", (ROOT / page).read_text("utf-8"), re.MULTILINE)
+        assert not heading or heading in [it.lower().replace(" ", "-") for it in headings]
 
 
 def hooks(project: Path, *files: str) -> str:

@@ -20,7 +20,7 @@ gc.freeze()
 gc.freeze = gc.unfreeze = lambda: None
 # What your project needs besides the preset `tiny`: every run of these tests has it, as in
 # SETTINGS = {"data.path": Path("tests/few.bin"), "data.vocabulary": 50257}
-SETTINGS: dict[str, Any] = {}
+# {% include "task/" ~ cookiecutter.task ~ "/test_settings.py" %}
 
 
 def tiny(run_dir: Path, **changes: Any) -> config.Config:
@@ -47,6 +47,13 @@ def train(settings: config.Config, at: int = 0) -> dict[str, torch.Tensor]:
 
     run(settings, [after_step(keep)])
     return weights
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A run directory, and the weights at the end."""
+    run_dir = tmp_path_factory.mktemp("undisturbed")
+    return run_dir, train(tiny(run_dir))
 
 
 def after_step(call: Callable[[State, dict | None], None]) -> SimpleNamespace:

@@ -42,7 +42,7 @@ class Sample:
     """After each validation, text by the model: the first sample for validation, gone on with."""
 
     harmless = True
-    given, length = 32, 128  # tokens
+    given, length = 32, 128  # tokens; the latter at most a context
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -53,7 +53,8 @@ class Sample:
         """Generate as `infer` does; for the log, the tracker and the report."""
         from .infer import InferConfig, decode, generate
 
-        options, config = InferConfig(tokens=self.length), state.config
+        config = state.config
+        options = InferConfig(tokens=min(self.length, config.data.context))
         start = fetch(state.validation, np.array([0]))["tokens"][0, : self.given].tolist()
         state.module.eval()
         try:  # in all processes, since the model may be sharded

@@ -1,0 +1,1 @@
+SETTINGS: dict[str, Any] = {}
