@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, bake, drill
+from tests.conftest import ROOT, bake, drill, recipe
 
 OWN = ROOT / "tests/project/own"
 MODELS = {
@@ -26,6 +26,9 @@ def test_they_train_compile_and_resume_in_every_parallelism(tmp_path: Path) -> N
             answers["checkpoint"] = "torch_save" if parallelism == "single" else "dcp_async"
             project = bake(tmp_path / name, **answers)
             shutil.copytree(OWN / model, project / "src" / name, dirs_exist_ok=True)
+            if model == "nanogpt":  # with two optimizers
+                with open(project / "src" / name / "optim.py", "a") as file:
+                    file.write(f"\n\n{recipe('python', 'class Several')}")
             sources[name] = project / "src"
     alone = [name for name in sources if name.endswith("_single")]
     many = [name for name in sources if not name.endswith("_single")]
