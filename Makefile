@@ -1,5 +1,5 @@
-# `make demo` shows what the template gives, `make quick` checks it in a minute, `make test` tests all
-# of it, `make torture` tries to break it,
+# `make demo` shows what the template gives, `make quick` checks it in a minute, `make test` tests
+# it, `make slow` runs the tests that this leaves out, `make torture` tries to break it,
 # `make matrix` trains every combination of answers, `make mutants` breaks a render place by place,
 # `make compat` tries other releases of torch and Python, `make benchmark` and `make gpu` measure it.
 PYTHON ?= python3
@@ -22,7 +22,7 @@ TORTURE ?= crash_points kill_storm elastic damage hostile_files entrances resour
 # Releases of torch to try; empty: those of scripts/compat.py.
 TORCH ?=
 
-.PHONY: demo quick test torture matrix mutants compat lint docs benchmark gpu clean
+.PHONY: demo quick test slow torture matrix mutants compat lint docs benchmark gpu clean
 
 demo: $(VENV)/.demo
 	@scripts/demo.sh $(abspath $(BIN))
@@ -32,7 +32,10 @@ quick: $(VENV)/.test
 	@$(BIN)/python -m scripts.quick
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
+
+slow: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow
 
 torture: $(VENV)/.test
 	@for topic in $(TORTURE); do $(BIN)/python -m tests.stress.$$topic || exit 1; done

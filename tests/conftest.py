@@ -94,6 +94,23 @@ LONG = (
     "template/test_benchmarks",
     "template/test_answers.py::test_all_answers_together",
 )
+# Left out by `make test`, run by `make slow`: tests that take half a minute or more on two cores,
+# except for those that try a promise of the README as its user would.
+SLOW = (
+    *("stress/test_damage", "stress/test_elastic", "stress/test_entrances", "stress/test_resources"),
+    *("stress/test_hostile_files", "stress/test_kill_storm", "stress/test_stops", "stress/test_store"),
+    *("cluster/test_hosts", "cluster/test_hybrid", "cluster/test_slurm"),
+    "gpu_dry/test_dry.py::test_a_breakage_is_noticed",
+    "project/test_life.py::test_any_number_of_ranks",
+    "project/test_life.py::test_its_own_tests_pass[image",
+    "project/test_life.py::test_own_tests_that_depend",
+    "project/test_mistakes.py::test_the_tests_of_a_project_use",
+    *("project/test_owners", "project/test_own_models", "project/test_travel.py::test_every_pair"),
+    "project/test_reference.py::test_the_own_tests_of_a_render_notice",
+    "project/test_store.py::test_ranks_killed",
+    *("template/test_benchmarks", "template/test_matrix", "template/test_updating"),
+    "workflow/test_tuning.py::test_loader_workers_that_end",
+)
 # Files whose tests share nothing.
 APART = {"test_answers", "test_benchmarks", "test_life"}
 
@@ -124,6 +141,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((at for at, long in enumerate(LONG) if name.startswith(long)), len(LONG))
 
     items.sort(key=rank)
+    for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(SLOW):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session", autouse=True)

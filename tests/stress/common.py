@@ -1,7 +1,7 @@
 """What all topics share: counts of tries and violations, the command line, the result file.
 
 Each topic is a program, `python -m tests.stress.TOPIC`, which writes results/TOPIC.json;
-`--bounded` tries a part of it in seconds, as `make test` does. One violation makes it exit with 1.
+`--bounded` tries a part of it in seconds, as the tests do. One violation makes it exit with 1.
 """
 
 import argparse
