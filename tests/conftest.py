@@ -97,8 +97,18 @@ LONG = (
 # Left out by `make test`, run by `make slow`: tests that take half a minute or more on two cores,
 # except for those that try a promise of the README as its user would.
 SLOW = (
-    *("stress/test_damage", "stress/test_elastic", "stress/test_entrances", "stress/test_resources"),
-    *("stress/test_hostile_files", "stress/test_kill_storm", "stress/test_stops", "stress/test_store"),
+    *(
+        "stress/test_damage",
+        "stress/test_elastic",
+        "stress/test_entrances",
+        "stress/test_resources",
+    ),
+    *(
+        "stress/test_hostile_files",
+        "stress/test_kill_storm",
+        "stress/test_stops",
+        "stress/test_store",
+    ),
     *("cluster/test_hosts", "cluster/test_hybrid", "cluster/test_slurm"),
     "gpu_dry/test_dry.py::test_a_breakage_is_noticed",
     "project/test_life.py::test_any_number_of_ranks",
