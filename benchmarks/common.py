@@ -69,7 +69,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-PORTS = range(20_000, 32_768)  # above them the system gives ports to whoever asks for any
+PORTS = range(20_000, 32_768)  # above them the system gives ports to any process that asks
 _tried = itertools.count()
 
 

@@ -1,7 +1,7 @@
 """Goodput: which share of a long run's time is training that is kept, from 8 to 100,000 GPUs.
 
 A simulation, given what a save and a restart cost and how often a GPU fails. Lives between
-failures are drawn at random; in each, training starts again, goes on, saves every so often, and
+failures are drawn at random; in each, training starts again, continues, saves every so often, and
 loses what was not yet durable at the next failure. The best interval is searched by trying, and
 put beside the formula of Young (CACM 1974) and Daly (FGCS 2006), sqrt(2 * cost * mean life).
 
@@ -47,7 +47,7 @@ class Costs:
     blocked: float
     """Training stands still for so long in each save."""
     upload: float
-    """From then on until the checkpoint is durable, while training goes on (synchronous: 0)."""
+    """Seconds from then until the checkpoint is durable, during training (synchronous: 0)."""
     restart: float
     """From a failure to the next step, noticing it included."""
 

@@ -27,7 +27,7 @@ EVERY, WARMUP = 10, 30  # steps between lines; steps that are not counted
 def seconds_per_step(
     command: list[str], folder: Path, pattern: str, **environment: str
 ) -> list[float]:
-    """Of the steps between two lines that match `pattern` (a step's number), after the warm-up."""
+    """Between two lines that match `pattern` (a step's number), after the warm-up."""
     seen: list[tuple[int, float]] = []
     with subprocess.Popen(
         [sys.executable, "-u", *command],

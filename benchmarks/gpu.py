@@ -4,7 +4,7 @@ python -m benchmarks.gpu [--nanogpt FOLDER] [--only PIECE] [--again]
 python -m benchmarks.gpu --smoke         tries all of it on a CPU: figures mean nothing
 
 It uses the Python that runs it, with whatever torch that has, and says first which packages that
-lacks. Each piece is written down as it ends, so the same command goes on where it was cut off; a
+lacks. Each piece is written down as it ends, so the same command continues where it was cut off; a
 piece is measured anew when the code, torch or the device is another one, or with `--again`.
 nanoGPT's figures need a clone of github.com/karpathy/nanoGPT.
 """

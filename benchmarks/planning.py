@@ -215,7 +215,7 @@ def restore(ranks: int, blocks: int, folder: Path, names: dict[str, Any], clock:
 
 
 def measure(ranks: int, shards: int, blocks: int) -> dict[str, float]:
-    """CPU seconds and bytes for one save of a run of `ranks`, and for going on from it."""
+    """CPU seconds and bytes for one save of a run of `ranks`, and for resuming from it."""
     gc.disable()
     clock = Clock()
     with tempfile.TemporaryDirectory() as temporary:

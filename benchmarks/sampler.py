@@ -111,7 +111,7 @@ def _growth(sender: Connection, target: Target, *arguments: int) -> None:
 
 
 def _peak() -> int:
-    # Of this program alone; what getrusage says goes back to before the process became it.
+    # This program's alone; what getrusage says goes back to before the process became it.
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 

@@ -24,7 +24,7 @@ LIGHTNING_HYDRA_TEMPLATE = [
 
 
 def seconds_of(*arguments: str, **environment: str) -> float:
-    """Of a Python process, from its start to its end."""
+    """Seconds of a Python process, from its start to its end."""
     command, started = [sys.executable, *arguments], time.perf_counter()
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, **environment})
     return time.perf_counter() - started

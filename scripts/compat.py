@@ -72,7 +72,7 @@ PRIVATE = (
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._workers",
     f"{ELASTIC}._monitor_workers",
     f"{ELASTIC}._remaining_restarts",
-    # Of a build with NCCL, and without it.
+    # A build with NCCL, and one without it.
     "torch._C._distributed_c10d._dump_nccl_trace|torch._C._distributed_c10d._dump_fr_trace",
 )
 

@@ -42,7 +42,7 @@ RENDERS = {
         **{"cluster": "kubernetes", "workflow": "full"},
     },
 }
-# Of commands run in the project: bytecode would become part of the tree that is shown.
+# For commands run in the project: bytecode would become part of the tree that is shown.
 AS_RENDERED = {"PYTHONPATH": "src", "PYTHONDONTWRITEBYTECODE": "1"}
 BLOCK = re.compile(r"(<!-- cut: (\w+)(.*?) -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What the template gives, in a minute: render the default answers, train, use what was trained.
-# Typed again it goes on where it was stopped. Words behind the first go to `train`.
+# Typed again it continues where it was stopped. Words behind the first go to `train`.
 set -euo pipefail
 
 bin=${1:?usage: demo.sh DIRECTORY_OF_PYTHON [options of train]}
@@ -24,7 +24,7 @@ cd "$project"
 say "\$ python -m my_training_run train${*:+ $*}"
 python train "$@"
 if ! grep -q '"status": "finished"' runs/default/status.json; then
-    say "Stopped. Type make demo again: it goes on from there."
+    say "Stopped. Type make demo again: it continues from there."
     exit 1
 fi
 

@@ -1,6 +1,6 @@
 """Checkpoints by torch.distributed.checkpoint (DCP): each rank writes its part.
 
-Training goes on meanwhile. Staging copies this rank's part into host buffers; it overlaps with the
+Training continues. Staging copies this rank's part into host buffers; it overlaps with the
 next forward and backward, which only read parameters, and must be over before the optimizer changes
 them. A thread then writes, hashes and publishes, over a process group of its own. One save is in
 flight at a time; a failure waits in `failed` until the loop's control word has carried it to every
@@ -37,7 +37,7 @@ from .tensors import Tensors, nested, refuse_nan
 
 @dataclass(frozen=True)
 class CheckpointConfig(StorageConfig):
-    """Saved in parts, by all ranks at once, while training goes on."""
+    """Saved in parts, by all ranks at once, while training continues."""
 
     threads: int = 0
     """Files that each rank writes at a time (0: one for each 32 MB, up to 4)"""

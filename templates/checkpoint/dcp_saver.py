@@ -62,7 +62,7 @@ class DcpWriter(dcp.FileSystemWriter):
 
     @contextlib.contextmanager
     def create(self, path: Any, mode: str) -> Iterator[Any]:
-        """Create a file; an error is kept, and DCP goes on."""
+        """Create a file; an error is kept, and DCP continues."""
         stream = None
         try:
             with naming(path), path.open(mode) as stream:
@@ -72,7 +72,7 @@ class DcpWriter(dcp.FileSystemWriter):
                 raise
             self.errors.append(error)
             if stream is None:
-                yield io.BytesIO()  # DCP needs a stream to go on
+                yield io.BytesIO()  # DCP needs a stream to continue
         else:
             self.names.append(path.name.removesuffix(".tmp"))
 

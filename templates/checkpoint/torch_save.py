@@ -24,7 +24,7 @@ class CheckpointConfig(StorageConfig):
 
 
 class Writer:
-    """Saves in the loop; every rank goes on when the checkpoint is published."""
+    """Saves in the loop; every rank continues when the checkpoint is published."""
 
     staged_bytes = 0
     failed = False

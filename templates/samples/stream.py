@@ -78,7 +78,7 @@ class StreamLoader(Loader):
         return batches
 
     def of(self, step: int, plan: list[Share]) -> list[Any]:
-        """Micro-batches of the step before or, without going on, of the next one."""
+        """Micro-batches of the step before or, without reading further, of the next one."""
         samples = self.last if step < self.step and self.last else self._peek()
         start = self.plan[0].places.start
         places = (slice(share.places.start - start, share.places.stop - start) for share in plan)

@@ -1,7 +1,7 @@
 """The command `tokens`: text into files of tokens, with their tokenizer, for `--data.path`.
 
 The text is cut into shards by its size. Each is written whole or not at all, into a folder
-`….partial` until everything is there: the same command goes on where it was stopped. The package
+`….partial` until everything is there: the same command continues where it was stopped. The package
 `tokenizers` encodes on all cores (RAYON_NUM_THREADS bounds them).
 """
 
@@ -85,12 +85,12 @@ class Part(NamedTuple):
 
 
 def write_tokens(options: TokensConfig) -> str:
-    """Make the folder of tokens, or go on; a line that says what is in it. UserError."""
+    """Make the folder of tokens, or continue; a line that says what is in it. UserError."""
     folder, partial = options.to, options.to.with_name(f"{options.to.name}.partial")
     if not options.text.exists():
         raise UserError(f"--text: there is nothing at {options.text.absolute()}")
     if folder.resolve().is_relative_to(options.text.resolve()):
-        raise UserError(f"--to {folder} lies in the text: choose another place")
+        raise UserError(f"--to {folder} is inside the text: choose another place")
     if os.path.lexists(folder):
         raise UserError(f"--to {folder} is there already: remove it, or choose another place")
     root, pieces = divide(options.text)

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,24 @@ def test_every_place_names_the_same_version() -> None:
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
     assert newest and (cited["version"], newest[1]) == (version, version)
     assert f"--checkout v{version}" in (ROOT / "docs/updating.md").read_text("utf-8")
+
+
+def test_no_phrase_has_to_be_read_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In documentation, docstrings, comments and messages; and one that is planted is named."""
+    prose = runpy.run_path(str(ROOT / "scripts/check_prose.py"))
+    assert prose["main"]([]) == 0, capsys.readouterr().out
+    files = {path.relative_to(ROOT).as_posix() for path in prose["files"](list(prose["TEXT"]))}
+    assert {"README.md", "docs/how-do-i.md", "templates/checkpoint/dcp.py"} <= files
+    (tmp_path / "planted.md").write_text("The run\ngoes on.\n")
+    assert prose["main"]([str(tmp_path / "planted.md")]) == 1
+    assert "planted.md:2: 'goes on'" in capsys.readouterr().out
+
+
+def test_nothing_is_misspelled() -> None:
+    """By codespell, with the words of pyproject.toml."""
+    command = [sys.executable, "-m", "codespell_lib"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_a_stale_block_is_named_and_mended(

@@ -31,7 +31,7 @@ class ParallelConfig:
     timeout_minutes: float = 10.0
     """A step that takes longer is a hang, and ends the run: on any rank, for whatever reason."""
     bucket_mb: int = 25
-    """Gradients are reduced in buckets of this size, while backward goes on."""
+    """Gradients are reduced in buckets of this size, during backward."""
     find_unused_parameters: bool = False
     """Needed when some parameters take no part in some steps; costs a walk over the graph."""
 

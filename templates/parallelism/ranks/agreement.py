@@ -48,7 +48,7 @@ class Group:
         self.doing = "step"
         self.process_group: Any = None
         if world and world.distributed:
-            # Of its own, so that it never waits behind the device's collectives.
+            # A group of its own, so that it never waits behind the device's collectives.
             self.process_group = dist.new_group(backend="gloo", timeout=PHASE_LIMIT)
             # new_group has no barrier: rank 0 could leave, and its store with it, too early.
             dist.barrier(self.process_group)

@@ -33,7 +33,7 @@ LOOPBACK = "127.0.0.1"  # where the ranks of one machine meet (launch.py)
 ON_LOOPBACK: dict[str, str] = dict.fromkeys(
     ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo" if sys.platform == "linux" else "lo0"
 )
-"""On one machine: both listen to whoever can reach them, and nobody else needs to."""
+"""On one machine: both listen to anyone who can reach them, and nobody else needs to."""
 
 NCCL = {
     # NCCL reports what it cannot do as "unhandled system error"; only so does it print the reason.
@@ -121,7 +121,7 @@ def regrouping(told_to_stop: Callable[[], bool]) -> bool:
     In an elastic job (NNODES=1:4), when a machine joins or leaves, torchrun starts all ranks again.
     For one that joins, each torchrun stops its own ranks, one a moment after the other. A rank that
     exited before that would count as finished, which ends the job: so wait for the signal. If none
-    comes, another machine was stopped, and this rank goes on without it.
+    comes, another machine was stopped, and this rank continues without it.
     """
     deadline = time.monotonic() + TOLD_WITHIN
     while ":" in os.environ.get("NNODES", "") and not told_to_stop():

@@ -27,8 +27,8 @@ from ..errors import RankError, UserError
 log = logging.getLogger(__name__)
 LIMIT = 300.0  # seconds in which a request has to be answered, or a part of a file to move
 PAUSES = (0.5, 2.0, 6.0, 15.0)  # seconds, at most, before each further attempt
-# Of the time in which a run has to end: torchrun kills it after GRACE_SECONDS (launch.sh). The rest
-# is for saying what was saved.
+# A share of the time in which a run has to end: torchrun kills it after GRACE_SECONDS (launch.sh).
+# The rest is for saying what was saved.
 if not (seconds := os.environ.get("GRACE_SECONDS") or "120").isdecimal():
     raise UserError(f"GRACE_SECONDS is {seconds!r} in the environment: wanted a number of seconds")
 GRACE = 0.75 * int(seconds)
@@ -36,14 +36,14 @@ LASTING = (
     *(FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError),
     *(TypeError, ValueError, LookupError, AttributeError, NotImplementedError, ImportError),
 )
-# Of botocore: errors that no pause mends, and the store's own checksum of an object.
+# botocore: errors that no pause mends, and the store's own checksum of an object.
 NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError")
 CHECKSUM = "FlexibleChecksumError"
 LOCAL = ("file", "local")
 PROTOCOLS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "http", "https", *LOCAL}
 """Addresses that are opened because a config.json says so, and not the command: add yours here.
 
-Whoever made a run directory chose the address. Some protocols of fsspec run what a file says."""
+The maker of a run directory chose the address. Some protocols of fsspec run what a file says."""
 known: set[str] = set()
 """The addresses that this command gave or has shown."""
 URL = re.compile(r"([a-zA-Z][\w+.-]+):/{1,3}([^/].*)")  # pathlib folds two slashes into one
@@ -54,7 +54,7 @@ class StoreError(OSError, RankError):
 
 
 def time_left() -> float:
-    """Seconds in which a run that was told to stop has to end: whoever waits then gives up."""
+    """Seconds in which a run has to end after a stop signal; then the launcher kills it."""
     return Stop.since + GRACE - time.monotonic()
 
 

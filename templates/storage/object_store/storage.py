@@ -98,7 +98,7 @@ class StorePublisher(Publisher):
     def own(self) -> None:
         """Become the owner, and check that all ranks see the same store (UserError).
 
-        A run that still goes on somewhere else stops at its next save.
+        A run that is still active somewhere else stops at its next save.
         """
         token = self.group.from_first(self._take_over)
 
@@ -241,7 +241,7 @@ def open_storage(
         for before in {checkpoints_of(run_dir), here} - {url, here if config.local_first else url}:
             if published(before) and not published(url):
                 raise UserError(
-                    f"this run has its checkpoints in {before}, and there are none in {url}: go on "
+                    f"this run has its checkpoints in {before}, and there are none in {url}: stay "
                     "there (--checkpoint.url), copy them, or start another run (--name NAME)"
                 )
 

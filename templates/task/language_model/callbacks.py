@@ -39,7 +39,7 @@ def callbacks(config: "Config", run_dir: Path) -> Iterable[Any]:
 
 
 class Sample:
-    """After each validation, text by the model: the first sample for validation, gone on with."""
+    """After each validation, text by the model, which continues the first validation sample."""
 
     harmless = True
     given, length = 32, 128  # tokens; the latter at most a context

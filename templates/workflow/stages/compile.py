@@ -312,7 +312,7 @@ def findings() -> dict[str, list[dict[str, str]]]:
 
 
 def finding(path: str | None, line: Any, reason: str) -> dict[str, str]:
-    """A place, relative to this folder where it lies below it, and the reason's first line."""
+    """A place, relative to this folder if it is below it, and the reason's first line."""
     where = f"{path.removeprefix(os.getcwd() + os.sep)}:{line}" if path else ""
     return {"where": where, "reason": reason.strip().partition("\n")[0]}
 

@@ -56,7 +56,7 @@ def median_interval(values: Sequence[float] | np.ndarray) -> Interval:
     """
     ordered = np.sort(np.asarray(values, dtype=float))
     count = len(ordered)
-    # How many values lie on one side of the true median is distributed as heads in `count` throws.
+    # The number of values on one side of the true median is distributed as heads in `count` throws.
     ways = itertools.accumulate(math.comb(count, heads) for heads in range(count // 2))
     rank = max(0, sum(2 * fewer <= 0.05 * 2**count for fewer in ways) - 1)
     return Interval(float(np.median(ordered)), float(ordered[rank]), float(ordered[-1 - rank]))

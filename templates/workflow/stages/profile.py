@@ -222,7 +222,7 @@ def advice(diagnosis: str, shares: Shares, rank: Breakdown, config: Config) -> s
         diagnosis = "copies"
     (gap, after, before), train, steps = rank.longest_gap, config.train, len(rank.seconds)
     step = float(rank.seconds.sum()) / steps
-    # Of a CUDA graph torch knows no operators.
+    # torch knows no operators of a CUDA graph.
     largest = [f", {it['share']:.0%} in {it['name'][:48]}" for it in rank.operators[:1]]
     situations = {
         "recompiling": f"{rank.compilations} compilations within {steps} steps, which need none",

@@ -39,7 +39,7 @@ def publish_report(run_dir: Path) -> Path:
             f"there is nothing to report in {run_dir}: run `{command_for('workflow', run_dir)}` or "
             f"`{command_for('train', run_dir)}` first"
         )
-    if run.get("status") == "running" and records:  # it knows where the run began, or went on
+    if run.get("status") == "running" and records:  # it knows where the run began, or resumed
         run = {"status": "running or killed, last heard of", "step": records[-1]["step"]}
     samples = samples_of(run_dir)[::-1]
     newest = max(sections.values(), key=lambda it: it.get("measured_at", ""))

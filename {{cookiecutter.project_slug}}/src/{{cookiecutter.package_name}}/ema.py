@@ -1,6 +1,6 @@
 """An exponential moving average of the weights (EMA), kept with the optimizer's state.
 
-So checkpoints have it, sharded as the weights are, and a run goes on with it.
+So checkpoints have it, sharded as the weights are, and a resumed run continues it.
 """
 
 import contextlib

@@ -15,7 +15,7 @@ FIGURES = re.compile(
     "(samples|tokens)_per_second|(host|staging|device_peak|device_reserved)_bytes|slowest_rank|"
     "(slowest|median)_rank_seconds|(validation|ema|samples_of)_.*"
 )
-"""Of the run itself, in a line of metrics.jsonl."""
+"""Names in a line of metrics.jsonl that are the run's own."""
 
 
 class LossSum(NamedTuple):

@@ -1,4 +1,4 @@
-"""When a run saves, what it restores, and which checkpoints it may go on from.
+"""When a run saves, what it restores, and which checkpoints it may resume from.
 
 A `Checkpointer` owns a writer (writer.py: the answer to "Checkpoint format") and a publisher
 (publish.py). The loop calls `save`; the writer takes the tensors, at once or in the background,
@@ -234,7 +234,7 @@ class Checkpointer:
             if self.config.on_failure == "stop":
                 raise
             if self.world.rank == 0:
-                log.warning("%s; going on, the checkpoints before are untouched", error)
+                log.warning("%s; training continues, earlier checkpoints are untouched", error)
         finally:
             self.blocked_seconds += time.perf_counter() - started
 
@@ -245,7 +245,7 @@ def start(state: Any, run_dir: Path, group: Group) -> Checkpointer:
     tensors = state.model.state_dict()
     if odd := [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]:
         raise UserError(f"only tensors can be checkpointed; {odd[0]} is extra state of a module")
-    identity = {  # what must be equal for a run to go on
+    identity = {  # what must be equal for a resume
         "seed": settings.seed,
         "global_batch_size": settings.global_batch_size,
         "training_samples": state.loader.size,

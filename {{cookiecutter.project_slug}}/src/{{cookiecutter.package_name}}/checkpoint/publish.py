@@ -54,7 +54,7 @@ class RetentionConfig:
     keep_every: int = 0
     """Also keep for good each checkpoint whose step is a multiple of this (0: none)."""
     on_failure: Literal["stop", "continue"] = "stop"
-    """After a failed save: "stop" ends training, "continue" goes on to the next save."""
+    """After a failed save: "stop" ends training, "continue" trains on to the next save."""
 
     def __post_init__(self) -> None:
         """Check the values (UserError)."""

@@ -22,7 +22,7 @@ class Stop:
     A second Ctrl-C means now, as does one during start-up.
     """
 
-    since = math.inf  # when this process was told to stop
+    since = math.inf  # when this process got a stop signal
     reason = ""  # of the callback that ends the run
 
     def __init__(self, group: Group) -> None:

@@ -114,7 +114,7 @@ class RunDirectory:
                 os.rename(self.path, next(name for name in names if not name.exists()))
                 self.lock.close()
                 self._lock()
-            os.ftruncate(self.lock.fileno(), 0)  # goes on when a signal interrupts it
+            os.ftruncate(self.lock.fileno(), 0)  # retries when a signal interrupts it
             owner = f"process {os.getpid()} on {socket.gethostname()}"
             self.lock.writelines(f"{line}\n" for line in (owner, *launchers))
             self.lock.flush()

@@ -121,7 +121,7 @@ def logging_in(folder: Path, group: Any) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            # In the file alone: whoever catches the error reports it on the console.
+            # In the file alone: what catches the error reports it on the console.
             known = isinstance(error, UserError)
             text = str(error) if known else "".join(traceback.format_exception(error)).rstrip()
             handler.handle(logging.makeLogRecord({"levelname": "ERROR", "msg": text}))

@@ -1,0 +1,56 @@
+"""Find phrases that a reader has to read twice, in documentation, docstrings and comments.
+
+python scripts/check_prose.py [FILE …]    by default all that people read
+"""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# A pattern, and what says the same more plainly.
+PHRASES = {
+    r"\bhad better\b": "should",
+    r"\bits like\b": "its counterpart",
+    r"\b(is|are|was|were) told (of|by|that|what|why|where)\b": "gets, or the log says",
+    r"\bfor what it is worth\b": "leave it out",
+    r"\b[Ww]hoever\b": "anyone who, the process that",
+    r"\blies? (in|on|at|below|beside|there|where|outside|within)\b": "is",
+    r"\b(what|it|sample|file) lies\b": "is",
+    r"\b(go|goes|gone|went|going) on\b": "continue, resume",
+    r"\b[Ww]anted is\b": "name the subject first",
+    r"\bto the letter\b": "exactly",
+    r"\bthereof\b": "of it",
+    r'(^|"""|# )Of (a|an|the|all|its|this|those|these)\b(?!.*\b(is|are|has|have)\b)': "a subject",
+}
+TEXT = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs", "hooks", "local_extensions.py")
+TEXT += ("templates", "{{cookiecutter.project_slug}}", "scripts", "benchmarks", "cookiecutter.json")
+# Legal text; the phrases; names of promises in results, which are kept with them.
+EXEMPT = ("templates/license", "scripts/check_prose.py", "docs/reliability.md")
+
+
+def files(names: list[str]) -> list[Path]:
+    """The text files of these names, and in these folders."""
+    found: list[Path] = []
+    for path in (ROOT / name for name in names):
+        found += sorted(path.rglob("*")) if path.is_dir() else [path]
+    text = [it for it in found if it.is_file() and it.suffix not in (".pyc", ".png", ".json")]
+    return [it for it in text if not os.path.relpath(it, ROOT).startswith(EXEMPT)]
+
+
+def main(names: list[str]) -> int:
+    """A line for each phrase found, with its place; 1 if there is one."""
+    problems = 0
+    for path in files(names or list(TEXT)):
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            for pattern, better in PHRASES.items():
+                if match := re.search(pattern, line):
+                    problems += 1
+                    place = f"{os.path.relpath(path, ROOT)}:{number}"
+                    print(f"{place}: {match[0]!r}: write: {better}")
+    return int(problems > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
