@@ -219,7 +219,9 @@ def page(results: Path) -> str:
     """The whole page: the text beside this program, with verdicts and tables filled in."""
     text = Template(TEXT.read_text("utf-8"))
     sections = {judge.__name__: section(results, judge) for judge in TOPICS}
-    return text.substitute(sections, gpu=gpu(results))
+    lines = "\n".join(sections.values()).splitlines()
+    short = "\n".join(line for line in lines if line.startswith("- ") and " wanted, " in line)
+    return text.substitute(sections, gpu=gpu(results), short=short)
 
 
 def section(results: Path, judge: Callable[[Series], list[str]]) -> str:

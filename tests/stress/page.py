@@ -24,9 +24,18 @@ def page(results: Path) -> str:
     tallies = [tally for result in found.values() for tally in result["tallies"]]
     tables["tried"] = f"{sum(tally['tried'] for tally in tallies):,}"
     tables["violations"] = f"{sum(len(tally['violations']) for tally in tallies):,}"
+    tables["short"] = "\n".join(map(in_short, found.values()))
     tables["matrix"] = matrix(json.loads((results / "matrix.json").read_text("utf-8")))
     tables["mutants"] = mutants(results / "mutants.jsonl")
     return Template(TEXT.read_text("utf-8")).substitute(tables)
+
+
+def in_short(result: dict[str, Any]) -> str:
+    """One topic in a row: how much was tried, and when."""
+    tried = sum(tally["tried"] for tally in result["tallies"])
+    violations = sum(len(tally["violations"]) for tally in result["tallies"])
+    topic = result["topic"].replace("_", " ")
+    return f"| {topic} | {tried:,} | {violations} | {result['date']} |"
 
 
 def section(result: dict[str, Any]) -> str:
