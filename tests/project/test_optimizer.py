@@ -123,6 +123,41 @@ def test_another_optimizer_trains_and_resumes_exactly(
         assert all(low == pytest.approx(high / 10) for low, high in rates)
 
 
+def test_settings_of_several_optimizers_are_no_state(project: Project) -> None:
+    """A checkpoint has none of them, so that a resume takes those of the present start."""
+    model = torch.nn.Linear(2, 2)
+    exec(recipe("python", "class Several"), names := dict(vars(project.module("optim"))))
+    optimizer = names["build_optimizer"](project.module("optim").OptimConfig(), model)
+    tensors = project.module("checkpoint.tensors")
+    tensors.create_optimizer_state(optimizer)
+    saved = {name for name, _, _ in tensors.optimizer_slots(model, optimizer)}
+    adam = {f"bias.{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert saved == {"weight.momentum_buffer"} | adam
+
+
+def test_a_rate_falls_when_validations_do_not_improve(
+    project: Project, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the recipe; a resume keeps the rate that it has come to."""
+    exec(recipe("python", "class Plateau"), names := {"Any": Any})
+    rates: list[float] = []
+
+    class Worse(names["Plateau"]):
+        """Sees losses that get worse."""
+
+        def after_validation(self, state: Any, figures: dict[str, float]) -> None:
+            super().after_validation(state, {"validation_loss": float(state.step)})
+
+        def after_step(self, state: Any, record: Any) -> None:
+            rates.append(state.optimizer.param_groups[0]["lr"])
+
+    flat = {"optim__schedule": "constant", "optim__warmup_steps": 0, "train__validate_every": 1}
+    for steps in (4, 8):  # the best is the first validation, then each second one is too many
+        config = project.config(run_dir=tmp_path, train__steps=steps, **flat)
+        project.module("train").run(config, [Worse()])
+    assert [rates[0] / rate for rate in rates] == [1, 1, 1, 2, 2, 4, 4, 8]
+
+
 def test_the_average_of_a_schedule_free_optimizer_is_validated_and_saved(
     project: Project, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,9 +74,11 @@ def optimizer_slots(
             if value is not None and (parameter not in seen or key == EMA):
                 yield f"{name}.{key}", state, key
         seen.add(parameter)
-    # Some optimizers count their steps in their groups. Settings are in the signature of the class.
-    scheduled = {"lr", "initial_lr", "rate_factor", "ema_decay"}
-    settings = scheduled | inspect.signature(type(optimizer)).parameters.keys()
+    # Some optimizers count their steps in their groups. Settings are in the signature of the class,
+    # or of those of `optimizers` where one is made of several.
+    settings = {"lr", "initial_lr", "rate_factor", "ema_decay"}
+    for one in (optimizer, *getattr(optimizer, "optimizers", ())):
+        settings |= inspect.signature(type(one)).parameters.keys()
     for place, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             is_number = isinstance(value, int | float | torch.Tensor) and type(value) is not bool
