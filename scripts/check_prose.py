@@ -1,6 +1,6 @@
-"""Find phrases that a reader has to read twice, in documentation, docstrings and comments.
+"""Find phrases that have to be read twice, in documentation, docstrings and comments.
 
-python scripts/check_prose.py [FILE …]    by default all that people read
+python scripts/check_prose.py [FILE …]    by default those that users read
 """
 
 import os
@@ -24,19 +24,21 @@ PHRASES = {
     r"\bthereof\b": "of it",
     r'(^|"""|# )Of (a|an|the|all|its|this|those|these)\b(?!.*\b(is|are|has|have)\b)': "a subject",
 }
-TEXT = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs", "hooks", "local_extensions.py")
-TEXT += ("templates", "{{cookiecutter.project_slug}}", "scripts", "benchmarks", "cookiecutter.json")
+TEXT = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs", "cookiecutter.json")
+TEXT += ("local_extensions.py", "hooks", "templates", "{{cookiecutter.project_slug}}", "scripts")
+TEXT += ("benchmarks", "tests/stress/page.md")
 # Legal text; the phrases; names of promises in results, which are kept with them.
+NO_TEXT = (".pyc", ".png", ".json")
 EXEMPT = ("templates/license", "scripts/check_prose.py", "docs/reliability.md")
 
 
 def files(names: list[str]) -> list[Path]:
-    """The text files of these names, and in these folders."""
+    """The files of these names, and the text files in these folders."""
     found: list[Path] = []
     for path in (ROOT / name for name in names):
-        found += sorted(path.rglob("*")) if path.is_dir() else [path]
-    text = [it for it in found if it.is_file() and it.suffix not in (".pyc", ".png", ".json")]
-    return [it for it in text if not os.path.relpath(it, ROOT).startswith(EXEMPT)]
+        inside = sorted(path.rglob("*")) if path.is_dir() else []
+        found += [it for it in inside if it.is_file() and it.suffix not in NO_TEXT] or [path]
+    return [it for it in found if not os.path.relpath(it, ROOT).startswith(EXEMPT)]
 
 
 def main(names: list[str]) -> int:

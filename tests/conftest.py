@@ -94,8 +94,8 @@ LONG = (
     "template/test_benchmarks",
     "template/test_answers.py::test_all_answers_together",
 )
-# Left out by `make test`, run by `make slow`: tests that take half a minute or more on two cores,
-# except for those that try a promise of the README as its user would.
+# Left out by `make test`, run by `make slow`: tests that take half a minute or more on two cores. A
+# few such stay in `make test`, one for each promise that comes first.
 SLOW = (
     "cluster/test_hosts",
     "cluster/test_hybrid",
@@ -118,8 +118,10 @@ SLOW = (
     "stress/test_resources",
     "stress/test_stops",
     "stress/test_store",
-    "template/test_benchmarks",
-    "template/test_matrix",
+    "template/test_benchmarks.py::test_a_benchmark_measures",
+    "template/test_benchmarks.py::test_a_gpus_figures",
+    "template/test_benchmarks.py::test_costs_of_many_ranks",
+    "template/test_matrix.py::test_a_",
     "template/test_updating",
     "workflow/test_tuning.py::test_loader_workers_that_end",
 )

@@ -1,4 +1,4 @@
-"""The optimizer is yours: another one in ten lines, groups with their rates; the schedule."""
+"""The optimizer is yours: another one, several as one, groups with their rates; the schedule."""
 
 import os
 import signal

@@ -317,7 +317,7 @@ def test_bad_input_gets_one_line(project: Project, text: Path, tmp_path: Path) -
         ((str(tmp_path / "none"),), "there is nothing at "),
         ((str(tmp_path / "bare"),), "there is no text in it"),
         ((str(text), "--to", str(tmp_path / "there")), "is there already"),
-        ((str(text), "--to", str(text / "tokens")), "lies in the text"),
+        ((str(text), "--to", str(text / "tokens")), "is inside the text"),
     ):
         assert line in project.refuses(*words, *rest)
     config = project.module("tokens").TokensConfig

@@ -296,6 +296,7 @@ def test_the_stamp_is_the_version_and_the_answers_only(
     assert (
         json.loads((old_context / ".cookiecutter.json").read_text("utf-8"))["_version"] == version
     )
+    assert "/blob/v0.0.1/" not in (old_context / "README.md").read_text("utf-8")
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
     assert newest and newest[1] == version, "CHANGELOG.md begins with the version of the template"
 

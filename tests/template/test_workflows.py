@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests import conftest
 from tests.conftest import ROOT, bake
 from tests.stress import page
 
@@ -59,6 +60,15 @@ def test_each_night_every_topic_is_tried_with_the_newest_torch() -> None:
     topics = workflow["jobs"]["torture"]["strategy"]["matrix"]["topic"]
     assert topics == told[1].split() and {*topics} == {*page.TOPICS}
     assert workflow["jobs"]["compat"]["steps"][-1]["run"] == "make compat TORCH=newest"
+
+
+def test_what_is_said_of_tests_is_of_some_that_are_there() -> None:
+    """Or a test that was renamed would be slow, or late, in `make test`."""
+    for name in (*conftest.SLOW, *conftest.LONG):
+        file, _, function = name.partition("::")
+        files = [path for path in ROOT.glob("tests/**/test_*.py") if file in path.as_posix()]
+        start = f"\ndef {function.partition('[')[0]}"
+        assert any(start in path.read_text("utf-8") for path in files), name
 
 
 def test_the_workflow_of_a_render(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ gc.freeze()
 gc.freeze = gc.unfreeze = lambda: None
 # What your project needs besides the preset `tiny`: every run of these tests has it, as in
 # SETTINGS = {"data.path": Path("tests/few.bin"), "data.vocabulary": 50257}
-# {% include "task/" ~ cookiecutter.task ~ "/test_settings.py" %}
+SETTINGS: dict[str, Any] = {}
+# {% include "task/" ~ cookiecutter.task ~ "/test_settings.py" ignore missing %}
 
 
 def tiny(run_dir: Path, **changes: Any) -> config.Config:

@@ -1,1 +1,2 @@
-SETTINGS: dict[str, Any] = {"data.path": Path(torch.nn.__file__).parent}  # text that is soon read
+if getattr(config.DataConfig(), "path", "") is None:  # a text that is sooner read than the default
+    SETTINGS.setdefault("data.path", Path(torch.nn.__file__).parent)

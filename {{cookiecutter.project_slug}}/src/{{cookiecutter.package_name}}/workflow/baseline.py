@@ -30,7 +30,7 @@ NOT_A_SUM = {
     "mean": "compute_loss must return sums, not means (reduction='sum')",
     "count": "a count must be of its batch: how many values its sum adds up",
     "batch": "it compares samples of a batch, so micro-batches and ranks change it. For a loss, "
-    "make what is compared one sample (README); for a metric, return the sums it is made of",
+    "make what is compared one sample; for a metric, return the sums it is made of",
 }
 # Relative differences of the first loss and of the others, where kernels may add in any order.
 FIRST, OTHERS = 1e-5, 1e-2

@@ -1,1 +1,0 @@
-SETTINGS: dict[str, Any] = {}
