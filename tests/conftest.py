@@ -94,21 +94,39 @@ LONG = (
     "template/test_benchmarks",
     "template/test_answers.py::test_all_answers_together",
 )
-# Left out by `make test`, run by `make slow`: tests that take half a minute or more on two cores. A
-# few such stay in `make test`, one for each promise that comes first.
+# Left out by `make test`, run by `make slow`: tests, and files of tests, that together take two
+# thirds of the time. What stays tries the promises in a shorter form.
 SLOW = (
     "cluster/test_hosts",
     "cluster/test_hybrid",
+    "cluster/test_kubernetes.py::test_what_a_pod_runs",
+    "cluster/test_launch",
     "cluster/test_slurm",
     "gpu_dry/test_dry.py::test_a_breakage_is_noticed",
+    "project/test_console.py::test_callbacks_are_called_on_all",
+    "project/test_endings.py::test_a_stop_ends_the_wait",
+    "project/test_entrances.py::test_long_numbers",
+    "project/test_life.py::test_a_killed_worker",
+    "project/test_life.py::test_a_mistake_is_told",
     "project/test_life.py::test_any_number_of_ranks",
     "project/test_life.py::test_its_own_tests_pass[image",
     "project/test_life.py::test_own_tests_that_depend",
+    "project/test_life.py::test_the_commands",
+    "project/test_mistakes.py::test_an_error_in_ones_own",
+    "project/test_mistakes.py::test_ctrl_c_on_ranks",
+    "project/test_mistakes.py::test_launched_ranks",
+    "project/test_mistakes.py::test_other_ways_to_start",
+    "project/test_mistakes.py::test_ranks_",
     "project/test_mistakes.py::test_the_tests_of_a_project_use",
+    "project/test_mixture.py::test_mixture_average",
     "project/test_own_models",
     "project/test_owners",
     "project/test_reference.py::test_the_own_tests_of_a_render_notice",
-    "project/test_store.py::test_ranks_killed",
+    "project/test_store",
+    "project/test_stream.py::test_each_rank",
+    "project/test_terminal",
+    "project/test_tokens.py::test_a_killed_one",
+    "project/test_tracker.py::test_its_log_is_the_journal",
     "project/test_travel.py::test_every_pair",
     "stress/test_damage",
     "stress/test_elastic",
@@ -123,7 +141,11 @@ SLOW = (
     "template/test_benchmarks.py::test_costs_of_many_ranks",
     "template/test_matrix.py::test_a_",
     "template/test_updating",
+    "workflow/test_baseline_stage.py::test_slow_data",
+    "workflow/test_profile_stage",
+    "workflow/test_scale_stage.py::test_what_depends_on_the_rank",
     "workflow/test_tuning.py::test_loader_workers_that_end",
+    "workflow/test_whole_workflow",
 )
 # Files whose tests share nothing.
 APART = {"test_answers", "test_benchmarks", "test_life"}
