@@ -251,7 +251,7 @@ def test_its_own_tests_pass(tmp_path: Path, variant: tuple[str, ...]) -> None:
     project = render(tmp_path, variant)
     with start(project, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider") as process:
         output = finish(process)
-    assert " passed" in output and "failed" not in output
+    assert " passed" in output and " failed" not in output
     if variant == TESTED_WHOLE[0]:
         for command in (["git", "init", "-q"], ["git", "add", "."], ["pre-commit", "run", "-a"]):
             with start(project, *command, PRE_COMMIT_HOME=str(project / ".pre-commit")) as process:
