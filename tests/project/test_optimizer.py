@@ -133,6 +133,10 @@ def test_settings_of_several_optimizers_are_no_state(project: Project) -> None:
     saved = {name for name, _, _ in tensors.optimizer_slots(model, optimizer)}
     adam = {f"bias.{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
     assert saved == {"weight.momentum_buffer"} | adam
+    state = project.module("train").setup(project.config(optim__name="muon"))
+    tensors.create_optimizer_state(state.optimizer)
+    names = {name for name, _, _ in tensors.optimizer_slots(state.model, state.optimizer)}
+    assert names and not any(name.startswith("param_groups") for name in names)
 
 
 def test_a_rate_falls_when_validations_do_not_improve(

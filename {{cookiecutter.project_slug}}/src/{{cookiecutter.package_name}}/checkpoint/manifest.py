@@ -84,7 +84,7 @@ def read_manifest(path: Place) -> dict[str, Any]:
             raise TypeError("the validation loss is no number")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} is not a manifest ({type(error).__name__})") from error
-    if version != FORMAT_VERSION:
+    if type(version) is not int or version != FORMAT_VERSION:  # True == 1
         raise CheckpointError(f"{MANIFEST} has format {version}; this code reads {FORMAT_VERSION}")
     if not plain or not manifest["files"]:
         raise CheckpointError(f"{MANIFEST} names a file outside its own directory, or none at all")

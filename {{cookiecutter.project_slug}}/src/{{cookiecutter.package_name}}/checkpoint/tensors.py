@@ -76,7 +76,7 @@ def optimizer_slots(
         seen.add(parameter)
     # Some optimizers count their steps in their groups. Settings are in the signature of the class,
     # or of those of `optimizers` where one is made of several.
-    settings = {"lr", "initial_lr", "rate_factor", "ema_decay"}
+    settings = {"lr", "initial_lr", "rate_factor", "ema_decay", "matrices"}
     for one in (optimizer, *getattr(optimizer, "optimizers", ())):
         settings |= inspect.signature(type(one)).parameters.keys()
     for place, group in enumerate(optimizer.param_groups):
