@@ -27,8 +27,8 @@ PHRASES = {
 TEXT = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs", "cookiecutter.json")
 TEXT += ("local_extensions.py", "hooks", "templates", "{{cookiecutter.project_slug}}", "scripts")
 TEXT += ("benchmarks", "tests/stress/page.md")
-# Legal text; the phrases; names of promises in results, which are kept with them.
 NO_TEXT = (".pyc", ".png", ".json")
+# Legal text; the phrases; names of promises in results, which are kept with them.
 EXEMPT = ("templates/license", "scripts/check_prose.py", "docs/reliability.md")
 
 
@@ -36,8 +36,8 @@ def files(names: list[str]) -> list[Path]:
     """The files of these names, and the text files in these folders."""
     found: list[Path] = []
     for path in (ROOT / name for name in names):
-        inside = sorted(path.rglob("*")) if path.is_dir() else []
-        found += [it for it in inside if it.is_file() and it.suffix not in NO_TEXT] or [path]
+        inside = (it for it in sorted(path.rglob("*")) if it.is_file() and it.suffix not in NO_TEXT)
+        found += inside if path.is_dir() else [path]
     return [it for it in found if not os.path.relpath(it, ROOT).startswith(EXEMPT)]
 
 

@@ -62,7 +62,7 @@ def test_each_night_every_topic_is_tried_with_the_newest_torch() -> None:
     assert workflow["jobs"]["compat"]["steps"][-1]["run"] == "make compat TORCH=newest"
 
 
-def test_what_is_said_of_tests_is_of_some_that_are_there() -> None:
+def test_the_lists_of_slow_and_long_tests_name_tests_that_exist() -> None:
     """Or a test that was renamed would be slow, or late, in `make test`."""
     for name in (*conftest.SLOW, *conftest.LONG):
         file, _, function = name.partition("::")

@@ -50,13 +50,6 @@ def train(settings: config.Config, at: int = 0) -> dict[str, torch.Tensor]:
     return weights
 
 
-@pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A run directory, and the weights at the end."""
-    run_dir = tmp_path_factory.mktemp("undisturbed")
-    return run_dir, train(tiny(run_dir))
-
-
 def after_step(call: Callable[[State, dict | None], None]) -> SimpleNamespace:
     """A callback of this method alone."""
     return SimpleNamespace(after_step=call)

@@ -48,6 +48,13 @@ def main_with(monkeypatch, *words: str) -> int:
     return main()
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A run directory, and the weights at the end."""
+    run_dir = tmp_path_factory.mktemp("undisturbed")
+    return run_dir, train(tiny(run_dir))
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_an_interrupted_run_goes_on_exactly(tmp_path: Path, number: int, undisturbed) -> None:
     assert run(tiny(tmp_path), [interrupt(number)]).status == "preempted"
