@@ -43,6 +43,18 @@ def test_a_manifest_names_plain_files_beside_it_alone(
         read(names)
 
 
+@pytest.mark.parametrize("version", [True, 1.0, "1", 2])
+def test_another_format_is_refused(project: Project, tmp_path: Path, version: Any) -> None:
+    """What only equals the number of the format is another one, too."""
+    module, folder = project.module("checkpoint.manifest"), tmp_path / "step_00000003"
+    folder.mkdir()
+    files = {"state.pt": {"size": 1, "sha256": "0" * 64}}
+    facts = {"format_version": version, "step": 3, "files": files}
+    (folder / "manifest.json").write_bytes(module.sealed(facts))
+    with pytest.raises(project.module("checkpoint").CheckpointError, match="has format"):
+        module.read_manifest(folder)
+
+
 def test_damaged_manifests_neither_count_nor_go(project: Project, tmp_path: Path) -> None:
     """Nor does what a person has removed."""
     module, directory = project.module("checkpoint.publish"), tmp_path / "checkpoints"
