@@ -139,6 +139,23 @@ def test_settings_of_several_optimizers_are_no_state(project: Project) -> None:
     assert names and not any(name.startswith("param_groups") for name in names)
 
 
+def test_several_optimizers_obey_the_groups_that_were_loaded(project: Project) -> None:
+    """`load_state_dict` makes new groups and a new state: the rates of these are what counts."""
+    model = torch.nn.Linear(2, 2)
+    exec(recipe("python", "class Several"), names := dict(vars(project.module("optim"))))
+    optimizer = names["build_optimizer"](project.module("optim").OptimConfig(), model)
+    optimizer.load_state_dict(optimizer.state_dict())
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter, rate in ((model.weight, 0.0), (model.bias, 0.1)):
+        parameter.grad = torch.ones_like(parameter)
+        for group in optimizer.param_groups:
+            if group["params"][0] is parameter:
+                group["lr"] = rate
+    optimizer.step()
+    changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert changed == [False, True] and len(optimizer.state) == 2
+
+
 def test_a_rate_falls_when_validations_do_not_improve(
     project: Project, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
