@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..errors import UserError
-from . import WHOLE_FILE
+from . import DCP_INDEX, WHOLE_FILE
 from .one_file import OneFile
 from .paths import Place, local_copy
 
@@ -13,7 +13,7 @@ Source = OneFile
 def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:
     """Open a checkpoint that is verified; or, with manifest {}, a file of tensors."""
     local, *_ = local_copy(path, manifest)
-    if not local.is_dir():
+    if not local.is_dir() or (not manifest and not (local / DCP_INDEX).exists()):
         return OneFile(local)
     if not (local / WHOLE_FILE).exists():
         raise UserError(

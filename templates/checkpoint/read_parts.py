@@ -118,7 +118,7 @@ class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no metho
 def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:
     """Open a checkpoint that is verified; or, with manifest {}, a file or directory of tensors."""
     local, *_ = local_copy(path, manifest)
-    if not local.is_dir():
+    if not local.is_dir() or (not manifest and not (local / DCP_INDEX).exists()):
         return OneFile(local)
     files = manifest.get("files") or os.listdir(local)
     if WHOLE_FILE in files:

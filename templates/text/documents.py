@@ -1,6 +1,7 @@
-"""The model: gpt.py's transformer, which can mask attention across documents.
+"""The model: gpt.py's transformer, which can mask attention across documents, or go elsewhere.
 
-The model itself is in gpt.py, and the setting `--data.documents` in text.py.
+The model itself is in gpt.py, and the setting `--data.documents` in text.py. It is transformers'
+`ArceeForCausalLM` under other names: with a model of your own, replace these, too.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,64 @@ from .text import end_of_text
 if TYPE_CHECKING:
     from .config import Config
     from .data import Spec
+
+
+# Our names of modules, and transformers'. `qkv` is three matrices there, one for each letter.
+NAMES = {"embedding": "embed_tokens", "blocks": "layers", "attention": "self_attn", "out": "o_proj"}
+NAMES |= {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+NAMES |= {"up": "mlp.up_proj", "down": "mlp.down_proj"}
+
+
+class NamedGPT(GPT):
+    """The GPT, which knows itself by transformers' names as well."""
+
+    def to_transformers(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The settings (config.json) and the weights of the same model there."""
+        vocabulary, width = self.embedding.weight.shape
+        first: Any = self.blocks[0]
+        settings = {
+            "architectures": ["ArceeForCausalLM"],
+            "model_type": "arcee",
+            "dtype": "float32",
+            "vocab_size": vocabulary,
+            "hidden_size": width,
+            "intermediate_size": first.up.out_features,
+            "hidden_act": "relu2",
+            "num_hidden_layers": len(self.blocks),
+            "num_attention_heads": first.attention.heads,
+            "num_key_value_heads": first.attention.heads,
+            "max_position_embeddings": self.table.shape[1],
+            "rope_theta": 10_000.0,  # of transformers 4
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+            "rms_norm_eps": torch.finfo(torch.float32).eps,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+        }
+        weights: dict[str, Tensor] = {}
+        for name, value in self.state_dict().items():
+            path = ".".join(["model", *(NAMES.get(part, part) for part in name.split("."))])
+            if "qkv" in path:
+                parts = zip("qkv", value.chunk(3), strict=True)
+                weights |= {path.replace("qkv", f"{x}_proj"): part for x, part in parts}
+            else:
+                weights[path] = value
+        return settings, weights
+
+    @staticmethod
+    def from_transformers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Weights by the names that they have here (`--init-from hf/`); others as they are."""
+        back = {theirs.rpartition(".")[2]: ours for ours, theirs in NAMES.items()}
+        found: dict[str, Tensor] = {}
+        for name, value in tensors.items():
+            if "model.embed_tokens.weight" not in tensors or name == "lm_head.weight":  # tied
+                continue
+            parts = [back.get(p, p) for p in name.split(".") if p not in ("model", "mlp")]
+            if "q_proj" in parts:
+                others = [tensors[name.replace("q_proj", f"{x}_proj")] for x in "kv"]
+                value, parts[-2] = torch.cat([value, *others]), "qkv"
+            if not {"k_proj", "v_proj"} & {*parts}:
+                found[".".join(parts)] = value
+        return found or tensors
 
 
 def own_documents(tokens: Tensor, end_of_text: int, create_block_mask: Any = None) -> Any:
@@ -65,7 +124,7 @@ class MaskedAttention(Attention):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-class DocumentGPT(GPT):
+class DocumentGPT(NamedGPT):
     """A GPT in which no token sees what is before the last `end_of_text`."""
 
     attention = MaskedAttention
@@ -94,4 +153,4 @@ def build_model(config: "Config", spec: "Spec") -> nn.Module:
     size = config.model, spec.vocabulary, config.data.context
     if config.data.documents == "separate":
         return DocumentGPT(*size, end_of_text(config.data, spec))
-    return GPT(*size)
+    return NamedGPT(*size)

@@ -4,6 +4,7 @@ That a whole run agrees with a loop by hand on any number of ranks is in test_re
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,15 +80,45 @@ def test_the_memory_that_it_takes(project: Project) -> None:
         assert moments == (2 if parameter in matrices else 3) * parameter.nbytes
 
 
-def test_a_run_may_change_to_it(
+def test_a_resume_loses_no_state_unless_it_is_told_to(
     project: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = project.module("train").run
-    run(project.config(run_dir=tmp_path / "run", train__steps=3, optim__name="adamw"))
-    result = run(project.config(run_dir=tmp_path / "run", train__steps=6, **MUON))
+    """A run begun with AdamW goes on with Muon after --reset-optimizer, once and for all."""
+    train, errors = project.module("train"), project.module("errors")
+
+    def run(**changes: Any) -> Any:
+        return train.run(project.config(run_dir=tmp_path / "run", **changes))
+
+    run(train__steps=3, optim__name="adamw")
+    before = project.tensors(tmp_path / "run")
+    for changes in (MUON, MUON | {"optim__ema": 0.9}):
+        with pytest.raises(errors.UserError) as refused:
+            run(train__steps=6, **changes)
+        said = str(refused.value)
+        assert "optim.name: 'adamw' saved, muon now" in said
+        assert "--reset-optimizer" in said and "--config" in said and "exp_avg" in said
+    after = project.tensors(tmp_path / "run")
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    result = run(train__steps=6, reset_optimizer=True, **MUON)
     assert (result.status, result.step) == ("finished", 6)
     (said,) = [text for text in caplog.messages if "not saved and start afresh" in text]
     assert said.endswith(".momentum_buffer")
+    # A launcher that restarts this command must not forget the new state.
+    caplog.clear()
+    run(train__steps=9, reset_optimizer=True, **MUON)
+    assert not [text for text in caplog.messages if "start afresh" in text]
+    with pytest.raises(errors.UserError, match="momentum_buffer"):
+        run(train__steps=12, optim__name="adamw")
+
+
+def test_what_loses_no_state_needs_no_word(project: Project, tmp_path: Path) -> None:
+    """Another rate, decay, schedule or length, and an average that begins or ends."""
+    train = project.module("train")
+    changes: list[dict[str, Any]] = [{"optim__learning_rate": 1e-4}, {"optim__weight_decay": 0.0}]
+    changes += [{"optim__ema": 0.9}, {"optim__schedule": "wsd"}, {"optim__momentum": 0.5}]
+    for steps, change in enumerate([{}, *changes], 2):
+        settings = {"run_dir": tmp_path / "run", "train__steps": steps} | MUON | change
+        assert train.run(project.config(**settings)).step == steps
 
 
 @pytest.mark.parametrize("setting", ["momentum", "beta1", "beta2"])

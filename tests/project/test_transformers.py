@@ -1,38 +1,203 @@
-"""A trained model in the form of Hugging Face's transformers, as docs/how-do-i.md says."""
+"""A trained model in transformers: `export --to hf/`, and back by `--init-from hf/`."""
 
-import importlib
+import json
+import os
+import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from tests.conftest import Project, project_fixture, recipe
+from benchmarks.common import free_ports
+from tests.conftest import Project, project_fixture, run_together
 
-project = project_fixture("for_transformers", parallelism="single", checkpoint="torch_save")
+project = project_fixture(
+    "for_transformers", text="tokenizer", parallelism="single", checkpoint="torch_save"
+)
+sharded = project_fixture("sharded_gpt", text="tokenizer", parallelism="fsdp", checkpoint="dcp")
+of_bytes = project_fixture("of_bytes", parallelism="single", checkpoint="torch_save")
+TINY = ("--preset", "tiny", "--device", "cpu", "--data.path", "text.txt", "--train.steps", "6")
+LETTERS = "".join(map(chr, range(1, 300))) + " to be,\n  or not\t"
 
 
-def test_transformers_computes_and_writes_what_the_project_does(
-    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the folder alone: logits, greedy text, and each byte of a text and back."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+@pytest.fixture(scope="module")
+def averaged(project: Project) -> Project:
+    """A project whose run "ema" has weights and their averages."""
+    project("train", *TINY, "--name", "ema", "--optim.ema", "0.9")
+    return project
 
-    config = project.config(run_dir=tmp_path / "runs/default")
-    project.module("train").run(config)
-    monkeypatch.chdir(tmp_path)
-    for word in ("ArceeConfig", "PreTrainedTokenizerFast"):
-        exec(recipe("python", word).replace("my_training_run", project.name), {})
-    ours, _, _ = importlib.import_module(project.name).load_trained("runs/default", "cpu")
-    theirs = AutoModelForCausalLM.from_pretrained("hf")
-    tokenizer = AutoTokenizer.from_pretrained("hf")
-    tokens = torch.arange(2 * config.data.context).view(2, -1)
+
+def theirs(folder: Path) -> Any:
+    """The model that transformers makes of a folder."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def compare(project: Project, run: Path, folder: Path, weights: str = "last") -> None:
+    """By the folder alone: the same logits, and the same greedy text."""
+    ours, spec, config = sys.modules[project.name].load_trained(run, "cpu", weights=weights)
+    model = theirs(folder)
+    tokens = torch.arange(2 * config.data.context).view(2, -1) % spec.vocabulary
     with torch.no_grad():
-        torch.testing.assert_close(theirs(tokens).logits, ours(tokens), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(model(tokens).logits, ours(tokens), atol=1e-5, rtol=1e-5)
     infer = project.module("infer")
-    prompt, options = list(b"def main("), infer.InferConfig(tokens=16, temperature=0)
+    prompt, options = tokens[0, 3:9].tolist(), infer.InferConfig(tokens=16, temperature=0)
     text = [*infer.generate(ours, prompt, config.data.context, options)]
-    written = theirs.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)
+    model.generation_config.eos_token_id = None  # all 16, as `infer` writes
+    written = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)
     assert written[0].tolist() == [*prompt, *text]
-    letters = "".join(map(chr, range(1, 300))) + " to be,\n  or not\t"
-    assert tokenizer(letters)["input_ids"] == list(letters.encode())
-    assert tokenizer.decode(list(letters.encode())) == letters
+
+
+@pytest.mark.parametrize("weights", ["last", "ema"])
+def test_a_folder_computes_and_writes_what_the_run_does(averaged: Project, weights: str) -> None:
+    folder = averaged.folder / f"{weights}-hf"
+    averaged("export", "--name", "ema", "--to", folder.name, "--weights", weights)
+    compare(averaged, averaged.folder / "runs/ema", folder, weights)
+    card = (folder / "README.md").read_text()
+    records = (averaged.folder / "runs/ema/metrics.jsonl").read_text().splitlines()
+    figures = json.loads(records[-1])
+    for name in ("validation_loss", "validation_ema_loss"):
+        assert f"- {name.replace('_', ' ')}: {figures[name]:.4f}\n" in card
+    assert "license: mit\n" in card and f"step 6 of 6, {weights} weights" in card
+    code = card.partition("```python\n")[2].partition("```")[0].replace(folder.name, str(folder))
+    exec(code, names := {})
+    assert names["tokenizer"](LETTERS)["input_ids"] == list(LETTERS.encode())
+    assert names["tokenizer"].decode(list(LETTERS.encode())) == LETTERS
+
+
+def test_a_folder_in_several_files_comes_back_to_the_bit(
+    averaged: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(averaged.module("huggingface"), "LARGEST", 20_000)
+    averaged("export", "--name", "ema", "--to", "many-hf")
+    assert len([*(averaged.folder / "many-hf").glob("*.safetensors")]) > 2
+    compare(averaged, averaged.folder / "runs/ema", averaged.folder / "many-hf")
+    words = ("--optim.learning-rate", "1e-30", "--optim.weight-decay", "0", "--train.steps", "1")
+    averaged("train", *TINY, "--name", "back", "--init-from", "many-hf", "--init-strict", *words)
+    runs = (averaged.tensors(averaged.folder / "runs" / name) for name in ("ema", "back"))
+    first, second = ({n: t for n, t in run.items() if n.startswith("model.")} for run in runs)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+def test_any_folder_of_safetensors_starts_a_run(averaged: Project, tmp_path: Path) -> None:
+    """As those of transformers that a model of the user's own is of, by its own names."""
+    from safetensors.torch import save_file
+
+    model = sys.modules[averaged.name].load_trained(averaged.folder / "runs/ema", "cpu")[0]
+    for place, (name, tensor) in enumerate(model.state_dict().items()):
+        save_file({f"model.{name}": tensor + 1}, tmp_path / f"model-{place}.safetensors")
+    other = sys.modules[averaged.name].load_trained(averaged.folder / "runs/ema", "cpu")[0]
+    load, group = averaged.module("checkpoint.transfer"), averaged.module("distributed").Group()
+    load.load_weights(tmp_path, other, None, group, strict=True)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one + 1, two)
+
+
+def test_a_run_keeps_its_checkpoints_beside_exported_weights(averaged: Project) -> None:
+    run = averaged.folder / "runs/ema"
+    averaged("export", "--name", "ema", "--to", str(run / "model.safetensors"))
+    path, manifest = averaged.module("checkpoint.transfer").find_checkpoint(run)
+    assert (path.name, manifest["step"]) == ("step_00000006", 6)
+    (run / "model.safetensors").rename(path / "model.safetensors")
+    tensors = averaged.tensors(run)
+    (path / "model.safetensors").unlink()
+    assert any(name.startswith("optimizer.") for name in tensors)
+
+
+def test_a_tokenizer_goes_along(project: Project, tmp_path: Path) -> None:
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(f"{number} naïve 日本 words\n" * 40)
+    to = project.folder / "tokens"
+    project("tokens", "--text", str(tmp_path), "--to", str(to), "--vocabulary", "300")
+    project("train", *TINY, "--data.path", str(to), "--name", "tokens")
+    project("export", "--name", "tokens", "--to", "tokens-hf")
+    folder = project.folder / "tokens-hf"
+    compare(project, project.folder / "runs/tokens", folder)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = project.module("text")
+    spec = sys.modules[project.name].load_trained(project.folder / "runs/tokens", "cpu")[1]
+    for words in ("7 naïve 日本 words\n", "<|endoftext|>", "  two"):
+        mine = text.encode(words, spec)
+        assert words == "<|endoftext|>" or tokenizer(words)["input_ids"] == mine
+        assert tokenizer.decode(mine) == words
+    end = json.loads((to / "tokens.json").read_text())["end_of_text"]
+    assert tokenizer.eos_token_id == end
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((folder / name).read_text())["eos_token_id"] == end
+
+
+def test_token_files_alone_have_no_tokenizer(
+    project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (np.arange(5000) % 50).astype("<u2").tofile(tmp_path / "tokens.bin")
+    words = ("--data.path", str(tmp_path), "--data.vocabulary", "50")
+    project("train", *TINY, *words, "--name", "bare")
+    project("export", "--name", "bare", "--to", "bare-hf")
+    assert "no tokenizer" in capsys.readouterr().out
+    folder = project.folder / "bare-hf"
+    assert not [*folder.glob("tokenizer*")]
+    assert "AutoTokenizer" not in (folder / "README.md").read_text()
+    compare(project, project.folder / "runs/bare", folder)
+
+
+def test_sharded_weights_of_two_ranks_are_written_whole(sharded: Project) -> None:
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0]), "WORLD_SIZE": "2"}
+    world |= {"LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(sharded.folder / "src")}
+    run, data = sharded.folder / "runs/default", sharded.folder / "text.txt"
+    words = (*TINY, "--data.path", str(data), "--run-dir", str(run))
+    command = [sys.executable, "-m", sharded.name, "train", *words]
+    ranks = [{**world, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    run_together(command, 300, ranks)
+    sharded("export", "--to", "hf")
+    compare(sharded, run, sharded.folder / "hf")
+
+
+def test_a_run_of_bytes_goes_on_after_the_answer_is_changed(
+    project: Project, of_bytes: Project
+) -> None:
+    """What the recipe says: a render with text=tokenizer exports what one of bytes has trained."""
+    of_bytes("train", *TINY)
+    run = of_bytes.folder / "runs/default"
+    project("export", "--run-dir", str(run), "--to", "bytes-hf")
+    compare(project, run, project.folder / "bytes-hf")
+
+
+def test_what_cannot_be_written_is_refused(
+    averaged: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line, and nothing is left behind."""
+    before = {*os.listdir(averaged.folder)}
+    (averaged.folder / "there-hf").mkdir()
+    assert "is there already" in averaged.refuses("export", "--name", "ema", "--to", "there-hf")
+    (averaged.folder / "there-hf").rmdir()
+    checkpoint = "runs/ema/checkpoints/step_00000006"
+    refused = averaged.refuses("export", "--source", checkpoint, "--to", "new-hf")
+    assert refused == f"{checkpoint} is no run directory, whose settings the folder needs"
+    gpt, model = averaged.module("gpt"), averaged.module("model")
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "NamedGPT", gpt.GPT)
+        refused = averaged.refuses("export", "--name", "ema", "--to", "new-hf")
+    assert "GPT (model.py) has no method `to_transformers`" in refused
+    with monkeypatch.context() as patch:
+
+        def full(*arguments: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(averaged.module("huggingface"), "save_file", full)
+        refused = averaged.refuses("export", "--name", "ema", "--to", "new-hf")
+    assert refused == "new-hf cannot be written: [Errno 28] No space left on device"
+    assert {*os.listdir(averaged.folder)} == before
+
+
+def test_names_that_are_not_theirs_are_left_alone(project: Project) -> None:
+    rename = project.module("model").NamedGPT.from_transformers
+    for module in (nn.Linear(2, 3), project.module("gpt").Output()):
+        assert rename(dict(module.state_dict())).keys() == module.state_dict().keys()

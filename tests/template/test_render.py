@@ -105,7 +105,10 @@ CONDITIONAL: dict[str, Condition] = {
     f"{PACKAGE}/map_style.py": lambda a: a["samples"] == "stream",
     f"{PACKAGE}/gpt.py": lambda a: (a["task"], a["text"]) == ("language_model", "tokenizer"),
     f"{PACKAGE}/text.py": lambda a: a["task"] == "language_model",
-    f"{PACKAGE}/tokens.py": lambda a: (a["task"], a["text"]) == ("language_model", "tokenizer"),
+    **dict.fromkeys(
+        every(PACKAGE, "tokens huggingface"),
+        lambda a: (a["task"], a["text"]) == ("language_model", "tokenizer"),
+    ),
     f"{PACKAGE}/run/tracker_adapter.py": lambda a: a["tracker"] != "none",
     f"{PACKAGE}/run/samples.py": lambda a: a["tracker"] != "none" or stages(a),
     "entrypoint.sh": lambda a: a["cluster"] == "kubernetes" and ranks(a),
@@ -173,7 +176,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(every(PACKAGE, "infer callbacks optim"), ("task",)),
     **dict.fromkeys(every(PACKAGE, "data source"), ("task", "samples")),
     **dict.fromkeys(every(PACKAGE, "sampling map_style mixture"), ("samples",)),
-    **dict.fromkeys(every(PACKAGE, "model gpt text tokens"), ("task", "text")),
+    **dict.fromkeys(every(PACKAGE, "model gpt text tokens huggingface"), ("task", "text")),
     **dict.fromkeys(
         every(
             f"{PACKAGE}/distributed",

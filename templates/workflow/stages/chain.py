@@ -29,10 +29,11 @@ from .stage import PACKAGE, STATUSES, Stage, StageConfig, origin, stage_file
 
 RECOMMENDED = "recommended"  # workflow/recommended.json and .toml
 FAILED = ("fail", "crashed")
-NOT_TRAINED = {"workflow", "fresh", "name", "run_dir"}  # settings that recommended.toml leaves out
+# Settings that recommended.toml leaves out.
+NOT_TRAINED = {"workflow", "fresh", "reset_optimizer", "name", "run_dir"}
 # Settings that change no measurement.
 WITHOUT_EFFECT = {f"workflow.{name}" for name in ("force", "keep_going", "expect")}
-WITHOUT_EFFECT |= {"fresh", "name", "run_dir", "init_from", "init_strict", "track", "tracker"}
+WITHOUT_EFFECT |= {"init_from", "init_strict", "track", "tracker"} | NOT_TRAINED - {"workflow"}
 FORM = dict.fromkeys(("figures", "settings", "machine", "versions"), dict)
 FORM |= dict.fromkeys(("stage", "code", "measured_at"), str) | {"checks": list, "advice": list}
 Recommendations = dict[str, tuple[Any, str]]  # by setting: its value, and the text that says why

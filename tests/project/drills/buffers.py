@@ -115,8 +115,8 @@ def misread(training: Any, settings: Any, world: Any) -> str:
     """What a start says when one rank has read another bit of a weight."""
     restore = training.Checkpointer.restore
 
-    def wrongly(self: Any) -> int:
-        step = restore(self)
+    def wrongly(self: Any, *given: Any) -> int:
+        step = restore(self, *given)
         if world.rank == 1:
             weight = training.parallel.local_part(self.model.out.weight.detach())
             weight.view(torch.int32)[0, 0] ^= 1

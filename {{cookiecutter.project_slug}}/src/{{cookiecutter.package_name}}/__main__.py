@@ -18,7 +18,6 @@ from .run.logs import log_to_console, make_lenient
 
 log = logging.getLogger(__package__)
 PROGRAM = f"python -m {__package__}"
-ON_MANY_RANKS = ("train", "profile")
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of srun, of mpirun
 
 
@@ -55,15 +54,17 @@ def verify(arguments: list[str]) -> int:
 
 def export(arguments: list[str]) -> int:
     """Write a checkpoint as one file (.pt, .safetensors), or such a file as a run to resume."""
-    from .checkpoint import transfer
     from .config import RunLocation
 
+    name = ".huggingface" if (HERE / "huggingface.py").exists() else ".checkpoint.transfer"
+    module: Any = importlib.import_module(name, __package__)
+
     @dataclass(frozen=True, kw_only=True)
-    class Export(RunLocation, transfer.ExportConfig):
-        """The run, its checkpoint, and the file to write."""
+    class Export(RunLocation, module.ExportConfig):
+        """The run, its checkpoint, and what to write."""
 
     options = parse("export", Export, arguments)
-    print(transfer.export(options.directory, options))
+    print(module.export(options.directory, options))
     return 0
 
 
@@ -142,7 +143,7 @@ def dispatch(arguments: list[str]) -> int:
         return 0
     if name not in HELP:
         raise UserError(f"there is no command {name!r}\n{usage}")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and name not in ON_MANY_RANKS:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and name not in ("train", "profile"):
         raise UserError(f"{name} starts the processes that it needs: run it without torchrun")
     if "RANK" not in os.environ and (tasks := [n for n in TASKS if os.environ.get(n, "1") != "1"]):
         raise UserError(

@@ -32,7 +32,7 @@ from .run.tracker import TrackerConfig
 
 log = logging.getLogger(__name__)
 C = TypeVar("C")
-OF_ONE_RUN = ("name", "run_dir", "fresh", "init_from", "init_strict", "workflow")
+OF_ONE_RUN = ("name", "run_dir", "fresh", "reset_optimizer", "init_from", "init_strict", "workflow")
 # Settings of other answers and of earlier releases: a file that has them is loaded without them.
 OF_AN_ANSWER = {"parallel", "checkpoint", "compile", "tracker"}  # parts, in a config.json
 GONE = {"checkpoint.auto_share", "checkpoint.auto_longest", "checkpoint.every"}
@@ -76,8 +76,6 @@ class TrainConfig:
         for name, value in vars(self).items():
             if isinstance(value, int) and value < (least := int(name in positive)):
                 raise UserError(f"--train.{name.replace('_', '-')} must be at least {least}")
-        if self.seed >= 2**63:
-            raise UserError("--train.seed must be below 2^63")
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
         """The dtype of matrix products on `device`."""
@@ -131,6 +129,8 @@ class Config(RunLocation):
 
     fresh: bool = False
     """Move an old run of this name aside and start over."""
+    reset_optimizer: bool = False
+    """Resume the weights alone where the saved state is of another optimizer."""
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda, cuda:1 or mps."""
     init_from: Path | None = None

@@ -35,7 +35,7 @@ def pick_device(name: str) -> torch.device:
 
 def set_up_torch(seed: int, deterministic: bool, compute_dtype: torch.dtype) -> None:
     """Seed what builds the model; choose kernels."""
-    torch.manual_seed(seed)
+    torch.manual_seed(seed % 2**63)
     # Products of float32 that are left: TF32 where a GPU has it, bfloat16 where all others are.
     torch.set_float32_matmul_precision("high" if compute_dtype == torch.float32 else "medium")
     if deterministic:

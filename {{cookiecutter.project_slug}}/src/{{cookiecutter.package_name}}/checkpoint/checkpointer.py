@@ -9,6 +9,7 @@ import contextlib
 import copy
 import logging
 import platform
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -40,6 +41,7 @@ from .tensors import (
 from .writer import CheckpointConfig, Writer
 
 log = logging.getLogger(__name__)
+STATE = re.compile(rf"optimizer\.(?!param_groups\.).*(?<!\.{EMA})")  # of a parameter
 
 
 class Checkpointer:
@@ -165,18 +167,19 @@ class Checkpointer:
         optimizer = optimizer_tensors(self.model, self.optimizer).items()
         return {f"model.{n}": t for n, t in model} | {f"optimizer.{n}": t for n, t in optimizer}
 
-    def restore(self) -> int:
+    def restore(self, reset_optimizer: bool = False) -> int:
         """Load the newest good checkpoint; its step, or 0 when there is none to load.
 
-        It is verified whole before anything of it is loaded.
+        It is verified whole before anything of it is loaded. UserError when it is of another run,
+        or of another optimizer, unless `reset_optimizer`: then that one's state is left out.
         """
         newest = self.publisher.newest_good()
         if newest is None:
             return 0
         path, manifest = newest
         if problems := identity_differences(manifest.get("identity"), self.facts["identity"]):
-            raise UserError(self._other_run(path, problems))
-        self._load(path, manifest)
+            raise UserError(self._other_run(path, problems, self.publisher.start_over))
+        self._load(path, manifest, reset_optimizer)
         release_copies()
         log.info("resuming from %s", path)
         for change in identity_differences(manifest.get("schedule"), self.facts["schedule"]):
@@ -185,18 +188,18 @@ class Checkpointer:
         self.restored = manifest
         return manifest["step"]
 
-    def _other_run(self, path: Place, problems: list[str]) -> str:
+    def _other_run(self, path: Place, problems: list[str], way_out: str) -> str:
         """Why this run cannot resume from a checkpoint, and the ways out."""
         lines = ["\n  ".join([f"this run cannot resume from {path}:", *problems])]
         if (self.run_dir / "config.json").exists():  # not if it resumes from an object store
             lines.append(f"Resume with the saved settings: {command_for('train', self.run_dir)}")
         lines.append(
             "Or add to your command --name NEW (--run-dir NEW if it has one) for another run"
-            f"{offer_weights(path, problems)}; or {self.publisher.start_over}."
+            f"{offer_weights(path, problems)}; or {way_out}."
         )
         return "\n".join(lines)
 
-    def _load(self, path: Place, manifest: dict[str, Any]) -> None:
+    def _load(self, path: Place, manifest: dict[str, Any], reset_optimizer: bool) -> None:
         """Load the tensors of a verified checkpoint into the model and the optimizer."""
         create_optimizer_state(self.optimizer)
         opened = []  # together: where a rank fails alone, the others wait for it
@@ -204,18 +207,21 @@ class Checkpointer:
         (source,) = opened
         tensors = self.tensors()
         missing = {n for n in tensors.keys() - source.forms.keys() if n.startswith("optimizer.")}
+        lost = {n for n in source.forms.keys() - tensors.keys() if STATE.fullmatch(n)}
         for name, parameter in self.model.named_parameters() if missing else ():
             state = self.optimizer.state.get(parameter, {})
-            lost = {key for key in state if f"optimizer.{name}.{key}" in missing}
-            if lost == {EMA}:
+            new = {key for key in state if f"optimizer.{name}.{key}" in missing}
+            if new == {EMA}:
                 del state[EMA]
-            elif lost and EMA in state.keys() - lost:
-                raise UserError(
-                    f"{path} is of another optimizer: it has an EMA of {name}, but no {min(lost)}. "
-                    f"Resume with that one, or begin another run: --name NEW --init-from {path}"
-                )
-            elif lost:  # the parameter may never have had a gradient
+            elif new:  # the parameter may never have had a gradient
+                lost |= {f"optimizer.{name}.{key}" for key in state.keys() - new}
                 del self.optimizer.state[parameter]
+        if lost and not reset_optimizer:
+            changes = identity_differences(manifest.get("schedule"), self.facts["schedule"])
+            problems = [f"optim.{change}" for change in changes if change.startswith("name:")]
+            problems.append(f"{len(lost)} tensors of the optimizer would be lost: {min(lost)}, ...")
+            way_out = "add --reset-optimizer, which keeps the weights and loses these"
+            raise UserError(self._other_run(path, problems, way_out))
         if missing:
             text = "%d tensors of the optimizer were not saved and start afresh, such as %s"
             log.warning(text, len(missing), min(missing))
@@ -258,7 +264,7 @@ def start(state: Any, run_dir: Path, group: Group) -> Checkpointer:
         *(run_dir, config.checkpoint, state.world, state.model, state.optimizer, facts),
         partial(state.loader.position, group),
     )
-    state.step, origin = checkpointer.restore(), config.init_from
+    state.step, origin = checkpointer.restore(config.reset_optimizer), config.init_from
     if state.step == 0 and origin:
         from .transfer import load_weights
 

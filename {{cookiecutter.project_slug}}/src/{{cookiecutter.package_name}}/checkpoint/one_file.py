@@ -1,4 +1,4 @@
-"""Read the tensors of one file, of torch.save or of safetensors; no code in it runs."""
+"""Read the tensors of files of torch.save or of safetensors; no code in them runs."""
 
 import pickle
 import tarfile
@@ -17,16 +17,18 @@ SAFETENSORS = ".safetensors"
 
 
 class OneFile:
-    """Tensors in one file, of `torch.save` or of safetensors.
+    """Tensors in one file, of `torch.save` or of safetensors, or in a folder of the latter.
 
     `forms` are the mapped tensors by name.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.forms: dict[str, torch.Tensor] = {}
         with reading(path):
-            load = load_safetensors if path.suffix == SAFETENSORS else load_torch
-            self.forms = dict(load(path))
+            for file in sorted(path.glob(f"*{SAFETENSORS}")) if path.is_dir() else [path]:
+                load = load_safetensors if file.suffix == SAFETENSORS else load_torch
+                self.forms |= load(file)
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
         """Copy into live tensors, of sharded ones the parts that are here; a collective call."""

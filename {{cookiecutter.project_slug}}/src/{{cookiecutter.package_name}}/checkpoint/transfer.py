@@ -130,8 +130,9 @@ def find_checkpoint(
 ) -> tuple[Place, dict[str, Any]]:
     """Verify and pick a checkpoint to read from: a run's newest good one, or one by step.
 
-    `where` may also be a checkpoint, or a file of torch.save or safetensors, or a bare directory of
-    DCP, which cannot be verified: their manifest is {}. Nothing is changed: a run may be writing.
+    `where` may also be a checkpoint, or a file of torch.save or safetensors, a folder of the latter
+    or of DCP, which cannot be verified: their manifest is {}. Nothing is changed: a run may be
+    writing.
     """
     group, where = group or Group(), located(where)
 
@@ -144,6 +145,8 @@ def find_checkpoint(
             return [where], False
         directory = checkpoints_of(where)
         steps = published(directory)[::-1] if step is None else [directory / step_name(step)]
+        if not steps and isinstance(where, Path) and [*where.glob(f"*{SAFETENSORS}")]:
+            return [where], False
         return steps, True
 
     paths, have_manifests = group.from_first(candidates)
@@ -173,12 +176,14 @@ def load_weights(
     """Load weights alone into a model, from anything that holds some; a line about what was done.
 
     Tensors that only one side has are left out and listed, or refused when `strict`. UserError also
-    when a tensor has another shape or when nothing fits.
+    when a tensor has another shape or when nothing fits. A model's `from_transformers`, if it has
+    that, first gives the tensors this project's names.
     """
     path, manifest = find_checkpoint(where, step, group)
     opened: list[Source] = []
     group.agree(lambda: opened.append(open_tensors(path, manifest)))
     (source,) = opened
+    source.forms = getattr(model, "from_transformers", dict)(source.forms)
     files = sorted(file for file in source.path.glob("*") if file.is_file()) or [source.path]
     agree_on_identity({f"content of {path}": fingerprint_files(source.path, files)}, group)
     ours = model.state_dict()

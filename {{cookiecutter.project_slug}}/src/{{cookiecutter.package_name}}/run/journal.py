@@ -109,20 +109,11 @@ class Journal:
         self.waiting += as_line(record) + b"\n"
         try:
             with open_to_write(self.path, "ab", buffering=0) as file:
-                self._append(file)
+                while self.waiting:  # a full disk may take a part of a line, and the rest later
+                    self.waiting = self.waiting[file.write(self.waiting) :]
         except OSError as error:
             if not behind:
                 log.warning("metrics.jsonl cannot be written, its lines wait for room: %s", error)
-
-    def _append(self, file: Any) -> None:
-        end, rest = file.seek(0, os.SEEK_END), self.waiting
-        try:
-            while rest:  # a full disk may take a part, and refuse the rest
-                rest = rest[file.write(rest) :]
-        except OSError:
-            file.truncate(end)
-            raise
-        self.waiting = b""
 
     def _show_validation(self, record: dict[str, Any]) -> None:
         shown = [f"{n[11:].replace('_', ' ')} {v:.4f}" for n, v in validation_of(record).items()]
