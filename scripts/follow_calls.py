@@ -79,9 +79,9 @@ def follow(package: str, folder: Path) -> dict[str, list[Call]]:
             checkpointer.settle()
             result["save"] = seen.take()
 
-    def follow_restore(checkpointer: Any) -> int:
+    def follow_restore(checkpointer: Any, *given: bool) -> int:
         seen.on = (folder / "checkpoints").exists()
-        step = restore(checkpointer)
+        step = restore(checkpointer, *given)
         if seen.on:
             result["restore"] = seen.take()
         return step

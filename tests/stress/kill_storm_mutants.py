@@ -29,8 +29,8 @@ def _restores_no_moments(package: str) -> None:
     checkpointer = importlib.import_module(f"{package}.checkpoint.checkpointer").Checkpointer
     restore = checkpointer.restore
 
-    def forgetful(self) -> int:
-        step = restore(self)
+    def forgetful(self, *given: bool) -> int:
+        step = restore(self, *given)
         self.optimizer.state.clear()
         return step
 

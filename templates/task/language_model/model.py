@@ -95,7 +95,7 @@ def rotary(context: int, size: int) -> Tensor:
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """Turn pairs of features by their position; x is [batch, heads, time, size]."""
-    cosines, sines = table[:, : x.shape[-2]].to(x.dtype)
+    cosines, sines = (part[: x.shape[-2]].to(x.dtype) for part in table)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cosines - second * sines, first * sines + second * cosines], dim=-1)
 

@@ -1,0 +1,157 @@
+"""The recipes of docs/how-do-i.md that end at a validation or in another program."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sklearn.metrics import roc_auc_score
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from tests.conftest import Project, project_fixture, recipe
+
+ANSWERS = {"parallelism": "single", "checkpoint": "torch_save", "tracker": "none"}
+text = project_fixture("text_recipes", **ANSWERS)
+image = project_fixture("image_recipes", **ANSWERS, task="image_classifier")
+
+
+def classes(project: Project, *words: str) -> dict[str, Any]:
+    """What stands in the recipes, with what a project's callbacks.py has at hand."""
+    names = {"Any": Any, "Path": Path, "np": np, "torch": torch, "save_file": save_file}
+    names |= {"roc_auc_score": roc_auc_score, "StateDictOptions": StateDictOptions}
+    names |= {"get_model_state_dict": get_model_state_dict, "__package__": project.name}
+    names |= {name: getattr(project.module("sampling"), name) for name in ("fetch",)}
+    names |= {"move": project.module("device").move, "replacing": project.module("files").replacing}
+    names["__name__"] = f"{project.name}.callbacks"  # for its relative import
+    for word in words:
+        exec(recipe("python", f"class {word}"), names)
+    return names
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_metric_over_the_whole_validation_and_early_stopping_by_it(
+    image: Project, tmp_path: Path
+) -> None:
+    """AUC of a perfect model is 1; early stopping sees what the callback before it adds."""
+    names = classes(image, "Auc", "EarlyStopping")
+
+    class Stopping(names["EarlyStopping"]):
+        """Stops by another figure."""
+
+        def after_validation(self, state: Any, figures: dict[str, float]) -> None:
+            super().after_validation(state, {"validation_loss": -figures["auc"]})
+
+    train = image.module("train")
+    settings = {"data__path": None, "train__validate_every": 5, "optim__learning_rate": 0.0001}
+    config = image.config(run_dir=tmp_path / "run", train__steps=20, **settings)
+    train.run(config, [names["Auc"](), Stopping()])
+    values = [r["validation_auc"] for r in records(tmp_path / "run") if "validation_auc" in r]
+    assert len(values) >= 2 and all(0 < value < 1 for value in values)
+    state = train.setup(config)
+    labels = state.validation.__getitems__([*range(len(state.validation))])["labels"]
+    answers = iter(labels.tensor_split(8))
+
+    def knows_all(images: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(next(answers), 10).float()
+
+    state.module.forward = knows_all
+    names["Auc"]().after_validation(state, figures := {})
+    assert figures["auc"] == pytest.approx(1.0) and state.module.training
+
+
+def test_a_second_validation_set(image: Project, tmp_path: Path) -> None:
+    names = classes(image, "Other")
+    config = image.config(run_dir=tmp_path / "run", data__path=None, train__steps=5)
+    training, _, _ = image.module("data").build_datasets(config)
+    seen: list[dict[str, float]] = []
+
+    class Last:
+        """Sees the figures of all."""
+
+        def after_validation(self, state: Any, figures: dict[str, float]) -> None:
+            seen.append(dict(figures))
+
+    other = names["Other"](training)
+    image.module("train").run(config, [other, names["Other"](training), Last()])
+    *_, last = records(tmp_path / "run")
+    assert last["validation_other_loss"] == seen[-1]["other_loss"] != last["validation_loss"]
+    assert {"validation_other_loss", "validation_other_accuracy"} <= last.keys()
+
+
+def test_the_best_weights_by_a_figure(image: Project, tmp_path: Path) -> None:
+    """They are of the best validation, also when the run was interrupted after it."""
+    names, run_dir = classes(image, "BestWeights"), tmp_path / "run"
+    weights: dict[int, dict[str, torch.Tensor]] = {}
+    accuracies = iter((0.3, 0.7, 0.5, 0.6))
+
+    class Judge:
+        """Says how good it is, and remembers the weights."""
+
+        def after_validation(self, state: Any, figures: dict[str, float]) -> None:
+            figures["validation_accuracy"] = next(accuracies)
+            weights[state.step] = {n: t.clone() for n, t in state.model.state_dict().items()}
+
+    def run(steps: int) -> None:
+        changes = {"run_dir": run_dir, "data__path": None, "train__validate_every": 2}
+        config = image.config(**changes, train__steps=steps)
+        image.module("train").run(config, [Judge(), names["BestWeights"](run_dir)])
+
+    run(4)
+    run(8)
+    best = load_file(run_dir / "best.safetensors")
+    assert best.keys() == weights[4].keys()
+    assert all(torch.equal(tensor, weights[4][name]) for name, tensor in best.items())
+    config = image.config(run_dir=tmp_path / "new", data__path=None, train__steps=1)
+    state = image.module("train").setup(config)
+    load, group = image.module("checkpoint.transfer").load_weights, image.module("distributed")
+    load(run_dir / "best.safetensors", state.model, None, group.Group(), strict=True)
+    assert all(torch.equal(tensor, weights[4][n]) for n, tensor in state.model.state_dict().items())
+
+
+USE = """
+import sys
+import torch
+
+assert not any("recipes" in name for name in sys.modules)
+program = torch.export.load("model.pt2").module()
+for number, inputs in enumerate(torch.load("inputs.pt")):
+    torch.save(program(inputs), f"output_{number}.pt")
+"""
+
+
+@pytest.mark.parametrize("task", ["text", "image"])
+def test_a_program_runs_without_the_package(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """In a process of its own, at one sample and several, and each length from 1 to the context."""
+    project: Project = request.getfixturevalue(task)
+    changes = {} if task == "text" else {"data__path": None}
+    config = project.config(run_dir=tmp_path / "runs/default", train__steps=5, **changes)
+    project.module("train").run(config)
+    monkeypatch.chdir(tmp_path)
+    word = {"text": 'Dim("time"', "image": '["images"]\nsave'}[task]
+    exec(recipe("python", word).replace("my_training_run", project.name), {})
+    model, _, _ = sys.modules[project.name].load_trained("runs/default", "cpu")
+    if task == "text":
+        context = config.data.context
+        sizes = [(1, 1), (3, 7), (2, context - 1), (1, context), (4, context)]
+        given = [torch.randint(256, size) for size in sizes]
+    else:
+        given = [torch.rand(count, 1, 8, 8) for count in (1, 2, 5)]
+    torch.save(given, "inputs.pt")
+    command = [sys.executable, "-c", USE]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for number, inputs in enumerate(given):
+        with torch.no_grad():
+            wanted = model(inputs)
+        torch.testing.assert_close(torch.load(f"output_{number}.pt"), wanted, atol=1e-5, rtol=1e-5)
