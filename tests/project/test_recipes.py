@@ -68,6 +68,27 @@ def test_a_metric_over_the_whole_validation_and_early_stopping_by_it(
     assert figures["auc"] == pytest.approx(1.0) and state.module.training
 
 
+def test_data_from_two_arrays(
+    image: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It trains, resumes, and refuses other arrays."""
+    monkeypatch.chdir(tmp_path)
+    images = np.random.default_rng(0).random((60, 3, 8, 8), np.float32)
+    np.save("images.npy", images)
+    np.save("labels.npy", np.arange(60) % 4)
+    data = image.module("data")
+    exec(recipe("python", "class Arrays"), names := dict(vars(data)))
+    train = image.module("train")
+    monkeypatch.setattr(train, "build_datasets", names["build_datasets"])
+    changes = {"run_dir": tmp_path / "run", "data__path": None}
+    for steps in (3, 6):
+        assert train.run(image.config(**changes, train__steps=steps)).step == steps
+    assert "54 samples, 6 for validation" in (tmp_path / "run/logs/train.log").read_text()
+    np.save("images.npy", images + 1)
+    with pytest.raises(image.module("errors").UserError, match="data"):
+        train.run(image.config(**changes, train__steps=9))
+
+
 def test_a_second_validation_set(image: Project, tmp_path: Path) -> None:
     names = classes(image, "Other")
     config = image.config(run_dir=tmp_path / "run", data__path=None, train__steps=5)

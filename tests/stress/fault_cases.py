@@ -113,7 +113,8 @@ def start(
     code, log = variant.job(run_dir, judge, EVERYTHING)
     if not struck:
         return False
-    told = [line for line in log.splitlines() if "error: " in line]
+    # In a real launch the first rank's error ends the others before they say theirs.
+    told = [it for it in log.splitlines() if "error: " in it and not it.startswith("[rank ")]
     reason = os.strerror(error), str(run_dir)
     problems = [] if code is not None else [f"it hung: {log[-2000:]}"]
     if code and error in HARMLESS:

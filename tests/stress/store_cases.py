@@ -127,6 +127,11 @@ class Variant:
         self.server("forget", run_dir.name)
 
 
+def errors_of(log: str) -> list[str]:
+    """The lines of errors; of other ranks than the first they are a launcher's to prevent."""
+    return [it for it in log.splitlines() if "error: " in it and not it.startswith("[rank ")]
+
+
 def strike(variant: Variant, how: str, first: int, times: int = 1, only: str = "") -> bool:
     """Let a request, or some, of a run fail; False if there was none."""
     run_dir, case = variant.new(), f"{how} at request {first}, {times} times"
@@ -146,7 +151,7 @@ def strike(variant: Variant, how: str, first: int, times: int = 1, only: str = "
     if how in PASSES and times == 1:
         variant.count(PASSED, "requests", case, costs)
     for code, log in logs:
-        told = [line for line in log.splitlines() if "error: " in line]
+        told = errors_of(log)
         if code:
             one = len(told) == 1 and "Traceback" not in log
             variant.count(SAID, "runs", case, [] if one else [f"{told}, {log[-2500:]}"])
@@ -173,7 +178,7 @@ def hang(variant: Variant, moment: str, stops: bool) -> None:
     if job.gone(allowed) is None:
         problems.append(f"still there after {time.monotonic() - began:.0f} s")
     log = job.log.read_text("utf-8", "replace")
-    if not job.code or "Traceback" in log or log.count("error: ") != 1:
+    if not job.code or "Traceback" in log or len(errors_of(log)) != 1:
         problems.append(f"exit code {job.code}: {log[-2000:]}")
     if stops and "SIGTERM: stopping" not in log:
         problems.append(f"the signal was not heard: {log[-2000:]}")
@@ -234,9 +239,7 @@ def two(variant: Variant, found: Findings, hits: Counter[str], times: int = 0) -
         time.sleep(rng.uniform(0, 1))
         jobs.append(variant.job(second))
         log = jobs[1].log
-        while time.monotonic() < deadline and not (
-            log.exists() and " steps are " in log.read_text()
-        ):
+        while time.monotonic() < deadline and not (log.exists() and "\nrun    " in log.read_text()):
             time.sleep(0.05)
         # The second is the owner now; the first has saves before it, and must notice.
         must_lose = max(losses(first), default=0) < STEPS / 2
