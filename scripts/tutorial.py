@@ -77,7 +77,8 @@ class Shell:
             raise RuntimeError(f"$ {command}\n{done.stdout}\nexit code {done.returncode}")
         self.folder = Path(place.read_text().strip())
         text = COLOURS.sub("", done.stdout).replace(str(self.home), "~")
-        return [line.rsplit("\r", 1)[-1].rstrip() for line in text.splitlines()]
+        lines = text.rstrip("\n").split("\n") if text else []
+        return [line.rsplit("\r", 1)[-1].rstrip() for line in lines]
 
     def apply(self, patch: str) -> None:
         """Apply a patch by git."""
@@ -97,7 +98,7 @@ def kept(lines: list[str], how: str | None, what: str) -> list[str]:
 def typed(shell: Shell, how: str | None, what: str, block: str) -> str:
     """A console block with the output that its commands have now."""
     written: list[str] = []
-    for command in re.findall(r"^\$ (.*(?:\\\n.*)*)", block, re.MULTILINE):
+    for command in re.findall(r"^\$ (.*)", block, re.MULTILINE):
         print(f"$ {command}", flush=True)
         lines = kept(shell.type(command), how, what)
         print("\n".join(lines), flush=True)
@@ -133,10 +134,10 @@ def main(arguments: list[str]) -> int:
             return found[0][:start] + typed(shell, how, what or "", block) + found[0][end:]
 
         new = BLOCK.sub(run, page)
+        if "--check" not in arguments:
+            PAGE.write_text(new, "utf-8")
         if "--picture" in arguments:
-            photograph(next(Path(place).glob("*/runs/default/report.html")))
-    if "--check" not in arguments:
-        PAGE.write_text(new, "utf-8")
+            photograph(next(Path(place).glob("*/runs/gated/report.html")))
     return 0
 
 

@@ -4,17 +4,17 @@ from typing import Any
 
 from ..errors import UserError
 from . import DCP_INDEX, WHOLE_FILE
-from .one_file import OneFile
+from .one_file import OneFile, Rename
 from .paths import Place, local_copy
 
 Source = OneFile
 
 
-def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:
+def open_tensors(path: Place, manifest: dict[str, Any], rename: Rename = dict) -> Source:
     """Open a checkpoint that is verified; or, with manifest {}, a file of tensors."""
     local, *_ = local_copy(path, manifest)
     if not local.is_dir() or (not manifest and not (local / DCP_INDEX).exists()):
-        return OneFile(local)
+        return OneFile(local, rename)
     if not (local / WHOLE_FILE).exists():
         raise UserError(
             f"{path} was saved in parts, which this project does not read: with the project that "

@@ -20,7 +20,7 @@ import torch
 from ..distributed import Group
 from . import DCP_INDEX, WHOLE_FILE, CheckpointError
 from .manifest import reading
-from .one_file import OneFile
+from .one_file import OneFile, Rename
 from .paths import Place, local_copy, open_regular
 from .tensors import check_shapes
 
@@ -115,11 +115,11 @@ class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no metho
     dispatch[pickle.BUILD[0]] = load_build
 
 
-def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:
+def open_tensors(path: Place, manifest: dict[str, Any], rename: Rename = dict) -> Source:
     """Open a checkpoint that is verified; or, with manifest {}, a file or directory of tensors."""
     local, *_ = local_copy(path, manifest)
     if not local.is_dir() or (not manifest and not (local / DCP_INDEX).exists()):
-        return OneFile(local)
+        return OneFile(local, rename)
     files = manifest.get("files") or os.listdir(local)
     if WHOLE_FILE in files:
         return OneFile(local / WHOLE_FILE)

@@ -66,10 +66,13 @@ class NamedGPT(GPT):
     @staticmethod
     def from_transformers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Weights by the names that they have here (`--init-from hf/`); others as they are."""
+        embedding = tensors.get("model.embed_tokens.weight")
+        if embedding is None:
+            return tensors
         back = {theirs.rpartition(".")[2]: ours for ours, theirs in NAMES.items()}
         found: dict[str, Tensor] = {}
         for name, value in tensors.items():
-            if "model.embed_tokens.weight" not in tensors or name == "lm_head.weight":  # tied
+            if name == "lm_head.weight" and torch.equal(value, embedding):  # tied
                 continue
             parts = [back.get(p, p) for p in name.split(".") if p not in ("model", "mlp")]
             if "q_proj" in parts:
@@ -77,7 +80,7 @@ class NamedGPT(GPT):
                 value, parts[-2] = torch.cat([value, *others]), "qkv"
             if not {"k_proj", "v_proj"} & {*parts}:
                 found[".".join(parts)] = value
-        return found or tensors
+        return found
 
 
 def own_documents(tokens: Tensor, end_of_text: int, create_block_mask: Any = None) -> Any:

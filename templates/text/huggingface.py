@@ -5,12 +5,15 @@ The model says what its weights are called there (`to_transformers` in model.py)
 
 import json
 import os
+import re
 import shutil
 import tomllib
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
@@ -19,7 +22,7 @@ from .checkpoint import transfer
 from .config import Config
 from .data import Spec
 from .errors import UserError
-from .files import to_json, write_json
+from .files import replace_file, to_json, write_json
 from .run.journal import validated_at
 from .text import end_of_text, tokenizer_of
 
@@ -32,7 +35,7 @@ class ExportConfig(transfer.ExportConfig):
 
     to: Path
     """FILE.pt (torch.save, with the optimizer's state), FILE.safetensors (weights alone), a
-    directory whose name ends in hf (for transformers), or any other for a run that resumes there"""
+    directory named hf or …-hf (for transformers), or any other for a run that resumes there"""
 
 
 def export(run_dir: Path, options: ExportConfig) -> str:
@@ -41,7 +44,7 @@ def export(run_dir: Path, options: ExportConfig) -> str:
     Any target but a directory named so is left to `transfer.export`.
     """
     target, source = options.to, options.source or run_dir
-    if not target.name.endswith("hf"):
+    if not re.fullmatch(r"(.*[-_.])?hf", target.name):
         return transfer.export(run_dir, options)
     if target.exists():
         raise UserError(f"{target} is there already: give another place, nothing is overwritten")
@@ -55,8 +58,7 @@ def export(run_dir: Path, options: ExportConfig) -> str:
             "settings (config.json) and the weights of the same model in transformers"
         )
     settings, weights = model.to_transformers()
-    temporary = target.with_name(f".{target.name}")
-    shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
+    temporary = target.with_name(f".{target.name}-{uuid.uuid4().hex[:8]}")
     try:
         temporary.mkdir(parents=True)
         write_weights(temporary, weights)
@@ -67,9 +69,9 @@ def export(run_dir: Path, options: ExportConfig) -> str:
         figures = validated_at(source, manifest["step"])
         facts = f"step {manifest['step']} of {config.train.steps}, {options.weights} weights"
         card = model_card(target.name, model, spec, config, facts, figures, tokenizer)
-        (temporary / "README.md").write_text(card, "utf-8")
+        replace_file(temporary / "README.md", card)
         os.rename(temporary, target)
-    except OSError as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{target} cannot be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -98,7 +100,7 @@ def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
         for number in range(1, len(shards) + 1)
     ]
     for file, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / file, {"format": "pt"})
+        replace_file(folder / file, save(shard, {"format": "pt"}))
     if many:
         places = {n: file for file, shard in zip(names, shards, strict=True) for n in shard}
         total = {"total_size": sum(value.nbytes for value in weights.values())}
@@ -122,7 +124,7 @@ def write_tokenizer(folder: Path, config: Config, spec: Spec, end: int | None) -
             known["eos_token"] = tokenizer.id_to_token(end)
     else:
         return False
-    tokenizer.save(str(folder / "tokenizer.json"))
+    replace_file(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     write_json(folder / "tokenizer_config.json", known)
     return True
 
@@ -152,13 +154,16 @@ def model_card(
     """A README.md for the folder: what was measured, and how to use it."""
     project, licence = Path(__file__).parents[2] / "pyproject.toml", None
     if project.exists():  # not where the package is installed without it
-        licence = tomllib.loads(project.read_text("utf-8"))["project"].get("license")
+        licence = tomllib.loads(project.read_text("utf-8")).get("project", {}).get("license")
     head = ["library_name: transformers", "pipeline_tag: text-generation"]
-    head += [f"license: {licence.lower()}"] if licence else []
+    head += [f"license: {licence.lower()}"] if isinstance(licence, str) else []
     size = sum(parameter.numel() for parameter in model.parameters())
     kind = spec.encoding if spec.encoding == "bytes" else "tokens"
     settings = {part: to_json(getattr(config, part)) for part in ("model", "train", "optim")}
     measured = [f"- {n.replace('_', ' ')}: {value:.4f}" for n, value in figures.items()]
+    separate = []
+    if config.data.documents == "separate":
+        separate = ["It was trained without attention across documents: give it one at a time."]
     code = [
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
@@ -174,6 +179,7 @@ def model_card(
             *("---", *head, "---", "", f"# {config.name}", ""),
             f"A language model of {size:,} parameters over {spec.vocabulary:,} {kind}, with a",
             f"context of {config.data.context}: {facts}.",
+            *separate,
             *("", "## Measured", "", *(measured or ["This step was not validated."])),
             *("", "## Use", "", "```python", *code, "```", "", "## Training", ""),
             f"Fingerprint of the data: `{spec.fingerprint}`. Settings:",

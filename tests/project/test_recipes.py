@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from sklearn.metrics import roc_auc_score
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -22,11 +22,14 @@ image = project_fixture("image_recipes", **ANSWERS, task="image_classifier")
 
 def classes(project: Project, *words: str) -> dict[str, Any]:
     """What stands in the recipes, with what a project's callbacks.py has at hand."""
-    names = {"Any": Any, "Path": Path, "np": np, "torch": torch, "save_file": save_file}
+    names = {"Any": Any, "Path": Path, "np": np, "torch": torch, "save": save}
     names |= {"roc_auc_score": roc_auc_score, "StateDictOptions": StateDictOptions}
     names |= {"get_model_state_dict": get_model_state_dict, "__package__": project.name}
     names |= {name: getattr(project.module("sampling"), name) for name in ("fetch",)}
-    names |= {"move": project.module("device").move, "replacing": project.module("files").replacing}
+    names |= {
+        "move": project.module("device").move,
+        "replace_file": project.module("files").replace_file,
+    }
     names["__name__"] = f"{project.name}.callbacks"  # for its relative import
     for word in words:
         exec(recipe("python", f"class {word}"), names)
@@ -58,14 +61,28 @@ def test_a_metric_over_the_whole_validation_and_early_stopping_by_it(
     assert len(values) >= 2 and all(0 < value < 1 for value in values)
     state = train.setup(config)
     labels = state.validation.__getitems__([*range(len(state.validation))])["labels"]
-    answers = iter(labels.tensor_split(8))
+    classes_there = 10
+    size = config.train.micro_batch_size
 
     def knows_all(images: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.one_hot(next(answers), 10).float()
+        return torch.nn.functional.one_hot(next(answers), classes_there).float()
+
+    answers = iter(labels.split(size))
 
     state.module.forward = knows_all
     names["Auc"]().after_validation(state, figures := {})
     assert figures["auc"] == pytest.approx(1.0) and state.module.training
+    classes_there, read = 2, type(state.validation).__getitems__
+
+    def two(data: Any, ids: list[int]) -> dict[str, torch.Tensor]:
+        batch = read(data, ids)
+        return batch | {"labels": batch["labels"] % 2}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(state.validation), "__getitems__", two)
+        answers = iter((labels % 2).split(size))
+        names["Auc"]().after_validation(state, figures := {})
+    assert figures["auc"] == pytest.approx(1.0)
 
 
 def test_data_from_two_arrays(
@@ -101,18 +118,20 @@ def test_a_second_validation_set(image: Project, tmp_path: Path) -> None:
         def after_validation(self, state: Any, figures: dict[str, float]) -> None:
             seen.append(dict(figures))
 
-    other = names["Other"](training)
-    image.module("train").run(config, [other, names["Other"](training), Last()])
+    validation = image.module("data").build_datasets(config)[1]
+    others = [names["Other"]("seen", training), names["Other"]("same", validation)]
+    image.module("train").run(config, [*others, Last()])
     *_, last = records(tmp_path / "run")
-    assert last["validation_other_loss"] == seen[-1]["other_loss"] != last["validation_loss"]
-    assert {"validation_other_loss", "validation_other_accuracy"} <= last.keys()
+    assert last["validation_seen_loss"] == seen[-1]["seen_loss"] != last["validation_loss"]
+    assert last["validation_same_loss"] == last["validation_loss"]
+    assert "validation_seen_accuracy" in last
 
 
 def test_the_best_weights_by_a_figure(image: Project, tmp_path: Path) -> None:
     """They are of the best validation, also when the run was interrupted after it."""
     names, run_dir = classes(image, "BestWeights"), tmp_path / "run"
     weights: dict[int, dict[str, torch.Tensor]] = {}
-    accuracies = iter((0.3, 0.7, 0.5, 0.6))
+    accuracies = iter((0.3, 0.7, float("nan"), 0.6))
 
     class Judge:
         """Says how good it is, and remembers the weights."""

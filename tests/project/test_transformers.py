@@ -2,6 +2,9 @@
 
 import json
 import os
+import resource
+import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from benchmarks.common import free_ports
 from tests.conftest import Project, project_fixture, run_together
@@ -149,7 +151,8 @@ def test_token_files_alone_have_no_tokenizer(
 
 
 def test_sharded_weights_of_two_ranks_are_written_whole(sharded: Project) -> None:
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0]), "WORLD_SIZE": "2"}
+    port, other = free_ports(2)
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(other), "WORLD_SIZE": "2"}
     world |= {"LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(sharded.folder / "src")}
     run, data = sharded.folder / "runs/default", sharded.folder / "text.txt"
     words = (*TINY, "--data.path", str(data), "--run-dir", str(run))
@@ -158,6 +161,14 @@ def test_sharded_weights_of_two_ranks_are_written_whole(sharded: Project) -> Non
     run_together(command, 300, ranks)
     sharded("export", "--to", "hf")
     compare(sharded, run, sharded.folder / "hf")
+    back = sharded.folder / "runs/back"
+    start = ("--init-from", str(sharded.folder / "hf"), "--init-strict", "--train.steps", "1")
+    still = ("--optim.learning-rate", "1e-30", "--optim.weight-decay", "0")
+    command = [*command[:4], *words, "--run-dir", str(back), *start, *still]
+    run_together(command, 300, [{**rank, "MASTER_PORT": str(port)} for rank in ranks])
+    first, second = (sharded.tensors(place) for place in (run, back))
+    for name in filter(lambda name: name.startswith("model."), first):
+        assert torch.equal(first[name], second[name]), name
 
 
 def test_a_run_of_bytes_goes_on_after_the_answer_is_changed(
@@ -168,6 +179,10 @@ def test_a_run_of_bytes_goes_on_after_the_answer_is_changed(
     run = of_bytes.folder / "runs/default"
     project("export", "--run-dir", str(run), "--to", "bytes-hf")
     compare(project, run, project.folder / "bytes-hf")
+    data = ("--data.path", str(of_bytes.folder / "text.txt"))
+    project("train", *TINY, *data, "--run-dir", str(run), "--train.steps", "8")
+    assert json.loads((run / "status.json").read_text())["step"] == 8
+    assert "resuming from" in (run / "logs/train.log").read_text()
 
 
 def test_what_cannot_be_written_is_refused(
@@ -186,18 +201,67 @@ def test_what_cannot_be_written_is_refused(
         patch.setattr(model, "NamedGPT", gpt.GPT)
         refused = averaged.refuses("export", "--name", "ema", "--to", "new-hf")
     assert "GPT (model.py) has no method `to_transformers`" in refused
-    with monkeypatch.context() as patch:
-
-        def full(*arguments: Any) -> None:
-            raise OSError(28, "No space left on device")
-
-        patch.setattr(averaged.module("huggingface"), "save_file", full)
-        refused = averaged.refuses("export", "--name", "ema", "--to", "new-hf")
-    assert refused == "new-hf cannot be written: [Errno 28] No space left on device"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        for limit in (
+            100,
+            10_000,
+        ):  # of a file, as on a full disk: of the tokenizer, of the weights
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            refused = averaged.refuses("export", "--name", "ema", "--to", "new-hf")
+            assert refused.startswith("new-hf cannot be written: ")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
     assert {*os.listdir(averaged.folder)} == before
 
 
+def test_what_others_have_beside_it_stays(averaged: Project) -> None:
+    """Hidden folders of the same name, and the rights that new files have."""
+    (averaged.folder / ".beside-hf").mkdir()
+    (averaged.folder / ".beside-hf/token").write_text("mine")
+    averaged("export", "--name", "ema", "--to", "beside-hf")
+    assert (averaged.folder / ".beside-hf/token").read_text() == "mine"
+    (averaged.folder / "plain").touch()
+    wanted = (averaged.folder / "plain").stat().st_mode
+    files = [*(averaged.folder / "beside-hf").iterdir()]
+    assert {file.stat().st_mode for file in files} == {wanted}
+
+
+def test_other_names_are_other_targets(averaged: Project, of_bytes: Project) -> None:
+    """Only hf, or what ends in it as a word; a project without it does not make a run of it."""
+    averaged("export", "--name", "ema", "--to", "runs/rlhf")
+    assert (averaged.folder / "runs/rlhf/checkpoints").is_dir()
+    assert "text=tokenizer" in of_bytes.refuses("export", "--to", "hf")
+
+
 def test_names_that_are_not_theirs_are_left_alone(project: Project) -> None:
+    """Those of another model, and a head of its own."""
     rename = project.module("model").NamedGPT.from_transformers
-    for module in (nn.Linear(2, 3), project.module("gpt").Output()):
-        assert rename(dict(module.state_dict())).keys() == module.state_dict().keys()
+    others = {name: torch.zeros(2, 2) for name in ("layers.0.self_attn.q_proj.weight", "mlp.up")}
+    assert rename(others) == others
+    mine = {"model.embed_tokens.weight": torch.zeros(2, 2), "lm_head.weight": torch.zeros(2, 2)}
+    assert rename(mine).keys() == {"embedding.weight"}
+    mine["lm_head.weight"] = torch.ones(2, 2)
+    assert rename(mine).keys() == {"embedding.weight", "lm_head.weight"}
+
+
+def test_a_folder_that_is_not_whole_is_refused(averaged: Project, tmp_path: Path) -> None:
+    """A shard that is missing, two models in one folder, and a run whose checkpoints are gone."""
+    from safetensors.torch import load_file, save_file
+
+    averaged("export", "--name", "ema", "--to", str(tmp_path / "hf"))
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    words = (*TINY, "--name", "never", "--init-from", str(tmp_path / "hf"))
+    save_file(tensors, tmp_path / "hf/other.safetensors")
+    assert "names clash" in averaged.refuses("train", *words)
+    (tmp_path / "hf/other.safetensors").unlink()
+    lacking = {name: value for name, value in tensors.items() if "k_proj" not in name}
+    save_file(lacking, tmp_path / "hf/model.safetensors")
+    assert "k_proj.weight" in averaged.refuses("train", *words)
+    run = tmp_path / "run"
+    averaged("train", *TINY, "--run-dir", str(run))
+    averaged("export", "--run-dir", str(run), "--to", str(run / "best.safetensors"))
+    shutil.rmtree(run / "checkpoints")
+    assert "train first" in averaged.refuses("infer", "--run-dir", str(run))

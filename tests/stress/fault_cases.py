@@ -212,7 +212,7 @@ def slow(variant: Variant, seconds: float, hits: Counter[str]) -> None:
     if variant.package.endswith("async"):
         said = log.count("for the save before to end: raise --checkpoint.every")
         waited = [float(line) for line in waits.read_text().splitlines()] if waits.exists() else []
-        long = seconds > 1 or max(waited, default=0.0) > 1  # also where the machine is to blame
+        long = max(waited, default=0.0) > 1  # on a busy machine its steps may be longer than that
         problem = f"{place}: said {said} times, waited {waited}: {log[-2000:]}"
         problem = None if said == long else problem
         variant.findings.tally(SAID_SLOW, "runs").count(problem)

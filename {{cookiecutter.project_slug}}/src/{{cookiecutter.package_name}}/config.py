@@ -130,11 +130,11 @@ class Config(RunLocation):
     fresh: bool = False
     """Move an old run of this name aside and start over."""
     reset_optimizer: bool = False
-    """Resume the weights alone where the saved state is of another optimizer."""
+    """Resume with another optimizer, without the saved state that it has no use for."""
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda, cuda:1 or mps."""
     init_from: Path | None = None
-    """Run, checkpoint, .pt or .safetensors file whose weights to start from, at step 0."""
+    """Weights to start from, at step 0: a run, a checkpoint, or a file or folder of weights."""
     init_strict: bool = False
     """Fail on missing or unexpected tensors in --init-from."""
     track: bool = True
@@ -173,7 +173,7 @@ def load(path: Path, kind: type[C] = Config, start: str = "default") -> C:
         # A setting that it lacks is newer, and has its default; a preset may have changed since.
         changes = {n: value for n, value in changes.items() if n not in OF_ONE_RUN}
         return on_disk(override(kind(), changes, GONE | OF_AN_ANSWER))
-    except UserError as error:
+    except (UserError, RecursionError) as error:
         raise UserError(f"{path}: {error}") from None
 
 

@@ -219,12 +219,14 @@ class Checkpointer:
         if lost and not reset_optimizer:
             changes = identity_differences(manifest.get("schedule"), self.facts["schedule"])
             problems = [f"optim.{change}" for change in changes if change.startswith("name:")]
-            problems.append(f"{len(lost)} tensors of the optimizer would be lost: {min(lost)}, ...")
-            way_out = "add --reset-optimizer, which keeps the weights and loses these"
+            what = f"{len(lost)} tensors of the optimizer would be lost, such as {min(lost)}"
+            problems.append(f"{what}: its first step does not make them now")
+            way_out = "add --reset-optimizer, which loses these and keeps the weights"
             raise UserError(self._other_run(path, problems, way_out))
-        if missing:
-            text = "%d tensors of the optimizer were not saved and start afresh, such as %s"
-            log.warning(text, len(missing), min(missing))
+        text = "%d tensors of the optimizer were %s, such as %s"
+        for names, what in (missing, "not saved and start afresh"), (lost, "saved and left out"):
+            if names:
+                log.warning(text, len(names), what, min(names))
         source.read({n: t for n, t in tensors.items() if n not in missing}, self.group)
         for name, holder, key in optimizer_slots(self.model, self.optimizer):
             if isinstance(value := holder[key], int | float):

@@ -3,17 +3,19 @@
 import pickle
 import tarfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
 from ..distributed import Group, parallel
+from ..errors import UserError
 from .manifest import reading
 from .tensors import check_shapes, flat
 
 SAFETENSORS = ".safetensors"
+Rename = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 class OneFile:
@@ -22,13 +24,14 @@ class OneFile:
     `forms` are the mapped tensors by name.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, rename: Rename = dict) -> None:
         self.path = path
-        self.forms: dict[str, torch.Tensor] = {}
         with reading(path):
-            for file in sorted(path.glob(f"*{SAFETENSORS}")) if path.is_dir() else [path]:
-                load = load_safetensors if file.suffix == SAFETENSORS else load_torch
-                self.forms |= load(file)
+            files = sorted(path.glob(f"*{SAFETENSORS}")) if path.is_dir() else [path]
+            found = [pair for file in files for pair in load_file(file)]
+            if len(tensors := dict(found)) < len(found):
+                raise UserError(f"{path}: files of several models, whose names clash: give a file")
+            self.forms = rename(tensors)
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
         """Copy into live tensors, of sharded ones the parts that are here; a collective call."""
@@ -41,16 +44,14 @@ class OneFile:
         group.agree(copy)
 
 
-def load_torch(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a file of torch.save; only files older than the zip format are not mapped."""
+def load_file(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a file; only those of torch.save before its zip format are not mapped."""
+    if path.suffix == SAFETENSORS:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dictionary
+                yield name, file.get_tensor(name)
+        return
     if tarfile.is_tarfile(path):  # the oldest format, for which torch makes a temporary folder
         raise pickle.UnpicklingError("it is a tar archive")
     mapped = zipfile.is_zipfile(path)
-    return flat(torch.load(path, map_location="cpu", weights_only=True, mmap=mapped))
-
-
-def load_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a file of safetensors."""
-    with safe_open(path, "pt") as file:
-        for name in file.keys():  # noqa: SIM118 - not a dictionary
-            yield name, file.get_tensor(name)
+    yield from flat(torch.load(path, map_location="cpu", weights_only=True, mmap=mapped))

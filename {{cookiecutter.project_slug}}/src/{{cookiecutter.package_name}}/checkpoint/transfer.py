@@ -63,8 +63,9 @@ def export(run_dir: Path, options: ExportConfig) -> str:
     is_file = target.suffix in FILES
     if target.exists() and (is_file or not target.is_dir() or os.listdir(target)):
         raise UserError(f"{target} is there already: give another place, nothing is overwritten")
-    if not is_file and target.suffix[1:].isalpha():
-        raise UserError(f"{target}: files are {', '.join(FILES)}; a run is a directory")
+    if not is_file and (target.suffix[1:].isalpha() or target.name == "hf"):
+        kinds = f"files are {', '.join(FILES)}; a run is a directory; hf needs text=tokenizer"
+        raise UserError(f"{target}: {kinds}")
     path, manifest = find_checkpoint(where, options.step)
     with reading(path):
         source = open_tensors(path, manifest)
@@ -130,9 +131,8 @@ def find_checkpoint(
 ) -> tuple[Place, dict[str, Any]]:
     """Verify and pick a checkpoint to read from: a run's newest good one, or one by step.
 
-    `where` may also be a checkpoint, or a file of torch.save or safetensors, a folder of the latter
-    or of DCP, which cannot be verified: their manifest is {}. Nothing is changed: a run may be
-    writing.
+    `where` may also be a checkpoint; or a file of torch.save or safetensors, a folder of the latter
+    or of DCP: these have the manifest {}, and are not verified. Nothing is changed.
     """
     group, where = group or Group(), located(where)
 
@@ -145,7 +145,8 @@ def find_checkpoint(
             return [where], False
         directory = checkpoints_of(where)
         steps = published(directory)[::-1] if step is None else [directory / step_name(step)]
-        if not steps and isinstance(where, Path) and [*where.glob(f"*{SAFETENSORS}")]:
+        a_run = steps or not isinstance(where, Path) or (where / "status.json").exists()
+        if not a_run and [*where.glob(f"*{SAFETENSORS}")]:
             return [where], False
         return steps, True
 
@@ -176,14 +177,13 @@ def load_weights(
     """Load weights alone into a model, from anything that holds some; a line about what was done.
 
     Tensors that only one side has are left out and listed, or refused when `strict`. UserError also
-    when a tensor has another shape or when nothing fits. A model's `from_transformers`, if it has
-    that, first gives the tensors this project's names.
+    when a tensor has another shape or when nothing fits. A model may rename (`from_transformers`).
     """
     path, manifest = find_checkpoint(where, step, group)
     opened: list[Source] = []
-    group.agree(lambda: opened.append(open_tensors(path, manifest)))
+    rename = getattr(model, "from_transformers", dict)
+    group.agree(lambda: opened.append(open_tensors(path, manifest, rename)))
     (source,) = opened
-    source.forms = getattr(model, "from_transformers", dict)(source.forms)
     files = sorted(file for file in source.path.glob("*") if file.is_file()) or [source.path]
     agree_on_identity({f"content of {path}": fingerprint_files(source.path, files)}, group)
     ours = model.state_dict()
