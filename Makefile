@@ -22,7 +22,7 @@ TORTURE ?= crash_points kill_storm elastic damage hostile_files entrances resour
 # Releases of torch to try; empty: those of scripts/compat.py.
 TORCH ?=
 
-.PHONY: demo quick test slow torture matrix mutants compat lint docs benchmark gpu clean
+.PHONY: demo quick test slow torture matrix mutants compat tutorial lint docs benchmark gpu clean
 
 demo: $(VENV)/.demo
 	@scripts/demo.sh $(abspath $(BIN))
@@ -52,6 +52,10 @@ mutants: $(VENV)/.test
 # Half an hour and some GB: other releases of torch and Python, each in an environment of its own.
 compat: $(VENV)/.test
 	@$(BIN)/python -m scripts.compat $(if $(TORCH),--torch $(TORCH))
+
+# A quarter of an hour: types all of docs/tutorial.md, and changes nothing.
+tutorial: $(VENV)/.test
+	@$(BIN)/python -m scripts.tutorial --check
 
 # The tests and figures of one CUDA device, with the torch that PYTHON has; NANOGPT is a clone to measure beside.
 gpu:

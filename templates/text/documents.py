@@ -1,7 +1,7 @@
-"""The model: gpt.py's transformer, which can mask attention across documents, or go elsewhere.
+"""The model: gpt.py's transformer, with a mask across documents and a map to transformers.
 
-The model itself is in gpt.py, and the setting `--data.documents` in text.py. It is transformers'
-`ArceeForCausalLM` under other names: with a model of your own, replace these, too.
+The setting `--data.documents` is in text.py. The model is transformers' `ArceeForCausalLM` under
+other names: with a model of your own, replace the map, too.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -29,10 +29,10 @@ NAMES |= {"up": "mlp.up_proj", "down": "mlp.down_proj"}
 
 
 class NamedGPT(GPT):
-    """The GPT, which knows itself by transformers' names as well."""
+    """The GPT, with a map to and from transformers' names."""
 
     def to_transformers(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The settings (config.json) and the weights of the same model there."""
+        """Return config.json and the weights of the same model in transformers."""
         vocabulary, width = self.embedding.weight.shape
         first: Any = self.blocks[0]
         settings = {
@@ -65,12 +65,12 @@ class NamedGPT(GPT):
 
     @staticmethod
     def from_transformers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Weights by the names that they have here (`--init-from hf/`); others as they are."""
+        """Rename transformers' weights for this model; any other tensors keep their names."""
         embedding = tensors.get("model.embed_tokens.weight")
         if embedding is None:
             return tensors
         back = {theirs.rpartition(".")[2]: ours for ours, theirs in NAMES.items()}
-        found: dict[str, Tensor] = {}
+        renamed: dict[str, Tensor] = {}
         for name, value in tensors.items():
             if name == "lm_head.weight" and torch.equal(value, embedding):  # tied
                 continue
@@ -79,8 +79,8 @@ class NamedGPT(GPT):
                 others = [tensors[name.replace("q_proj", f"{x}_proj")] for x in "kv"]
                 value, parts[-2] = torch.cat([value, *others]), "qkv"
             if not {"k_proj", "v_proj"} & {*parts}:
-                found[".".join(parts)] = value
-        return found
+                renamed[".".join(parts)] = value
+        return renamed
 
 
 def own_documents(tokens: Tensor, end_of_text: int, create_block_mask: Any = None) -> Any:

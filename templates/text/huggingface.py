@@ -1,6 +1,6 @@
-"""`export --to hf/`: a folder that Hugging Face's transformers loads, which need not be installed.
+"""Export to a folder that Hugging Face's transformers loads: `export --to hf`.
 
-The model says what its weights are called there (`to_transformers` in model.py).
+transformers need not be installed: `to_transformers` in model.py has the names.
 """
 
 import json
@@ -11,6 +11,7 @@ import tomllib
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save
@@ -109,8 +110,8 @@ def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
 
 
 def write_tokenizer(folder: Path, config: Config, spec: Spec, end: int | None) -> bool:
-    """Write the tokenizer of the data, of bytes one whose tokens are the bytes; False if none."""
-    known = {
+    """Write the data's tokenizer (for bytes, one whose tokens are the bytes); False if none."""
+    settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": config.data.context,
@@ -118,14 +119,14 @@ def write_tokenizer(folder: Path, config: Config, spec: Spec, end: int | None) -
     }
     if spec.encoding == "bytes":
         tokenizer = bytes_tokenizer()
-    elif found := tokenizer_of(spec):
-        tokenizer = found
+    elif own := tokenizer_of(spec):
+        tokenizer = own
         if end is not None:
-            known["eos_token"] = tokenizer.id_to_token(end)
+            settings["eos_token"] = tokenizer.id_to_token(end)
     else:
         return False
     replace_file(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
-    write_json(folder / "tokenizer_config.json", known)
+    write_json(folder / "tokenizer_config.json", settings)
     return True
 
 

@@ -255,7 +255,7 @@ def test_a_folder_that_is_not_whole_is_refused(averaged: Project, tmp_path: Path
     tensors = load_file(tmp_path / "hf/model.safetensors")
     words = (*TINY, "--name", "never", "--init-from", str(tmp_path / "hf"))
     save_file(tensors, tmp_path / "hf/other.safetensors")
-    assert "names clash" in averaged.refuses("train", *words)
+    assert "same name in several files" in averaged.refuses("train", *words)
     (tmp_path / "hf/other.safetensors").unlink()
     lacking = {name: value for name, value in tensors.items() if "k_proj" not in name}
     save_file(lacking, tmp_path / "hf/model.safetensors")

@@ -28,9 +28,9 @@ class OneFile:
         self.path = path
         with reading(path):
             files = sorted(path.glob(f"*{SAFETENSORS}")) if path.is_dir() else [path]
-            found = [pair for file in files for pair in load_file(file)]
-            if len(tensors := dict(found)) < len(found):
-                raise UserError(f"{path}: files of several models, whose names clash: give a file")
+            pairs = [pair for file in files for pair in load_file(file)]
+            if len(tensors := dict(pairs)) < len(pairs):
+                raise UserError(f"{path} has tensors of the same name in several files: give one")
             self.forms = rename(tensors)
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
