@@ -34,7 +34,7 @@ class NamedGPT(GPT):
     def to_transformers(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return config.json and the weights of the same model in transformers."""
         vocabulary, width = self.embedding.weight.shape
-        first: Any = self.blocks[0]
+        first: Any = next(iter(blocks(self)))
         settings = {
             "architectures": ["ArceeForCausalLM"],
             "model_type": "arcee",
@@ -46,7 +46,7 @@ class NamedGPT(GPT):
             "num_hidden_layers": len(self.blocks),
             "num_attention_heads": first.attention.heads,
             "num_key_value_heads": first.attention.heads,
-            "max_position_embeddings": self.table.shape[1],
+            "max_position_embeddings": self.get_buffer("table").shape[1],
             "rope_theta": 10_000.0,  # of transformers 4
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
             "rms_norm_eps": torch.finfo(torch.float32).eps,

@@ -20,7 +20,7 @@ from tests.template.test_render import FULLEST, SMALLEST
 LAYERS = (
     {"__main__"},
     {"workflow"},
-    {"train", "infer", "tokens"},  # what is done with a model, by its settings
+    {"train", "infer", "tokens", "huggingface"},  # what is done with a model, by its settings
     {"config"},
     {"model", "gpt", "data", "source", "optim", "callbacks", "text"},
     {"compile", "profiler", "checkpoint", "run", "mixture", "sampling", "map_style", "ema"},

@@ -129,14 +129,14 @@ class Config(RunLocation):
 
     fresh: bool = False
     """Move an old run of this name aside and start over."""
-    reset_optimizer: bool = False
-    """Resume with another optimizer, without the saved state that it has no use for."""
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda, cuda:1 or mps."""
     init_from: Path | None = None
     """Weights to start from, at step 0: a run, a checkpoint, or a file or folder of weights."""
     init_strict: bool = False
     """Fail on missing or unexpected tensors in --init-from."""
+    reset_optimizer: bool = False
+    """Resume with another optimizer, without the saved state that it has no use for."""
     track: bool = True
     """Log to the experiment tracker."""
     train: TrainConfig = field(default_factory=TrainConfig)
