@@ -113,7 +113,7 @@ def photograph(report: Path) -> None:
         raise SystemExit("error: --picture needs chromium")
     for kind, dark in (("light", []), ("dark", ["--blink-settings=preferredColorScheme=0"])):
         words = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", *dark]
-        words += ["--force-device-scale-factor=1.5", "--window-size=1000,760"]
+        words += ["--force-device-scale-factor=1.5", "--window-size=1000,708"]
         target = ROOT / f"docs/report-{kind}.png"
         command = [browser, *words, f"--screenshot={target}", report.as_uri()]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
