@@ -199,7 +199,7 @@ class Checkpointer:
         )
         return "\n".join(lines)
 
-    def _load(self, path: Place, manifest: dict[str, Any], reset_optimizer: bool) -> None:
+    def _load(self, path: Place, manifest: dict[str, Any], reset_optimizer: bool = False) -> None:
         """Load the tensors of a verified checkpoint into the model and the optimizer."""
         create_optimizer_state(self.optimizer)
         opened = []  # together: where a rank fails alone, the others wait for it
