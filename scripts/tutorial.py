@@ -1,6 +1,6 @@
 """Type all that docs/tutorial.md shows, in an empty folder, and put what it printed into the page.
 
-python -m scripts.tutorial             about fifteen minutes on two cores with nothing beside
+python -m scripts.tutorial             7 to 15 minutes on two cores with nothing beside
 python -m scripts.tutorial --check     the same, but the page stays as it is
 python -m scripts.tutorial --picture   also docs/report-light.png and -dark.png, by chromium
 

@@ -4,13 +4,13 @@ from typing import Any
 
 from ..errors import UserError
 from . import DCP_INDEX, WHOLE_FILE
-from .one_file import OneFile, Rename
+from .one_file import OneFile
 from .paths import Place, local_copy
 
 Source = OneFile
 
 
-def open_tensors(path: Place, manifest: dict[str, Any], rename: Rename = dict) -> Source:
+def open_tensors(path: Place, manifest: dict[str, Any], rename: Any = dict) -> Source:
     """Open a checkpoint that is verified; or, with manifest {}, a file of tensors."""
     local, *_ = local_copy(path, manifest)
     if not local.is_dir() or (not manifest and not (local / DCP_INDEX).exists()):

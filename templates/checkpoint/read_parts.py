@@ -20,7 +20,7 @@ import torch
 from ..distributed import Group
 from . import DCP_INDEX, WHOLE_FILE, CheckpointError
 from .manifest import reading
-from .one_file import OneFile, Rename
+from .one_file import OneFile
 from .paths import Place, local_copy, open_regular
 from .tensors import check_shapes
 
@@ -115,7 +115,7 @@ class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no metho
     dispatch[pickle.BUILD[0]] = load_build
 
 
-def open_tensors(path: Place, manifest: dict[str, Any], rename: Rename = dict) -> Source:
+def open_tensors(path: Place, manifest: dict[str, Any], rename: Any = dict) -> Source:
     """Open a checkpoint that is verified; or, with manifest {}, a file or directory of tensors."""
     local, *_ = local_copy(path, manifest)
     if not local.is_dir() or (not manifest and not (local / DCP_INDEX).exists()):

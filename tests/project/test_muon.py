@@ -111,6 +111,30 @@ def test_a_resume_loses_no_state_unless_it_is_told_to(
         run(train__steps=12, optim__name="adamw")
 
 
+def test_freezing_more_is_refused_until_it_is_told_to(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state of what no longer trains is lost, its weights are not."""
+    train = project.module("train")
+    train.run(project.config(run_dir=tmp_path / "run", train__steps=3, **MUON))
+    before = project.tensors(tmp_path / "run")
+    build = train.build_model
+
+    def frozen(*given: Any) -> Any:
+        model = build(*given)
+        model.embedding.weight.requires_grad_(False)
+        return model
+
+    monkeypatch.setattr(train, "build_model", frozen)
+    changes = {"run_dir": tmp_path / "run", "train__steps": 6} | MUON
+    with pytest.raises(project.module("errors").UserError, match=r"embedding\.weight"):
+        train.run(project.config(**changes))
+    assert train.run(project.config(**changes, reset_optimizer=True)).step == 6
+    after = project.tensors(tmp_path / "run")
+    assert torch.equal(after["model.embedding.weight"], before["model.embedding.weight"])
+    assert not torch.equal(after["model.norm.weight"], before["model.norm.weight"])
+
+
 def test_what_loses_no_state_needs_no_word(project: Project, tmp_path: Path) -> None:
     """Another rate, decay, schedule or length, and an average that begins or ends."""
     train = project.module("train")

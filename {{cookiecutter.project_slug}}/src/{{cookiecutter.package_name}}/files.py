@@ -53,6 +53,8 @@ def to_json(settings: Any) -> dict[str, Any]:
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Settings by their dotted names, from nested dictionaries."""
+    if prefix.count(".") > 99:
+        raise UserError("settings are nested too deep")
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{key}.")

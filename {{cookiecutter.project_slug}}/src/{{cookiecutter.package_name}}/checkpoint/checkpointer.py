@@ -219,14 +219,12 @@ class Checkpointer:
         if lost and not reset_optimizer:
             changes = identity_differences(manifest.get("schedule"), self.facts["schedule"])
             problems = [f"optim.{change}" for change in changes if change.startswith("name:")]
-            what = f"{len(lost)} tensors of the optimizer would be lost, such as {min(lost)}"
-            problems.append(f"{what}: its first step does not make them now")
+            problems.append(f"the optimizer would lose {len(lost)} tensors, e.g. {min(lost)}")
             way_out = "add --reset-optimizer, which loses these and keeps the weights"
             raise UserError(self._other_run(path, problems, way_out))
-        text = "%d tensors of the optimizer were %s, such as %s"
-        for names, what in (missing, "not saved and start afresh"), (lost, "saved and left out"):
+        for names, fate in (missing, "not saved and start afresh"), (lost, "saved and left out"):
             if names:
-                log.warning(text, len(names), what, min(names))
+                log.warning("%d tensors of the optimizer %s, e.g. %s", len(names), fate, min(names))
         source.read({n: t for n, t in tensors.items() if n not in missing}, self.group)
         for name, holder, key in optimizer_slots(self.model, self.optimizer):
             if isinstance(value := holder[key], int | float):

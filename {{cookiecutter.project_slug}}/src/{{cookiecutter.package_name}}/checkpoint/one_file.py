@@ -3,8 +3,9 @@
 import pickle
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -15,16 +16,15 @@ from .manifest import reading
 from .tensors import check_shapes, flat
 
 SAFETENSORS = ".safetensors"
-Rename = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 class OneFile:
     """Tensors in one file, of `torch.save` or of safetensors, or in a folder of the latter.
 
-    `forms` are the mapped tensors by name.
+    `forms` are the mapped tensors by name, which `rename` may change, given all of them.
     """
 
-    def __init__(self, path: Path, rename: Rename = dict) -> None:
+    def __init__(self, path: Path, rename: Any = dict) -> None:
         self.path = path
         with reading(path):
             files = sorted(path.glob(f"*{SAFETENSORS}")) if path.is_dir() else [path]
