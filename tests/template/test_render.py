@@ -93,7 +93,7 @@ def every(folder: str, names: str, suffix: str = ".py") -> list[str]:
 
 
 STAGE_FILES = "chain interleaved compile profile recovery drill processes report plots"
-FULL_FILES = "compare expected stages tuning"
+FULL_FILES = "compare expected fit stages tuning"
 # Every file that only some renders have, and when.
 CONDITIONAL: dict[str, Condition] = {
     "LICENSE": lambda a: a["license"] != "none",

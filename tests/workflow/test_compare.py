@@ -234,30 +234,6 @@ def test_what_is_no_result_is_refused(
     assert message in project.refuses("compare", str(whole), str(make(other)))
 
 
-def test_the_last_ten_results_are_kept(project: Project, tmp_path: Path) -> None:
-    compare = project.module("workflow.compare")
-    for second in range(14):
-        when = f"2026-01-01T00:00:{second:02}Z"
-        figures = {"samples_per_second": 1000.0 + second}
-        path = result(project, tmp_path, measured_at=when, figures=figures)
-        compare.keep_result(tmp_path, "baseline")
-    kept = compare.earlier_results(tmp_path, "baseline")
-    assert [path.name[-7:-6] for path in kept] == list("4567890123")
-    path.write_text("{")  # of a damaged result nothing is kept, and nothing is lost
-    compare.keep_result(tmp_path, "baseline")
-    assert compare.earlier_results(tmp_path, "baseline") == kept
-
-
-def test_measuring_again_keeps_the_result_before(
-    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = json.loads(result(project, tmp_path).read_text())
-    monkeypatch.setattr(project.module("workflow.tuning"), "measure", lambda config: 0)
-    project("baseline", *project.settings, "--run-dir", str(tmp_path))
-    (earlier,) = project.module("workflow.compare").earlier_results(tmp_path, "baseline")
-    assert json.loads(earlier.read_text()) == kept
-
-
 def test_the_baseline_is_held_to_what_a_team_expects(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
@@ -298,7 +274,6 @@ def test_an_expectation_is_checked_each_time(
         result(project, tmp_path)
         project("workflow", *project.settings, "--run-dir", str(tmp_path), *expect)
     assert is_there == [True, False], "with expectations it is measured again"
-    assert project.module("workflow.compare").earlier_results(tmp_path, "baseline")
 
 
 def test_what_falls_short_of_the_expected_fails(project: Project, tmp_path: Path) -> None:

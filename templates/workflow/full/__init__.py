@@ -1,4 +1,4 @@
-"""The stages of the workflow, and what only this answer has: a search, `compare`, expectations.
+"""The stages of the workflow, and what this answer adds: `fit`, a search, `compare`, expectations.
 
 Importing this imports no torch, so that `--help` stays quick.
 """
@@ -12,6 +12,7 @@ from . import stages
 
 STAGES = stages.STAGES
 COMMANDS = stages.COMMANDS | {
+    "fit": "Tell how much memory a rank needs on a GPU, and what fits, on any machine.",
     "compare": "Tell what is better or worse in one run, or result of a stage, than in another.",
 }
 stages.MODULES["baseline"] = "tuning"  # which measures the baseline, and then searches
@@ -27,17 +28,17 @@ class WorkflowConfig(stages.WorkflowConfig):
 
 def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:
     """Run one of `COMMANDS`; `parse(kind)` reads settings of that kind from the arguments."""
-    from .compare import CompareConfig, compare, keep_result
-    from .stage import StageConfig, stage_file
+    if name == "fit":
+        from .fit import FitConfig, fit
 
+        return fit(parse(FitConfig), arguments)
     if name == "compare":
+        from .compare import CompareConfig, compare
+
         return compare(parse(CompareConfig))
-    if name != "report":
-        config = parse(StageConfig)
-        for stage in STAGES if name == "workflow" else (name,):
-            keep_result(config.directory, stage)
-        if (
-            name == "workflow" and config.workflow.expect
-        ):  # the file may expect other figures by now
+    if name == "workflow":
+        from .stage import StageConfig, stage_file
+
+        if (config := parse(StageConfig)).workflow.expect:  # which may expect other figures by now
             stage_file(config.directory, "baseline").unlink(missing_ok=True)
     return stages.run_command(name, arguments, parse)

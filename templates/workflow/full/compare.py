@@ -6,7 +6,6 @@ measured once). What was measured interleaved has its own interval. Where measur
 code differ by no more than that, at most 5 of 100 pairs get a verdict; shared machines differ more.
 """
 
-import contextlib
 import itertools
 import math
 from collections.abc import Iterator
@@ -17,16 +16,14 @@ from typing import Annotated, Any
 import tyro
 
 from ..errors import UserError
-from ..files import flatten, read_json, write_json
+from ..files import flatten, read_json
 from ..run.hardware import in_units
 from ..run.journal import finite, read_records
 from . import STAGES
 from .chain import has_effect, own_metrics, read_stage, result_in
 from .interleaved import Interval, median_interval
-from .stage import stage_file
 from .timing import differences, spread
 
-KEPT = 10  # results of a stage
 NOISE, NOISE_OF_BYTES, ONCE = 0.032, 0.01, 0.13  # standard deviations of a measurement, relative
 LOSSES = 0.01  # relative
 OF_TIME = 0.01  # of shares of the time
@@ -111,23 +108,6 @@ def content_of_run(path: Path) -> Content:
     last = {n: value for record in records for n in names for value in finite(record.get(n))}
     content = {"settings": read_json(path / "config.json"), "figures": figures, "metrics": last}
     return content | origin
-
-
-def keep_result(run_dir: Path, name: str) -> None:
-    """Copy what a stage has measured to workflow/earlier, which holds the last ten results."""
-    path = stage_file(run_dir, name)
-    with contextlib.suppress(UserError, OSError):  # none is there, or it is damaged
-        content = result_in(path, name)
-        (path.parent / "earlier").mkdir(parents=True, exist_ok=True)
-        when = content["measured_at"].replace(":", "")
-        write_json(path.parent / "earlier" / f"{name}-{when}.json", content)
-        for old in earlier_results(run_dir, name)[:-KEPT]:
-            old.unlink()
-
-
-def earlier_results(run_dir: Path, name: str) -> list[Path]:
-    """The files of the last results of a stage, the oldest first."""
-    return sorted((run_dir / "workflow/earlier").glob(f"{name}-*.json"))
 
 
 def another_machine(a: Content, b: Content) -> str:

@@ -101,14 +101,6 @@ def scaling(axes: Axes, records: dict[str, dict[str, Any]]) -> None:
     axes.legend()
 
 
-def memory(axes: Axes, records: dict[str, dict[str, Any]]) -> None:
-    """Peak memory of a rank by the number of processes."""
-    values = [record["memory"]["measured"] / 1e6 for record in records.values()]
-    axes.bar([*records], values, width=0.5)
-    axes.set(xlabel="processes", ylabel="MB per rank")
-    axes.grid(axis="x", visible=False)
-
-
 def lost_time(
     axes: Axes, cost: float, restart: float, failures: float, best: float, upload: float
 ) -> None:

@@ -142,7 +142,9 @@ def of_scale(figures: Figures, settings: Figures) -> Figures:
     """Throughput and memory by the number of processes."""
     records = figures.get("ranks", {})
     throughput = plots.picture("Throughput by processes", plots.scaling, records)
-    return {"pictures": [throughput, plots.picture("Memory of a rank", plots.memory, records)]}
+    peaks = [(f"of {n}", record["memory"]["measured"] / 1e6) for n, record in records.items()]
+    memory = plots.picture("Memory of a rank", plots.bars, peaks, "MB", "{:,.4g}".format)
+    return {"pictures": [throughput, memory]}
 
 
 def of_checkpoint(figures: Figures, settings: Figures) -> Figures:
@@ -178,20 +180,15 @@ def overview(sections: dict[str, Figures], records: list[Figures]) -> list[plots
     rates = [row for it in sections.values() for row in it.get("rates", ())]
     if run := [r["samples_per_second"] for r in records if r.get("samples_per_second")]:
         rates.append(("training run", *(spread(run)[key] for key in ("median", "p10", "p90"))))
-    what = "samples/s (median, p10 to p90)"
+    what, curve = "samples/s (median, p10 to p90)", plots.metric_curve
     return [
         *(
-            plots.picture(named(name), plots.metric_curve, records, name)
+            plots.picture(name[:1].upper() + name[1:].replace("_", " "), curve, records, name)
             for name in ["loss", *own_metrics(records)[:METRICS_DRAWN]]
         ),
         plots.picture("Throughput by stage", plots.bars, rates, what, "{:,.0f}".format),
         plots.picture("Memory of the run", plots.memory_curve, records),
     ]
-
-
-def named(figure: str) -> str:
-    """The title of a figure's plot."""
-    return figure[:1].upper() + figure[1:].replace("_", " ")
 
 
 def read_metrics(path: Path, notes: list[str]) -> list[Figures]:

@@ -1,0 +1,184 @@
+"""`fit` foretells the memory of a step, bounds its pace, and ends with a command to type."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tests.conftest import Project, project_fixture
+
+language = project_fixture("fitted", workflow="full")
+image = project_fixture("fitted_image", workflow="full", task="image_classifier")
+sharded = project_fixture("fitted_fsdp", workflow="full", parallelism="fsdp")
+CHANGES: list[dict[str, Any]] = [
+    {},
+    {"train.micro_batch_size": 8, "model.width": 128},
+    {"train.activation_checkpointing": True, "optim.ema": 0.9},
+    {"train.global_batch_size": 64, "optim.name": "adamw"},
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def config_of(project: Project, **changes: Any) -> Any:
+    """The tiny preset for `fit`, of one rank on its text."""
+    settings, config = project.module("config"), project.module("workflow.fit").FitConfig
+    tiny = settings.preset("tiny", config)
+    ground = {"device": "cpu", "ranks": 1}
+    if hasattr(tiny.data, "context"):
+        ground["data.path"] = project.folder / "text.txt"
+    return settings.override(tiny, ground | changes)
+
+
+def foretold(project: Project, config: Any) -> tuple[int, int, int]:
+    """The largest size's peak, and the bytes of the weights and of the optimizer's state."""
+    module = project.module("workflow.fit")
+    meter = module.Meter(1e12, 1e12)
+    with mock.patch.object(module, "FUSED", ()):
+        for _, state in module.measure(config, meter):
+            found = meter.peak, *kept(project, state)
+    return found
+
+
+def kept(project: Project, state: Any) -> tuple[int, int]:
+    """Bytes of the weights and of the optimizer's state that a rank has."""
+    local = project.module("distributed").parallel.local_part
+    states = [v for each in state.optimizer.state.values() for v in each.values()]
+    moments = [local(value) for value in states if isinstance(value, torch.Tensor)]
+    weights = [local(parameter) for parameter in state.model.parameters()]
+    return sum(t.nbytes for t in weights), sum(t.nbytes for t in moments)
+
+
+def taken(project: Project, config: Any) -> tuple[int, int, int]:
+    """The same of a real step: what is kept, and on top of it what the profiler sees allocated."""
+    loop = project.module("train")
+    state = loop.setup(config, project.module("distributed").World(0, 1, torch.device("cpu")))
+    loop.train_step(state, state.loader.next())
+    batches = state.loader.next()
+    weights, moments = kept(project, state)
+    buffers = sum(t.nbytes for t in state.model.buffers())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        loop.train_step(state, batches)
+    changes = [
+        event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    now = peak = 0
+    for event in sorted(changes, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    data = sum(t.nbytes for batch in batches for t in batch.values())
+    return weights + moments + buffers + peak + data, weights, moments
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+@pytest.mark.parametrize("task", ["language", "image"])
+def test_a_step_takes_what_was_foretold(
+    request: pytest.FixtureRequest, task: str, changes: dict[str, Any]
+) -> None:
+    """Weights and the optimizer's state to the byte, the peak within 5 %."""
+    project: Project = request.getfixturevalue(task)
+    config = config_of(project, **changes)
+    peak, *exact = foretold(project, config)
+    real, *measured = taken(project, config)
+    assert exact == measured
+    assert abs(peak - real) <= 0.05 * real, (peak, real)
+
+
+def test_ranks_share_what_fsdp_shards(sharded: Project) -> None:
+    one, four = (foretold(sharded, config_of(sharded, ranks=ranks)) for ranks in (1, 4))
+    for alone, shared in zip(one[1:], four[1:], strict=True):
+        assert alone / 4 <= shared <= 1.1 * alone / 4
+    assert four[0] < one[0]
+
+
+def test_gradients_that_wait_for_the_next_micro_batch_are_counted(sharded: Project) -> None:
+    """With several micro-batches FSDP keeps them whole, unless it reduces each."""
+    whole = foretold(sharded, config_of(sharded, ranks=2, **{"train.global_batch_size": 16}))
+    changes = {"train.global_batch_size": 16, "parallel.reduce_each": True}
+    assert foretold(sharded, config_of(sharded, ranks=2, **changes))[0] < whole[0]
+
+
+def shown(project: Project, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """What the command prints for the tiny preset on its text, and its exit code."""
+    capsys.readouterr()
+    with contextlib.chdir(project.folder):
+        words = ("fit", "--preset", "tiny", "--data.path", "text.txt", *words)
+        return project.module("__main__").dispatch([*words]), capsys.readouterr().out
+
+
+def test_it_ends_with_the_command_to_type(
+    sharded: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = "--ranks", "16", "--device", "h200", "--train.global-batch-size", "32"
+    code, text = shown(sharded, capsys, *options, "--model.width", "64")
+    assert code == 0 and text.startswith("16 ranks, H200 with 141 GB each, batches of 32\n")
+    *_, command = text.splitlines()
+    start = "to train: NNODES=2 RDZV_ENDPOINT=FIRST-MACHINE:29500 ./launch.sh -n 8 train "
+    typed = "--preset tiny --data.path text.txt --train.global-batch-size 32 --model.width 64 "
+    assert command == f"{start}{typed}--train.micro-batch-size=2"
+    rows = [line.split() for line in text.splitlines() if " fits " in line]
+    assert [row[0] for row in rows] == ["1", "2"] * 2
+    for row in rows:
+        eager, compiled = (float(row[at].replace(",", "")) for at in (-4, -2))
+        assert 0 < eager < compiled, "what fuses operators is no slower"
+        assert all(re.fullmatch(r"\d{1,2}%", row[at]) for at in (-3, -1)), "no more than the peak"
+
+
+def test_what_does_not_fit(language: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = shown(language, capsys, "--ranks", "2", "--device-memory", "0.0002")
+    assert code == 1 and "too much" in text and "parallelism=fsdp" in text
+    assert "to train" not in text
+    # What fits only with activations computed again.
+    config = config_of(language, ranks=2, **{"train.activation_checkpointing": True})
+    least = foretold(language, config)[0]
+    assert least < foretold(language, config_of(language, ranks=2))[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--device", "H1000"), "choose from B200, "),
+        (("--ranks", "9"), "1 to 8, as a global batch has so many samples"),
+        (("--ranks", "-1"), "1 to 8"),
+    ],
+)
+def test_what_cannot_be_is_refused(language: Project, words: tuple[str, ...], message: str) -> None:
+    settings = "--preset", "tiny", "--data.path", "text.txt"
+    assert message in language.refuses("fit", *settings, *words)
+
+
+def test_a_step_that_reads_a_value_is_refused(
+    language: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = language.module("train")
+    real = loop.compute_loss
+
+    def reads(model: Any, batch: Any) -> Any:
+        loss = real(model, batch)
+        assert loss.total.item()
+        return loss
+
+    monkeypatch.setattr(loop, "compute_loss", reads)
+    settings = "--preset", "tiny", "--data.path", "text.txt"
+    refusal = language.refuses("fit", *settings)
+    assert "reads the value of a tensor" in refusal
+    name = re.search(r"`pytest -k (\w+)`", refusal)
+    assert name and name[1] in (language.folder / "tests/test_training.py").read_text("utf-8")
+
+
+def test_each_kind_of_gpu_has_a_peak(language: Project) -> None:
+    assert (
+        language.module("workflow.fit").GPUS.keys()
+        == language.module("run.hardware").PEAK_BF16_TFLOPS.keys()
+    )
