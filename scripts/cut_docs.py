@@ -17,6 +17,7 @@ answers             the lines of Python that each other answer adds to the defau
 """
 
 import ast
+import itertools
 import json
 import os
 import re
@@ -155,7 +156,8 @@ def calls(project: Path, words: list[str]) -> str:
     paragraphs = []
     for name in words:
         files = len({file for file, _ in followed[name]})
-        steps = ", ".join(f"`{file}` {function}" for file, function in followed[name])
+        rows = itertools.groupby(followed[name], key=lambda call: call[0])  # a file's, in a row
+        steps = "; ".join(f"`{file}` {', '.join(call[1] for call in row)}" for file, row in rows)
         text = f"**A {name}**, {len(followed[name])} calls in {files} files: {steps}."
         paragraphs.append(textwrap.fill(text, 120, break_long_words=False))
     return "\n\n".join(paragraphs) + "\n\n"
