@@ -13,9 +13,11 @@ refusal COMMAND     the same of a command that has to fail
 calls NAME …        the calls of a batch, a save or a restore, followed through a real one
 versions            what `make compat` found on other releases of torch and Python
 sizes               the lines of Python that the smallest, default and fullest answers render
+answers             the lines of Python that each other answer adds to the default render's package
 """
 
 import ast
+import itertools
 import json
 import os
 import re
@@ -154,7 +156,8 @@ def calls(project: Path, words: list[str]) -> str:
     paragraphs = []
     for name in words:
         files = len({file for file, _ in followed[name]})
-        steps = ", ".join(f"`{file}` {function}" for file, function in followed[name])
+        rows = itertools.groupby(followed[name], key=lambda call: call[0])  # a file's, in a row
+        steps = "; ".join(f"`{file}` {', '.join(call[1] for call in row)}" for file, row in rows)
         text = f"**A {name}**, {len(followed[name])} calls in {files} files: {steps}."
         paragraphs.append(textwrap.fill(text, 120, break_long_words=False))
     return "\n\n".join(paragraphs) + "\n\n"
@@ -164,24 +167,37 @@ def sizes(project: Path, words: list[str]) -> str:
     """A table of renders: their answers, the lines of Python of the package and of its tests."""
     rows = ["| render | package | its tests, lines |", "|---|---|---|"]
     for name, answers in RENDERS.items():
-        folder = project.parent / name
-        rendered = Path(
-            cookiecutter(
-                str(ROOT),
-                output_dir=str(folder),
-                no_input=True,
-                accept_hooks=False,
-                config_file=str(project.parent / "config"),
-                extra_context=answers,
-            )
-        )
-        package, tests = (
-            sum(path.read_text("utf-8").count("\n") for path in (rendered / part).rglob("*.py"))
-            for part in ("src", "tests")
-        )
+        rendered = render(project, answers)
+        package, tests = (lines_of_python(rendered / part) for part in ("src", "tests"))
         told = ", ".join(answers.values()) or "no answer given"
         rows.append(f"| {name} ({told}) | {package:,} lines | {tests:,} |")
     return "\n".join(rows) + "\n"
+
+
+def answers(project: Path, words: list[str]) -> str:
+    """A table of the answers that are not the default: each rendered alone, and compared."""
+    rows = ["| question | answer | lines, against the default |", "|---|---|---|"]
+    questions = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
+    for question, choices in questions.items():
+        if not isinstance(choices, list) or question == "license":  # which changes no Python
+            continue
+        for answer in choices[1:]:
+            lines = lines_of_python(render(project, {question: answer}) / "src")
+            more = lines - lines_of_python(project / "src")
+            rows.append(f"| `{question}` | {answer} | {more:+,} |")
+    return "\n".join(rows) + "\n"
+
+
+def render(project: Path, answers: dict[str, str]) -> Path:
+    """A render with these answers, beside the project's own folder."""
+    folder, config = tempfile.mkdtemp(dir=project.parent), str(project.parent / "config")
+    options = {"no_input": True, "accept_hooks": False, "config_file": config}
+    return Path(cookiecutter(str(ROOT), output_dir=folder, extra_context=answers, **options))
+
+
+def lines_of_python(folder: Path) -> int:
+    """Comments and blank lines included."""
+    return sum(path.read_text("utf-8").count("\n") for path in folder.rglob("*.py"))
 
 
 def versions(project: Path, words: list[str]) -> str:
@@ -208,7 +224,7 @@ def block(language: str, *lines: str) -> str:
 
 
 KINDS = {"tree": tree, "code": code, "output": output, "refusal": refusal}
-KINDS |= {"calls": calls, "sizes": sizes, "versions": versions}
+KINDS |= {"calls": calls, "sizes": sizes, "answers": answers, "versions": versions}
 
 
 def main(arguments: list[str]) -> int:

@@ -38,7 +38,8 @@ def test_the_documentation_is_current() -> None:
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     cuts = {kind for page in pages for kind in re.findall("<!-- cut: ([a-z]+)", page.read_text())}
-    assert {"tree", "code", "output", "refusal", "sizes", "versions", "calls"} == cuts
+    kinds = {"tree", "code", "output", "refusal", "sizes", "answers", "versions", "calls"}
+    assert kinds == cuts
 
 
 def test_every_link_to_a_page_leads_somewhere() -> None:
