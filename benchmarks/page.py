@@ -212,7 +212,16 @@ def roofline(found: Series) -> list[str]:
     return [f"- By this count our eager step reaches {_number(share)} % MFU on an H200."]
 
 
-TOPICS = (loop, save, restore, sampler, optimizer, startup, restart, busy, loss, roofline, workflow)
+def fit(found: Series) -> list[str]:
+    """Whether a model fits, before there is a GPU."""
+    seconds = found["seconds"]["median"]
+    return [
+        verdict("64 billion parameters on 64 ranks, in six sizes, on one core", seconds, 60, "s")
+    ]
+
+
+TOPICS = (loop, save, restore, sampler, optimizer, startup, restart, busy, loss, roofline, fit)
+TOPICS += (workflow,)
 
 
 def page(results: Path) -> str:

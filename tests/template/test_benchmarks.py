@@ -16,7 +16,7 @@ from benchmarks.planning import chunk, extrapolated, growth, plans
 from tests.conftest import ROOT, run_module
 
 TOPICS = ("loop", "save", "restore", "sampler", "shards", "optimizer", "startup", "restart")
-TOPICS += ("busy", "loss", "roofline", "workflow")
+TOPICS += ("busy", "fit", "loss", "roofline", "workflow")
 
 
 @pytest.mark.parametrize("topic", TOPICS)

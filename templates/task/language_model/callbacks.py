@@ -9,9 +9,9 @@ A callback has any of these methods; the loop calls those that are there (train.
 
 `state` is train.State: model, optimizer, step, config; `state.finish("why")` ends the run. A
 callback may be a context manager, entered before the first step and left after the last one. If it
-has `state_dict()` and `load_state_dict(state)`, checkpoints have its state, as JSON. An exception
-that it raises ends the run, unless its class sets `harmless = True`: then it becomes one warning
-and disables the callback. Numbers that it adds to `record` or `figures` in the first process are in
+has `state_dict()` and `load_state_dict(state)`, checkpoints store its state as JSON. An exception
+in it ends the run, unless its class sets `harmless = True`: then the first one is a warning and
+disables the callback. Numbers that it adds to `record` or `figures` in the first process are in
 metrics.jsonl and in the tracker, those of `figures` as `validation_<name>`. Random numbers drawn
 here do not change the steps' own.
 """

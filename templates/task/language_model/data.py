@@ -64,8 +64,8 @@ class Spec:
 def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
     """Training and validation data and their spec; UserError for unusable data.
 
-    Files named so (valid.txt, val_0.bin) are for validation; else a twentieth is: of many text
-    files some by a hash of their names, of all other data the end.
+    Files whose names say so (valid.txt, val_0.bin) are for validation. Without any, a twentieth
+    is held out: of many text files some, by a hash of their names; of other data the end.
     """
     data, encoding = config.data, "bytes"
     folder = data.path or Path(sysconfig.get_paths()["stdlib"])

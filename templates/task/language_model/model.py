@@ -234,5 +234,5 @@ def compute_loss(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
 
 
 def blocks(model: Any) -> Iterable[nn.Module]:
-    """Units of compilation, sharding, activation checkpointing: the layers; the loss to compile."""
+    """What is compiled, sharded and recomputed one by one: the layers (and the loss: compiled)."""
     return [*model.blocks, model.output]

@@ -223,9 +223,8 @@ def fit(config: FitConfig, arguments: list[str]) -> int:
             fits = meter.peak <= ROOM * memory
             text = f"{size:11}  {'yes' if recompute else 'no':9}  {in_units(meter.peak):>7} "
             print(text + ("fits    " if fits else "too much"), *bounds, flush=True)
-            if not fits:
-                break
-            fitting.append((pace, size, recompute, parts_of(meter, state)))
+            if fits:
+                fitting.append((pace, size, recompute, parts_of(meter, state)))
     if not fitting:
         other = "more ranks" if parallel.SHARDED else "FSDP (parallelism=fsdp)"
         print(f"nothing fits into {ROOM:.0%} of the memory: {other}, or a smaller model or sample")

@@ -103,7 +103,7 @@ def tokens(arguments: list[str]) -> int:
 
 
 HERE = Path(__file__).parent
-# `infer` and the workflow are yours to delete, `tokens` is of an answer.
+# You may delete infer.py and workflow/; only some renders have tokens.py.
 OPTIONAL = {it.__name__: it for it in (infer, tokens) if (HERE / f"{it.__name__}.py").exists()}
 OURS = {it.__name__: it for it in (train, verify, export)} | OPTIONAL
 workflow: Any = (HERE / "workflow").exists() and importlib.import_module(".workflow", __package__)

@@ -33,7 +33,7 @@ from .run.tracker import TrackerConfig
 log = logging.getLogger(__name__)
 C = TypeVar("C")
 OF_ONE_RUN = ("name", "run_dir", "fresh", "reset_optimizer", "init_from", "init_strict", "workflow")
-# Settings of other answers and of earlier releases: a file that has them is loaded without them.
+# Settings of other renders and of earlier releases: a file may have them, and they are ignored.
 OF_AN_ANSWER = {"parallel", "checkpoint", "compile", "tracker"}  # parts, in a config.json
 GONE = {"checkpoint.auto_share", "checkpoint.auto_longest", "checkpoint.every"}
 GONE |= {"data.documents", "data.end_of_text", "workflow.expect", "optim.scaling"}
@@ -136,7 +136,7 @@ class Config(RunLocation):
     init_strict: bool = False
     """Fail on missing or unexpected tensors in --init-from."""
     reset_optimizer: bool = False
-    """Resume with another optimizer, without the saved state that it has no use for."""
+    """Resume with another optimizer: drop the saved state that does not fit it."""
     track: bool = True
     """Log to the experiment tracker."""
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -235,7 +235,7 @@ def _run(config: Config, world: World, own_callbacks: Iterable[Any]) -> Result:
         callbacks = [*enter([hardware.MemoryUse(), *watching], stack)]
         checkpointer = stack.enter_context(start(state, run_dir.path, group))
         validation = group.from_first(lambda: validated_at(run_dir.path, state.step))
-        # Whether a stop signal cut the validation short of the step that the run resumes from.
+        # Did a stop signal interrupt the validation of the step that the run resumes from?
         done = validation or checkpointer.restored.get("validation_loss") is not None
         owed = state.step > 0 and not done and is_due(state, config.train.validate_every)
         ended = group.from_first(lambda: directory.ended(state.step, config.train.steps))
@@ -277,14 +277,14 @@ def _loop(
     def evaluate() -> dict[str, float]:
         """Validate, and call the callbacks; {} if a stop signal cuts it short."""
         with group.phase("validation"):
-            # FINISH, by a callback, cuts none short.
+            # Only a stop signal interrupts a validation: FINISH % FINISH is 0.
             figures = validate_averaged(state, lambda: stop.poll(saves.failed)[0] % FINISH)
             for call in after_validation if figures else ():
                 call(state, figures)
         # Yours among them: training may have figures of the same name.
         return {f"validation_{n.removeprefix('validation_')}": v for n, v in figures.items()}
 
-    # `owed`: a stop signal cut the validation short of the step that the run resumes from.
+    # `owed`: a stop signal interrupted the validation of the step that the run resumes from.
     validation = evaluate() if owed else {}
     journal.begin(validation)
     # A stop signal during the last validation: the poll below must see it, too.

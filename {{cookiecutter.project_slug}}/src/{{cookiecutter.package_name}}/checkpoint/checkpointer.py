@@ -1,8 +1,8 @@
 """When a run saves, what it restores, and which checkpoints it may resume from.
 
-A `Checkpointer` owns a writer (writer.py: the answer to "Checkpoint format") and a publisher
-(publish.py). The loop calls `save`; the writer takes the tensors, at once or in the background,
-and hands what writes this rank's files to the publisher.
+A `Checkpointer` owns a writer (writer.py) and a publisher (publish.py). The loop calls `save`. The
+writer copies the tensors, at once or in the background, then gives the publisher a function that
+writes this rank's files.
 """
 
 import contextlib
@@ -79,7 +79,7 @@ class Checkpointer:
         return self.writer.failed
 
     def remember(self, callbacks: Iterable[Any]) -> None:
-        """Save the state of those that have one from now on; give back what was saved of it."""
+        """Restore the saved state of each callback with `state_dict()`; save it from now on."""
         saved = self.restored.get("callbacks")
         for one in callbacks:
             if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
@@ -170,8 +170,8 @@ class Checkpointer:
     def restore(self, reset_optimizer: bool = False) -> int:
         """Load the newest good checkpoint; its step, or 0 when there is none to load.
 
-        It is verified whole before anything of it is loaded. UserError when it is of another run,
-        or of another optimizer, unless `reset_optimizer`: then that one's state is left out.
+        It is verified as a whole before anything is loaded. UserError if another run saved it, or
+        if optimizer state would be lost; `reset_optimizer` drops that state instead.
         """
         newest = self.publisher.newest_good()
         if newest is None:

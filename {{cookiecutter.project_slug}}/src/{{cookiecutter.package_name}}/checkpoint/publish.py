@@ -1,7 +1,7 @@
 """Publish, find, set aside and prune checkpoints: a directory of them survives any crash.
 
-A checkpoint is a directory `step_00000120/`: a manifest.json and the files it names. A save makes
-it as follows, and at no instant is there no loadable checkpoint:
+A checkpoint is a directory `step_00000120/`: a manifest.json and the files it names. A save takes
+these steps. Once there is a loadable checkpoint, there is one at every instant:
 
 1. rank 0 makes a fresh, reserved directory beside the published ones;
 2. every rank writes its files there; a failure on any rank fails the save on every rank;
@@ -104,11 +104,11 @@ class Publisher:
         return path
 
     def newest_good(self, after: int = -1) -> Found | None:
-        """The newest checkpoint that verifies, of a step after that one; None if there is none.
+        """The newest checkpoint that verifies, later than step `after`; None if there is none.
 
-        Damaged ones on the way are renamed to `step_….damaged-<n>`. CheckpointError if there are
-        only damaged ones: to start afresh over them is for a person to decide. RankError if one
-        cannot be read: that is not damage, and may pass.
+        Damaged ones are renamed to `step_….damaged-<n>`. CheckpointError if only damaged ones are
+        there: a person must decide whether to start over. RankError if one cannot be read, which
+        is no damage: a retry may succeed.
         """
         self.group.from_first(self.remove_leftovers)
         for path in reversed(self.group.from_first(lambda: published(self.directory))):
@@ -134,7 +134,7 @@ class Publisher:
 
     def prune(self) -> None:
         """Remove what retention does not keep, and reservations that nobody writes to."""
-        # A checkpoint whose manifest is damaged neither counts nor goes: it is for a person to see.
+        # One with a damaged manifest is neither counted nor removed: a person should see it.
         keep, every = self.retention.keep, self.retention.keep_every
         try:
             old, self.losses = self.losses, {}

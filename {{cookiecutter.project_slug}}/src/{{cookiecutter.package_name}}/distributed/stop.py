@@ -17,9 +17,9 @@ TO_BE_RESTARTED = 75  # exit code (EX_TEMPFAIL) after "regrouping": any but 0 ma
 
 
 class Stop:
-    """Takes over the stop signals: their handler acknowledges the first and sets a flag to poll.
+    """Takes over the stop signals: the handler reports the first and sets a flag; the loop polls.
 
-    A second Ctrl-C means now, as does one during start-up.
+    A second Ctrl-C, or one during start-up, raises KeyboardInterrupt at once.
     """
 
     since = math.inf  # when this process got a stop signal
@@ -35,7 +35,7 @@ class Stop:
         Stop.since = math.inf
         nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         numbers = [n for n in STOP_SIGNALS if n != signal.SIGHUP or not nohup]
-        with contextlib.suppress(ValueError):  # not in the main thread: then nothing is handled
+        with contextlib.suppress(ValueError):  # outside the main thread no signal is handled
             self.previous = {n: signal.signal(n, self._handle) for n in numbers}
         return self
 
@@ -50,7 +50,7 @@ class Stop:
 
     def poll(self, failed: bool = False) -> tuple[int, bool]:
         """Agree on a stop signal (or 0), and on whether a save failed on any rank."""
-        # What the ranks agree on is what they knew at the poll before, so that none waits. Only the
+        # Each poll returns the flags that ranks sent at the poll before, so that none waits. Only the
         # first poll waits: a stop during start-up takes effect before the first step.
         self.polled = True
         word = FINISH if self.reason else self.signal or 0
@@ -64,7 +64,7 @@ class Stop:
         self.reason = reason or "a callback"
 
     def outcome(self, stop_signal: int) -> Literal["finished", "preempted", "regrouping"]:
-        """How a run that has saved everything ended, by the signal that the ranks agreed on."""
+        """The final status of a run that has saved everything, from the agreed stop signal."""
         if stop_signal in (0, FINISH):
             return "finished"
         return "regrouping" if regrouping(lambda: self.signal is not None) else "preempted"
