@@ -16,10 +16,10 @@ language = project_fixture("fitted", workflow="full")
 image = project_fixture("fitted_image", workflow="full", task="image_classifier")
 sharded = project_fixture("fitted_fsdp", workflow="full", parallelism="fsdp")
 CHANGES: list[dict[str, Any]] = [
-    {},
+    {},  # two micro-batches
     {"train.micro_batch_size": 8, "model.width": 128},
     {"train.activation_checkpointing": True, "optim.ema": 0.9},
-    {"train.global_batch_size": 64, "optim.name": "adamw"},
+    {"train.micro_batch_size": 32, "train.global_batch_size": 32, "model.layers": 3},
 ]
 
 
@@ -42,13 +42,14 @@ def config_of(project: Project, **changes: Any) -> Any:
 
 
 def foretold(project: Project, config: Any) -> tuple[int, int, int]:
-    """The largest size's peak, and the bytes of the weights and of the optimizer's state."""
+    """The peak with its micro-batch, and the bytes of the weights and of the optimizer's state."""
     module = project.module("workflow.fit")
     meter = module.Meter(1e12, 1e12)
-    with mock.patch.object(module, "FUSED", ()):
-        for _, state in module.measure(config, meter):
-            found = meter.peak, *kept(project, state)
-    return found
+    with mock.patch.object(module, "ON_GPU", []):
+        for size, state in module.measure(config, meter):
+            if size == config.train.micro_batch_size:
+                return meter.peak, *kept(project, state)
+    raise AssertionError("no such size was measured")
 
 
 def kept(project: Project, state: Any) -> tuple[int, int]:
@@ -82,21 +83,22 @@ def taken(project: Project, config: Any) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
-@pytest.mark.parametrize("task", ["language", "image"])
+@pytest.mark.parametrize(("task", "near"), [("language", 0.05), ("image", 0.15)])
 def test_a_step_takes_what_was_foretold(
-    request: pytest.FixtureRequest, task: str, changes: dict[str, Any]
+    request: pytest.FixtureRequest, task: str, near: float, changes: dict[str, Any]
 ) -> None:
-    """Weights and the optimizer's state to the byte, the peak within 5 %."""
+    """Weights and the optimizer's state to the byte, the peak nearly: convolutions need scratch."""
     project: Project = request.getfixturevalue(task)
     config = config_of(project, **changes)
     peak, *exact = foretold(project, config)
     real, *measured = taken(project, config)
     assert exact == measured
-    assert abs(peak - real) <= 0.05 * real, (peak, real)
+    assert abs(peak - real) <= near * real, (peak, real)
 
 
 def test_ranks_share_what_fsdp_shards(sharded: Project) -> None:
-    one, four = (foretold(sharded, config_of(sharded, ranks=ranks)) for ranks in (1, 4))
+    changes = {"train.global_batch_size": 16, "train.micro_batch_size": 4}
+    one, four = (foretold(sharded, config_of(sharded, ranks=n, **changes)) for n in (1, 4))
     for alone, shared in zip(one[1:], four[1:], strict=True):
         assert alone / 4 <= shared <= 1.1 * alone / 4
     assert four[0] < one[0]
@@ -104,9 +106,34 @@ def test_ranks_share_what_fsdp_shards(sharded: Project) -> None:
 
 def test_gradients_that_wait_for_the_next_micro_batch_are_counted(sharded: Project) -> None:
     """With several micro-batches FSDP keeps them whole, unless it reduces each."""
-    whole = foretold(sharded, config_of(sharded, ranks=2, **{"train.global_batch_size": 16}))
-    changes = {"train.global_batch_size": 16, "parallel.reduce_each": True}
-    assert foretold(sharded, config_of(sharded, ranks=2, **changes))[0] < whole[0]
+    changes = {"train.global_batch_size": 8, "train.micro_batch_size": 1, "model.width": 128}
+    changes |= {"model.layers": 8}
+    whole = foretold(sharded, config_of(sharded, ranks=2, **changes))
+    changes["parallel.reduce_each"] = True
+    assert foretold(sharded, config_of(sharded, ranks=2, **changes))[0] < 0.9 * whole[0]
+
+
+def test_a_gpu_keeps_what_its_kernels_keep(image: Project) -> None:
+    """CUDA's autocast normalises in float32, so that more is kept than in a CPU's bfloat16."""
+    module, changes = image.module("workflow.fit"), {"train.precision": "bf16"}
+    config = config_of(image, **changes)
+    of_cpu = foretold(image, config)[0]
+    peaks = {}
+    meter = module.Meter(1e12, 1e12)
+    for size, _ in module.measure(config, meter):
+        peaks[size] = meter.peak
+    assert peaks[config.train.micro_batch_size] > 1.1 * of_cpu
+
+
+def test_attention_keeps_no_scores(language: Project) -> None:
+    module, longer = language.module("workflow.fit"), {"data.context": 1024, "model.dropout": 0.1}
+    meter, peaks = module.Meter(1e12, 1e12), []
+    for context in (512, 1024):
+        longer["data.context"] = context
+        for size, _ in module.measure(config_of(language, **longer), meter):
+            if size == 1:
+                peaks.append(meter.peak)
+    assert peaks[1] < 2.1 * peaks[0], "linear in the context"
 
 
 def shown(project: Project, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -126,7 +153,8 @@ def test_it_ends_with_the_command_to_type(
     *_, command = text.splitlines()
     start = "to train: NNODES=2 RDZV_ENDPOINT=FIRST-MACHINE:29500 ./launch.sh -n 8 train "
     typed = "--preset tiny --data.path text.txt --train.global-batch-size 32 --model.width 64 "
-    assert command == f"{start}{typed}--train.micro-batch-size=2"
+    found = "--train.micro-batch-size=2 --train.no-activation-checkpointing"
+    assert command == f"{start}{typed}{found}"
     rows = [line.split() for line in text.splitlines() if " fits " in line]
     assert [row[0] for row in rows] == ["1", "2"] * 2
     for row in rows:
@@ -138,18 +166,29 @@ def test_it_ends_with_the_command_to_type(
 def test_what_does_not_fit(language: Project, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = shown(language, capsys, "--ranks", "2", "--device-memory", "0.0002")
     assert code == 1 and "too much" in text and "parallelism=fsdp" in text
-    assert "to train" not in text
-    # What fits only with activations computed again.
-    config = config_of(language, ranks=2, **{"train.activation_checkpointing": True})
-    least = foretold(language, config)[0]
-    assert least < foretold(language, config_of(language, ranks=2))[0]
+    assert "weights " in text and "to train" not in text
+
+
+def test_what_fits_with_recomputation_only(
+    language: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--train.global-batch-size", "16", "--model.layers", "8", "--ranks", "1"
+    text = shown(language, capsys, *words)[1]
+    sizes = re.findall(r"^ +\d+  (no|yes) +([\d.]+) MB", text, re.M)
+    kept, recomputed = (min(float(size) for it, size in sizes if it == ac) for ac in ("no", "yes"))
+    assert recomputed < kept
+    between = str((kept + recomputed) / 2 / 0.9 / 1000)  # GB, of which a tenth is left free
+    code, text = shown(language, capsys, *words, "--device-memory", between)
+    assert code == 0 and "too much" in text
+    assert text.splitlines()[-1].endswith("--train.activation-checkpointing")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--device", "H1000"), "choose from B200, "),
-        (("--ranks", "9"), "1 to 8, as a global batch has so many samples"),
+        (("--ranks", "12", "--train.global-batch-size", "12"), "beyond 8 in eights"),
+        (("--ranks", "9"), "1 to 8 (a global batch)"),
         (("--ranks", "-1"), "1 to 8"),
     ],
 )

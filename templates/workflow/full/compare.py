@@ -6,7 +6,6 @@ measured once). What was measured interleaved has its own interval. Where measur
 code differ by no more than that, at most 5 of 100 pairs get a verdict; shared machines differ more.
 """
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,10 +25,8 @@ from .timing import differences, spread
 
 NOISE, NOISE_OF_BYTES, ONCE = 0.032, 0.01, 0.13  # standard deviations of a measurement, relative
 LOSSES = 0.01  # relative
-OF_TIME = 0.01  # of shares of the time
 MORE_IS_BETTER = ("per_second", "speedup", "efficiency", "mfu")
 LESS_IS_BETTER = ("seconds", "bytes")
-WAITS = {"data_seconds": "waiting_for_data", "checkpoint_blocked_seconds": "waiting_for_saves"}
 OF_RUN = ("samples_per_second", "device_peak_bytes", "host_bytes")
 OF_MACHINE = ("device", "gpus", "cpu", "cores")
 BUSY = 1.5  # load for each core
@@ -92,14 +89,6 @@ def content_of_run(path: Path) -> Content:
     for name in OF_RUN:  # without the first record, which holds warm-up and compilation
         if values := [value for record in records[1:] for value in finite(record.get(name))]:
             figures[name] = max(values) if name.endswith("bytes") else spread(values)
-    waits, seconds = dict.fromkeys(WAITS.values(), 0.0), 0.0
-    for before, record in itertools.pairwise(records):
-        steps = record["step"] - before["step"]
-        seconds += sum(finite(record.get("step_seconds"))) * steps
-        for key, name in WAITS.items():
-            times = steps if key == "data_seconds" else 1  # of a step, and of all since
-            waits[name] += sum(finite(record.get(key))) * times
-    figures |= {name: waited / seconds for name, waited in waits.items() if seconds > 0}
     status = read_json(path / "status.json")
     origin = {key: status.get(key) for key in ("machine", "versions", "ranks")}
     figures["records"] = len(records)
@@ -148,11 +137,6 @@ def verdicts(a: Content, b: Content) -> Iterator[tuple[str, str]]:
         one, two = first[name], second[name]
         if isinstance(one, dict):
             yield verdict_of_losses(name, one, two)
-        elif name in WAITS.values():
-            line = f"{name} {one.value:.1%} -> {two.value:.1%} of the time"
-            more = two.value - one.value
-            word = "within noise" if abs(more) <= OF_TIME else ("worse" if more > 0 else "better")
-            yield line, f"not comparable: {apart or busy}" if apart or busy else word
         elif one.low > 0 and two.low > 0:
             of_bytes = name.endswith("bytes")
             once = one.low == one.high or two.low == two.high
@@ -176,8 +160,7 @@ def measured(figures: Content, prefix: str = "") -> Iterator[tuple[str, Any]]:
             steps = value if isinstance(value, dict) else dict(enumerate(value, 1))
             yield name, {step: next(iter(finite(x)), math.nan) for step, x in steps.items()}
         elif not isinstance(value, dict):
-            of_kind = ends_with(name, LESS_IS_BETTER + MORE_IS_BETTER) or name in WAITS.values()
-            if of_kind and name != "interval_seconds":  # which is advice
+            if ends_with(name, LESS_IS_BETTER + MORE_IS_BETTER) and name != "interval_seconds":
                 yield from ((name, Interval(x, x, x)) for x in finite(value))
         elif "median" in value:
             yield name, interval_of(*(float(value[key]) for key in ("median", "p10", "p90", "n")))

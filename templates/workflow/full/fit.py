@@ -3,7 +3,7 @@
 The project's own setup and step run as one rank of many, on fake tensors: they have shapes, and no
 data. A mode sees each operator, and each tensor from its birth to its end. The bound is a roofline
 (Williams et al., 2009): an operator takes as long as its FLOPs at the peak of the GPU, or as the
-bytes that it reads and writes at its bandwidth. What is compiled is bound by its products alone.
+bytes that it reads and writes at its bandwidth. Compiled code costs its matrix products only.
 """
 
 import argparse
@@ -20,10 +20,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from .. import train as loop
@@ -44,24 +46,42 @@ GPUS = {
 }
 # fmt: on
 EACH = 8  # GPUs of a machine
-READS = "the step reads the value of a tensor, for which it would wait on a GPU"
-ROOM = 0.9  # of the memory: the rest is for fragments, CUDA's context, cuBLAS and NCCL
-FLASH = torch.ops.aten._scaled_dot_product_flash_attention
-# Where a GPU has one kernel and a CPU has several: what keeps as much for backward as that kernel.
-FUSED = (
-    (F, "scaled_dot_product_attention", lambda q, k, v, *rest, **named: FLASH(q, k, v)[0]),
-    (F, "rms_norm", lambda x, shape, weight=None, eps=None: F.layer_norm(x, shape, weight)),
-)
+READS = "the model or the step reads the value of a tensor: a GPU would have to be waited for"
+ROOM = 0.9  # of the memory: the rest is for what is not counted
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Tensor:
+    """Attention by the flash kernel, where its form allows that."""
+    if query.ndim != 4 or query.shape[-1] != value.shape[-1]:
+        return ATTENTION(query, key, value, *rest, **named)
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
+
+
+def in_float(function: Any) -> Any:
+    """A function that works in float32 under CUDA's autocast, but not under a CPU's."""
+    low = partial(torch.is_autocast_enabled, "cpu")
+    return lambda input, *rest, **named: function(input.float() if low() else input, *rest, **named)
+
+
+ATTENTION, FLOAT = F.scaled_dot_product_attention, ("group_norm", "layer_norm", "softmax")
+# What a GPU does otherwise than a CPU: one kernel in place of several, masks of bool, other dtypes.
+# RMSNorm is replaced by a norm that keeps as much for backward as its one kernel.
+ON_GPU: list[tuple[Any, str, Any]] = [
+    (F, "scaled_dot_product_attention", attention),
+    (F, "rms_norm", lambda input, shape, weight=None, eps=None: F.layer_norm(input, shape, weight)),
+    (F, "dropout", lambda x, p=0.5, on=True, *_: torch.native_dropout(x, p, True)[0] if on else x),
+    *((F, name, in_float(getattr(F, name))) for name in FLOAT),
+]
 
 
 @dataclass(frozen=True)
 class FitConfig(Config):
-    """A training run, and what it is to run on."""
+    """A training run, and its GPUs."""
 
     ranks: int = 0
-    """Processes, each with a GPU (0: 8, or 1 where the project is made for one)."""
-    device: str = "H100"
-    """Kind of GPU."""
+    """Processes, each with a GPU (0: 8, or 1 if the project runs in one process)."""
+    device: str = "auto"
+    """Kind of GPU (auto: H100)."""
     device_memory: float = 0.0
     """Memory of each GPU in GB (0: the usual one of its kind)."""
 
@@ -77,27 +97,23 @@ class Meter(TorchDispatchMode):
         self.begin(1)
 
     def begin(self, times: float) -> None:
-        """Count a step, as of one with so many times the micro-batches; what is alive stays so."""
+        """Start a new count, of a step with so many `times` the micro-batches that are taken."""
         self.peak, self.when, self.cost, self.times = self.now, "", Counter[Any](), times
 
     def __torch_dispatch__(self, call: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         if call is torch.ops.prim.device.default:  # asked for all the time
-            return call(*given)
+            return given[0].fake_device
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it then calls operators on its local part
         result = call(*given, **(named or {}))
         leaves = tree_leaves((given, named, result))
-        sizes = {id(it): it.nbytes for it in leaves if isinstance(it, torch.Tensor)}
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                self.hold(leaf.untyped_storage())
-        if call.namespace == "c10d":  # gradients are reduced once, whatever the micro-batches
-            part = self.part if "gather" in call._opname else "optimizer"
-            self.cost["sent", part] += max(sizes.values(), default=0)
-        elif not call.is_view:
+        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values()
+        for tensor in tensors:
+            self.hold(tensor.untyped_storage())
+        if not call.is_view and call.namespace != "c10d":
             count = flop_registry.get(call._overloadpacket)
             flops = count(*given, **(named or {}), out_val=result) if count else 0
-            seconds = max(flops / self.speed[0], sum(sizes.values()) / self.speed[1])
+            seconds = max(flops / self.speed[0], sum(t.nbytes for t in tensors) / self.speed[1])
             self.cost["eager", self.part] += seconds
             if self.part != "optimizer":
                 self.cost["flops", self.part] += flops
@@ -125,14 +141,14 @@ class Meter(TorchDispatchMode):
         self.part = "optimizer"
 
     def total(self, kind: str) -> float:
-        """The cost of the step: "flops", "eager" and "compiled" seconds at least, bytes "sent"."""
+        """The cost of the step: "flops", and seconds, "eager" and "compiled"."""
         costs = ((part, value) for (name, part), value in self.cost.items() if name == kind)
         return sum(value * (1 if part == "optimizer" else self.times) for part, value in costs)
 
 
 @contextlib.contextmanager
 def one_rank(config: FitConfig, meter: Meter) -> Iterator[loop.State]:
-    """The state of a rank. In the block all tensors are fake, and the ranks agree at once."""
+    """The state of a rank. In the block tensors are fake, and ranks need not agree on anything."""
     sharded = parallel.SHARDED and config.ranks > 1
     several = {"size": config.ranks, "distributed": True} if sharded else {"size": 1}
     world = World(rank=0, device=torch.device("cpu"), **several)
@@ -144,10 +160,10 @@ def one_rank(config: FitConfig, meter: Meter) -> Iterator[loop.State]:
             (loop, "annotated", meter.annotated),
             (parallel, "require_same", lambda *values: None),
             (parallel, "agree_on_buffers", lambda *values: None),
-            # By this, which is no operator, FSDP frees what it has gathered.
+            # FSDP frees gathered weights by this, and no operator is called.
             (torch.UntypedStorage, "resize_", lambda it, n: (resize(it, n), meter.hold(it))[0]),
-            (torch.nn.Module, "to", lambda module, *to: module),
-            *FUSED,
+            (torch.nn.Module, "to", lambda module, *to, **named: module),
+            *ON_GPU,
         ):
             stack.enter_context(patch.object(owner, name, value))
         if sharded:
@@ -170,16 +186,15 @@ def measure(config: FitConfig, meter: Meter) -> Iterator[tuple[int, loop.State]]
     share = -(-config.train.global_batch_size // config.ranks)
     sizes = sorted({share, *(2**power for power in range(share.bit_length()))})
     with one_rank(config, meter) as state:
-        for number, size in enumerate([sizes[0], *sizes]):  # the first makes the optimizer's state
-            count = -(-share // size)
-            state.plan = [loop.Share(slice(0, size), 1.0)] * min(2, count)  # the others are alike
-            with fake_tensor.unset_fake_temporarily():
+        if any(isinstance(module, _BatchNorm) for module in state.model.modules()):
+            sizes = sizes[share > 1 :]  # one sample has no statistics
+        for number, size in enumerate([share, *sizes]):  # the first makes the optimizer's state
+            state.plan = [loop.Share(slice(0, size), 1.0)] * min(2, -(-share // size))
+            with _disable_current_modes():
                 batch = state.loader.source[0, state.plan[0]]
-            meter.begin(count / len(state.plan))
-            try:
-                loop.train_step(state, [batch] * len(state.plan))
-            except fake_tensor.DataDependentOutputException:
-                raise UserError(f"{READS}: `pytest -k reads_no_value` names the line") from None
+            batch = tree_map_only(Tensor, torch.clone, batch)  # a fake one
+            meter.begin(share / size / len(state.plan))
+            loop.train_step(state, [batch] * len(state.plan))
             if number:
                 yield size, state
 
@@ -189,56 +204,60 @@ def parts_of(meter: Meter, state: loop.State) -> str:
     weights = sum(parallel.local_part(p).nbytes for p in state.model.parameters())
     kept = [v for each in state.optimizer.state.values() for v in each.values()]
     moments = sum(parallel.local_part(v).nbytes for v in kept if torch.is_tensor(v))
-    sent = meter.total("sent") or 2.0 * weights * (state.config.ranks > 1)  # by DDP: not followed
-    text = f"weights {in_units(weights)}, optimizer {in_units(moments)}, gradients and activations "
-    text += f"{in_units(meter.peak - weights - moments)}, in {meter.when}"
-    return f"{text}; each step a rank sends {in_units(sent)}"
+    text = f"weights {in_units(weights)}, optimizer {in_units(moments)}, all else "
+    return f"{text}{in_units(meter.peak - weights - moments)}; reached in {meter.when}"
 
 
 def fit(config: FitConfig, arguments: list[str]) -> int:
     """Print what fits, and the command to type; 1 if nothing does."""
-    name = {each.lower(): each for each in GPUS}.get(config.device.lower())
+    names = {"auto": "H100", "cuda": "H100", "cpu": "H100"} | {each.lower(): each for each in GPUS}
+    name = names.get(config.device.lower())
     if not name:
         raise UserError(f"--device {config.device}: choose from {', '.join(GPUS)}")
     memory = 1e9 * (config.device_memory or GPUS[name][0])
     flops, bandwidth = 1e12 * PEAK_BF16_TFLOPS[name], 1e12 * GPUS[name][1]
-    ranks = config.ranks or (1 if refusal(config, EACH) else EACH)
     batch = config.train.global_batch_size
-    if not 1 <= ranks <= batch:
-        raise UserError(f"--ranks {ranks}: 1 to {batch}, as a global batch has so many samples")
+    ranks = config.ranks or (1 if refusal(config, EACH) else min(EACH, batch))
+    if not 1 <= ranks <= batch or (ranks > EACH and ranks % EACH):
+        raise UserError(f"--ranks {ranks}: 1 to {batch} (a global batch), beyond {EACH} in eights")
     parallel.check_ranks(config.parallel, ranks)
     settings = {"train.precision": "bf16"} if config.train.precision == "auto" else {}
     config = override(config, settings | {"ranks": ranks, "compile.mode": "none", "device": "cpu"})
     print(f"{named(ranks, 'rank')}, {name} with {in_units(memory)} each, batches of {batch}")
-    print("micro-batch  recompute  memory              samples/s and MFU at most: eager, compiled")
-    fitting: list[tuple[list[float], int, bool, str]] = []
+    print(
+        "micro-batch  recompute  memory              samples/s and MFU (roofline): eager, compiled"
+    )
+    rows: list[tuple[bool, list[float], int, bool, str]] = []
     of_sample = 0.0
-    for recompute in (False, True):
-        meter = Meter(flops, bandwidth)
-        change = {"train.activation_checkpointing": recompute}
-        for size, state in measure(override(config, change), meter):
-            of_sample = of_sample or meter.total("flops") / batch  # without what is recomputed
-            pace = [batch / meter.total(kind) for kind in ("eager", "compiled")]
-            bounds = [f"{rate:10,.4g} {of_sample * rate / flops:4.0%}" for rate in pace]
-            fits = meter.peak <= ROOM * memory
-            text = f"{size:11}  {'yes' if recompute else 'no':9}  {in_units(meter.peak):>7} "
-            print(text + ("fits    " if fits else "too much"), *bounds, flush=True)
-            if fits:
-                fitting.append((pace, size, recompute, parts_of(meter, state)))
-    if not fitting:
+    try:
+        for recompute in (False, True):
+            meter = Meter(flops, bandwidth)
+            change = {"train.activation_checkpointing": recompute}
+            for size, state in measure(override(config, change), meter):
+                of_sample = of_sample or meter.total("flops") / batch  # without what is recomputed
+                pace = [batch / meter.total(kind) for kind in ("eager", "compiled")]
+                fits = meter.peak <= ROOM * memory
+                rows.append((fits, pace, size, recompute, parts_of(meter, state)))
+                bounds = [f"{rate:12,.1f} {of_sample * rate / flops:4.0%}" for rate in pace]
+                text = f"{size:11}  {'yes' if recompute else 'no':9}  {in_units(meter.peak):>7} "
+                print(text + ("fits    " if fits else "too much"), *bounds, flush=True)
+    except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException):
+        raise UserError(f"{READS}: `pytest -k reads_no_value` names the line") from None
+    fits, _, size, recompute, parts = max(rows)
+    print(f"the peak with micro-batches of {size}: {parts}")
+    print(
+        "not counted: fragmentation, CUDA's context, buffers of cuBLAS, cuDNN, NCCL, FlexAttention"
+    )
+    if not fits:
         other = "more ranks" if parallel.SHARDED else "FSDP (parallelism=fsdp)"
         print(f"nothing fits into {ROOM:.0%} of the memory: {other}, or a smaller model or sample")
         return 1
-    _, size, recompute, parts = max(fitting)
-    print(f"the peak with micro-batches of {size}: {parts}")
-    print("not counted: fragmentation, CUDA's context, cuBLAS's and NCCL's buffers, slower kernels")
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for option in ("--ranks", "--device", "--device-memory"):
-        parser.add_argument(option)
+    parser.add_argument("--ranks", "--device", "--device-memory", dest="of_fit")
     words = [*parser.parse_known_args(arguments)[1], f"--train.micro-batch-size={size}"]
-    words += ["--train.activation-checkpointing"] * recompute
+    words += [f"--train.{'' if recompute else 'no-'}activation-checkpointing"]
     start = f"./launch.sh -n {min(ranks, EACH)}" if ranks > 1 else f"python -m {PACKAGE}"
     if ranks > EACH:
-        start = f"NNODES={-(-ranks // EACH)} RDZV_ENDPOINT=FIRST-MACHINE:29500 {start}"
+        start = f"NNODES={ranks // EACH} RDZV_ENDPOINT=FIRST-MACHINE:29500 {start}"
     print(f"to train: {start} train {shlex.join(words)}")
     return 0
