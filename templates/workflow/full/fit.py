@@ -45,9 +45,8 @@ GPUS = {
     "RTX 4090": (24, 1.0), "MI300X": (192, 5.3),
 }
 # fmt: on
-EACH = 8  # GPUs of a machine
 READS = "the model or the step reads the value of a tensor: a GPU would have to be waited for"
-ROOM = 0.9  # of the memory: the rest is for what is not counted
+EACH, ROOM = 8, 0.9  # GPUs of a machine; of the memory: the rest is for what is not counted
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Tensor:
@@ -103,7 +102,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, call: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         if call is torch.ops.prim.device.default:  # asked for all the time
             return given[0].fake_device
-        if any(issubclass(kind, DTensor) for kind in types):
+        if DTensor in types:
             return NotImplemented  # it then calls operators on its local part
         result = call(*given, **(named or {}))
         leaves = tree_leaves((given, named, result))
@@ -124,13 +123,14 @@ class Meter(TorchDispatchMode):
     def hold(self, storage: Any) -> None:
         """Count a storage until its end, by the size that it has now."""
         key = id(storage)
-        watch, before = self.alive.get(key) or (weakref.ref(storage, partial(self._free, key)), 0)
+        watch, before = self.alive.get(key) or (weakref.ref(storage, partial(self.free, key)), 0)
         self.alive[key] = watch, storage.nbytes()
         self.now += storage.nbytes() - before
         if self.now > self.peak:
             self.peak, self.when = self.now, self.part
 
-    def _free(self, key: int, watch: object) -> None:
+    def free(self, key: int, watch: object) -> None:
+        """The end of a storage."""
         self.now -= self.alive.pop(key)[1]
 
     @contextlib.contextmanager

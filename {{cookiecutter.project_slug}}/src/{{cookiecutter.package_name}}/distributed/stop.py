@@ -35,7 +35,7 @@ class Stop:
         Stop.since = math.inf
         nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         numbers = [n for n in STOP_SIGNALS if n != signal.SIGHUP or not nohup]
-        with contextlib.suppress(ValueError):  # outside the main thread no signal is handled
+        with contextlib.suppress(ValueError):  # none is handled in other threads
             self.previous = {n: signal.signal(n, self._handle) for n in numbers}
         return self
 
@@ -50,8 +50,8 @@ class Stop:
 
     def poll(self, failed: bool = False) -> tuple[int, bool]:
         """Agree on a stop signal (or 0), and on whether a save failed on any rank."""
-        # Each poll returns the flags that ranks sent at the poll before, so that none waits. Only the
-        # first poll waits: a stop during start-up takes effect before the first step.
+        # Each poll returns the flags sent at the poll before, so that no rank waits. Only the first
+        # poll waits: a stop during start-up takes effect before the first step.
         self.polled = True
         word = FINISH if self.reason else self.signal or 0
         stop_signal, any_failed = self.group.exchange([word, int(failed)])
