@@ -2,7 +2,7 @@
 
 python -m scripts.tutorial             7 to 15 minutes on two cores with nothing beside
 python -m scripts.tutorial --check     the same, but the page stays as it is
-python -m scripts.tutorial --picture   also docs/report-light.png and -dark.png, by chromium
+python -m scripts.tutorial --picture   also the pictures of README and tutorial, by chromium
 
 The template is the last commit of this checkout, under its public address. A block of
 
@@ -15,6 +15,9 @@ A comment right before a console block says what is kept of each command's outpu
 killed, any other has to succeed.
 """
 
+import gzip
+import html
+import json
 import os
 import re
 import shutil
@@ -106,17 +109,61 @@ def typed(shell: Shell, how: str | None, what: str, block: str) -> str:
     return "\n".join(written) + "\n"
 
 
-def photograph(report: Path) -> None:
-    """The top of a report, in light and in dark colours."""
+BESIDE = """<!doctype html><meta charset="utf-8"><style>
+body {{ margin: 0; display: flex; background: {back} }}
+pre {{ margin: 18px 0 18px 18px; padding: 16px; width: 560px; box-sizing: border-box;
+  border-radius: 10px; background: #161b26; color: #dde3ee; font: 13px/1.5 monospace;
+  white-space: pre-wrap; align-self: flex-start }}
+b {{ color: #8ec7ff }}
+iframe {{ border: 0; width: 1000px; height: 850px; zoom: .68 }}
+</style><pre>{terminal}</pre><iframe src="{report}"></iframe>"""
+
+
+def photograph(report: Path, page: str) -> None:
+    """The top of a report, alone and beside the terminal of the kill, in light and dark colours."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
     if not browser:
         raise SystemExit("error: --picture needs chromium")
-    for kind, dark in (("light", []), ("dark", ["--blink-settings=preferredColorScheme=0"])):
-        words = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", *dark]
-        words += ["--force-device-scale-factor=1.5", "--window-size=1000,708"]
-        target = ROOT / f"docs/report-{kind}.png"
-        command = [browser, *words, f"--screenshot={target}", report.as_uri()]
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
+    (block,) = (block for *_, block in BLOCK.findall(page) if "--signal KILL" in block)
+    escaped = html.escape(re.sub(" {3,}", "  ", block), quote=False)
+    terminal = re.sub(r"^(\$ .*)", r"<b>\1</b>", escaped, flags=re.MULTILINE)
+    beside = report.with_name("beside.html")
+    for kind, back in (("light", "#f4f6fa"), ("dark", "#10141c")):
+        beside.write_text(BESIDE.format(back=back, terminal=terminal, report=report.name), "utf-8")
+        words = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        words += ["--allow-file-access-from-files", "--force-device-scale-factor=1.5"]
+        words += ["--blink-settings=preferredColorScheme=0"] if kind == "dark" else []
+        for name, shown, size in (("report", report, "1000,708"), ("beside", beside, "1270,560")):
+            target = f"--screenshot={ROOT}/docs/{name}-{kind}.png"
+            command = [browser, *words, f"--window-size={size}", target, shown.as_uri()]
+            subprocess.run(command, check=True, capture_output=True, timeout=120)
+
+
+def draw_trace(trace: Path, target: Path) -> None:
+    """One step of a trace, as Perfetto shows the thread that trains."""
+    from matplotlib.figure import Figure
+
+    with gzip.open(trace, "rt", encoding="utf-8") as file:
+        events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+    step = [event for event in events if event["name"].startswith("ProfilerStep#")][1]
+    first, last = step["ts"], step["ts"] + step["dur"]
+    same = [e for e in events if e["tid"] == step["tid"] and first <= e["ts"] < last]
+    figure = Figure(figsize=(12, 2.9), layout="constrained")
+    axes, ends = figure.subplots(), list[float]()
+    for event in sorted(same, key=lambda event: (event["ts"], -event["dur"])):
+        start, end = event["ts"], event["ts"] + event["dur"]
+        while ends and ends[-1] < end:
+            ends.pop()
+        at, width = (start - first) / 1e3, event["dur"] / 1e3
+        colour = "#2f6fde" if event["cat"] == "cpu_op" else "#e08a1e"
+        axes.barh(-len(ends), width, left=at, height=0.9, color=colour, edgecolor="white", lw=0.2)
+        if event["dur"] > 0.05 * step["dur"]:
+            name = event["name"][: int(110 * event["dur"] / step["dur"])]
+            axes.text(at + width / 2, -len(ends), name, ha="center", va="center", fontsize=7)
+        ends.append(end)
+    axes.set(xlabel="ms of one step", yticks=[], xlim=(0, step["dur"] / 1e3))
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.savefig(target, dpi=110)
 
 
 def main(arguments: list[str]) -> int:
@@ -137,7 +184,9 @@ def main(arguments: list[str]) -> int:
         if "--check" not in arguments:
             PAGE.write_text(new, "utf-8")
         if "--picture" in arguments:
-            photograph(next(Path(place).glob("*/runs/gated/report.html")))
+            photograph(next(Path(place).glob("*/runs/gated/report.html")), new)
+            traces = sorted(Path(place).glob("*/runs/gated/traces/*.json.gz"))
+            draw_trace(traces[-1], ROOT / "docs/trace.png")
     return 0
 
 

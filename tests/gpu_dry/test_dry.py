@@ -90,8 +90,8 @@ BREAKAGES = {
         *(
             PLAIN,
             "model.py",
-            "of_weight += found[1]  #",
-            "of_weight += found[1] * found[1].any().item()  #",
+            "of_weight += gradients[1]  #",
+            "of_weight += gradients[1] * gradients[1].any().item()  #",
         ),
         "Waits",
     ),

@@ -67,7 +67,7 @@ class Saver:
         self.errors = project.module("checkpoint.manifest").CheckpointError
         config = module.StorageConfig(url=store.url(self.run), **retention)
         group = project.module("distributed").Group()
-        self.directory = self.paths.located(config.url)
+        self.directory = self.paths.storage_path(config.url)
         self.start = lambda: module.StorePublisher(self.directory, config, group)
         self.publisher = self.start()
         self.publisher.newest_good()
@@ -347,7 +347,7 @@ def test_a_run_saves_where_nobody_may_delete(
     before = len(store.requests)
     trained(project, **{**settings, "train__steps": 4, "checkpoint__keep": 9})
     assert not [r.path for r in store.requests[before:] if r.deletes], "a save deletes nothing"
-    left = project.module("checkpoint.storage").located(store.url("kept"))
+    left = project.module("checkpoint.storage").storage_path(store.url("kept"))
     (left / "step_00000002/01234567/part-0").write(b"of a killed process")
     with store.failing(no_deletes):
         for steps in (8, 12):
@@ -530,7 +530,7 @@ import importlib, sys, time
 sys.path.insert(0, sys.argv[1])
 of_checkpoints = f"{sys.argv[2]}.checkpoint."
 paths, manifest = (importlib.import_module(of_checkpoints + n) for n in ("paths", "manifest"))
-(path,) = paths.published(paths.located(sys.argv[3]))
+(path,) = paths.published(paths.storage_path(sys.argv[3]))
 assert not manifest.verify(path)[1]
 print(paths.local_copy(path, {})[0], flush=True)
 time.sleep(600)
@@ -751,7 +751,7 @@ def test_a_run_goes_on_elsewhere_exactly(
         whole = [n for path, n in fetched.items() if path.endswith("/state.pt")]
         assert whole == ([1] if checkpoint == "torch_save" else []), "what is verified is loaded"
         assert f"resuming from {url}/step_00000006" in caplog.text
-        remote = project.module("checkpoint.storage").located(url)
+        remote = project.module("checkpoint.storage").storage_path(url)
         assert alike(project.tensors(remote), project.tensors(runs / "still"))
         for run in (("--run-dir", str(runs / "elsewhere")), ("--run-dir", url)):
             project("verify", *run)
@@ -963,7 +963,7 @@ def test_an_address_in_a_config_is_shown_first(
 def test_an_address_with_a_password_is_not_repeated(project: Project, url: str) -> None:
     error = project.module("errors").UserError
     for takes in (
-        project.module("checkpoint.storage").located,
+        project.module("checkpoint.storage").storage_path,
         lambda it: project.config(fresh=True, checkpoint__url=it),
     ):
         with pytest.raises(error, match="no credentials in an address") as refused:

@@ -19,7 +19,7 @@ URL = re.compile(r"[a-zA-Z][\w+.-]+:/.*")  # with one slash too: pathlib folds t
 NO_STORE = "which this project cannot open: render it with storage=object_store"
 
 
-def located(where: Path | str) -> Path:
+def storage_path(where: Path | str) -> Path:
     """A path; UserError for the address of an object store."""
     if URL.fullmatch(str(where)):
         raise UserError(f"{where} is the address of an object store, {NO_STORE}")

@@ -27,7 +27,7 @@ scratch: dict[Path, Any] = {}  # folders of this process in TMPDIR, with the loc
 copies: dict[RemotePath, Path] = {}  # what was fetched, and where it is
 
 
-def located(where: Path | str | RemotePath) -> Place:
+def storage_path(where: Path | str | RemotePath) -> Place:
     """A path, or the place in a store that a URL names; UserError for a URL that cannot be used."""
     if isinstance(where, RemotePath):
         return where

@@ -35,11 +35,11 @@ from .paths import (
     DAMAGED,
     TRANSFERS,
     checkpoints_of,
-    located,
     make_scratch,
     published,
     remove_scratch,
     steps,
+    storage_path,
 )
 from .publish import Found, Publisher, RetentionConfig, Write
 from .tensors import identity_differences, offer_weights
@@ -235,7 +235,7 @@ def open_storage(
 ) -> Publisher:
     """What publishes and finds the checkpoints of a run; UserError if it has them elsewhere."""
     here = run_dir / "checkpoints"
-    url: Any = located(config.url) if config.url else here
+    url: Any = storage_path(config.url) if config.url else here
 
     def refuse_to_forget() -> None:
         for before in {checkpoints_of(run_dir), here} - {url, here if config.local_first else url}:

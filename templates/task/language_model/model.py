@@ -156,9 +156,9 @@ class LossInParts(torch.autograd.Function):
             leaves = part.detach().requires_grad_(), weight.detach().requires_grad_()
             with torch.enable_grad():
                 losses.append(summed_loss(*leaves, targets))
-            found = torch.autograd.grad(losses[-1], leaves)
-            of_x.append(found[0])
-            of_weight += found[1]  # in float32
+            gradients = torch.autograd.grad(losses[-1], leaves)
+            of_x.append(gradients[0])
+            of_weight += gradients[1]  # in float32
         ctx.save_for_backward(of_weight.to(weight.dtype), torch.cat(of_x))
         return torch.stack(losses).sum()
 

@@ -127,9 +127,9 @@ class Muon(torch.optim.Optimizer):
         if torch.get_float32_matmul_precision() == "medium":  # of the products of all layers
             updates = [update.bfloat16() for update in updates]
         work = partial(orthogonalized, parts=group["matrices"])
-        found = parallel.divide_work(list(updates), matrices, work)
+        results = parallel.divide_work(list(updates), matrices, work)
         # Cast once to the weights' dtype: in mixed ones each matrix would be a kernel of its own.
-        updates = [update.to(w.dtype) for update, w in zip(found, weights, strict=True)]
+        updates = [update.to(w.dtype) for update, w in zip(results, weights, strict=True)]
         torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
         torch._foreach_mul_(updates, rate)
         torch._foreach_sub_(weights, updates)

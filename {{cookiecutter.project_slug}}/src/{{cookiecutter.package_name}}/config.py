@@ -19,7 +19,7 @@ import torch
 
 from . import data as own
 from .checkpoint.checkpointer import CheckpointConfig
-from .checkpoint.paths import located
+from .checkpoint.paths import storage_path
 from .checkpoint.storage import on_disk
 from .compile import CompileConfig
 from .data import DataConfig
@@ -119,7 +119,7 @@ class RunLocation:
         if not plain or self.name in ("", ".."):
             raise UserError(f"--name {self.name!r} is no plain name; for a path there is --run-dir")
         directory = self.run_dir or Path("runs") / self.name
-        located(directory)  # UserError for an address that this project cannot open
+        storage_path(directory)  # UserError for an address that this project cannot open
         return directory
 
 

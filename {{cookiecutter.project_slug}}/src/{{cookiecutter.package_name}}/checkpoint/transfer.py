@@ -27,7 +27,7 @@ from ..run.journal import validation_of
 from . import DCP_INDEX, MANIFEST, step_name
 from .manifest import reading, verify
 from .one_file import SAFETENSORS, OneFile
-from .paths import Place, checkpoints_of, damaged, located, published, release_copies
+from .paths import Place, checkpoints_of, damaged, published, release_copies, storage_path
 from .publish import Publisher, RetentionConfig, best_by_validation
 from .reader import Source, open_tensors
 from .tensors import Tensors, agree_on_identity, nested
@@ -107,7 +107,7 @@ def summary(run_dir: Path, result: Any) -> list[str]:
 
 def verified(run_dir: Path) -> tuple[list[str], bool]:
     """A line for each checkpoint of a run, and whether one is damaged."""
-    directory, lines, bad = checkpoints_of(located(run_dir)), [], False
+    directory, lines, bad = checkpoints_of(storage_path(run_dir)), [], False
     found = {path: verify(path) for path in published(directory)}
     if not found:
         raise UserError(f"there are no checkpoints in {directory}: train first")
@@ -134,7 +134,7 @@ def find_checkpoint(
     `where` may also be a checkpoint; or a file of torch.save or safetensors, a folder of the latter
     or of DCP: these have the manifest {}, and are not verified. Nothing is changed.
     """
-    group, where = group or Group(), located(where)
+    group, where = group or Group(), storage_path(where)
 
     def candidates() -> tuple[list[Place], bool]:
         if not where.exists():
