@@ -220,7 +220,7 @@ def fit(found: Series) -> list[str]:
     ]
 
 
-TOPICS = (loop, save, restore, sampler, optimizer, startup, restart, busy, loss, roofline, fit)
+TOPICS = (loop, save, restore, sampler, optimizer, startup, restart, busy, fit, loss, roofline)
 TOPICS += (workflow,)
 
 

@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import shlex
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -97,7 +97,12 @@ class Meter(TorchDispatchMode):
 
     def begin(self, times: float) -> None:
         """Start a new count, of a step with so many `times` the micro-batches that are taken."""
-        self.peak, self.when, self.cost, self.times = self.now, "", Counter[Any](), times
+        self.peak, self.when, self.cost, self.times = (
+            self.now,
+            "",
+            defaultdict[Any, float](float),
+            times,
+        )
 
     def __torch_dispatch__(self, call: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         if call is torch.ops.prim.device.default:  # asked for all the time
@@ -150,7 +155,7 @@ class Meter(TorchDispatchMode):
 def one_rank(config: FitConfig, meter: Meter) -> Iterator[loop.State]:
     """The state of a rank. In the block tensors are fake, and ranks need not agree on anything."""
     sharded = parallel.SHARDED and config.ranks > 1
-    several = {"size": config.ranks, "distributed": True} if sharded else {"size": 1}
+    several: Any = {"size": config.ranks, "distributed": True} if sharded else {"size": 1}
     world = World(rank=0, device=torch.device("cpu"), **several)
     data, resize = loop.build_datasets(config), torch.UntypedStorage.resize_
     with contextlib.ExitStack() as stack:
@@ -171,7 +176,7 @@ def one_rank(config: FitConfig, meter: Meter) -> Iterator[loop.State]:
 
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.ranks)
             stack.callback(dist.destroy_process_group)
-            mesh = parallel.build_mesh(config.parallel, world)
+            mesh = vars(parallel)["build_mesh"](config.parallel, world)
             stack.enter_context(patch.object(parallel, "build_mesh", lambda *given: mesh))
         stack.enter_context(fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(meter)

@@ -44,7 +44,7 @@ def most_ranks(config: StageConfig, device: torch.device) -> tuple[int, str]:
     return 1, "there is one device here; --device cpu shows everything except its speed"
 
 
-def refusal(config: StageConfig, ranks: int) -> str:
+def refusal(config: Any, ranks: int) -> str:
     """Why so many processes cannot share the work; empty if they can."""
     try:
         parallel.check_ranks(config.parallel, ranks)
