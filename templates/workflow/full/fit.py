@@ -97,12 +97,8 @@ class Meter(TorchDispatchMode):
 
     def begin(self, times: float) -> None:
         """Start a new count, of a step with so many `times` the micro-batches that are taken."""
-        self.peak, self.when, self.cost, self.times = (
-            self.now,
-            "",
-            defaultdict[Any, float](float),
-            times,
-        )
+        self.peak, self.when, self.times = self.now, "", times
+        self.cost: Any = defaultdict(float)  # by its kind and the part of the step
 
     def __torch_dispatch__(self, call: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         if call is torch.ops.prim.device.default:  # asked for all the time
@@ -229,9 +225,7 @@ def fit(config: FitConfig, arguments: list[str]) -> int:
     settings = {"train.precision": "bf16"} if config.train.precision == "auto" else {}
     config = override(config, settings | {"ranks": ranks, "compile.mode": "none", "device": "cpu"})
     print(f"{named(ranks, 'rank')}, {name} with {in_units(memory)} each, batches of {batch}")
-    print(
-        "micro-batch  recompute  memory              samples/s and MFU (roofline): eager, compiled"
-    )
+    print("micro-batch  recompute  memory              samples/s, MFU (roofline): eager, compiled")
     rows: list[tuple[bool, list[float], int, bool, str]] = []
     of_sample = 0.0
     try:
