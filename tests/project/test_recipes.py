@@ -195,3 +195,70 @@ def test_a_program_runs_without_the_package(
         with torch.no_grad():
             wanted = model(inputs)
         torch.testing.assert_close(torch.load(f"output_{number}.pt"), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_padding_changes_no_loss(text: Project) -> None:
+    """A padded batch has the sum and the count of its sequences one by one."""
+    model = text.module("model")
+    names = dict(vars(model))
+    exec(recipe("python", "ignore_index=-1"), names)
+    names |= {"pad_sequence": torch.nn.utils.rnn.pad_sequence}
+    exec(f"class Data:\n{recipe('python', 'pad_sequence')}", names)
+    data = names["Data"]()
+    drawn = np.random.default_rng(0)
+    data.sequences = [drawn.integers(0, 256, size) for size in (5, 17, 9)]
+    config = text.config()
+    network = model.build_model(config, text.module("data").build_datasets(config)[2])
+    together = names["compute_loss"](network, data.__getitems__([0, 1, 2]))
+    alone = [names["compute_loss"](network, data.__getitems__([i])) for i in range(3)]
+    assert together.count == sum(loss.count for loss in alone) == 4 + 16 + 8
+    torch.testing.assert_close(together.total, sum(loss.total for loss in alone))
+
+
+def test_lora_trains_its_addition_only(
+    text: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the weights of a run, exactly through a resume."""
+    train, model = text.module("train"), text.module("model")
+    train.run(text.config(run_dir=tmp_path / "base", train__steps=2))
+    exec(recipe("python", "class Lora"), names := dict(vars(model)))
+    monkeypatch.setattr(train, "build_model", names["build_model"])
+    changes = {"run_dir": tmp_path / "lora", "init_from": tmp_path / "base"}
+    for steps in (2, 4):
+        train.run(text.config(**changes, train__steps=steps))
+    before, after = text.tensors(tmp_path / "base"), text.tensors(tmp_path / "lora")
+    weights = [name for name in before if name.startswith("model.")]
+    assert weights and all(torch.equal(before[name], after[name]) for name in weights)
+    added = {
+        name: t for name, t in after.items() if name.startswith("model.blocks.0.attention.qkv.")
+    }
+    assert added.keys() - before.keys() == {
+        f"model.blocks.0.attention.qkv.{name}" for name in ("up", "down")
+    }
+    assert after["model.blocks.0.attention.qkv.up"].abs().sum() > 0
+
+
+def test_rates_by_layer(text: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, optim = text.module("train"), text.module("optim")
+    exec(recipe("python", "0.8 ** below"), names := dict(vars(optim)))
+    monkeypatch.setattr(train, "build_optimizer", names["build_optimizer"])
+    state = train.setup(config := text.config(run_dir=tmp_path, train__steps=3))
+    train.train_step(state, state.loader.next())
+    rates = {p: group["lr"] for group in state.optimizer.param_groups for p in group["params"]}
+    top = rates[state.model.embedding.weight]
+    layers = [rates[block.up.weight] / top for block in state.model.blocks]
+    assert layers == pytest.approx([0.8 ** (len(layers) - i) for i in range(len(layers))])
+    assert train.run(config).step == 3  # which saves, by names
+
+
+def test_one_cycle_is_torchs(text: Project) -> None:
+    schedule = text.module("schedule")
+    exec(recipe("python", "One cycle"), names := dict(vars(schedule)))
+    config, steps = text.config().optim, 50
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.learning_rate, steps)
+    for step in range(steps):
+        assert names["learning_rate"](config, step, steps) == pytest.approx(theirs.get_last_lr()[0])
+        optimizer.step()
+        if step < steps - 1:
+            theirs.step()
