@@ -23,10 +23,8 @@ def verdict(name: str, value: float, goal: float, unit: str, at_most: bool = Tru
     """A goal, what was measured, and whether that is good enough."""
     met = value <= goal if at_most else value >= goal
     word = "at most" if at_most else "at least"
-    end = "met" if met else f"**missed by {_number(abs(value - goal))} {unit}**"
-    return (
-        f"- {name}: {word} {_number(goal)} {unit} wanted, {_number(value)} {unit} measured: {end}."
-    )
+    end = "" if met else f": **missed by {_number(abs(value - goal))} {unit}**"
+    return f"- {name}: {_number(value)} {unit} ({word} {_number(goal)} wanted){end}."
 
 
 def loop(found: Series) -> list[str]:
@@ -35,7 +33,7 @@ def loop(found: Series) -> list[str]:
     mine = more.pop("ours, more")
     noise = more.pop("hand-written, again, more")
     lines = [
-        verdict("A step over the hand-written one", mine, 20, "us"),
+        verdict("A step of our loop, over the hand-written one", mine, 20, "us"),
         f"- The hand-written loop over itself: {_number(noise)} us.",
     ]
     for name, value in more.items():
@@ -56,7 +54,7 @@ def save(found: Series) -> list[str]:
         mine = seconds.pop("dcp_async")
         lines.append(
             verdict(
-                f"{ranks}: blocked by dcp_async, of the same save made to wait (dcp)",
+                f"Training is blocked by an asynchronous save, of a synchronous one's time ({ranks})",
                 100 * mine / seconds["dcp"],
                 5,
                 "%",
@@ -83,7 +81,7 @@ def restore(found: Series) -> list[str]:
     raw = found["1 rank: sha256 alone, from memory"]["median"]
     lines = [
         verdict(
-            f"Verification by {ranks} rank{'s' if ranks > 1 else ''}, each",
+            f"Verifying a checkpoint with {label}, each",
             found[f"{label}: dcp, verify"]["median"] / ranks,
             1,
             "GB/s",
@@ -126,19 +124,26 @@ def optimizer(found: Series) -> list[str]:
     """Muon beside AdamW."""
     name, lines = "Muon, 0.75 of the steps", []
     for what, kind, goal, unit in (
-        ("Its bits per byte over AdamW's", "bits per byte over AdamW's", 0, "bits"),
-        ("Its training, of AdamW's seconds", "training, of AdamW's", 1, "x"),
+        ("bits per byte more than AdamW", "bits per byte over AdamW's", 0, "bits"),
+        ("seconds, of AdamW's", "training, of AdamW's", 1, "x"),
     ):
         worst = max(found[f"{name}: {kind}"]["values"])
-        lines.append(verdict(f"{name}, the worst seed. {what}", worst, goal, unit))
+        lines.append(
+            verdict(f"Muon in 75 % of AdamW's steps, worst seed: {what}", worst, goal, unit)
+        )
     return lines
 
 
 def startup(found: Series) -> list[str]:
     """Beginning."""
     return [
-        verdict("Rendering", found["render"]["median"], 0.5, "s"),
-        verdict("The first step of a default render", found["first step"]["median"], 5, "s"),
+        verdict("Rendering a project", found["render"]["median"], 0.5, "s"),
+        verdict(
+            "From the start of a default project to its first step",
+            found["first step"]["median"],
+            5,
+            "s",
+        ),
     ]
 
 
@@ -152,8 +157,8 @@ def restart(found: Series) -> list[str]:
         )
     )
     return [
-        verdict("From a killed rank to the next step", killed, 2 * imported, "s"),
-        verdict("A plain start, over an import of torch", plain - imported, 1.3, "s"),
+        verdict("From `kill -9` of a rank to the next step", killed, 2 * imported, "s"),
+        verdict("A plain start, beyond importing torch", plain - imported, 1.3, "s"),
         "- What torch itself imports for an optimizer and for DCP, in a process of its own: "
         f"{_number(needed - imported)} s.",
     ]
@@ -166,7 +171,7 @@ def workflow(found: Series) -> list[str]:
     for task in measured:
         of_task = {n.removeprefix(f"{task}, "): s for n, s in found.items() if n.startswith(task)}
         total = of_task["all stages: duration"]["median"]
-        lines.append(verdict(f"{task}, all five stages", total / 60, 5, "min"))
+        lines.append(verdict(f"All five stages of `workflow`, {task}", total / 60, 5, "min"))
         for mode in ("blocks", "full"):
             ratio = of_task[f"compiled, {mode}: eager time / compiled time"]
             low, high = min(ratio["values"]), max(ratio["values"])
@@ -187,8 +192,15 @@ def busy(found: Series) -> list[str]:
     alone, beside = (rate[f"as rendered, {where}"] for where in ("alone", "beside others"))
     unbound = rate["without a bound, alone"]
     return [
-        verdict("Alone, slower than without a bound", 100 * (1 - alone / unbound), 3, "%"),
-        verdict("Beside a busy process per core, of the time alone", alone / beside, 3, "times"),
+        verdict(
+            "Bounded spinning: slower, with nothing beside", 100 * (1 - alone / unbound), 3, "%"
+        ),
+        verdict(
+            "Bounded spinning: beside a busy process per core, of the time alone",
+            alone / beside,
+            3,
+            "times",
+        ),
     ]
 
 
@@ -196,7 +208,7 @@ def loss(found: Series) -> list[str]:
     """The output layer and its loss."""
     value = {name: entry["median"] for name, entry in found.items()}
     share = value["as rendered, memory"] / value["at once, memory"]
-    lines = [verdict("Memory, of that of all logits at once", 100 * share, 20, "%")]
+    lines = [verdict("Memory of the loss, of that with all logits at once", 100 * share, 20, "%")]
     if rival := value.get("linear_cross_entropy"):
         size, times = value["linear_cross_entropy, memory"], rival / value["as rendered"]
         lines.append(
@@ -215,9 +227,7 @@ def roofline(found: Series) -> list[str]:
 def fit(found: Series) -> list[str]:
     """Whether a model fits, before there is a GPU."""
     seconds = found["seconds"]["median"]
-    return [
-        verdict("64 billion parameters on 64 ranks, in six sizes, on one core", seconds, 60, "s")
-    ]
+    return [verdict("`fit` for 64 billion parameters on 64 ranks, on one core", seconds, 60, "s")]
 
 
 TOPICS = (loop, save, restore, sampler, optimizer, startup, restart, busy, fit, loss, roofline)
@@ -229,7 +239,7 @@ def page(results: Path) -> str:
     text = Template(TEXT.read_text("utf-8"))
     sections = {judge.__name__: section(results, judge) for judge in TOPICS}
     lines = "\n".join(sections.values()).splitlines()
-    short = "\n".join(line for line in lines if line.startswith("- ") and " wanted, " in line)
+    short = "\n".join(line for line in lines if line.startswith("- ") and " wanted)" in line)
     return text.substitute(sections, gpu=gpu(results), short=short)
 
 
