@@ -54,7 +54,7 @@ def save(found: Series) -> list[str]:
         mine = seconds.pop("dcp_async")
         lines.append(
             verdict(
-                f"Training is blocked by an asynchronous save, of a synchronous one's time ({ranks})",
+                f"Blocked by an asynchronous save, of a synchronous one's time ({ranks})",
                 100 * mine / seconds["dcp"],
                 5,
                 "%",
