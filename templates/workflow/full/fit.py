@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from .. import train as loop
+from ..checkpoint.tensors import create_optimizer_state
 from ..config import Config, override
 from ..distributed import World, parallel
 from ..errors import UserError
@@ -58,8 +59,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: An
 
 def in_float(function: Any) -> Any:
     """A function that works in float32 under CUDA's autocast, but not under a CPU's."""
-    low = partial(torch.is_autocast_enabled, "cpu")
-    return lambda input, *rest, **named: function(input.float() if low() else input, *rest, **named)
+    low = torch.is_autocast_enabled
+    return lambda x, *rest, **named: function(x.float() if low("cpu") else x, *rest, **named)
 
 
 ATTENTION, FLOAT = F.scaled_dot_product_attention, ("group_norm", "layer_norm", "softmax")
@@ -177,8 +178,11 @@ def one_rank(config: FitConfig, meter: Meter) -> Iterator[loop.State]:
         stack.enter_context(fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(meter)
         state = loop.setup(config, world)
+        create_optimizer_state(state.optimizer)
         if config.ranks > world.size:  # DDP keeps the gradients, in its buckets
             stack.enter_context(patch.object(state.optimizer, "zero_grad"))
+            for weight in (p for g in state.optimizer.param_groups for p in g["params"]):
+                weight.grad = torch.zeros_like(weight)
         yield state
 
 
@@ -189,15 +193,14 @@ def measure(config: FitConfig, meter: Meter) -> Iterator[tuple[int, loop.State]]
     with one_rank(config, meter) as state:
         if any(isinstance(module, _BatchNorm) for module in state.model.modules()):
             sizes = sizes[share > 1 :]  # one sample has no statistics
-        for number, size in enumerate([share, *sizes]):  # the first makes the optimizer's state
+        for size in sizes:
             state.plan = [loop.Share(slice(0, size), 1.0)] * min(2, -(-share // size))
             with _disable_current_modes():
                 batch = state.loader.source[0, state.plan[0]]
             batch = tree_map_only(Tensor, torch.clone, batch)  # a fake one
             meter.begin(share / size / len(state.plan))
             loop.train_step(state, [batch] * len(state.plan))
-            if number:
-                yield size, state
+            yield size, state
 
 
 def parts_of(meter: Meter, state: loop.State) -> str:
@@ -244,12 +247,9 @@ def fit(config: FitConfig, arguments: list[str]) -> int:
         raise UserError(f"{READS}: `pytest -k reads_no_value` names the line") from None
     fits, _, size, recompute, parts = max(rows)
     print(f"the peak with micro-batches of {size}: {parts}")
-    print(
-        "not counted: fragmentation, CUDA's context, buffers of cuBLAS, cuDNN, NCCL, FlexAttention"
-    )
+    print("not counted: fragments, CUDA's context, buffers of cuBLAS, cuDNN, NCCL, FlexAttention")
     if not fits:
-        other = "more ranks" if parallel.SHARDED else "FSDP (parallelism=fsdp)"
-        print(f"nothing fits into {ROOM:.0%} of the memory: {other}, or a smaller model or sample")
+        print("nothing fits: take more ranks and FSDP (parallelism=fsdp), or a smaller model")
         return 1
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--ranks", "--device", "--device-memory", dest="of_fit")
