@@ -45,11 +45,19 @@ def foretold(project: Project, config: Any) -> tuple[int, int, int]:
     """The peak with its micro-batch, and the bytes of the weights and of the optimizer's state."""
     module = project.module("workflow.fit")
     meter = module.Meter(1e12, 1e12)
-    with mock.patch.object(module, "ON_GPU", []):
+    with mock.patch.object(module, "ON_GPU", {}):
         for size, state in module.measure(config, meter):
             if size == config.train.micro_batch_size:
                 return meter.peak, *kept(project, state)
     raise AssertionError("no such size was measured")
+
+
+def peaks_of(project: Project, **changes: Any) -> dict[int, int]:
+    """The peak by the size of the micro-batch, with the kernels of a GPU."""
+    module = project.module("workflow.fit")
+    meter = module.Meter(1e12, 1e12)
+    measured = module.measure(config_of(project, **changes), meter)
+    return {size: meter.peak for size, _ in measured}
 
 
 def kept(project: Project, state: Any) -> tuple[int, int]:
@@ -115,25 +123,55 @@ def test_gradients_that_wait_for_the_next_micro_batch_are_counted(sharded: Proje
 
 def test_a_gpu_keeps_what_its_kernels_keep(image: Project) -> None:
     """CUDA's autocast normalises in float32, so that more is kept than in a CPU's bfloat16."""
-    module, changes = image.module("workflow.fit"), {"train.precision": "bf16"}
+    changes = {"train.precision": "bf16"}
     config = config_of(image, **changes)
-    of_cpu = foretold(image, config)[0]
-    peaks = {}
-    meter = module.Meter(1e12, 1e12)
-    for size, _ in module.measure(config, meter):
-        peaks[size] = meter.peak
-    assert peaks[config.train.micro_batch_size] > 1.1 * of_cpu
+    of_gpu = peaks_of(image, **changes)[config.train.micro_batch_size]
+    assert of_gpu > 1.1 * foretold(image, config)[0]
 
 
 def test_attention_keeps_no_scores(language: Project) -> None:
-    module, longer = language.module("workflow.fit"), {"data.context": 1024, "model.dropout": 0.1}
-    meter, peaks = module.Meter(1e12, 1e12), []
-    for context in (512, 1024):
-        longer["data.context"] = context
-        for size, _ in module.measure(config_of(language, **longer), meter):
-            if size == 1:
-                peaks.append(meter.peak)
-    assert peaks[1] < 2.1 * peaks[0], "linear in the context"
+    """With dropout a CPU's attention would; what a step needs is linear in the context."""
+    peaks = [
+        peaks_of(language, **{"data.context": n, "model.dropout": 0.1})[1] for n in (512, 1024)
+    ]
+    assert peaks[1] < 2.1 * peaks[0]
+
+
+def test_dropout_is_called_in_any_way_and_costs_nothing_at_zero(language: Project) -> None:
+    dropout, x = language.module("workflow.fit").ON_GPU["dropout"], torch.ones(64)
+    for idle in (dropout(x, 0.0, True, False), dropout(x, p=0.5, training=False, inplace=False)):
+        assert idle is x
+    assert 0 < int((dropout(x, p=0.5, training=True) == 0).sum()) < 64
+
+
+def test_ddp_keeps_gradients_between_steps(language: Project) -> None:
+    """Where a rank has one micro-batch of the same size, nothing else differs."""
+    alone = peaks_of(language, ranks=1, **{"train.global_batch_size": 4})[4]
+    weights = foretold(language, config_of(language))[1]
+    both = peaks_of(language, ranks=2, **{"train.global_batch_size": 8})[4]
+    assert 0.5 * weights < both - alone <= 1.1 * weights
+
+
+def test_a_step_has_as_many_flops_in_micro_batches_of_any_size(language: Project) -> None:
+    module, changes = language.module("workflow.fit"), {"train.global_batch_size": 12}
+    meter = module.Meter(1e12, 1e12)
+    totals = [meter.total("flops") for _ in module.measure(config_of(language, **changes), meter)]
+    assert len(totals) == 5 and totals == pytest.approx(totals[:1] * 5)
+
+
+def test_one_sample_has_no_batch_statistics(
+    language: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = language.module("train")
+    real = loop.build_model
+
+    def build_model(*given: Any) -> Any:
+        model = real(*given)
+        model.norm.extra = torch.nn.BatchNorm1d(2, affine=False, track_running_stats=False)
+        return model
+
+    monkeypatch.setattr(loop, "build_model", build_model)
+    assert [*peaks_of(language)] == [2, 4, 8]
 
 
 def shown(project: Project, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:

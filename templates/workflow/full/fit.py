@@ -63,15 +63,17 @@ def in_float(function: Any) -> Any:
     return lambda x, *rest, **named: function(x.float() if low("cpu") else x, *rest, **named)
 
 
-ATTENTION, FLOAT = F.scaled_dot_product_attention, ("group_norm", "layer_norm", "softmax")
+ATTENTION, DROP = F.scaled_dot_product_attention, torch.native_dropout
 # What a GPU does otherwise than a CPU: one kernel in place of several, masks of bool, other dtypes.
 # RMSNorm is replaced by a norm that keeps as much for backward as its one kernel.
-ON_GPU: list[tuple[Any, str, Any]] = [
-    (F, "scaled_dot_product_attention", attention),
-    (F, "rms_norm", lambda input, shape, weight=None, eps=None: F.layer_norm(input, shape, weight)),
-    (F, "dropout", lambda x, p=0.5, on=True, *_: torch.native_dropout(x, p, True)[0] if on else x),
-    *((F, name, in_float(getattr(F, name))) for name in FLOAT),
-]
+ON_GPU: dict[str, Any] = {
+    "scaled_dot_product_attention": attention,
+    "rms_norm": lambda input, shape, weight=None, eps=None: F.layer_norm(input, shape, weight),
+    "dropout": lambda input, p=0.5, training=True, *_, **__: (
+        DROP(input, p, True)[0] if p and training else input
+    ),
+    **{name: in_float(getattr(F, name)) for name in ("group_norm", "layer_norm", "softmax")},
+}
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ def one_rank(config: FitConfig, meter: Meter) -> Iterator[loop.State]:
             # FSDP frees gathered weights by this, and no operator is called.
             (torch.UntypedStorage, "resize_", lambda it, n: (resize(it, n), meter.hold(it))[0]),
             (torch.nn.Module, "to", lambda module, *to, **named: module),
-            *ON_GPU,
+            *((F, *each) for each in ON_GPU.items()),
         ):
             stack.enter_context(patch.object(owner, name, value))
         if sharded:
@@ -229,8 +231,7 @@ def fit(config: FitConfig, arguments: list[str]) -> int:
     config = override(config, settings | {"ranks": ranks, "compile.mode": "none", "device": "cpu"})
     print(f"{named(ranks, 'rank')}, {name} with {in_units(memory)} each, batches of {batch}")
     print("micro-batch  recompute  memory              samples/s, MFU (roofline): eager, compiled")
-    rows: list[tuple[bool, list[float], int, bool, str]] = []
-    of_sample = 0.0
+    rows, of_sample = list[tuple[bool, list[float], int, bool, str]](), 0.0
     try:
         for recompute in (False, True):
             meter = Meter(flops, bandwidth)
@@ -256,7 +257,6 @@ def fit(config: FitConfig, arguments: list[str]) -> int:
     words = [*parser.parse_known_args(arguments)[1], f"--train.micro-batch-size={size}"]
     words += [f"--train.{'' if recompute else 'no-'}activation-checkpointing"]
     start = f"./launch.sh -n {min(ranks, EACH)}" if ranks > 1 else f"python -m {PACKAGE}"
-    if ranks > EACH:
-        start = f"NNODES={ranks // EACH} RDZV_ENDPOINT=FIRST-MACHINE:29500 {start}"
-    print(f"to train: {start} train {shlex.join(words)}")
+    nodes = f"NNODES={ranks // EACH} RDZV_ENDPOINT=FIRST-MACHINE:29500 " if ranks > EACH else ""
+    print(f"to train: {nodes}{start} train {shlex.join(words)}")
     return 0
