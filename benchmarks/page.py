@@ -190,10 +190,12 @@ def busy(found: Series) -> list[str]:
     """Beside other work."""
     rate = {name: entry["median"] for name, entry in found.items()}
     alone, beside = (rate[f"as rendered, {where}"] for where in ("alone", "beside others"))
-    unbound = rate["without a bound, alone"]
     return [
         verdict(
-            "Bounded spinning: slower, with nothing beside", 100 * (1 - alone / unbound), 3, "%"
+            "Bounded spinning: slower, with nothing beside",
+            rate["slower by the bound, alone"],
+            3,
+            "%",
         ),
         verdict(
             "Bounded spinning: beside a busy process per core, of the time alone",

@@ -30,7 +30,7 @@ PROJECT = "{{cookiecutter.project_slug}}"
 # slow each other down. torch reads this when it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Where a test has more threads, those that wait give way to the other workers.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Under `nohup` or as a script's background job the tests would start with signals that are ignored,

@@ -169,11 +169,11 @@ def test_what_is_set_for_torch_comes_in_time(project: Project, tmp_path: Path) -
         )
         assert done.returncode == 0, done.stderr
         if "OPENMP DISPLAY ENVIRONMENT" in done.stderr:  # where OpenMP is GNU's
-            assert f"GOMP_SPINCOUNT = '{own.get('GOMP_SPINCOUNT', 1000)}'" in done.stderr
+            assert f"GOMP_SPINCOUNT = '{own.get('GOMP_SPINCOUNT', 3000)}'" in done.stderr
         (shown,) = (line for line in done.stdout.splitlines() if line.startswith("environment "))
         found = json.loads(shown.partition(" ")[2])
         assert not ours & found.keys(), "a rank could no longer set it"
-        assert found["GOMP_SPINCOUNT"] == own.get("GOMP_SPINCOUNT", "1000")
+        assert found["GOMP_SPINCOUNT"] == own.get("GOMP_SPINCOUNT", "3000")
         allocator = None if own else "expandable_segments:True"  # which has two names
         assert found.get("PYTORCH_ALLOC_CONF") == allocator
 

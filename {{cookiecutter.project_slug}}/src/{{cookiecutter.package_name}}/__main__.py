@@ -161,7 +161,7 @@ def main() -> int:
     # OpenMP's waiting threads spin, and so hold cores that other work could use. With this, which
     # is read when torch is imported, they sleep soon. The user's own setting stays.
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # less memory is lost between blocks of a GPU's
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     stdout: Any = sys.stdout
