@@ -16,7 +16,7 @@ TEST := $(DEMO) pillow scikit-learn pytest pytest-xdist pytest-timeout hypothesi
 
 # The peers have an environment of their own, so that tests and demo go without them.
 PEERS := build/benchmark
-TOPICS := loop save restore sampler shards optimizer startup restart busy fit loss roofline workflow
+TOPICS := loop save restore sampler shards optimizer startup sharded_start restart busy fit loss roofline workflow
 TORTURE ?= crash_points kill_storm elastic damage hostile_files entrances resources stops store
 
 # Releases of torch to try; empty: those of scripts/compat.py.

@@ -11,6 +11,7 @@ from . import shards
 from .common import RESULTS, ROOT, TASKS
 from .goodput import GROUP, NETWORK
 from .limits import limits
+from .sharded_start import WAYS
 
 TEXT = Path(__file__).parent / "page.md"
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -147,6 +148,15 @@ def startup(found: Series) -> list[str]:
     ]
 
 
+def sharded_start(found: Series) -> list[str]:
+    """Host memory at the start."""
+    ours, whole = (found[f"4 ranks, {way}: together"]["median"] for way in WAYS)
+    return [
+        f"- The host memory that 4 ranks of FSDP begin with: {_number(ours)} MB together, where "
+        f"{_number(whole)} MB are needed if each builds the whole model of 604 MB."
+    ]
+
+
 def restart(found: Series) -> list[str]:
     """Back at work."""
     killed, plain, imported, needed = (
@@ -232,8 +242,8 @@ def fit(found: Series) -> list[str]:
     return [verdict("`fit` for 64 billion parameters on 64 ranks, on one core", seconds, 60, "s")]
 
 
-TOPICS = (loop, save, restore, sampler, optimizer, startup, restart, busy, fit, loss, roofline)
-TOPICS += (workflow,)
+TOPICS = (loop, save, restore, sampler, optimizer, startup, sharded_start, restart, busy, fit)
+TOPICS += (loss, roofline, workflow)
 
 
 def page(results: Path) -> str:

@@ -15,3 +15,11 @@ def test_copies_of_a_sharded_model_are_ddp_and_fsdp(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("A horse! a horse! my kingdom for a horse! " * 100)
     output = drill("hybrid.py", (4, str(tmp_path), *names), sources=names)
     assert "7 ways agree" in output
+
+
+def test_one_rank_builds_the_model_and_the_others_get_their_shards(tmp_path: Path) -> None:
+    name = "sharded_start"
+    source = bake(tmp_path, parallelism="fsdp", package_name=name) / "src"
+    assert "2 ranks have what rank 0 has built" in drill(
+        "shards.py", (2, name), sources={name: source}
+    )

@@ -15,8 +15,8 @@ from benchmarks.goodput import Costs, expected, lives_of, simulate, young_daly
 from benchmarks.planning import chunk, extrapolated, growth, plans
 from tests.conftest import ROOT, run_module
 
-TOPICS = ("loop", "save", "restore", "sampler", "shards", "optimizer", "startup", "restart")
-TOPICS += ("busy", "fit", "loss", "roofline", "workflow")
+TOPICS = ("loop", "save", "restore", "sampler", "shards", "optimizer", "startup")
+TOPICS += ("sharded_start", "restart", "busy", "fit", "loss", "roofline", "workflow")
 
 
 @pytest.mark.parametrize("topic", TOPICS)

@@ -40,6 +40,11 @@ def check_ranks(config: ParallelConfig, ranks: int) -> None:
     """UserError when the work cannot be spread over so many processes; any number will do."""
 
 
+def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
+    """The model that `make` builds, on every rank."""
+    return make()
+
+
 class Called(nn.Module):
     """What DDP wraps: it calls the model, or a function of it, which so gets the model itself."""
 

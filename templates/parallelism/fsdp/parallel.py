@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_leaves
 
 from ..errors import RankError, UserError
 from .agreement import LOADED, bit_sum
@@ -53,6 +54,45 @@ def check_ranks(config: ParallelConfig, ranks: int) -> None:
         raise UserError(f"--parallel.replicate: {copies} copies cannot share {ranks} ranks evenly")
 
 
+def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
+    """The model that `make` builds: whole on rank 0, and elsewhere on `meta`, until `wrap`.
+
+    So the ranks of a machine do not hold a whole model each.
+    """
+    model: Any = None if world.rank else make()
+    if world.size == 1:
+        return model
+    try:
+        with torch.device("meta"):
+            shapes = make()
+        known = {id(tensor) for tensor in (*shapes.parameters(), *shapes.buffers())}
+        for leaf in tree_leaves([[*vars(module).values()] for module in shapes.modules()]):
+            if isinstance(leaf, torch.Tensor) and leaf.is_meta and id(leaf) not in known:
+                raise TypeError("a module has a tensor that is no parameter and no buffer")
+        return shapes if world.rank else model
+    except Exception as error:  # of the user's code, whatever it is
+        if world.rank == 0:  # it built them only to be the one that says this
+            reason = f"{error}".partition("\n")[0]
+            log.warning("each rank builds the whole model, as this fails on meta: %s", reason)
+    return make() if world.rank else model
+
+
+def place(module: nn.Module, world: World) -> None:
+    """Move what is not sharded yet to this rank's device, with the values of rank 0."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not isinstance(tensor, DTensor):
+            here = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
+            if world.rank == 0:
+                here.copy_(tensor.detach())
+            dist.broadcast(here.view(-1).view(torch.uint8), 0)  # bytes: gloo knows few dtypes
+            if not tensor.is_meta:
+                tensor.data = here
+                continue
+            if isinstance(tensor, nn.Parameter):
+                here = nn.Parameter(here, tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, here)  # the same object, which may be shared
+
+
 def wrap(
     model: nn.Module,
     blocks: Iterable[nn.Module],
@@ -77,7 +117,9 @@ def wrap(
             "return its largest parts, as in [*model.layers]"
         )
     for block in units:
+        place(block, world)
         shard(block, reshard_after_forward=config.reshard_after_forward)
+    place(model, world)
     shard(model)
     return model
 

@@ -26,14 +26,14 @@ from ..errors import UserError
 if TYPE_CHECKING:
     from .parallel import ParallelConfig
 
+# Limit of start-up, a validation or a save: a slow disk is no reason to end a run.
 PHASE_LIMIT = timedelta(minutes=30)
-"""Limit of start-up, a validation or a save: a slow disk is no reason to end a run."""
 
 LOOPBACK = "127.0.0.1"  # where the ranks of one machine meet (launch.py)
+# On one machine: both listen to anyone who can reach them, and nobody else needs to.
 ON_LOOPBACK: dict[str, str] = dict.fromkeys(
     ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo" if sys.platform == "linux" else "lo0"
 )
-"""On one machine: both listen to anyone who can reach them, and nobody else needs to."""
 
 NCCL = {
     # NCCL reports what it cannot do as "unhandled system error"; only so does it print the reason.
@@ -59,8 +59,7 @@ class World:
     size: int
     device: torch.device
     distributed: bool = False
-    step_limit: timedelta = PHASE_LIMIT
-    """A step that takes longer is a hang (watchdog.py)."""
+    step_limit: timedelta = PHASE_LIMIT  # a step that takes longer is a hang (watchdog.py)
 
 
 def launcher() -> str | None:

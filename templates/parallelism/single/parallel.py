@@ -30,6 +30,11 @@ def check_ranks(config: ParallelConfig, ranks: int) -> None:
         )
 
 
+def build(make: Callable[[], nn.Module], world: "World") -> nn.Module:
+    """The model that `make` builds."""
+    return make()
+
+
 def wrap(
     model: nn.Module,
     blocks: Iterable[nn.Module],

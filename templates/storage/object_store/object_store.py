@@ -40,12 +40,10 @@ LASTING = (
 NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError")
 CHECKSUM = "FlexibleChecksumError"
 LOCAL = ("file", "local")
+# Addresses that are opened because a config.json says so, and not the command: add yours here. The
+# maker of a run directory chose the address, and some protocols of fsspec run what a file says.
 PROTOCOLS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "http", "https", *LOCAL}
-"""Addresses that are opened because a config.json says so, and not the command: add yours here.
-
-The maker of a run directory chose the address. Some protocols of fsspec run what a file says."""
-known: set[str] = set()
-"""The addresses that this command gave or has shown."""
+known: set[str] = set()  # the addresses that this command gave or has shown
 URL = re.compile(r"([a-zA-Z][\w+.-]+):/{1,3}([^/].*)")  # pathlib folds two slashes into one
 
 
@@ -204,8 +202,7 @@ class RemotePath:
                 raise
             except Exception as error:
                 kind, code = type(error).__name__, getattr(error, "errno", None) or errno.EIO
-                text = getattr(error, "strerror", None) or f"{error}" or kind
-                text = text.partition("\n")[0]
+                text = (getattr(error, "strerror", None) or f"{error}" or kind).partition("\n")[0]
                 if pause is None or time_left() <= 0 or kind in NO_CREDENTIALS:
                     code = errno.EBADMSG if kind == CHECKSUM else code
                     raise StoreError(code, text, str(self)) from error

@@ -80,11 +80,7 @@ class StorePublisher(Publisher):
     directory: RemotePath
 
     def __init__(
-        self,
-        directory: RemotePath,
-        retention: RetentionConfig,
-        group: Group,
-        identity: dict[str, Any] | None = None,
+        self, directory: RemotePath, retention: RetentionConfig, group: Group, identity: Any = None
     ) -> None:
         """`identity`: the run's, if a store with another run's is to be refused."""
         super().__init__(directory, retention, group)

@@ -35,10 +35,9 @@ class OptimConfig(ScheduleConfig):
             raise UserError("optim: weight-decay and clip must be >= 0")
 
 
+# Layers whose matrix is several, one above the other; Muon takes each by itself.
 FUSED = {"qkv": 3}
-"""Layers whose matrix is several, one above the other; Muon takes each by itself."""
-TOGETHER = 1 << 22
-"""Values of the matrices that are orthogonalised at once."""
+TOGETHER = 1 << 22  # values of the matrices that are orthogonalised at once
 
 
 def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:

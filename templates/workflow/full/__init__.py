@@ -23,7 +23,7 @@ class WorkflowConfig(stages.WorkflowConfig):
     """How far the stages go, and what they have to reach."""
 
     expect: Path | None = None
-    """TOML with losses and throughput to reach (a file that is not there: writes a proposal)."""
+    """TOML with losses to reach (a file that is not there: writes a proposal)."""
 
 
 def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:

@@ -177,6 +177,7 @@ def one_rank(config: FitConfig, meter: Meter) -> Iterator[loop.State]:
             stack.callback(dist.destroy_process_group)
             mesh = vars(parallel)["build_mesh"](config.parallel, world)
             stack.enter_context(patch.object(parallel, "build_mesh", lambda *given: mesh))
+            stack.enter_context(patch.object(parallel, "place", lambda *given: None))
         stack.enter_context(fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(meter)
         state = loop.setup(config, world)

@@ -21,8 +21,8 @@ ABOUT = {
 }
 MODULES = {name: name for name in ABOUT} | {"checkpoint": "recovery"}
 HERE = Path(__file__).parent
+# The stages of this project, in the order in which they build on each other.
 STAGES = {name: ABOUT[name] for name, file in MODULES.items() if (HERE / f"{file}.py").exists()}
-"""The stages of this project, in the order in which they build on each other."""
 COMMANDS = STAGES | {
     "workflow": "Run all stages in order, up to the first failed gate; then write the report.",
     "report": "Write report.html: loss, throughput, scaling, memory, checkpoints, checks, advice.",

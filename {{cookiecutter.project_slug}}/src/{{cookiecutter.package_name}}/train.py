@@ -81,9 +81,7 @@ def setup(config: Config, world: World | None = None) -> State:
     world = world or join(config.parallel, config.device)
     settings, batch_size = config.train, config.train.global_batch_size
     if batch_size < world.size:
-        problem = (
-            f"--train.global-batch-size {batch_size} is below the {world.size} ranks of this run"
-        )
+        problem = f"--train.global-batch-size {batch_size} is below the {world.size} ranks"
         raise UserError(f"{problem}: raise it or start fewer processes")
     sampling.seed_random(settings.seed)  # a split that is drawn is the same on all ranks
     dtype = settings.compute_dtype(world.device)
@@ -96,7 +94,7 @@ def setup(config: Config, world: World | None = None) -> State:
     plan = shares(batch_size, settings.micro_batch_size, world.rank, world.size)
     loader = sampling.open_loader(train, settings, plan, world)
 
-    model = check_model(build_model(config, spec))
+    model = check_model(parallel.build(lambda: build_model(config, spec), world))
     peak = hardware.peak_flops(world.device)
     one = loader.source[0, Share(slice(0, 1), 1.0)] if peak else None
     flops = hardware.forward_flops(model, compute_loss, one) if peak else None

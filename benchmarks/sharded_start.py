@@ -1,0 +1,88 @@
+"""Host memory that the ranks of one machine need to begin, under FSDP.
+
+python -m benchmarks.sharded_start [--smoke]
+
+What each rank holds at most while `setup` builds a model of 151 million parameters (604 MB), beyond
+what it held before. As rendered, rank 0 alone builds the whole model; *whole on each rank* is how
+FSDP usually begins. All figures are of a CPU, where a rank's shards stay in host memory.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from .common import PACKAGE, ROOT, benchmark, beside_own_packages, render, series
+
+SIZES = {False: (12, 1024), True: (2, 64)}  # layers and width
+WAYS = ("as rendered", "whole on each rank")
+
+
+def resident() -> int:
+    """The most bytes that this process has held so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
+
+
+def as_rank(folder: Path, way: str, smoke: bool) -> None:
+    """Set up a run on one rank, and write what that took."""
+    train = importlib.import_module(f"{PACKAGE}.train")
+    config = importlib.import_module(f"{PACKAGE}.config")
+    layers, width = SIZES[smoke]
+    changes = {"device": "cpu", "model.layers": layers, "model.width": width}
+    changes["model.heads"] = width // 32
+    settings = config.override(config.Config(), changes)
+    world = train.join(settings.parallel, "cpu")
+    if way != WAYS[0]:
+        train.parallel.build = lambda make, world: make()
+    before = resident()
+    train.setup(settings, world)
+    (folder / f"{world.rank}.json").write_text(json.dumps(resident() - before))
+    train.leave(world)
+
+
+def start(folder: Path, source: Path, ranks: int, way: str, smoke: bool) -> list[float]:
+    """The megabytes of each rank of one start."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), "-m", "benchmarks.sharded_start"]
+    command += ["--as-rank", str(folder), "--way", way, *["--smoke"] * smoke]
+    paths = os.pathsep.join([str(ROOT), beside_own_packages(source)])
+    own = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
+    return [json.loads((folder / f"{rank}.json").read_text()) / 1e6 for rank in range(ranks)]
+
+
+def measure(folder: Path, smoke: bool) -> dict[str, Any]:
+    """Start after start, the ways in turns."""
+    source, found = render(folder, parallelism="fsdp"), dict[str, list[float]]()
+    for _ in range(1 if smoke else 3):
+        for ranks in (2,) if smoke else (1, 2, 4):
+            for way in WAYS:
+                each = start(folder, source, ranks, way, smoke)
+                label = f"{ranks} rank{'s' * (ranks > 1)}, {way}"
+                found.setdefault(f"{label}: together", []).append(sum(each))
+                if ranks > 1:
+                    found.setdefault(f"{label}: the largest but rank 0", []).append(max(each[1:]))
+    return {
+        "settings": {"parameters": "151 million"},
+        "series": {name: series(values, "MB") for name, values in found.items()},
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--as-rank", type=Path)
+    parser.add_argument("--way")
+    given, rest = parser.parse_known_args()
+    if given.as_rank:
+        as_rank(given.as_rank, given.way, "--smoke" in rest)
+    else:
+        benchmark("sharded_start", measure, ("torch",))

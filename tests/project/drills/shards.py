@@ -1,0 +1,105 @@
+"""Under FSDP rank 0 alone builds the whole model; all ranks have its values, and its ties.
+
+Usage: shards.py PACKAGE (by `drill`, on two ranks)
+"""
+
+import importlib
+import logging
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+MB = 2**20
+LAYERS, ROWS, COLUMNS = 24, 8192, 1024  # of 32 MiB each
+
+
+class Odd(nn.Module):
+    """Whatever a model may hold: ties, buffers of all kinds, what is frozen."""
+
+    def __init__(self, extra: Callable[[], Any] = int) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(40, 8, padding_idx=3), nn.Linear(8, 40, bias=False)
+        self.head.weight = self.embedding.weight
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+        turns = torch.polar(torch.ones(4, 2), torch.rand(4, 2))
+        self.register_buffer("turns", turns, persistent=False)
+        self.register_buffer("mask", torch.rand(5, 5) > 0.5, persistent=False)
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("wide", torch.rand(3, 1).expand(3, 4))
+        for block in self.blocks:
+            nn.init.trunc_normal_(block.weight)
+        self.extra = extra()
+
+
+class Large(nn.Module):
+    """768 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(COLUMNS, ROWS, bias=False) for _ in range(LAYERS)])
+
+
+def main(package: str) -> None:
+    """Build models in each way, and compare them with what one process builds."""
+    parallel: Any = importlib.import_module(f"{package}.distributed.parallel")
+    distributed = importlib.import_module(f"{package}.distributed")
+    world = distributed.join(parallel.ParallelConfig(), "cpu")
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(package).addHandler(handler)
+
+    def sharded(make: Callable[[], Any]) -> tuple[Any, Any]:
+        torch.manual_seed(world.rank)  # what other ranks draw must not count
+        model = parallel.build(make, world)
+        built_whole = not next(model.parameters()).is_meta
+        parallel.wrap(model, model.blocks, parallel.ParallelConfig(), world, torch.float32)
+        return model, built_whole
+
+    for extra, complaint in (
+        (int, None),
+        (lambda: torch.linspace(0, 1, 3)[1].item(), "meta"),
+        (lambda: {"each": [torch.ones(2)]}, "no parameter and no buffer"),
+    ):
+        warnings.clear()
+        model, built_whole = sharded(lambda extra=extra: Odd(extra))
+        assert built_whole == (world.rank == 0 or complaint is not None)
+        if world.rank == 0 and complaint:
+            assert len(warnings) == 1 and complaint in warnings[0], warnings
+        else:
+            assert not warnings
+        torch.manual_seed(0)  # as on rank 0
+        expected = Odd(extra)
+        for kind in ("named_parameters", "named_buffers"):
+            wanted, held = (dict(getattr(each, kind)()) for each in (expected, model))
+            assert wanted.keys() == held.keys()
+            for name, tensor in wanted.items():
+                full = parallel.full_tensor(held[name])
+                assert full.dtype == tensor.dtype and torch.equal(full, tensor), name
+                assert held[name].requires_grad == tensor.requires_grad, name
+        assert model.head.weight is model.embedding.weight
+        assert type(model.blocks[0].weight) is not nn.Parameter, "it is sharded"
+
+    status = Path("/proc/self/status")
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak from here on
+    before = int(re.findall(r"VmHWM:\s+(\d+)", status.read_text())[0])
+    large, _ = sharded(Large)
+    grown = (int(re.findall(r"VmHWM:\s+(\d+)", status.read_text())[0]) - before) * 1024
+    whole = sum(p.nbytes for p in large.parameters())
+    unit = whole // LAYERS
+    if world.rank:
+        assert grown < whole // 2 + 4 * unit, f"{grown / MB:.0f} MiB for half of {whole / MB:.0f}"
+    if world.rank == 0:
+        print("2 ranks have what rank 0 has built")
+    distributed.leave(world)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1])
