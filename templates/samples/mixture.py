@@ -115,12 +115,14 @@ class Joined:
         """A batch, as of a part."""
         places = np.asarray(ids)
         which = np.searchsorted(self.ends, places, side="right")
-        batches, found = [], []
+        batches, positions = [], []
         for number in np.unique(which):
-            found.append(np.flatnonzero(which == number))
+            positions.append(np.flatnonzero(which == number))
             first = self.ends[number] - len(self.parts[number])
-            batches.append(self.parts[number].__getitems__((places[found[-1]] - first).tolist()))
-        back = torch.from_numpy(np.argsort(np.concatenate(found)))
+            batches.append(
+                self.parts[number].__getitems__((places[positions[-1]] - first).tolist())
+            )
+        back = torch.from_numpy(np.argsort(np.concatenate(positions)))
         return {name: torch.cat([batch[name] for batch in batches])[back] for name in batches[0]}
 
     def order(self, batch_size: int, seed: int) -> MixedBatches:

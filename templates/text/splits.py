@@ -7,8 +7,8 @@ def splits_of(names: Sequence[Path]) -> list[str]:
     As in valid/a.txt or wiki.test.txt; "train" by any other name. All are "" unless some are named
     "train" and some "val".
     """
-    found = [SPLIT.search(name.as_posix().partition("/")[0]) for name in names]
-    splits = [match[0][:3].lower() if match else "" for match in found]
+    matches = [SPLIT.search(name.as_posix().partition("/")[0]) for name in names]
+    splits = [match[0][:3].lower() if match else "" for match in matches]
     if not {"tra", "val"} <= {*splits}:
         return [""] * len(splits)
     tests = [name for name, split in zip(names, splits, strict=True) if split == "tes"]

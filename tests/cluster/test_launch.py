@@ -170,6 +170,6 @@ def test_ranks_end_with_their_launcher_and_save_at_one_ctrl_c(tmp_path: Path) ->
         process.send_signal(signal.SIGINT)
         said = finish(process, codes=(128 + signal.SIGINT,))
     assert "resuming from" in said and "Traceback" not in said
-    assert "SIGINT: stopping after the step under way" in said
+    assert "SIGINT: stopping as soon as the step allows" in said
     assert json.loads((run / "status.json").read_text())["status"] == "preempted"
     assert manifest(run)["step"] == step()

@@ -570,7 +570,7 @@ def test_ctrl_c_on_ranks_shows_our_words_first(project: Project, tmp_path: Path)
                 os.killpg(process.pid, signal.SIGKILL)
     lines = [line for line in output.splitlines() if not line.startswith("step ")]
     after = lines[next(i for i, line in enumerate(lines) if "SIGINT" in line) :]
-    assert after[0].startswith("SIGINT: stopping after the "), output
+    assert after[0].startswith("SIGINT: stopping as soon as the "), output
     assert after[-1] == "torchrun: got SIGINT"
     assert not any("closing signal" in line or "death signal" in line for line in after)
 

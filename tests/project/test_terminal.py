@@ -132,7 +132,7 @@ def test_a_hangup_saves_and_stops(project: Project, tmp_path: Path, start_by: st
     process.send_signal(signal.SIGHUP)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == (0 if start_by == PLAIN else 128 + signal.SIGHUP), output
-    assert status(tmp_path)[0] == "preempted" and b"SIGHUP: stopping after" in output
+    assert status(tmp_path)[0] == "preempted" and b"SIGHUP: stopping as soon as" in output
     assert len([*(tmp_path / "checkpoints").glob("step_*")]) == 1
 
 

@@ -6,9 +6,9 @@ runs without one, as one rank, unsharded.
 """
 
 import contextlib
-import functools
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves
 
 from ..errors import RankError, UserError
+from ..files import fingerprint
 from .agreement import LOADED, bit_sum
 from .agreement import agree_on_buffers as agree_on_buffers
 from .agreement import all_reduce as all_reduce
@@ -30,6 +31,7 @@ from .world import World
 
 log = logging.getLogger(__name__)
 SHARDED = True  # in place, with hooks on the modules
+PLAIN = (torch.Tensor, nn.Parameter)  # not sharded yet, and no subclass with rules of its own
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def check_ranks(config: ParallelConfig, ranks: int) -> None:
 
 
 def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
-    """The model that `make` builds: whole on rank 0, and elsewhere on `meta`, until `wrap`.
+    """The model that `make` builds: whole on rank 0; elsewhere on `meta`, until `wrap` fills it.
 
     So the ranks of a machine do not hold a whole model each.
     """
@@ -63,34 +65,33 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
     if world.size == 1:
         return model
     try:
-        with torch.device("meta"):
+        quiet = warnings.catch_warnings(action="ignore")
+        with torch.random.fork_rng(devices=[]), quiet, torch.device("meta"):
             shapes = make()
-        known = {id(tensor) for tensor in (*shapes.parameters(), *shapes.buffers())}
+        known = {id(t) for t in (*shapes.parameters(), *shapes.buffers()) if type(t) in PLAIN}
         for leaf in tree_leaves([[*vars(module).values()] for module in shapes.modules()]):
-            if isinstance(leaf, torch.Tensor) and leaf.is_meta and id(leaf) not in known:
-                raise TypeError("a module has a tensor that is no parameter and no buffer")
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in known:
+                raise TypeError("a module holds a tensor that is no plain parameter or buffer")
         return shapes if world.rank else model
     except Exception as error:  # of the user's code, whatever it is
-        if world.rank == 0:  # it built them only to be the one that says this
-            reason = f"{error}".partition("\n")[0]
-            log.warning("each rank builds the whole model, as this fails on meta: %s", reason)
+        if world.rank == 0:  # which tried so that it can warn
+            log.warning("each rank builds the whole model, as this fails on meta: %s", error)
     return make() if world.rank else model
 
 
 def place(module: nn.Module, world: World) -> None:
     """Move what is not sharded yet to this rank's device, with the values of rank 0."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        if not isinstance(tensor, DTensor):
-            here = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
-            if world.rank == 0:
-                here.copy_(tensor.detach())
-            dist.broadcast(here.view(-1).view(torch.uint8), 0)  # bytes: gloo knows few dtypes
-            if not tensor.is_meta:
-                tensor.data = here
-                continue
-            if isinstance(tensor, nn.Parameter):
-                here = nn.Parameter(here, tensor.requires_grad)
-            torch.utils.swap_tensors(tensor, here)  # the same object, which may be shared
+    placed: dict[Any, torch.Tensor] = {}  # a tied tensor stays one
+    for part in module.modules():
+        for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
+            if type(tensor) in PLAIN and tensor not in placed:
+                here = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
+                if world.rank == 0:
+                    here.copy_(tensor.detach())
+                dist.broadcast(here.view(-1).view(torch.uint8), 0)  # gloo knows few dtypes
+                own = isinstance(tensor, nn.Parameter)
+                placed[tensor] = nn.Parameter(here, tensor.requires_grad) if own else here
+            setattr(part, name, placed.get(tensor, tensor))
 
 
 def wrap(
@@ -108,9 +109,11 @@ def wrap(
     if compute_dtype != torch.float32:
         # reduce_dtype is stated, since its default differs between releases: sums are in float32.
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    shard = functools.partial(fully_shard, mesh=build_mesh(config, world), mp_policy=policy)
+    mesh, reshard = build_mesh(config, world), config.reshard_after_forward
     units = [block for block in blocks if [*block.parameters()]]
     check_shardable(model, units)
+    forms = [(n, t.shape, t.dtype) for n, t in (*model.named_parameters(), *model.named_buffers())]
+    require_same({"the model (a digest of its shapes)": fingerprint(str(forms))}, world)
     if not units and world.rank == 0:
         log.warning(
             "blocks(model) in model.py names no layer: each rank gathers the whole model at once; "
@@ -118,9 +121,9 @@ def wrap(
         )
     for block in units:
         place(block, world)
-        shard(block, reshard_after_forward=config.reshard_after_forward)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     place(model, world)
-    shard(model)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 

@@ -144,11 +144,11 @@ class Watchdog:
             file.write(dump())
 
     def _reports(self) -> dict[int, dict[str, Any]]:
-        found = {}
+        reports = {}
         for path in self.folder.glob("rank_*.json"):
             with contextlib.suppress(OSError):
-                found[int(path.stem.removeprefix("rank_"))] = json.loads(path.read_text("utf-8"))
-        return dict(sorted(found.items()))
+                reports[int(path.stem.removeprefix("rank_"))] = json.loads(path.read_text("utf-8"))
+        return dict(sorted(reports.items()))
 
 
 def blame(reports: dict[int, dict[str, Any]], size: int) -> str:

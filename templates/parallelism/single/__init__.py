@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from ..device import pick_device
 from ..errors import RankError, UserError
@@ -92,6 +93,8 @@ def regrouping(told_to_stop: Callable[[], bool]) -> bool:
     return False
 
 
-def monitors(*of_run: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def monitors(
+    run_dir: Path, world: World, group: Group, module: nn.Module
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Nobody waits for this process, so nothing watches it."""
     return (), ()

@@ -29,9 +29,7 @@ LIMIT = 300.0  # seconds in which a request has to be answered, or a part of a f
 PAUSES = (0.5, 2.0, 6.0, 15.0)  # seconds, at most, before each further attempt
 # A share of the time in which a run has to end: torchrun kills it after GRACE_SECONDS (launch.sh).
 # The rest is for saying what was saved.
-if not (seconds := os.environ.get("GRACE_SECONDS") or "120").isdecimal():
-    raise UserError(f"GRACE_SECONDS is {seconds!r} in the environment: wanted a number of seconds")
-GRACE = 0.75 * int(seconds)
+GRACE = 0.75 * int(os.environ.get("GRACE_SECONDS") or "120")
 LASTING = (
     *(FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError),
     *(TypeError, ValueError, LookupError, AttributeError, NotImplementedError, ImportError),
@@ -178,8 +176,8 @@ class RemotePath:
             return
         bucket, prefix, _ = self.store.split_path(f"{self.path}/")
         try:
-            found = self.ask("call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=prefix)
-            for upload in found.get("Uploads", []):
+            listed = self.ask("call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=prefix)
+            for upload in listed.get("Uploads", []):
                 self.ask("abort_mpu", bucket, upload["Key"], upload["UploadId"])
         except (OSError, KeyError) as error:  # it takes rights of its own; some stores lack it
             log.info("half uploads in %s, if there are any, stay: %s", self, error)

@@ -182,7 +182,7 @@ def check_token_files(files: list[Path], vocabulary: int, kind: str) -> None:
 
 def read_text(path: Path, ending: str) -> list[list[np.ndarray]]:
     """All text at `path` in files named so, as bytes (uint8): for training, for validation."""
-    found: dict[Path, bytes] = {}
+    texts: dict[Path, bytes] = {}
     left_out: list[Path] = []
     for file in text_files(path, ending) if path.is_dir() else [path]:
         if ending and not file.is_file():
@@ -192,11 +192,11 @@ def read_text(path: Path, ending: str) -> list[list[np.ndarray]]:
         if b"\0" in content:  # UTF-16, or no text
             left_out.append(file)
         else:
-            found[file.relative_to(path)] = content
+            texts[file.relative_to(path)] = content
     if not ending:  # the user's own
         warn_left_out(left_out, "not UTF-8 text (NUL bytes, as UTF-16 has)")
     parts: dict[str, list[bytes]] = {"train": [], "val": [], "test": []}
-    for split, (name, content) in zip(splits_of([*found]), found.items(), strict=True):
+    for split, (name, content) in zip(splits_of([*texts]), texts.items(), strict=True):
         # The same on every machine, and when files are added.
         chosen = zlib.crc32(name.as_posix().encode()) % VALIDATION_SHARE == 0
         parts[split or ("val" if chosen else "train")].append(content)

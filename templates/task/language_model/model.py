@@ -190,7 +190,7 @@ class Output(nn.Module):
         pairs = [*zip(x.split(rows), targets.split(rows), strict=True)]
         if torch.is_grad_enabled():
             return LossInParts.apply(weight, pairs, x)
-        return torch.stack([summed_loss(part, weight, wanted) for part, wanted in pairs]).sum()
+        return torch.stack([summed_loss(part, weight, ids) for part, ids in pairs]).sum()
 
 
 class GPT(nn.Module):

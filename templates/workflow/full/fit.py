@@ -160,12 +160,13 @@ def one_rank(config: FitConfig, meter: Meter) -> Iterator[loop.State]:
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (loop, "build_datasets", lambda config: data),
+            (parallel, "build", lambda make, world: make()),
             (loop, "judge_step", lambda sums, norm, ranks, clip: (1.0, norm, False)),
             (loop, "annotated", meter.annotated),
             (parallel, "require_same", lambda *values: None),
             (parallel, "agree_on_buffers", lambda *values: None),
             # FSDP frees gathered weights by this, and no operator is called.
-            (torch.UntypedStorage, "resize_", lambda it, n: (resize(it, n), meter.hold(it))[0]),
+            (torch.UntypedStorage, "resize_", lambda me, n: (resize(me, n), meter.hold(me))[0]),
             (torch.nn.Module, "to", lambda module, *to, **named: module),
             *((F, *each) for each in ON_GPU.items()),
         ):
@@ -177,7 +178,6 @@ def one_rank(config: FitConfig, meter: Meter) -> Iterator[loop.State]:
             stack.callback(dist.destroy_process_group)
             mesh = vars(parallel)["build_mesh"](config.parallel, world)
             stack.enter_context(patch.object(parallel, "build_mesh", lambda *given: mesh))
-            stack.enter_context(patch.object(parallel, "place", lambda *given: None))
         stack.enter_context(fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(meter)
         state = loop.setup(config, world)

@@ -223,7 +223,7 @@ def advice(diagnosis: str, shares: Shares, rank: Breakdown, config: Config) -> s
     (gap, after, before), train, steps = rank.longest_gap, config.train, len(rank.seconds)
     step = float(rank.seconds.sum()) / steps
     # torch knows no operators of a CUDA graph.
-    largest = [f", {it['share']:.0%} in {it['name'][:48]}" for it in rank.operators[:1]]
+    largest = [f", {one['share']:.0%} in {one['name'][:48]}" for one in rank.operators[:1]]
     situations = {
         "recompiling": f"{rank.compilations} compilations within {steps} steps, which need none",
         "input-bound": f"a step waits for data during {shares['data']:.0%} of its time",

@@ -34,7 +34,7 @@ def publish_report(run_dir: Path) -> Path:
     sections = {name: section(run_dir, name) for name in STAGES}
     records = read_metrics(run_dir / METRICS, notes)
     run, settings = (read(run_dir / name, notes) for name in ("status.json", "config.json"))
-    if not (records or notes or run or any(it["status"] != "not_run" for it in sections.values())):
+    if not (records or notes or run or any(s["status"] != "not_run" for s in sections.values())):
         raise UserError(
             f"there is nothing to report in {run_dir}: run `{command_for('workflow', run_dir)}` or "
             f"`{command_for('train', run_dir)}` first"
@@ -42,7 +42,7 @@ def publish_report(run_dir: Path) -> Path:
     if run.get("status") == "running" and records:  # it knows where the run began, or resumed
         run = {"status": "running or killed, last heard of", "step": records[-1]["step"]}
     samples = samples_of(run_dir)[::-1]
-    newest = max(sections.values(), key=lambda it: it.get("measured_at", ""))
+    newest = max(sections.values(), key=lambda each: each.get("measured_at", ""))
     environment = Environment(autoescape=True, undefined=ChainableUndefined)
     environment.filters |= {"prose": prose, "in_time": plots.in_time, "in_units": in_units}
     template = Path(__file__).with_name("report.html").read_text("utf-8")
@@ -177,7 +177,7 @@ SHOW = {
 
 def overview(sections: dict[str, Figures], records: list[Figures]) -> list[plots.Picture]:
     """The first plots."""
-    rates = [row for it in sections.values() for row in it.get("rates", ())]
+    rates = [row for each in sections.values() for row in each.get("rates", ())]
     if run := [r["samples_per_second"] for r in records if r.get("samples_per_second")]:
         rates.append(("training run", *(spread(run)[key] for key in ("median", "p10", "p90"))))
     what, curve = "samples/s (median, p10 to p90)", plots.metric_curve

@@ -21,17 +21,19 @@ LAYERS, ROWS, COLUMNS = 24, 8192, 1024  # of 32 MiB each
 class Odd(nn.Module):
     """Whatever a model may hold: ties, buffers of all kinds, what is frozen."""
 
-    def __init__(self, extra: Callable[[], Any] = int) -> None:
+    def __init__(self, extra: Callable[[], Any] = int, width: int = 8) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(40, 8, padding_idx=3), nn.Linear(8, 40, bias=False)
         self.head.weight = self.embedding.weight
-        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.blocks = nn.ModuleList([nn.Linear(8, width) for _ in range(3)])
         self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
         turns = torch.polar(torch.ones(4, 2), torch.rand(4, 2))
         self.register_buffer("turns", turns, persistent=False)
         self.register_buffer("mask", torch.rand(5, 5) > 0.5, persistent=False)
         self.register_buffer("count", torch.tensor(3))
         self.register_buffer("wide", torch.rand(3, 1).expand(3, 4))
+        self.recurrent = nn.LSTM(3, 4)
+        self.register_buffer("row", self.wide[0])
         for block in self.blocks:
             nn.init.trunc_normal_(block.weight)
         self.extra = extra()
@@ -55,8 +57,8 @@ def main(package: str) -> None:
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger(package).addHandler(handler)
 
-    def sharded(make: Callable[[], Any]) -> tuple[Any, Any]:
-        torch.manual_seed(world.rank)  # what other ranks draw must not count
+    def sharded(make: Callable[[], Any], seed: int = world.rank) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
         model = parallel.build(make, world)
         built_whole = not next(model.parameters()).is_meta
         parallel.wrap(model, model.blocks, parallel.ParallelConfig(), world, torch.float32)
@@ -65,10 +67,13 @@ def main(package: str) -> None:
     for extra, complaint in (
         (int, None),
         (lambda: torch.linspace(0, 1, 3)[1].item(), "meta"),
-        (lambda: {"each": [torch.ones(2)]}, "no parameter and no buffer"),
+        (lambda: {"each": [torch.ones(2)]}, "no plain parameter or buffer"),
+        (lambda: torch.normal(0.0, 1.0, (3,)), "no plain parameter or buffer"),
     ):
         warnings.clear()
-        model, built_whole = sharded(lambda extra=extra: Odd(extra))
+        # What another rank draws does not count, but for what only the model itself holds.
+        seed = 0 if complaint and "plain" in complaint else world.rank
+        model, built_whole = sharded(lambda extra=extra: Odd(extra), seed)
         assert built_whole == (world.rank == 0 or complaint is not None)
         if world.rank == 0 and complaint:
             assert len(warnings) == 1 and complaint in warnings[0], warnings
@@ -85,6 +90,14 @@ def main(package: str) -> None:
                 assert held[name].requires_grad == tensor.requires_grad, name
         assert model.head.weight is model.embedding.weight
         assert type(model.blocks[0].weight) is not nn.Parameter, "it is sharded"
+        if isinstance(model.extra, torch.Tensor):  # no broadcast reaches it: it is drawn alike
+            assert torch.equal(model.extra, expected.extra)
+
+    try:  # as after an edit on one machine only
+        sharded(lambda: Odd(width=8 + world.rank))
+        raise AssertionError("ranks with other models were not told")
+    except importlib.import_module(f"{package}.errors").UserError as error:
+        assert "the model (a digest of its shapes) must be the same on all ranks" in str(error)
 
     status = Path("/proc/self/status")
     Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak from here on

@@ -104,8 +104,8 @@ def tokens(arguments: list[str]) -> int:
 
 HERE = Path(__file__).parent
 # You may delete infer.py and workflow/; only some renders have tokens.py.
-OPTIONAL = {it.__name__: it for it in (infer, tokens) if (HERE / f"{it.__name__}.py").exists()}
-OURS = {it.__name__: it for it in (train, verify, export)} | OPTIONAL
+OURS = {command.__name__: command for command in (train, verify, export)}
+OURS |= {c.__name__: c for c in (infer, tokens) if (HERE / f"{c.__name__}.py").exists()}
 workflow: Any = (HERE / "workflow").exists() and importlib.import_module(".workflow", __package__)
 HELP = {name: command.__doc__ or "" for name, command in OURS.items()}
 HELP |= getattr(workflow, "COMMANDS", {})

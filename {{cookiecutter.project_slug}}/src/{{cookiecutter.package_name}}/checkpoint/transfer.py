@@ -108,12 +108,12 @@ def summary(run_dir: Path, result: Any) -> list[str]:
 def verified(run_dir: Path) -> tuple[list[str], bool]:
     """A line for each checkpoint of a run, and whether one is damaged."""
     directory, lines, bad = checkpoints_of(storage_path(run_dir)), [], False
-    found = {path: verify(path) for path in published(directory)}
-    if not found:
+    checked = {path: verify(path) for path in published(directory)}
+    if not checked:
         raise UserError(f"there are no checkpoints in {directory}: train first")
-    losses = {p: it.get("validation_loss") for p, (it, problems) in found.items() if not problems}
+    losses = {p: m.get("validation_loss") for p, (m, problems) in checked.items() if not problems}
     best = best_by_validation(losses)
-    for path, (manifest, problems) in found.items():
+    for path, (manifest, problems) in checked.items():
         if not problems:
             sizes = [entry["size"] for entry in manifest["files"].values()]
             files = "1 file" if len(sizes) == 1 else f"{len(sizes)} files"
@@ -162,8 +162,8 @@ def find_checkpoint(
             log.warning("DAMAGED CHECKPOINT %s: %s", path, "; ".join(problems))
     there = ", ".join(str(int(path.name[5:])) for path in published(checkpoints_of(where)))
     hint = f"there are steps {there}" if there else "train first"
-    wanted = f"good checkpoint of step {step}" if step is not None else "good checkpoint"
-    raise UserError(f"there is no {wanted} in {where}: {hint}")
+    of_step = f" of step {step}" if step is not None else ""
+    raise UserError(f"there is no good checkpoint{of_step} in {where}: {hint}")
 
 
 def load_weights(
@@ -207,19 +207,19 @@ def load_weights(
     return "; ".join([f"{len(common)} tensors from {path}", *texts])
 
 
-def weight_names(stored: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
+def weight_names(stored: Iterable[str], expected: Iterable[str]) -> dict[str, str]:
     """The stored names of weights, by the names that a model may have for them."""
     # Files differ in what they put before a name ("model.", DDP's "module.") or inside (compile's
-    # "_orig_mod."): the prefix that leaves most of the wanted names is taken off.
-    wanted = set(wanted)
-    stored = [name for name in stored if name in wanted or not name.startswith((NOTE, OPTIMIZER))]
+    # "_orig_mod."): the prefix that leaves most of the expected names is taken off.
+    expected = set(expected)
+    stored = [name for name in stored if name in expected or not name.startswith((NOTE, OPTIMIZER))]
 
     def without(prefix: str) -> dict[str, str]:
         inside = ((name.replace("_orig_mod.", ""), name) for name in stored)
         return {n.removeprefix(prefix): full for n, full in inside if n.startswith(prefix)}
 
     prefixes = [f"{a}{b}" for a in ("", MODEL, "state_dict.") for b in ("", "module.")]
-    return max(map(without, prefixes), key=lambda names: len(names.keys() & wanted))
+    return max(map(without, prefixes), key=lambda names: len(names.keys() & expected))
 
 
 def with_averages(saved: dict[str, str], source: Source, weights: Weights) -> dict[str, str]:

@@ -76,7 +76,7 @@ class Stop:
             Stop.since = time.monotonic()
             if self.group.rank == 0:
                 doing = self.group.doing if self.polled else "start-up"
-                said = f"{signal.Signals(number).name}: stopping after the {doing} under way\n"
+                said = f"{signal.Signals(number).name}: stopping as soon as the {doing} allows\n"
                 with contextlib.suppress(OSError):  # not by a stream, which may be in use
                     os.write(2, ("\n" * sys.stderr.isatty() + said).encode())
         self.signal = number

@@ -70,8 +70,8 @@ class RunDirectory:
         end: dict[str, Any] = {}
         with contextlib.suppress(UserError):
             end = read_json(self.path / "status.json")
-        wanted = {"status": "finished", "step": step, "steps": steps}
-        return wanted.items() <= end.items()
+        expected = {"status": "finished", "step": step, "steps": steps}
+        return expected.items() <= end.items()
 
     def record_status(self, status: str, step: int, **details: Any) -> None:
         """Write to status.json how the run ended, unless it says so; a warning if that fails."""
