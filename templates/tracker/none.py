@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-TRACKERS: tuple[Any, ...] = ()
-"""The callbacks that log to the tracker."""
+TRACKERS: tuple[Any, ...] = ()  # the callbacks that log to the tracker
 
 
 @dataclass(frozen=True)

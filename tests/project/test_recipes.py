@@ -1,6 +1,8 @@
 """The recipes of docs/how-do-i.md that end at a validation or in another program."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ from safetensors.torch import load_file, save
 from sklearn.metrics import roc_auc_score
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from tests.conftest import Project, project_fixture, recipe
+from tests.conftest import ROOT, Project, bake, project_fixture, recipe, run
 
 ANSWERS = {"parallelism": "single", "checkpoint": "torch_save", "tracker": "none"}
 text = project_fixture("text_recipes", **ANSWERS)
@@ -262,3 +264,93 @@ def test_one_cycle_is_torchs(text: Project) -> None:
         optimizer.step()
         if step < steps - 1:
             theirs.step()
+
+
+def edited(code: str, *edits: tuple[str, str]) -> str:
+    """A recipe with a user's changes."""
+    for before, after in edits:
+        assert before in code, before
+        code = code.replace(before, after)
+    return code
+
+
+RECOMMENDER = """from sklearn.metrics import roc_auc_score
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from safetensors.torch import save
+from pathlib import Path
+from typing import Any
+import numpy as np
+import torch
+
+from .device import move
+from .files import replace_file
+from .sampling import fetch
+
+
+def callbacks(config, run_dir):
+    return Auc(), EarlyStopping(), BestWeights(run_dir)
+"""
+
+
+def test_a_recommender_from_the_recipes(tmp_path: Path) -> None:
+    """Two optimizers, AUC, early stopping and the best weights by it; sparse tables are refused."""
+    project = bake(tmp_path, **ANSWERS, task="image_classifier", package_name="recommender")
+    package = project / "src/recommender"
+    shutil.copytree(ROOT / "tests/project/own/recommender", package, dirs_exist_ok=True)
+    with open(package / "optim.py", "a") as file:
+        tables = ("first, *rest = (p for p in model", "users, items, *rest = (p for p in model")
+        of_both = ("SGD([first],", 'SGD([{"params": [users, items], "rate_factor": 300.0}],')
+        file.write(f"\n\n{edited(recipe('python', 'class Several'), tables, of_both)}")
+    scores = 'state.module(batch["images"]).float().softmax(1)'
+    parts = [
+        edited(
+            recipe("python", "class Auc"),
+            (scores, "state.module(batch).float().sigmoid()"),
+            ("        score /= score.sum(1, keepdim=True)  # scikit-learn wants it exact\n", ""),
+            ("        score = score[:, 1] if score.shape[1] == 2 else score\n", ""),
+            (', multi_class="ovr"', ""),
+        ),
+        edited(
+            recipe("python", "class EarlyStopping"),
+            ('figures["validation_loss"]', '-figures["auc"]'),
+        ),
+        edited(recipe("python", "class BestWeights"), ("validation_accuracy", "auc")),
+    ]
+    (package / "callbacks.py").write_text("\n\n".join([RECOMMENDER, *parts]))
+    run_dir = tmp_path / "run"
+
+    def start(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "recommender", *words, "--run-dir", str(run_dir)]
+        environment = {**os.environ, "PYTHONPATH": str(project / "src")}
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=300, cwd=tmp_path
+        )
+
+    done = start("train", "--device", "cpu", "--train.steps", "40")
+    assert done.returncode == 0, done.stderr
+    done = start("train", "--device", "cpu", "--train.steps", "3000")
+    assert done.returncode == 0 and "resumed at step 40" in done.stderr, done.stderr
+    status = json.loads((run_dir / "status.json").read_text())
+    assert status["status"] == "finished" and 40 < status["step"] < 3000
+    assert "no validation was better" in status["reason"]
+    aucs = [r["validation_auc"] for r in records(run_dir) if "validation_auc" in r]
+    assert max(aucs) > 0.85 and max(aucs[-3:]) <= max(aucs[:-3]), aucs
+    (package / "check.py").write_text(
+        "import sys\nimport numpy as np\nimport torch\nfrom safetensors.torch import load_file\n"
+        "from sklearn.metrics import roc_auc_score\nfrom . import load_trained\n"
+        "from .data import build_datasets\nmodel, spec, config = load_trained(sys.argv[1])\n"
+        "model.load_state_dict(load_file(f'{sys.argv[1]}/best.safetensors'))\n"
+        "data = build_datasets(config)[1]\nbatch = data.__getitems__([*range(len(data))])\n"
+        "print(roc_auc_score(batch['labels'], model(batch).detach()))\n"
+    )
+    found = run(
+        [sys.executable, "-m", "recommender.check", str(run_dir)],
+        300,
+        PYTHONPATH=str(project / "src"),
+    )
+    assert float(found.split()[-1]) == pytest.approx(max(aucs), abs=1e-3)
+    model = package / "model.py"
+    model.write_text(model.read_text().replace("users, width)", "users, width, sparse=True)"))
+    done = start("train", "--device", "cpu", "--fresh")
+    line = "error: users.weight has sparse gradients: make it with sparse=False\n"
+    assert (done.returncode, done.stderr) == (2, line)

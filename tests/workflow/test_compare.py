@@ -191,6 +191,12 @@ def test_runs_are_compared_by_what_they_wrote(project: Project, tmp_path: Path, 
     assert "samples_per_second" in shown
     assert re.search(r"^     bits_per_byte ([\d.]+) -> \1 \(the last ones\)$", shown, re.M)
     assert "is not known" not in shown  # each run says on what it ran
+    odd = shutil.copytree(tmp_path / "b", tmp_path / "odd")
+    text = (odd / "metrics.jsonl").read_text().replace("bits_per_byte", "bits\\u001b[2J")
+    (odd / "metrics.jsonl").write_text(text)
+    project("compare", str(odd), str(odd))
+    shown = capsys.readouterr().out
+    assert "bits\\x1b[2J" in shown and "\x1b" not in shown
     for name, change in (("b", {"ranks": 2}), ("few", {})):
         folder = shutil.copytree(tmp_path / "b", tmp_path / f"changed_{name}")
         status = json.loads((folder / "status.json").read_text())

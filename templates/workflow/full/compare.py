@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from ..errors import UserError
+from ..errors import UserError, printable
 from ..files import flatten, read_json
 from ..run.hardware import in_units
 from ..run.journal import finite, read_records
@@ -62,7 +62,7 @@ def compare(options: CompareConfig) -> int:
             raise UserError(f"{name}: damaged figures, or of an older version ({error})") from None
         for line, verdict in lines:
             mark = "FAIL" if verdict == "worse" else "    "
-            print(f"{mark} {line}{verdict and f': {verdict}'}")
+            print(printable(f"{mark} {line}{verdict and f': {verdict}'}"))
             worse += verdict == "worse"
     print(f"{worse or 'no'} figure{'s' * (worse != 1)} worse")
     return int(worse > 0 and options.fail_on_regression)

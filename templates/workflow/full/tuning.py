@@ -25,7 +25,6 @@ from .timing import Steps, peak_memory, record_steps
 
 BUDGET = 60.0  # seconds for all sizes
 NEAR_BEST = 0.97  # of the best throughput: as good, if it takes less memory
-MEASURED = 40  # steps with the loader workers that are recommended
 
 
 def measure(config: StageConfig) -> int:
@@ -180,7 +179,7 @@ def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | Non
     state = reading(best)
     with contextlib.closing(state.loader):
         record_steps(state, best)
-        return record_steps(state, best * math.ceil(MEASURED / best))
+        return record_steps(state, best * math.ceil(40 / best))
 
 
 def workers_to_try(given: int, waited: float, seconds: float, device: torch.device) -> list[int]:

@@ -244,6 +244,8 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
         else:  # True is an int in Python
             fits = isinstance(value, ACCEPTED.get(origin, origin))
             fits = fits and isinstance(value, bool) == (origin is bool)
+            # What counts something has 64 bits in torch; a seed may be any number.
+            fits = fits and (origin is not int or name == "train.seed" or abs(value) < 1 << 63)
         if fits:
             return origin(value) if origin in (Path, tuple) else value
     expected = hint.__name__ if isinstance(hint, type) else str(hint).removeprefix("typing.")
