@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 RANK = 3  # among several
 
@@ -119,7 +119,11 @@ class Run:
                 each[:] = [value] * len(each)
 
             def wrap(model: nn.Module, *rest: Any, real: Any = parallel.wrap) -> nn.Module:
-                return real(dry.to_device(model, torch.device("cuda", 0)), *rest)
+                if parallel.SHARDED:  # it places what it shards
+                    assert {p.device.type for p in model.parameters()} == {"meta"}
+                else:
+                    model = dry.to_device(model, torch.device("cuda", 0))
+                return real(model, *rest)
 
             def compile(function: Any, **options: Any) -> Any:
                 # The compiler does not work on fake tensors, and flex_attention alone is compiled.
@@ -145,6 +149,7 @@ class Run:
                 replace(group, "maximum", lambda self, values: lambda: values)
                 replace(parallel, "DistributedDataParallel", Replica)
                 replace(parallel, "wrap", wrap)
+                replace(parallel, "PLAIN", (torch.Tensor, nn.Parameter, FakeTensor))
                 if hasattr(parallel, "build_mesh"):
                     mesh, really = parallel.build_mesh, unset_fake_temporarily
                     replace(parallel, "build_mesh", lambda *given: _outside(mesh, really, given))
