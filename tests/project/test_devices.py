@@ -115,6 +115,25 @@ def test_muon_rounds_its_products_only_where_all_are_rounded(
     assert used == [dtype] and weight.dtype == torch.float32
 
 
+def test_autotune_is_a_mode_of_the_compiler(
+    sharded: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For modules of torch's, which are compiled by their forward, and for all others."""
+    compilation, modes = sharded.module("compile"), list[Any]()
+
+    def compile_(target: Any, **options: Any) -> Any:
+        modes.append(options["mode"])
+        return target
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.setattr(nn.Module, "compile", compile_)
+    own = type("Own", (nn.Module,), {"forward": lambda self, x: x, "__module__": "a.b"})()
+    for autotune in (False, True):
+        config = compilation.CompileConfig(mode="blocks", autotune=autotune)
+        compilation.compile_model(nn.Module(), [nn.Linear(2, 2), own], config)
+    assert modes == [None, None, *["max-autotune-no-cudagraphs"] * 2]
+
+
 def test_whole_means_blocks_where_a_model_is_sharded(
     sharded: Project, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

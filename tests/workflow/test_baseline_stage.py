@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -270,6 +271,35 @@ def test_the_share_of_waiting_is_judged(project: Project, tmp_path: Path) -> Non
         stage = project.module("workflow.stage").Stage("baseline", state.config)
         baseline.judge_waits(stage, steps, "")
         assert {check["name"]: check["status"] for check in stage.checks}["data_wait"] == status
+
+
+def test_what_a_gpu_hides_is_no_wait(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a batch is read while the step before it is computed; on a CPU one after the other."""
+    timing, clock = project.module("workflow.timing"), [0.0]
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(timing, "synchronize", lambda device: None)
+    monkeypatch.setattr(timing, "means", lambda *given: {"loss": 1.0})
+
+    def compute(state: Any, batches: Any) -> None:
+        clock[0] += 4.0
+
+    monkeypatch.setattr(timing, "train_step", compute)
+    for kind, reading, seconds, waits in (
+        ("cpu", 10.0, 14.0, 10.0),
+        ("cuda", 10.0, 10.0, 6.0),
+        ("cuda", 3.0, 4.0, 0.0),
+    ):
+        loader = SimpleNamespace(seconds=0.0)
+
+        def read(loader: Any = loader, reading: float = reading) -> None:
+            clock[0] += reading
+            loader.seconds += reading
+
+        loader.next = read
+        world = SimpleNamespace(device=SimpleNamespace(type=kind))
+        state = SimpleNamespace(loader=loader, world=world, sums=0.0, metrics=())
+        steps = timing.record_steps(state, 3)
+        assert steps.seconds.tolist() == [seconds] * 3 and steps.waits.tolist() == [waits] * 3
 
 
 def test_what_is_the_same_depends_on_the_kernels(project: Project, tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ class CompileConfig:
     """Treat a graph break as an error."""
     dynamic: bool | None = None
     """Dynamic shapes: from the start (true), never (false), or once they vary (default)."""
+    autotune: bool = False
+    """Time several kernels for each matrix product and take the fastest (compiles for minutes)."""
     backend: str = "inductor"
     """Backend of torch.compile; "eager" and "aot_eager" help to debug the compiler."""
 
@@ -65,13 +67,14 @@ def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: Compile
         # DDP would cut compiled blocks at the bounds of its buckets.
         torch._dynamo.config.optimize_ddp = mode == "full"
     options = {"fullgraph": config.fullgraph, "dynamic": config.dynamic, "backend": config.backend}
+    kernels = "max-autotune-no-cudagraphs" if config.autotune else None
     for target in targets:
         if type(target).forward.__module__.startswith("torch."):
             # compile() passes over torch's own functions, so it would compile nothing of a bare
             # nn.Sequential or nn.TransformerEncoderLayer.
-            target.forward = torch.compile(as_function(target.forward), **options)
+            target.forward = torch.compile(as_function(target.forward), mode=kernels, **options)
         else:
-            target.compile(**options)
+            target.compile(mode=kernels, **options)
 
 
 def as_function(call: Callable[..., Any]) -> Callable[..., Any]:

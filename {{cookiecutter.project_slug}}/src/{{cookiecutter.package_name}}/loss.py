@@ -10,12 +10,12 @@ from torch import nn
 
 from .errors import UserError
 
+# Names in a line of metrics.jsonl that are the run's own.
 FIGURES = re.compile(
     "step|samples|loss|lr|mfu|grad_norm|skipped_steps|time|(step|data|checkpoint_blocked)_seconds|"
     "(samples|tokens)_per_second|(host|staging|device_peak|device_reserved)_bytes|slowest_rank|"
     "(slowest|median)_rank_seconds|(validation|ema|samples_of)_.*"
 )
-"""Names in a line of metrics.jsonl that are the run's own."""
 
 
 class LossSum(NamedTuple):

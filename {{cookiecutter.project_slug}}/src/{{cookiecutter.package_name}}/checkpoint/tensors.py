@@ -56,10 +56,7 @@ def check_shapes(saved: Mapping[str, torch.Tensor], targets: Mapping[str, torch.
 
 def forms_of(tensors: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
     """Shape and dtype of each tensor, as a manifest has them."""
-    return {
-        name: [*tensor.shape, str(tensor.dtype).removeprefix("torch.")]
-        for name, tensor in tensors.items()
-    }
+    return {name: [*t.shape, str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()}
 
 
 def optimizer_slots(

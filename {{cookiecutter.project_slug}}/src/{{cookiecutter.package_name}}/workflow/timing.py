@@ -34,7 +34,9 @@ def record_steps(state: State, steps: int) -> Steps:
         waits[i] = state.loader.seconds - waited
         losses[i] = means(state.sums, state.metrics or ())["loss"]
         state.sums = 0.0
-    return Steps(losses, seconds, waits)
+    # In training the host reads a batch while the GPU works on the step before it.
+    hidden = np.minimum(waits, seconds - waits) if state.world.device.type == "cuda" else 0.0
+    return Steps(losses, seconds - hidden, waits - hidden)
 
 
 def spread(values: Sequence[float] | np.ndarray) -> dict[str, float]:
