@@ -322,3 +322,13 @@ def test_documents_are_separate_in_a_run_and_the_rest_is_said(
     assert "data" in tokens.refuses(*resumed, *run, "--data.path", str(folder))
     binary = ("--data.path", str(tmp_path / "tokens.bin"), "--data.vocabulary", "2000")
     assert "--data.end-of-text" in tokens.refuses(*words, *binary, "--name", "of_tokens")
+
+
+def test_nothing_is_sampled_from_what_is_not_finite(text: Project) -> None:
+    infer, generator = text.module("infer"), torch.Generator().manual_seed(0)
+    logits = torch.tensor([0.0, -torch.inf, 1.0])  # as a mask leaves them
+    assert infer.sample(logits, infer.InferConfig(), generator) != 1
+    for odd in (torch.nan, torch.inf):
+        logits[1] = odd
+        with pytest.raises(text.module("errors").UserError, match="is not finite: take an earlier"):
+            infer.sample(logits, infer.InferConfig(), generator)

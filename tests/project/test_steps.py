@@ -155,6 +155,19 @@ def test_each_checkpoint_has_a_line(image: Project, tmp_path: Path) -> None:
     assert "bytes, not" in lines[0] and bad
 
 
+def test_what_a_manifest_says_commands_no_terminal(
+    image: Project, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    manifest = image.module("checkpoint.manifest")
+    image.module("train").run(image.config(run_dir=tmp_path, data__path=None, train__steps=1))
+    path = tmp_path / "checkpoints/step_00000001/manifest.json"
+    content = json.loads(path.read_bytes())
+    del content["digest"]
+    path.write_bytes(manifest.sealed({**content, "format_version": "\x1b[2J"}))
+    assert image.module("__main__").dispatch(["verify", "--run-dir", str(tmp_path)]) == 1
+    assert "has format \\x1b[2J; this code reads 1" in capsys.readouterr().out
+
+
 def test_what_is_exported_is_synced_to_disk(image: Project, tmp_path: Path) -> None:
     settings = {"run_dir": tmp_path / "run", "data__path": None, "train__steps": 1}
     image.module("train").run(image.config(**settings))

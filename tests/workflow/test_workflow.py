@@ -115,6 +115,7 @@ def test_damaged_results_are_refused_with_the_command_to_run(
     assert chain.read_stage(tmp_path, "baseline") == whole
     assert chain.read_stage(tmp_path, "compile") is None
     broken = [[], None, {**whole, "stage": "scale"}, {**whole, "status": "good"}]
+    broken.append({**whole, "status": {"a": 1}})
     broken += [{k: v for k, v in whole.items() if k != key} for key in ("stage", "status")]
     texts = [json.dumps(content) for content in broken]
     for text in [*texts, "", path.read_text()[:-20], "\x00" * 30]:
@@ -424,6 +425,13 @@ def test_figures_of_an_older_version_are_shown_as_damaged(project: Project, tmp_
     page = (tmp_path / "report.html").read_text("utf-8")
     assert "KeyError(&#39;total&#39;)" in page and page.count('class="word damaged"') == 1
     assert "133" in page and f"checkpoint --run-dir {tmp_path}" in page
+    path = tmp_path / "workflow/baseline.json"
+    content = json.loads(path.read_text())
+    content["figures"]["tokens_per_second"] = "many"
+    path.write_text(json.dumps(content))
+    line = f"reading {tmp_path}/workflow was refused: ValueError"
+    with pytest.raises(project.module("errors").RankError, match=line):
+        project("report", "--run-dir", str(tmp_path))
 
 
 def test_whiskers_stay_inside_the_axes(project: Project) -> None:

@@ -52,11 +52,10 @@ class Spec:
     """What the model has to know of the data, and what identifies it."""
 
     vocabulary: int
+    # What the tokens are: "bytes", or a digest of their tokenizer and the token that ends a
+    # document, as "0123abcd 0" ("": not known).
     encoding: str
-    """What the tokens are: "bytes", or a digest of their tokenizer and the token that ends a
-    document, as "0123abcd 0" ("": not known)."""
-    folder: Path = field(compare=False)
-    """Where they are, and their tokenizer."""
+    folder: Path = field(compare=False)  # where they are, and their tokenizer
     tokens_per_sample: int
     fingerprint: str
 

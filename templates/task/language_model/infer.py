@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import Config
+from .errors import UserError
 from .text import decode, encode
 
 if TYPE_CHECKING:
@@ -64,4 +65,6 @@ def sample(logits: Tensor, options: InferConfig, generator: torch.Generator) -> 
     if 0 < options.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(options.top_k).values[-1], -torch.inf)
     probabilities = (logits / options.temperature).softmax(dim=0)
+    if probabilities.isnan().any():
+        raise UserError("the model's output is not finite: take an earlier checkpoint (--step)")
     return torch.multinomial(probabilities, 1, generator=generator)[0]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
+from ..errors import RankError, UserError
 
 ABOUT = {
     "baseline": "Measure one eager process: determinism, learning, throughput, waiting for data.",
@@ -63,7 +63,7 @@ def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -
     config = parse(StageConfig)
     if name == "workflow":
         code = run_stages(config, arguments)
-        with contextlib.suppress(UserError):  # a stage that crashed may have left nothing
+        with contextlib.suppress(UserError, RankError):  # a crashed stage may have left nothing
             print(f"report: {publish_report(config.directory)}")
         return code
     return importlib.import_module(f"{__package__}.{MODULES[name]}").measure(on_disk(config))

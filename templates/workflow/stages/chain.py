@@ -141,7 +141,7 @@ def result_in(path: Path, *stages: str) -> dict[str, Any]:
     """What one of these stages measured; UserError for any other file."""
     content = read_json(path)
     whole = all(isinstance(content.get(key), kind) for key, kind in FORM.items())
-    if not whole or content["stage"] not in stages or content.get("status") not in STATUSES:
+    if not whole or content["stage"] not in stages or content.get("status") not in [*STATUSES]:
         raise UserError(f"{path} is not a result of a stage: {' or '.join(stages)}")
     return content
 

@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import ChainableUndefined, Environment
 from markupsafe import Markup, escape
 
+from ..checkpoint.manifest import reading
 from ..errors import UserError, command_for, printable
 from ..files import flatten, read_json, replace_file
 from ..run.hardware import in_units
@@ -46,21 +47,22 @@ def publish_report(run_dir: Path) -> Path:
     environment = Environment(autoescape=True, undefined=ChainableUndefined)
     environment.filters |= {"prose": prose, "in_time": plots.in_time, "in_units": in_units}
     template = Path(__file__).with_name("report.html").read_text("utf-8")
-    page = environment.from_string(template).render(
-        name=run_dir.name,
-        package=PACKAGE,
-        run=run,
-        notes=notes,
-        recommended=recommended(run_dir),
-        validated=[record for record in records if "validation_loss" in record][-1:],
-        sections=sections,
-        compiled=COMPILED,
-        plots=overview(sections, records),
-        # The last one, and others as far apart as they can be.
-        samples=[sample(path) for path in samples[:: -(-len(samples) // SAMPLES) or 1][::-1]],
-        origin=[*newest.get("machine", {}).items(), *newest.get("versions", {}).items()],
-        settings=flatten(settings or newest.get("settings", {})),
-    )
+    with reading(run_dir / "workflow"):  # whatever is in a damaged file
+        page = environment.from_string(template).render(
+            name=run_dir.name,
+            package=PACKAGE,
+            run=run,
+            notes=notes,
+            recommended=recommended(run_dir),
+            validated=[record for record in records if "validation_loss" in record][-1:],
+            sections=sections,
+            compiled=COMPILED,
+            plots=overview(sections, records),
+            # The last one, and others as far apart as they can be.
+            samples=[sample(path) for path in samples[:: -(-len(samples) // SAMPLES) or 1][::-1]],
+            origin=[*newest.get("machine", {}).items(), *newest.get("versions", {}).items()],
+            settings=flatten(settings or newest.get("settings", {})),
+        )
     replace_file(path := run_dir / "report.html", page)
     return path
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import UserError, exit_code
+from .errors import UserError, exit_code, printable
 from .run.logs import log_to_console, make_lenient
 
 log = logging.getLogger(__package__)
@@ -48,7 +48,7 @@ def verify(arguments: list[str]) -> int:
     from .config import RunLocation
 
     lines, damaged = verified(parse("verify", RunLocation, arguments).directory)
-    print("\n".join(lines))
+    print(printable("\n".join(lines)))
     return 1 if damaged else 0
 
 

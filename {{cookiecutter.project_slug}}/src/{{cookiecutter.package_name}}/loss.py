@@ -21,12 +21,10 @@ FIGURES = re.compile(
 class LossSum(NamedTuple):
     """Sums over a batch, not means, so that accumulation and uneven ranks are exact."""
 
-    total: torch.Tensor
-    """Sum of the losses, the scalar to differentiate."""
-    count: torch.Tensor | int
-    """The divisor of `total`: the number of tokens, or of images, in the batch."""
+    total: torch.Tensor  # sum of the losses, the scalar to differentiate
+    count: torch.Tensor | int  # the divisor of `total`: tokens, or images, in the batch
+    # Further sums, whose means are reported: over `count`, or as in (sum, count of its own).
     metrics: dict[str, Any]
-    """Further sums, whose means are reported: over `count`, or as in (sum, count of its own)."""
 
 
 def returned(value: object, kind: type, what: str) -> None:
