@@ -49,7 +49,9 @@ class Tracker:
         home = run_dir.resolve().parent
         uri = config.tracker.uri or os.environ.get("MLFLOW_TRACKING_URI")
         artifacts = None if uri else (home / "mlflow-artifacts").as_uri()
-        self.client = MlflowClient(uri or f"sqlite:///{home}/mlflow.db")
+        # A question mark would end the address of the file.
+        folder = f"/proc/self/fd/{os.open(home, os.O_RDONLY)}" if "?" in str(home) else home
+        self.client = MlflowClient(uri or f"sqlite:///{folder}/mlflow.db")
         note = run_dir / "mlflow.json"
         run = None
         if note.exists():

@@ -477,9 +477,9 @@ def test_a_tracker_that_opens_late_gets_all(
 
 
 def test_names_that_mlflow_refuses_are_logged_by_others(home: Path) -> None:
-    """In a folder whose name means something in an address, too."""
+    """In a folder whose name would end an address, too."""
     with project_with(home / "named", "mlflow") as project:
-        (odd := project.folder / "50 % #").mkdir()
+        (odd := project.folder / "50 %? #").mkdir()
         (project.folder / "plain").symlink_to(odd)  # for the reader
         run_dir = odd / "named"
         naming = SimpleNamespace(
@@ -491,6 +491,7 @@ def test_names_that_mlflow_refuses_are_logged_by_others(home: Path) -> None:
         lines = read.lines()
         assert list(lines) == [1, 2, 3] and lines[3]["validation/acc_1"] == 0.5
         assert {path.name for path in odd.iterdir()} == {"named", "mlflow.db", "mlflow-artifacts"}
+        assert not (project.folder / "50 %").exists()
 
 
 def test_settings_of_the_users_own_win(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
