@@ -72,7 +72,7 @@ def measure(folder: Path, smoke: bool) -> dict[str, Any]:
                 if ranks > 1:
                     found.setdefault(f"{label}: the largest but rank 0", []).append(max(each[1:]))
     return {
-        "settings": {"parameters": "151 million"},
+        "settings": {"layers": SIZES[smoke][0], "width": SIZES[smoke][1]},
         "series": {name: series(values, "MB") for name, values in found.items()},
     }
 

@@ -27,11 +27,11 @@ from .tensors import check_shapes
 DCP = "torch.distributed.checkpoint"
 DCP_CLASSES = "MetadataIndex Metadata StorageMeta TensorProperties TensorStorageMetadata "
 DCP_CLASSES += "BytesStorageMetadata ChunkStorageMetadata _MEM_FORMAT_ENCODING"
+# What an index of DCP consists of.
 ALLOWED = {f"{DCP}.metadata.{name}" for name in DCP_CLASSES.split()}
 ALLOWED |= {f"{DCP}.filesystem._StorageInfo", "torch.serialization._get_layout", "torch.Size"}
 ALLOWED |= {"collections.OrderedDict", "pathlib.PosixPath"}
 ALLOWED |= {f"torch.{n}" for n, value in vars(torch).items() if type(value) is torch.dtype}
-"""What an index of DCP consists of."""
 
 
 class DcpDirectory:

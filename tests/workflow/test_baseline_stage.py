@@ -274,29 +274,35 @@ def test_the_share_of_waiting_is_judged(project: Project, tmp_path: Path) -> Non
 
 
 def test_what_a_gpu_hides_is_no_wait(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There a batch is read while the step before it is computed; on a CPU one after the other."""
+    """What the host would only wait for the device, it reads in; not while it issues the step."""
     timing, clock = project.module("workflow.timing"), [0.0]
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(timing, "synchronize", lambda device: None)
     monkeypatch.setattr(timing, "means", lambda *given: {"loss": 1.0})
 
-    def compute(state: Any, batches: Any) -> None:
-        clock[0] += 4.0
-
-    monkeypatch.setattr(timing, "train_step", compute)
-    for kind, reading, seconds, waits in (
-        ("cpu", 10.0, 14.0, 10.0),
-        ("cuda", 10.0, 10.0, 6.0),
-        ("cuda", 3.0, 4.0, 0.0),
+    for reading, issuing, working, seconds, waits in (
+        (10.0, 4.0, 0.0, 14.0, 10.0),  # as on a CPU
+        (10.0, 0.0, 4.0, 10.0, 6.0),
+        (3.0, 0.0, 4.0, 4.0, 0.0),
+        (2.0, 6.0, 0.0, 8.0, 2.0),  # a GPU that waits for the host
+        (2.0, 3.0, 1.0, 5.0, 1.0),
     ):
         loader = SimpleNamespace(seconds=0.0)
+
+        def issue(state: Any, batches: Any, issuing: float = issuing) -> None:
+            clock[0] += issuing
+
+        def synchronize(device: Any, working: float = working) -> None:
+            clock[0] += working if loader.seconds else 0.0  # noqa: B023 - of this round
+
+        monkeypatch.setattr(timing, "train_step", issue)
+        monkeypatch.setattr(timing, "synchronize", synchronize)
 
         def read(loader: Any = loader, reading: float = reading) -> None:
             clock[0] += reading
             loader.seconds += reading
 
         loader.next = read
-        world = SimpleNamespace(device=SimpleNamespace(type=kind))
+        world = SimpleNamespace(device=None)
         state = SimpleNamespace(loader=loader, world=world, sums=0.0, metrics=())
         steps = timing.record_steps(state, 3)
         assert steps.seconds.tolist() == [seconds] * 3 and steps.waits.tolist() == [waits] * 3

@@ -75,22 +75,24 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
         return shapes if world.rank else model
     except Exception as error:  # of the user's code, whatever it is
         if world.rank == 0:  # which tried so that it can warn
-            log.warning("each rank builds the whole model, as this fails on meta: %s", error)
+            log.warning("building on meta failed, so each rank builds the whole model: %s", error)
     return make() if world.rank else model
 
 
-def place(module: nn.Module, world: World) -> None:
-    """Move what is not sharded yet to this rank's device, with the values of rank 0."""
-    placed: dict[Any, torch.Tensor] = {}  # a tied tensor stays one
+def place(module: nn.Module, world: World, buffers: dict[Any, torch.Tensor]) -> None:
+    """Move what is not sharded yet to this rank's device, with rank 0's values; ties stay."""
+    parameters: dict[Any, torch.Tensor] = {}
     for part in module.modules():
         for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
+            own = isinstance(tensor, nn.Parameter)
+            placed = parameters if own else buffers
             if type(tensor) in PLAIN and tensor not in placed:
                 here = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
                 if world.rank == 0:
                     here.copy_(tensor.detach())
                 dist.broadcast(here.view(-1).view(torch.uint8), 0)  # gloo knows few dtypes
-                own = isinstance(tensor, nn.Parameter)
-                placed[tensor] = nn.Parameter(here, tensor.requires_grad) if own else here
+                here = nn.Parameter(here, tensor.requires_grad) if own else here
+                placed |= {tensor: here, here: here}
             setattr(part, name, placed.get(tensor, tensor))
 
 
@@ -109,7 +111,7 @@ def wrap(
     if compute_dtype != torch.float32:
         # reduce_dtype is stated, since its default differs between releases: sums are in float32.
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    mesh, reshard = build_mesh(config, world), config.reshard_after_forward
+    mesh, reshard, buffers = build_mesh(config, world), config.reshard_after_forward, {}
     units = [block for block in blocks if [*block.parameters()]]
     check_shardable(model, units)
     forms = [(n, t.shape, t.dtype) for n, t in (*model.named_parameters(), *model.named_buffers())]
@@ -120,9 +122,9 @@ def wrap(
             "return its largest parts, as in [*model.layers]"
         )
     for block in units:
-        place(block, world)
+        place(block, world, buffers)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    place(model, world)
+    place(model, world, buffers)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 

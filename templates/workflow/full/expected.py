@@ -16,8 +16,6 @@ from ..files import read_json, replace_file
 from .stage import Stage
 from .timing import differences
 
-TOLERANCE = 0.01  # proposed
-
 
 def read_expected(path: Path | None) -> dict[str, Any] | None:
     """What the file expects; None if there is no file; UserError if it cannot be read."""
@@ -26,7 +24,7 @@ def read_expected(path: Path | None) -> dict[str, Any] | None:
     try:
         content = read_json(path, tomllib.loads)
         losses = {int(step): float(loss) for step, loss in content.pop("losses", {}).items()}
-        tolerance = float(content.pop("tolerance", TOLERANCE))
+        tolerance = float(content.pop("tolerance", 0.01))
         if content or not losses or min(losses) < 1:
             raise ValueError("its keys are tolerance and losses (by step, from 1)")
     except (ValueError, TypeError, AttributeError) as error:
@@ -40,8 +38,8 @@ def hold_to(stage: Stage, path: Path, expected: dict[str, Any] | None) -> None:
     if expected is None:
         proposal = propose(stage.file.with_name("expected.toml"), losses)
         advice = f"look at {proposal}, which holds what was measured now, and copy it to {path}"
-        measured = f"there is no {path}"
-        stage.check("expected", False, measured=measured, wanted="a file", advice=advice)
+        text = f"there is no {path}"
+        stage.check("expected", False, measured=text, wanted="a file", advice=advice)
         return
     known = {step: loss for step, loss in expected["losses"].items() if step <= len(losses)}
     if known:
@@ -59,7 +57,7 @@ def hold_to(stage: Stage, path: Path, expected: dict[str, Any] | None) -> None:
 def propose(path: Path, losses: list[float]) -> Path:
     """Write what was measured in the form of such a file."""
     steps = [step for step in (1, 10, len(losses)) if step <= len(losses)]
-    lines = [f"tolerance = {TOLERANCE}  # relative", "", "[losses]"]
+    lines = ["tolerance = 0.01  # relative", "", "[losses]"]
     lines += dict.fromkeys(f"{step} = {losses[step - 1]:.6g}" for step in steps)
     replace_file(path, "\n".join(lines) + "\n")
     return path

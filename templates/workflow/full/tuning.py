@@ -179,7 +179,7 @@ def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | Non
     state = reading(best)
     with contextlib.closing(state.loader):
         record_steps(state, best)
-        return record_steps(state, best * math.ceil(40 / best))
+        return record_steps(state, best * math.ceil(baseline.MEASURED / best))
 
 
 def workers_to_try(given: int, waited: float, seconds: float, device: torch.device) -> list[int]:

@@ -30,7 +30,7 @@ COMPILED = {"blocks": "block by block", "full": "as a whole"}  # by --compile.mo
 
 
 def publish_report(run_dir: Path) -> Path:
-    """Write RUN_DIR/report.html; what is damaged is named on it. UserError if nothing is there."""
+    """Write RUN_DIR/report.html; UserError if nothing is there, RankError if it cannot be shown."""
     notes: list[str] = []
     sections = {name: section(run_dir, name) for name in STAGES}
     records = read_metrics(run_dir / METRICS, notes)
@@ -47,7 +47,7 @@ def publish_report(run_dir: Path) -> Path:
     environment = Environment(autoescape=True, undefined=ChainableUndefined)
     environment.filters |= {"prose": prose, "in_time": plots.in_time, "in_units": in_units}
     template = Path(__file__).with_name("report.html").read_text("utf-8")
-    with reading(run_dir / "workflow"):  # whatever is in a damaged file
+    with reading(run_dir):  # whatever is in a damaged file
         page = environment.from_string(template).render(
             name=run_dir.name,
             package=PACKAGE,

@@ -35,6 +35,7 @@ class Odd(nn.Module):
         self.recurrent = nn.LSTM(3, 4)
         self.register_buffer("row", self.wide[0])
         for block in self.blocks:
+            block.register_buffer("table", self.count)
             nn.init.trunc_normal_(block.weight)
         self.extra = extra()
 
@@ -89,6 +90,7 @@ def main(package: str) -> None:
                 assert full.dtype == tensor.dtype and torch.equal(full, tensor), name
                 assert held[name].requires_grad == tensor.requires_grad, name
         assert model.head.weight is model.embedding.weight
+        assert all(block.table is model.count for block in model.blocks)
         assert type(model.blocks[0].weight) is not nn.Parameter, "it is sharded"
         if isinstance(model.extra, torch.Tensor):  # no broadcast reaches it: it is drawn alike
             assert torch.equal(model.extra, expected.extra)

@@ -34,7 +34,7 @@ class CompileConfig:
     dynamic: bool | None = None
     """Dynamic shapes: from the start (true), never (false), or once they vary (default)."""
     autotune: bool = False
-    """Time several kernels for each matrix product and take the fastest (compiles for minutes)."""
+    """With a mode: time kernels of matrix products, for minutes; a resume may choose others."""
     backend: str = "inductor"
     """Backend of torch.compile; "eager" and "aot_eager" help to debug the compiler."""
 

@@ -24,18 +24,19 @@ class Steps(NamedTuple):
 
 def record_steps(state: State, steps: int) -> Steps:
     """Take steps of the project's loop, waiting for the device after each."""
-    losses, seconds, waits = np.zeros((3, steps))
+    losses, seconds, waits, idle = np.zeros((4, steps))
     synchronize(state.world.device)
     for i in range(steps):
         started, waited = time.perf_counter(), state.loader.seconds
         train_step(state, state.loader.next())
+        issued = time.perf_counter()
         synchronize(state.world.device)
-        seconds[i] = time.perf_counter() - started
+        seconds[i], idle[i] = (time.perf_counter() - since for since in (started, issued))
         waits[i] = state.loader.seconds - waited
         losses[i] = means(state.sums, state.metrics or ())["loss"]
         state.sums = 0.0
-    # In training the host reads a batch while the GPU works on the step before it.
-    hidden = np.minimum(waits, seconds - waits) if state.world.device.type == "cuda" else 0.0
+    # In training the host would not wait for the device here, but read the next batch meanwhile.
+    hidden = np.minimum(waits, idle)
     return Steps(losses, seconds - hidden, waits - hidden)
 
 
