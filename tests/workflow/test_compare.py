@@ -250,7 +250,7 @@ def test_the_baseline_is_held_to_what_a_team_expects(
     words = ["baseline", *project.settings, "--run-dir", str(tmp_path), "--workflow.expect"]
     dispatch = project.module("__main__").dispatch
     assert dispatch([*words, str(file)]) == 1
-    assert f"there is no {file}" in capsys.readouterr().out
+    assert f"expected: no {file} (wanted: a file)" in capsys.readouterr().out
     shutil.copy(tmp_path / "workflow/expected.toml", file)
     assert dispatch([*words, str(file)]) == 0
     assert "ok   expected_losses" in capsys.readouterr().out

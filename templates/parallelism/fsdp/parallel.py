@@ -82,8 +82,9 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
 def place(module: nn.Module, world: World, buffers: dict[Any, torch.Tensor]) -> None:
     """Move what is not sharded yet to this rank's device, with rank 0's values; ties stay."""
     parameters: dict[Any, torch.Tensor] = {}
+    own_names: Any = {"recurse": False, "remove_duplicate": False}
     for part in module.modules():
-        for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
+        for name, tensor in [*part.named_parameters(**own_names), *part.named_buffers(**own_names)]:
             own = isinstance(tensor, nn.Parameter)
             placed = parameters if own else buffers
             if type(tensor) in PLAIN and tensor not in placed:

@@ -38,8 +38,7 @@ def hold_to(stage: Stage, path: Path, expected: dict[str, Any] | None) -> None:
     if expected is None:
         proposal = propose(stage.file.with_name("expected.toml"), losses)
         advice = f"look at {proposal}, which holds what was measured now, and copy it to {path}"
-        text = f"there is no {path}"
-        stage.check("expected", False, measured=text, wanted="a file", advice=advice)
+        stage.check("expected", False, measured=f"no {path}", wanted="a file", advice=advice)
         return
     known = {step: loss for step, loss in expected["losses"].items() if step <= len(losses)}
     if known:
