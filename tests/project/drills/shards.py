@@ -72,7 +72,7 @@ def main(package: str) -> None:
         (lambda: torch.normal(0.0, 1.0, (3,)), "no plain parameter or buffer"),
     ):
         warnings.clear()
-        # What another rank draws does not count, but for what only the model itself holds.
+        # Ranks may draw differently, except where the model holds a tensor that is not registered.
         seed = 0 if complaint and "plain" in complaint else world.rank
         model, built_whole = sharded(lambda extra=extra: Odd(extra), seed)
         assert built_whole == (world.rank == 0 or complaint is not None)
