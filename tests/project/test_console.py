@@ -316,17 +316,6 @@ def test_the_sweep_of_the_recipe(project: Project, monkeypatch: pytest.MonkeyPat
     assert result.validation["validation_loss"] == losses[0]
 
 
-def test_the_epochs_of_the_recipe(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(project.folder)
-    code = recipe("python", "epochs").replace("my_training_run", project.name)
-    small = 'override(preset("tiny"), {"data.path": "text.txt", "name": "epochs"})'
-    assert code.count('preset("default"), 3') == 1
-    exec(code.replace('preset("default")', small), {})
-    run_dir = project.folder / "runs/epochs"
-    assert json.loads((run_dir / "status.json").read_text("utf-8"))["step"] == 3 * 109 // 8
-    assert "40 steps (2.94 epochs)" in (run_dir / "logs/train.log").read_text("utf-8")
-
-
 def test_callbacks_are_called_on_all_ranks(tmp_path: Path) -> None:
     """After each step, after a validation and at the end; the example prints what it is for."""
     answers = {"parallelism": "fsdp", "checkpoint": "dcp"}

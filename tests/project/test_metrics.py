@@ -4,7 +4,6 @@ import json
 import math
 import multiprocessing
 import os
-import re
 import signal
 import tracemalloc
 from collections.abc import Iterator
@@ -83,7 +82,7 @@ def test_a_metric_has_a_name_of_its_own(
     (line,), compute, batches = lines(tmp_path / "run")[-1:], training.compute_loss, []
     metrics: Any = None
     names = line.keys() - {"bits_per_byte"}  # the task's own metric
-    assert all(map(project.module("loss").FIGURES.fullmatch, names)), names
+    assert all(map(project.module("run.journal").FIGURES.fullmatch, names)), names
     assert len(names) > 12
 
     def with_metrics(model: Any, batch: Any) -> Any:
@@ -308,32 +307,3 @@ def test_each_line_tells_the_memory(project: Project, tmp_path: Path) -> None:
         go.set()
         child.join()
         assert size <= more < size + before / 2, "what is shared counts once"
-
-
-@pytest.mark.parametrize(
-    ("held", "named"),
-    [
-        (lambda step: 1e9 + 1e6 * step, True),  # 1 MB a step
-        (lambda step: 1e9, False),
-        (lambda step: 1e9 + 5e8 * (step % 300 == 0), False),  # in validations
-        (lambda step: 1e9 + 5e8 * (step > 500), False),  # once
-        (lambda step: 1e9 + 1e3 * step, False),
-    ],
-)
-def test_a_host_memory_that_grows_is_named_once(
-    project: Project,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    held: Any,
-    named: bool,
-) -> None:
-    memory = project.module("run.hardware")
-    world = SimpleNamespace(rank=0, device=SimpleNamespace(type="cpu"))
-    saving = SimpleNamespace(writer=SimpleNamespace(staged_bytes=0))
-    watch = memory.MemoryUse()
-    for step in range(20, 6000, 20):
-        monkeypatch.setattr(memory, "host_memory", lambda step=step: int(held(step)))
-        watch.after_step(SimpleNamespace(step=step, world=world, checkpointer=saving), {})
-    said = [record.message for record in caplog.records if "grows" in record.message]
-    assert len(said) == named
-    assert all(re.search(r"rank 0 grows: .* at step \d+, .* at step \d+", text) for text in said)

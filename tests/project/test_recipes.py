@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save
 from sklearn.metrics import roc_auc_score
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from tests.conftest import ROOT, Project, bake, project_fixture, recipe, run
 
@@ -24,14 +22,9 @@ image = project_fixture("image_recipes", **ANSWERS, task="image_classifier")
 
 def classes(project: Project, *words: str) -> dict[str, Any]:
     """What stands in the recipes, with what a project's callbacks.py has at hand."""
-    names = {"Any": Any, "Path": Path, "np": np, "torch": torch, "save": save}
-    names |= {"roc_auc_score": roc_auc_score, "StateDictOptions": StateDictOptions}
-    names |= {"get_model_state_dict": get_model_state_dict, "__package__": project.name}
-    names |= {name: getattr(project.module("sampling"), name) for name in ("fetch",)}
-    names |= {
-        "move": project.module("device").move,
-        "replace_file": project.module("files").replace_file,
-    }
+    names = {"Any": Any, "Path": Path, "np": np, "torch": torch, "roc_auc_score": roc_auc_score}
+    names |= {"__package__": project.name, "fetch": project.module("sampling").fetch}
+    names |= {"move": project.module("device").move}
     names["__name__"] = f"{project.name}.callbacks"  # for its relative import
     for word in words:
         exec(recipe("python", f"class {word}"), names)
@@ -127,36 +120,6 @@ def test_a_second_validation_set(image: Project, tmp_path: Path) -> None:
     assert last["validation_seen_loss"] == seen[-1]["seen_loss"] != last["validation_loss"]
     assert last["validation_same_loss"] == last["validation_loss"]
     assert "validation_seen_accuracy" in last
-
-
-def test_the_best_weights_by_a_figure(image: Project, tmp_path: Path) -> None:
-    """They are of the best validation, also when the run was interrupted after it."""
-    names, run_dir = classes(image, "BestWeights"), tmp_path / "run"
-    weights: dict[int, dict[str, torch.Tensor]] = {}
-    accuracies = iter((0.3, 0.7, float("nan"), 0.6))
-
-    class Judge:
-        """Says how good it is, and remembers the weights."""
-
-        def after_validation(self, state: Any, figures: dict[str, float]) -> None:
-            figures["validation_accuracy"] = next(accuracies)
-            weights[state.step] = {n: t.clone() for n, t in state.model.state_dict().items()}
-
-    def run(steps: int) -> None:
-        changes = {"run_dir": run_dir, "data__path": None, "train__validate_every": 2}
-        config = image.config(**changes, train__steps=steps)
-        image.module("train").run(config, [Judge(), names["BestWeights"](run_dir)])
-
-    run(4)
-    run(8)
-    best = load_file(run_dir / "best.safetensors")
-    assert best.keys() == weights[4].keys()
-    assert all(torch.equal(tensor, weights[4][name]) for name, tensor in best.items())
-    config = image.config(run_dir=tmp_path / "new", data__path=None, train__steps=1)
-    state = image.module("train").setup(config)
-    load, group = image.module("checkpoint.transfer").load_weights, image.module("distributed")
-    load(run_dir / "best.safetensors", state.model, None, group.Group(), strict=True)
-    assert all(torch.equal(tensor, weights[4][n]) for n, tensor in state.model.state_dict().items())
 
 
 USE = """
@@ -275,25 +238,21 @@ def edited(code: str, *edits: tuple[str, str]) -> str:
 
 
 RECOMMENDER = """from sklearn.metrics import roc_auc_score
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from safetensors.torch import save
-from pathlib import Path
 from typing import Any
 import numpy as np
 import torch
 
 from .device import move
-from .files import replace_file
 from .sampling import fetch
 
 
 def callbacks(config, run_dir):
-    return Auc(), EarlyStopping(), BestWeights(run_dir)
+    return Auc(), EarlyStopping()
 """
 
 
 def test_a_recommender_from_the_recipes(tmp_path: Path) -> None:
-    """Two optimizers, AUC, early stopping and the best weights by it; sparse tables are refused."""
+    """Two optimizers, AUC, early stopping and the best checkpoint by it; no sparse tables."""
     project = bake(tmp_path, **ANSWERS, task="image_classifier", package_name="recommender")
     package = project / "src/recommender"
     shutil.copytree(ROOT / "tests/project/own/recommender", package, dirs_exist_ok=True)
@@ -314,7 +273,6 @@ def test_a_recommender_from_the_recipes(tmp_path: Path) -> None:
             recipe("python", "class EarlyStopping"),
             ('figures["validation_loss"]', '-figures["auc"]'),
         ),
-        edited(recipe("python", "class BestWeights"), ("validation_accuracy", "auc")),
     ]
     (package / "callbacks.py").write_text("\n\n".join([RECOMMENDER, *parts]))
     run_dir = tmp_path / "run"
@@ -326,25 +284,29 @@ def test_a_recommender_from_the_recipes(tmp_path: Path) -> None:
             command, env=environment, capture_output=True, text=True, timeout=300, cwd=tmp_path
         )
 
-    done = start("train", "--device", "cpu", "--train.steps", "40")
+    best = ("--checkpoint.best", "validation_auc", "--checkpoint.best-is", "max")
+    done = start("train", "--device", "cpu", "--train.steps", "40", *best)
     assert done.returncode == 0, done.stderr
-    done = start("train", "--device", "cpu", "--train.steps", "3000")
+    done = start("train", "--device", "cpu", "--train.steps", "3000")  # the rest is saved
     assert done.returncode == 0 and "resumed at step 40" in done.stderr, done.stderr
     status = json.loads((run_dir / "status.json").read_text())
     assert status["status"] == "finished" and 40 < status["step"] < 3000
     assert "no validation was better" in status["reason"]
     aucs = [r["validation_auc"] for r in records(run_dir) if "validation_auc" in r]
     assert max(aucs) > 0.85 and max(aucs[-3:]) <= max(aucs[:-3]), aucs
+    listed = start("verify").stdout.splitlines()
+    (marked,) = [line for line in listed if line.endswith("  best")]
+    assert f"validation auc {max(aucs):.4f}" in marked, listed
     (package / "check.py").write_text(
-        "import sys\nimport numpy as np\nimport torch\nfrom safetensors.torch import load_file\n"
+        "import sys\nimport numpy as np\nimport torch\n"
         "from sklearn.metrics import roc_auc_score\nfrom . import load_trained\n"
-        "from .data import build_datasets\nmodel, spec, config = load_trained(sys.argv[1])\n"
-        "model.load_state_dict(load_file(f'{sys.argv[1]}/best.safetensors'))\n"
+        "from .data import build_datasets\n"
+        "model, spec, config = load_trained(sys.argv[1], 'cpu', int(sys.argv[2]))\n"
         "data = build_datasets(config)[1]\nbatch = data.__getitems__([*range(len(data))])\n"
         "print(roc_auc_score(batch['labels'], model(batch).detach()))\n"
     )
     found = run(
-        [sys.executable, "-m", "recommender.check", str(run_dir)],
+        [sys.executable, "-m", "recommender.check", str(run_dir), marked[5:13]],
         300,
         PYTHONPATH=str(project / "src"),
     )

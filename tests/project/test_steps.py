@@ -183,29 +183,6 @@ def test_what_is_exported_is_synced_to_disk(image: Project, tmp_path: Path) -> N
     assert synced[-1] == tmp_path and synced[-2].name.endswith("w.safetensors")
 
 
-@pytest.mark.parametrize(("lines", "steps", "named"), [(12, 1000, 1), (11, 1000, 0), (12, 999, 0)])
-def test_memory_is_judged_as_soon_as_it_can_be(
-    image: Project, lines: int, steps: int, named: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    memory = image.module("run.hardware")
-    watch = memory.MemoryUse()
-    for number in range(lines):
-        watch.lines.append((number * steps // (lines - 1), 10**6 * 2**number))
-    watch._judge(0)
-    assert sum("grows" in line for line in caplog.messages) == named
-
-
-def test_memory_that_grows_slowly_is_named(
-    image: Project, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By the middle of each third of the lines: of none a line counts for two."""
-    watch = image.module("run.hardware").MemoryUse()
-    held = [100, 100, 104, 104, 107.5, 107.5, 107.5, 107.5, 113, 113, 113, 113]
-    watch.lines += [(100 * number, int(1e6 * one)) for number, one in enumerate(held)]
-    watch._judge(0)
-    assert "the host's memory of rank 0 grows" in caplog.text
-
-
 def test_a_failed_save_ends_the_run_long_before_the_next(text: Project, tmp_path: Path) -> None:
     """And what ends it is a failure, no stop that somebody asked for."""
     training, steps = text.module("train"), []

@@ -80,23 +80,21 @@ def contents(path: Path) -> dict[str, Content]:
 def content_of_run(path: Path) -> Content:
     """The figures of a training run, as a stage would have written them."""
     records = list(read_records(path))
-    figures: Content = {
-        f"{name}es": {
-            r["step"]: next(iter(finite(r[name])), math.nan) for r in records if name in r
-        }
-        for name in ("loss", "validation_loss")
-    }
+    figures: Content = {"losses": {}, "validation_losses": {}, "records": len(records)}
+    for r in records:
+        for name in ("loss", "validation_loss"):
+            if name in r:
+                figures[f"{name}es"][r["step"]] = next(iter(finite(r[name])), math.nan)
     for name in OF_RUN:  # without the first record, which holds warm-up and compilation
         if values := [value for record in records[1:] for value in finite(record.get(name))]:
             figures[name] = max(values) if name.endswith("bytes") else spread(values)
     status = read_json(path / "status.json")
     origin = {key: status.get(key) for key in ("machine", "versions", "ranks")}
-    figures["records"] = len(records)
     # Whether more of them is better is yours to know: they get no verdict.
     names = [f"{part}{name}" for name in own_metrics(records) for part in ("", "validation_")]
     last = {n: value for record in records for n in names for value in finite(record.get(n))}
-    content = {"settings": read_json(path / "config.json"), "figures": figures, "metrics": last}
-    return content | origin
+    settings = read_json(path / "config.json")
+    return {"settings": settings, "figures": figures, "metrics": last, **origin}
 
 
 def another_machine(a: Content, b: Content) -> str:

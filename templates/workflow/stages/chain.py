@@ -20,7 +20,7 @@ from ..config import override, preset, read_toml
 from ..distributed import join
 from ..errors import UserError, command_for, printable
 from ..files import flatten, read_json, replace_file, to_json
-from ..loss import FIGURES
+from ..run.journal import FIGURES
 from ..train import setup
 from . import STAGES
 from .interleaved import TOO_NOISY, Interval, speedup_of, time_interleaved, with_loader

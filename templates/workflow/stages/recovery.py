@@ -76,6 +76,7 @@ class Drill:
         self.exact = self.device.type == "cpu" or config.train.deterministic
         short_run = {
             "train.steps": STEPS,
+            "train.epochs": 0.0,
             "train.log_every": 1,
             "train.validate_every": 0,
             "train.validate_samples": config.train.global_batch_size,  # the last step validates

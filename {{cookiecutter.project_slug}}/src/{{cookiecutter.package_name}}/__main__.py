@@ -117,20 +117,26 @@ def parse(name: str, kind: type, arguments: list[str]) -> Any:
 
     from .config import Config, load, preset
     from .model import PRESETS
+    from .run.directory import with_saved
 
     about, prog = HELP[name], f"{PROGRAM} {name}"
     if not issubclass(kind, Config):
         return tyro.cli(kind, prog=prog, description=about, args=arguments)
     parser = argparse.ArgumentParser(prog, add_help=False, allow_abbrev=False)
-    parser.add_argument("--preset", default="default")
+    parser.add_argument("--preset", default="")
     parser.add_argument("--config", type=Path)
     given, rest = parser.parse_known_args(arguments)
-    start = load(given.config, kind, given.preset) if given.config else preset(given.preset, kind)
     about += (
         f"\n\n  --preset NAME  Settings to start from: {', '.join(PRESETS)}."
         "\n  --config FILE  TOML or a run's config.json, which overrides the preset."
     )
-    return tyro.cli(kind, prog=prog, description=about, args=rest, default=start)
+
+    def read(saved: dict[str, Any] | None = None) -> Any:
+        start = preset(given.preset, kind, saved)
+        start = load(given.config, kind, start) if given.config else start
+        return tyro.cli(kind, prog=prog, description=about, args=rest, default=start)
+
+    return with_saved(read(), read) if name == "train" else read()
 
 
 def dispatch(arguments: list[str]) -> int:

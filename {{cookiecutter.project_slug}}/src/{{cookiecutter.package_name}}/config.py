@@ -7,9 +7,9 @@ import contextlib
 import dataclasses
 import difflib
 import logging
+import math
 import tomllib
 import typing
-from collections.abc import Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
@@ -28,16 +28,11 @@ from .errors import UserError
 from .files import flatten, read_json, to_json
 from .model import PRESETS, ModelConfig
 from .optim import OptimConfig
+from .run.directory import OF_ONE_RUN
 from .run.tracker import TrackerConfig
 
 log = logging.getLogger(__name__)
 C = TypeVar("C")
-OF_ONE_RUN = ("name", "run_dir", "fresh", "reset_optimizer", "init_from", "init_strict", "workflow")
-# Settings of other renders and of earlier releases: a file may have them, and they are ignored.
-OF_AN_ANSWER = {"parallel", "checkpoint", "compile", "tracker"}  # parts, in a config.json
-GONE = {"checkpoint.auto_share", "checkpoint.auto_longest", "checkpoint.every"}
-GONE |= {"data.documents", "data.end_of_text", "workflow.expect", "optim.scaling"}
-GONE |= {"optim.base_batch_size", "profile.shapes", "profile.memory", "profile.repeat"}
 ACCEPTED: dict[Any, Any] = {float: (int, float), Path: (str, Path), tuple: (list, tuple)}
 
 
@@ -47,6 +42,8 @@ class TrainConfig:
 
     steps: int = 300
     """Total optimizer steps; raise it to train a finished run further."""
+    epochs: float = 0.0
+    """Passes over the training data, in place of `steps` (0: as many steps as that says)."""
     global_batch_size: int = 32
     """Samples per optimizer step over all ranks; fixed for the run, like the order of samples."""
     micro_batch_size: int = 32
@@ -56,6 +53,8 @@ class TrainConfig:
     """Steps between validations (0: never)."""
     validate_samples: int = 0
     """Validation samples, the same ones each time (0: all)."""
+    overfit: int = 0
+    """Train on so many batches of samples alone: a first test of a new model (0: on all data)."""
     seed: int = 0
     deterministic: bool = False
     """Deterministic kernels: bit-exact resume on CUDA, slower steps."""
@@ -74,7 +73,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         positive = ("steps", "global_batch_size", "micro_batch_size", "log_every")
         for name, value in vars(self).items():
-            if isinstance(value, int) and value < (least := int(name in positive)):
+            least = int(name in positive)
+            if isinstance(value, int | float) and not least <= value < math.inf:
                 raise UserError(f"--train.{name.replace('_', '-')} must be at least {least}")
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
@@ -150,15 +150,16 @@ class Config(RunLocation):
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
 
-def preset(name: str = "default", kind: type[C] = Config) -> C:
-    """The settings of a preset; UserError for an unknown one."""
-    if name not in PRESETS:
+def preset(name: str = "", kind: type[C] = Config, saved: dict[str, Any] | None = None) -> C:
+    """The settings of a preset, over those `saved` with a run; UserError for an unknown one."""
+    if name and name not in PRESETS:
         raise UserError(f"--preset {name}: unknown preset; choose from {', '.join(PRESETS)}")
-    return override(override(kind(), PRESETS["default"]), PRESETS[name])
+    start = override(override(kind(), PRESETS["default"]), saved or {}, lenient=True)
+    return override(start, PRESETS[name] if name else {})
 
 
-def load(path: Path, kind: type[C] = Config, start: str = "default") -> C:
-    """A preset overridden by a TOML file, or the settings of a run's config.json.
+def load(path: Path, kind: type[C] = Config, start: C | None = None) -> C:
+    """The settings of `start` overridden by a TOML file, or those of a run's config.json.
 
     The latter without what names that run (its name, its store).
     """
@@ -169,10 +170,10 @@ def load(path: Path, kind: type[C] = Config, start: str = "default") -> C:
         changes = {n: value for n, value in changes.items() if not n.startswith("workflow.")}
     try:
         if toml:
-            return override(preset(start, kind), changes, GONE)
+            return override(start or preset("", kind), changes)
         # A setting that it lacks is newer, and has its default; a preset may have changed since.
         changes = {n: value for n, value in changes.items() if n not in OF_ONE_RUN}
-        return on_disk(override(kind(), changes, GONE | OF_AN_ANSWER))
+        return on_disk(override(kind(), changes, lenient=True))
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
@@ -196,20 +197,19 @@ def spec_from_json(values: dict[str, Any]) -> Any:
     return own.Spec(**{n: _checked(n, value, types[n]) for n, value in values.items()})
 
 
-def override(config: C, changes: dict[str, Any], ignored: Set[str] = frozenset()) -> C:
+def override(config: C, changes: dict[str, Any], lenient: bool = False) -> C:
     """Change settings by dotted names, as in {"train.steps": 20}, or by nested ones, not by both.
 
-    UserError for unknown names; one line in the log for those in `ignored`.
+    UserError for unknown names; if `lenient`, as other renders and releases have some, a log line.
     """
     unknown: dict[str, Any] = {}
     config = _replace(config, changes, unknown)
-    for name in unknown:
-        if not {name, name.partition(".")[0]} & ignored:
-            near = difflib.get_close_matches(name, dict(flatten(to_json(config))), 1)
-            advice = f": did you mean {near[0]}?" if near else ""
-            raise UserError(f"{name} is not a setting of this project{advice}")
-    if unknown:
+    if unknown and lenient:
         log.info("settings that this project does not have are ignored: %s", ", ".join(unknown))
+    elif unknown:
+        near = difflib.get_close_matches(name := min(unknown), dict(flatten(to_json(config))), 1)
+        advice = f": did you mean {near[0]}?" if near else ""
+        raise UserError(f"{name} is not a setting of this project{advice}")
     return config
 
 

@@ -1,7 +1,6 @@
 """A loss as sums, the means of these, and whether a step is bad."""
 
 import math
-import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -9,13 +8,6 @@ import torch
 from torch import nn
 
 from .errors import UserError
-
-# Names in a line of metrics.jsonl that are the run's own.
-FIGURES = re.compile(
-    "step|samples|loss|lr|mfu|grad_norm|skipped_steps|time|(step|data|checkpoint_blocked)_seconds|"
-    "(samples|tokens)_per_second|(host|staging|device_peak|device_reserved)_bytes|slowest_rank|"
-    "(slowest|median)_rank_seconds|(validation|ema|samples_of)_.*"
-)
 
 
 class LossSum(NamedTuple):
@@ -43,16 +35,6 @@ def check_model(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UserError(f"{name}.weight has sparse gradients: make it with sparse=False")
     return model
-
-
-def metric_names(loss: LossSum, before: tuple[str, ...] | None) -> tuple[str, ...]:
-    """The names of a loss's metrics; UserError unless they are free, and as before."""
-    names, what = tuple(loss.metrics), "the metrics of compute_loss (model.py)"
-    if before not in (None, names):
-        raise UserError(f"{what} must be the same in each batch: {names} follow on {before}")
-    if before is None and (clash := [*filter(FIGURES.fullmatch, names)]):
-        raise UserError(f"{what}: {clash[0]!r} is a figure of the run, choose another name")
-    return names
 
 
 def loss_vector(loss: LossSum) -> torch.Tensor:

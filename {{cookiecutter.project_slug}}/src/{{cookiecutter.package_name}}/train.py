@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -12,12 +13,13 @@ if not __package__:
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 from . import callbacks as own
 from . import sampling
 from .checkpoint.checkpointer import Checkpointer, start
 from .compile import checkpoint_activations, compile_model
-from .config import Config, spec_to_json
+from .config import Config, override, spec_to_json
 from .data import build_datasets
 from .device import annotated, move, set_up_torch
 from .distributed import Group, World, join, leave, monitors, parallel
@@ -25,14 +27,14 @@ from .distributed.stop import FINISH, Stop
 from .ema import averaged_weights, keep_average
 from .errors import UserError
 from .files import to_json, write_json
-from .loss import LossSum, check_model, judge_step, loss_vector, means, metric_names, returned
+from .loss import LossSum, check_model, judge_step, loss_vector, means, returned
 from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer
 from .run import hardware
 from .run.bad_steps import RunningBuffers, step_unless, try_step
 from .run.callback_runner import built_in, enter, methods
 from .run.directory import RunDirectory
-from .run.journal import Journal, introduce, validated_at
+from .run.journal import Journal, introduce, metric_names, validated_at
 from .sampling import STEP, Loader, Share, fetch, fixed_subset, seed_random, shares
 from .schedule import set_schedule
 
@@ -91,6 +93,13 @@ def setup(config: Config, world: World | None = None) -> State:
     identity = getattr(spec, "fingerprint", None)
     returned(identity, str, "`fingerprint` in the spec of build_datasets (data.py)")
     sampling.check_dataset(validation, "validation")
+    if settings.overfit or settings.epochs:
+        sampling.check_dataset(train, "training")  # of a stream nobody knows the length
+    if settings.overfit:
+        train = Subset(train, fixed_subset(len(train), settings.overfit * batch_size).tolist())
+    if settings.epochs:
+        steps = math.ceil(settings.epochs * len(train) / batch_size)
+        config = override(config, {"train.steps": steps, "train.epochs": 0.0})
     plan = shares(batch_size, settings.micro_batch_size, world.rank, world.size)
     loader = sampling.open_loader(train, settings, plan, world)
 
@@ -227,6 +236,7 @@ def _run(config: Config, world: World, own_callbacks: Iterable[Any]) -> Result:
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(Stop(group))  # first, since a stop signal may come early
         state = setup(config, world)
+        config = state.config
         run_dir = stack.enter_context(directory)
         # The watchdog also watches the restore, which waits for the other ranks.
         watching, after_journal = monitors(run_dir.path, world, group, state.module)
@@ -256,7 +266,6 @@ def _run(config: Config, world: World, own_callbacks: Iterable[Any]) -> Result:
         parallel.warm_up(state.module, lambda: try_step(train_step, state, state.step, first))
         stop_signal, validation = _loop(state, checkpointer, stop, journal, callbacks, owed)
         with group.phase("save"):
-            journal.sync()
             checkpointer.finish(state.step)
         status, blocked = stop.outcome(stop_signal), checkpointer.blocked_seconds
         why = {"reason": stop.reason} if stop_signal == FINISH else {}
@@ -276,7 +285,7 @@ def _loop(
         """Validate, and call the callbacks; {} if a stop signal cuts it short."""
         with group.phase("validation"):
             # Only a stop signal interrupts a validation: FINISH % FINISH is 0.
-            figures = validate_averaged(state, lambda: stop.poll(saves.failed)[0] % FINISH)
+            figures = validate_averaged(state, lambda: stop.poll(saves.writer.failed)[0] % FINISH)
             for call in after_validation if figures else ():
                 call(state, figures)
         # Yours among them: training may have figures of the same name.
@@ -289,7 +298,7 @@ def _loop(
     while state.step < settings.steps or not validation:
         # Flags that any rank raised, as of the step before: all ranks act at the same step and
         # none waits for another.
-        stop_signal, save_failed = stop.poll(saves.failed)
+        stop_signal, save_failed = stop.poll(saves.writer.failed)
         if save_failed:
             saves.settle()  # raises on all ranks, or warns (--checkpoint.on-failure)
         if stop_signal:
@@ -312,8 +321,7 @@ def _loop(
         if is_due(state, state.config.checkpoint.every):
             # After the record is written: a resume cuts metrics.jsonl back to the checkpoint.
             with group.phase("save"):
-                journal.sync()
-                saves.save(state.step, (record or {}).get("validation_loss"))
+                saves.save(state.step, record)
     return 0, validation
 
 

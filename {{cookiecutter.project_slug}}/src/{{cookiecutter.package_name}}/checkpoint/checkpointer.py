@@ -11,7 +11,7 @@ import logging
 import platform
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,11 +73,6 @@ class Checkpointer:
         self.restored: dict[str, Any] = {}  # the manifest
         self.remembered: dict[str, Any] = {}
 
-    @property
-    def failed(self) -> bool:
-        """Whether this rank knows of a save in flight that failed."""
-        return self.writer.failed
-
     def remember(self, callbacks: Iterable[Any]) -> None:
         """Restore the saved state of each callback with `state_dict()`; save it from now on."""
         saved = self.restored.get("callbacks")
@@ -90,14 +85,19 @@ class Checkpointer:
                 if isinstance(saved, dict) and name in saved:
                     one.load_state_dict(saved[name])
 
-    def save(self, step: int, validation_loss: float | None = None) -> None:
+    def save(self, step: int, figures: Mapping[str, float] | None = None) -> None:
         """Save a checkpoint of `step`, once; RankError, on every rank, when any rank failed.
 
+        UserError if a validation's `figures` lack the one that says which checkpoint is the best.
         The optimizer must not step before `before_optimizer_step()` has returned.
         """
         self.settle()  # a save is never skipped: this waits for the one before
         if step == self.last_saved:
             return
+        figures, best = figures or {}, self.config.best
+        if "validation_loss" in figures and best not in figures:
+            there = ", ".join(name for name in figures if name.startswith("validation_"))
+            raise UserError(f"--checkpoint.best {best}: the validation has {there}")
         facts = {
             **self.facts,
             **self.facts_now(),
@@ -105,7 +105,11 @@ class Checkpointer:
             "callbacks": {n: copy.deepcopy(c.state_dict()) for n, c in self.remembered.items()},
             "samples": step * self.facts["identity"]["global_batch_size"],
             "world_size": self.world.size,
-            "validation_loss": validation_loss,
+            "validation_loss": figures.get("validation_loss"),
+            "score": [
+                f"{self.config.best_is} {best}",
+                float(figures[best]) if best in figures else None,
+            ],
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }

@@ -80,8 +80,10 @@ def read_manifest(path: Place) -> dict[str, Any]:
         plain = all(map(FILE_NAME.fullmatch, names)) and not {".", "..", MANIFEST} & {*names}
         if any(type(entry["size"]) is not int for entry in manifest["files"].values()):
             raise TypeError("a size is no integer")
-        if not isinstance(manifest.get("validation_loss"), float | None):
-            raise TypeError("the validation loss is no number")
+        loss = manifest.get("validation_loss")  # all that earlier releases have of a validation
+        rule, score = manifest.setdefault("score", ["min validation_loss", loss])
+        if not (isinstance(rule, str) and isinstance(score, float | None)):
+            raise TypeError("the score is no number")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} is not a manifest ({type(error).__name__})") from error
     if type(version) is not int or version != FORMAT_VERSION:  # True == 1

@@ -1,7 +1,5 @@
 """Read the tensors of files of torch.save or of safetensors; no code in them runs."""
 
-import pickle
-import tarfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -51,7 +49,5 @@ def load_file(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             for name in file.keys():  # noqa: SIM118 - not a dictionary
                 yield name, file.get_tensor(name)
         return
-    if tarfile.is_tarfile(path):  # the oldest format, for which torch makes a temporary folder
-        raise pickle.UnpicklingError("it is a tar archive")
     mapped = zipfile.is_zipfile(path)
     yield from flat(torch.load(path, map_location="cpu", weights_only=True, mmap=mapped))

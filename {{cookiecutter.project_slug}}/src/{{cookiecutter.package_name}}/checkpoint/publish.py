@@ -51,6 +51,10 @@ class RetentionConfig:
     """Save every this many steps (0: only at the end and when asked to stop)"""
     keep: int = 3
     """Keep this many of the newest checkpoints, and the best by validation."""
+    best: str = "validation_loss"
+    """The figure of the validation that says which is the best, such as validation_accuracy."""
+    best_is: Literal["min", "max"] = "min"
+    """Whether its smallest or its largest value is the best."""
     keep_every: int = 0
     """Also keep for good each checkpoint whose step is a multiple of this (0: none)."""
     on_failure: Literal["stop", "continue"] = "stop"
@@ -73,7 +77,7 @@ class Publisher:
 
     def __init__(self, directory: Place, retention: RetentionConfig, group: Group) -> None:
         self.directory, self.retention, self.group = directory, retention, group
-        self.losses: dict[Place, Any] = {}  # of the checkpoints that retention counts
+        self.scores: dict[Place, Any] = {}  # of the checkpoints that retention counts
         self.synced = False  # whether the names of the directory and its parents are durable
 
     def publish(self, step: int, write: Write, facts: dict[str, Any]) -> Place:
@@ -99,7 +103,6 @@ class Publisher:
             raise CheckpointError(f"checkpoint of step {step} was not saved: {error}") from error
         path = self.directory / step_name(step)
         if group.rank == 0:
-            self.losses[path] = facts.get("validation_loss")
             self.prune()
         return path
 
@@ -137,13 +140,13 @@ class Publisher:
         # One with a damaged manifest is neither counted nor removed: a person should see it.
         keep, every = self.retention.keep, self.retention.keep_every
         try:
-            old, self.losses = self.losses, {}
+            old, self.scores = self.scores, {}
             for path in published(self.directory):
                 with contextlib.suppress(RankError, OSError):  # damaged, or not to be read just now
-                    loss = old[path] if path in old else read_manifest(path).get("validation_loss")
-                    self.losses[path] = loss
-            good = list(self.losses)
-            kept = {*good[-keep:], best_by_validation(self.losses)}
+                    score = old[path] if path in old else read_manifest(path)["score"]
+                    self.scores[path] = score
+            good = list(self.scores)
+            kept = {*good[-keep:], best_by_validation(self.scores)}
             kept |= {path for path in good if every and int(path.name[5:]) % every == 0}
             for path in good:
                 if path not in kept:
@@ -231,7 +234,10 @@ class Publisher:
                 shutil.rmtree(self.directory / name, ignore_errors=True)
 
 
-def best_by_validation(losses: Mapping[Place, Any]) -> Place | None:
-    """The checkpoint with the lowest validation loss on record, the newest of equals."""
-    measured = {p: x for p, x in losses.items() if isinstance(x, float) and math.isfinite(x)}
-    return min(reversed(measured), key=measured.__getitem__, default=None)
+def best_by_validation(scores: Mapping[Place, Any]) -> Place | None:
+    """The best by the rule of the newest score, such as ("min validation_loss", 1.2 or None)."""
+    rule, _ = next(reversed(scores.values()), ("", None))
+    alike = {path: value for path, (name, value) in scores.items() if name == rule}
+    measured = {p: x for p, x in alike.items() if isinstance(x, float) and math.isfinite(x)}
+    choose: Any = max if rule.startswith("max ") else min
+    return choose(reversed(measured), key=measured.__getitem__, default=None)

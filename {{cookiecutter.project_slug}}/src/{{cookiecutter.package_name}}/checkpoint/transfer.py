@@ -20,7 +20,7 @@ from torch import nn
 
 from ..distributed import Group
 from ..ema import EMA
-from ..errors import RankError, UserError, printable
+from ..errors import UserError, printable
 from ..files import fingerprint_files, read_json, replacing, sync_directory, write_json
 from ..run.directory import RunDirectory
 from ..run.journal import validation_of
@@ -88,13 +88,10 @@ def export(run_dir: Path, options: ExportConfig) -> str:
 
 def summary(run_dir: Path, result: Any) -> list[str]:
     """The lines that sum up a run and where its files are."""
-    try:
-        directory = checkpoints_of(run_dir)
-        names = [path.name for path in published(directory)]
-        newest = f", the newest is {names[-1]}" if names else ""
-        checkpoints = f"checkpoints in {directory}: {len(names)}{newest}"
-    except (OSError, RankError, UserError) as error:
-        checkpoints = f"checkpoints: cannot be listed now ({error})"
+    directory = checkpoints_of(run_dir)
+    names = [path.name for path in published(directory)]
+    newest = f", the newest is {names[-1]}" if names else ""
+    checkpoints = f"checkpoints in {directory}: {len(names)}{newest}"
     if result.status != "already finished":
         checkpoints += f" (training waited {result.blocked_seconds:.2f} s for saves)"
     validation = validation_of(result.validation)
@@ -111,15 +108,17 @@ def verified(run_dir: Path) -> tuple[list[str], bool]:
     checked = {path: verify(path) for path in published(directory)}
     if not checked:
         raise UserError(f"there are no checkpoints in {directory}: train first")
-    losses = {p: m.get("validation_loss") for p, (m, problems) in checked.items() if not problems}
-    best = best_by_validation(losses)
+    scores = {p: m["score"] for p, (m, problems) in checked.items() if not problems}
+    best = best_by_validation(scores)
     for path, (manifest, problems) in checked.items():
         if not problems:
             sizes = [entry["size"] for entry in manifest["files"].values()]
             files = "1 file" if len(sizes) == 1 else f"{len(sizes)} files"
-            loss = f"  validation loss {losses[path]:.4f}" if losses[path] is not None else ""
+            rule, score = scores[path]
+            figure = rule.partition(" ")[2].replace("_", " ")
+            value = f"  {figure} {score:.4f}" if score is not None else ""
             end = "  best" if path == best else ""
-            lines.append(f"{path.name}  good  {sum(sizes) / 1e6:,.1f} MB in {files}{loss}{end}")
+            lines.append(f"{path.name}  good  {sum(sizes) / 1e6:,.1f} MB in {files}{value}{end}")
         elif path.exists():  # not just pruned
             bad = True
             lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")

@@ -7,18 +7,42 @@ import os
 import shutil
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..distributed import Group, launcher
 from ..distributed.stop import Stop
 from ..errors import UserError
-from ..files import naming, open_to_write, read_json, to_json, write_json
+from ..files import flatten, naming, open_to_write, read_json, to_json, write_json
 from .hardware import where_measured
 from .logs import ONLY_IN_FILES, logging_in
 
 log = logging.getLogger(__name__)
 LOGS = "logs"
+OF_ONE_RUN = ("name", "run_dir", "fresh", "reset_optimizer", "init_from", "init_strict", "workflow")
+# Settings that a start does not take from the run that it continues.
+OF_ONE_START = {*OF_ONE_RUN, "device", "train.loader_workers"}
+
+
+def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
+    """The settings of a start: `config`, or what is typed over those of the run that it continues.
+
+    `read` reads what is typed over given settings.
+    """
+    # Machines that need not share the run directory could have other settings in it.
+    file = config.directory / "config.json"
+    if config.fresh or config.checkpoint.far or not file.exists():
+        return config
+    try:
+        result = read({n: v for n, v in flatten(read_json(file)) if n not in OF_ONE_START})
+    except UserError as error:
+        log.warning("%s: these settings are not taken: %s", file, error)
+        return config
+    old, new = (dict(flatten(to_json(each))) for each in (config, result))
+    if kept := [f"{n} {new[n]} (default: {old[n]})" for n in new if new[n] != old[n]]:
+        log.info("settings of the run, unless you type others: %s", ", ".join(kept))
+    return result
 
 
 class RunDirectory:
@@ -137,9 +161,5 @@ class RunDirectory:
             advice = "wait for it or stop it, or choose another --name"
             problem = f"{self.path} is in use by {owner} ({error.strerror})"
             raise UserError(f"{problem}: {advice}") from None
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(self.path / ".lock")):
-                self.lock = file
-                return set(launchers)
-        file.close()  # another run has renamed or removed the directory since
-        return self._lock()
+        self.lock = file
+        return set(launchers)

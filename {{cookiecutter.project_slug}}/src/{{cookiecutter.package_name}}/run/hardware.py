@@ -3,12 +3,10 @@
 import contextlib
 import copy
 import gc
-import logging
 import multiprocessing
 import os
 import platform
 import re
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from torch import nn
 
 from ..device import move
 
-log = logging.getLogger(__name__)
 # Dense bf16 peaks in TFLOP/s, from the makers' data sheets, by words of the device's name.
 # fmt: off
 PEAK_BF16_TFLOPS = {
@@ -27,8 +24,6 @@ PEAK_BF16_TFLOPS = {
     "RTX 4090": 165, "MI300X": 1307,
 }
 # fmt: on
-STEPS, LINES = 1000, 12  # over which the growth of host memory is judged, at least
-GROWTH = 1.05  # from one third of them to the next: more than the allocator's ups and downs
 
 
 def host_memory() -> int:
@@ -43,14 +38,10 @@ def host_memory() -> int:
 
 
 class MemoryUse:
-    """A callback: adds the memory to each log line, and warns once when host memory grows.
+    """A callback: adds the memory to each log line.
 
     `host_bytes` includes the `staging_bytes` of a save in the background.
     """
-
-    def __init__(self) -> None:
-        self.lines: list[tuple[int, int]] = []  # (step, bytes on the host)
-        self.warned = False
 
     # Garbage is collected at log lines only, and not among what was made before the run: to look
     # through that would stop one rank, and all that wait for it, at a random moment.
@@ -75,24 +66,6 @@ class MemoryUse:
         if staged := state.checkpointer.writer.staged_bytes:
             record["staging_bytes"] = staged
         record["host_bytes"] = host_memory()
-        self.lines.append((state.step, record["host_bytes"]))
-        if not self.warned:
-            self._judge(state.world.rank)
-
-    def _judge(self, rank: int) -> None:
-        (first, before), (last, now) = self.lines[0], self.lines[-1]
-        if len(self.lines) < LINES or last - first < STEPS:
-            return
-        held, size = [held for _, held in self.lines], len(self.lines) // 3
-        one, two, three = (statistics.median(held[at * size :][:size]) for at in range(3))
-        self.warned = two > GROWTH * one and three > GROWTH * two
-        if self.warned:
-            log.warning(
-                "the host's memory of rank %d grows: %s at step %d, %s at step %d. Does a dataset "
-                "or a callback keep something of each step, such as a loss?",
-                *(rank, in_units(before), first, in_units(now), last),
-            )
-        del self.lines[:size]
 
 
 def in_units(size: float) -> str:

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -12,12 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from ..distributed import Group
+from ..errors import UserError
 from ..files import naming, open_to_write, replace_file, sync_directory
-from ..loss import means
+from ..loss import LossSum, means
 from .hardware import device_name
 
 log = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
+# Names in a line of metrics.jsonl that are the run's own.
+FIGURES = re.compile(
+    "step|samples|loss|lr|mfu|grad_norm|skipped_steps|time|(step|data|checkpoint_blocked)_seconds|"
+    "(samples|tokens)_per_second|(host|staging|device_peak|device_reserved)_bytes|slowest_rank|"
+    "(slowest|median)_rank_seconds|(validation|ema|samples_of)_.*"
+)
 
 
 class Journal:
@@ -86,13 +94,6 @@ class Journal:
         figures += [f"{record[f'{unit}_per_second']:,.0f} {unit}/s", f"{left:.0f} s left"]
         log.info("step %d/%d  %s", record["step"], self.total, "  ".join(figures))
 
-    def sync(self) -> None:
-        """Make the lines so far durable."""
-        # Before each save: a power loss costs only lines after it, whose steps are done again.
-        if self.group.rank == 0:
-            with contextlib.suppress(OSError), open_to_write(self.path, "ab") as file:
-                os.fsync(file.fileno())
-
     def _cut(self, figures: dict[str, float]) -> None:
         kept: list[bytes] = []
         if self.path.is_file():
@@ -160,6 +161,16 @@ def parsed(line: str | bytes, last_step: int = sys.maxsize) -> dict[str, Any] | 
         record = json.loads(line)
         return record if type(step := record["step"]) is int and 0 <= step <= last_step else None
     return None
+
+
+def metric_names(loss: LossSum, before: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The names of a loss's metrics; UserError unless they are free, and as before."""
+    names, what = tuple(loss.metrics), "the metrics of compute_loss (model.py)"
+    if before not in (None, names):
+        raise UserError(f"{what} must be the same in each batch: {names} follow on {before}")
+    if before is None and (clash := [*filter(FIGURES.fullmatch, names)]):
+        raise UserError(f"{what}: {clash[0]!r} is a figure of the run, choose another name")
+    return names
 
 
 def introduce(state: Any, run_dir: Path) -> None:

@@ -1,0 +1,198 @@
+"""What a start trains with: what is typed, then a preset or a file, then the run, then the code."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Project, project_fixture
+
+ANSWERS = {"parallelism": "single", "checkpoint": "torch_save", "tracker": "none"}
+text = project_fixture("text_settings", **ANSWERS)
+image = project_fixture("image_settings", **ANSWERS, task="image_classifier")
+stream = project_fixture("stream_settings", **ANSWERS, samples="stream")
+SMALL = ("--preset", "tiny", "--device", "cpu", "--data.path", "text.txt")
+
+
+def saved(run_dir: Path) -> dict[str, Any]:
+    """What config.json says."""
+    return json.loads((run_dir / "config.json").read_text("utf-8"))
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_start_takes_the_settings_of_its_run(
+    text: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is typed is first, then a preset or a file, then what the run has, then the code."""
+    run_dir, file = tmp_path / "run", tmp_path / "more.toml"
+    where = ("--run-dir", str(run_dir))
+    rates = ("--optim.learning-rate", "0.002", "--optim.clip", "0.5")
+    text("train", *SMALL, *where, "--train.steps", "3", *rates, "--train.loader-workers", "1")
+    file.write_text("optim.clip = 0.25\noptim.warmup-steps = 2\n")
+    caplog.clear()
+    text("train", *where, "--train.steps", "4", "--config", str(file), "--device", "cpu")
+    config = saved(run_dir)
+    assert config["train"]["steps"] == 4, "typed"
+    assert (config["optim"]["clip"], config["optim"]["warmup_steps"]) == (0.25, 2), "of the file"
+    assert config["optim"]["learning_rate"] == 0.002 and config["model"]["width"] == 32, "saved"
+    assert config["train"]["loader_workers"] == 0 and not config["fresh"], "of this start"
+    (line,) = [text for text in caplog.messages if text.startswith("settings of the run")]
+    assert "optim.learning_rate 0.002 (default: " in line and "model.width 32 (" in line
+    assert "clip" not in line and "steps" not in line and "loader_workers" not in line
+    assert "resumed at step 3" in (run_dir / "logs/train.log").read_text("utf-8")
+    # A preset that is typed stands above the run, for the settings that it has.
+    steps = text.module("model").PRESETS["tiny"]["train.steps"]
+    text("train", *SMALL, *where)
+    assert saved(run_dir)["train"]["steps"] == steps
+    assert saved(run_dir)["optim"]["learning_rate"] == 0.002
+    assert [record["step"] for record in records(run_dir)][-1] == steps
+
+
+@pytest.mark.parametrize("damage", ["{", '{"train": {"steps": "many"}}', '{"train": 3}'])
+def test_settings_that_cannot_be_read_are_not_taken(
+    text: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    words = (*SMALL, "--run-dir", str(tmp_path / "run"), "--train.steps")
+    text("train", *words, "2")
+    (tmp_path / "run/config.json").write_text(damage)
+    text("train", *words, "3")
+    assert any("these settings are not taken" in message for message in caplog.messages)
+    assert saved(tmp_path / "run")["train"]["steps"] == 3
+
+
+def test_a_fresh_run_and_a_new_one_take_nothing(text: Project, tmp_path: Path) -> None:
+    """Settings of earlier releases and other renders are named, and left out."""
+    where = ("--run-dir", str(tmp_path / "run"))
+    text("train", *SMALL, *where, "--train.steps", "2", "--optim.clip", "0.5")
+    content = saved(tmp_path / "run")
+    content["checkpoint"] |= {"every": "auto", "auto_share": 0.1}
+    content |= {"odd": {"setting": 1}}
+    (tmp_path / "run/config.json").write_text(json.dumps(content))
+    text("train", *SMALL, *where, "--train.steps", "3")
+    assert saved(tmp_path / "run")["optim"]["clip"] == 0.5
+    text("train", *SMALL, *where, "--train.steps", "2", "--fresh")
+    assert saved(tmp_path / "run")["optim"]["clip"] != 0.5
+
+
+def test_epochs_are_steps(text: Project, tmp_path: Path) -> None:
+    """As many as reach the end of the last epoch; more of them continue the run."""
+    where = (*SMALL, "--run-dir", str(tmp_path / "run"))
+    text("train", *where, "--train.epochs", "0.5")
+    samples, batch = 109, saved(tmp_path / "run")["train"]["global_batch_size"]
+    steps = -(-samples // (2 * batch))
+    assert (
+        saved(tmp_path / "run")["train"] | {"steps": steps, "epochs": 0}
+        == (saved(tmp_path / "run")["train"])
+    )
+    text("train", *where, "--train.epochs", "1")
+    status = json.loads((tmp_path / "run/status.json").read_text("utf-8"))
+    assert (status["status"], status["step"]) == ("finished", -(-samples // batch))
+    log = (tmp_path / "run/logs/train.log").read_text("utf-8")
+    assert f"resumed at step {steps}" in log and f"{status['step']} steps (1.03 epochs)" in log
+    for wrong in ("-1", "nan", "inf"):
+        assert text.refuses("train", *where, f"--train.epochs={wrong}") == (
+            "--train.epochs must be at least 0"
+        )
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_one_batch_is_learned_by_heart(image: Project, tmp_path: Path, workers: str) -> None:
+    """Its samples alone, and not augmented; the run without it is another one."""
+    run_dir = tmp_path / "run"
+    where = ("--preset", "tiny", "--device", "cpu", "--run-dir", str(run_dir), "--train.overfit")
+    options = ("--train.steps", "60", "--train.loader-workers", workers, "--train.log-every", "20")
+    config = image.config(data__path=None, train__overfit=1)
+    state = image.module("train").setup(config)
+    batches = [state.loader.next()[0]["images"].flatten(1) for _ in range(3)]
+    first, *others = ({tuple(row) for row in batch.tolist()} for batch in batches)
+    assert all(other == first for other in others) and state.loader.size == len(batches[0])
+    image("train", *where, "1", *options)
+    losses = [record["loss"] for record in records(run_dir)]
+    assert losses[-1] < losses[0] / 2
+    line = image.refuses("train", *where, "0", *options)
+    batch = config.train.global_batch_size
+    assert f"training_samples: {batch} saved" in line and "--name NEW" in line
+
+
+@pytest.mark.parametrize("setting", ["epochs", "overfit"])
+def test_a_stream_has_no_number_of_samples(
+    stream: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    train = stream.module("train")
+    build = train.build_datasets
+
+    class Endless:
+        """The first sample, for ever."""
+
+        def __init__(self, data: Any) -> None:
+            self.data = data
+
+        def __iter__(self) -> Any:
+            while True:
+                yield {"tokens": self.data.__getitems__([0])["tokens"][0]}
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    def built(config: Any) -> Any:
+        training, validation, spec = build(config)
+        return Endless(training), validation, spec
+
+    monkeypatch.setattr(train, "build_datasets", built)
+    changes = {"run_dir": tmp_path / "run", f"train__{setting}": 1}
+    with pytest.raises(stream.module("errors").UserError, match="is a Endless: it needs __len__"):
+        train.run(stream.config(**changes))
+
+
+class Judge:
+    """Adds a figure to each validation."""
+
+    def __init__(self, *values: float) -> None:
+        self.values = iter(values)
+
+    def after_validation(self, state: Any, figures: dict[str, float]) -> None:
+        """What is best, and when, is known."""
+        figures["skill"] = next(self.values)
+
+
+@pytest.mark.parametrize(("rule", "kept"), [("max", 2), ("min", 4)])
+def test_the_best_checkpoint_by_any_figure(
+    image: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str], rule: str, kept: int
+) -> None:
+    """It stays beside the newest, over a resume; NaN is never the best; another rule counts anew."""
+    settings = {"checkpoint__best": "validation_skill", "checkpoint__best_is": rule}
+    settings |= {"train__validate_every": 2, "checkpoint__every": 2, "checkpoint__keep": 1}
+    settings |= {"run_dir": tmp_path / "run", "data__path": None}
+    train, names = (
+        image.module("train"),
+        lambda: sorted(int(path.name[5:]) for path in (tmp_path / "run/checkpoints").iterdir()),
+    )
+    train.run(image.config(**settings, train__steps=4), [Judge(0.9, 0.1)])
+    assert names() == sorted({kept, 4})
+    train.run(image.config(**settings, train__steps=8), [Judge(float("nan"), 0.5)])
+    assert names() == [kept, 8]
+    image("verify", "--run-dir", str(tmp_path / "run"))
+    first, last = capsys.readouterr().out.splitlines()
+    value = {2: "0.9000", 4: "0.1000"}[kept]
+    assert first.endswith(f"validation skill {value}  best") and last.endswith("0.5000")
+    settings |= {"checkpoint__best": "validation_loss", "checkpoint__best_is": "min"}
+    train.run(image.config(**settings, train__steps=10), [Judge(0.7)])
+    assert names() == [10], "the rule is another one, and what it knows is the newest alone"
+
+
+def test_a_figure_that_is_not_there_is_named(image: Project, tmp_path: Path) -> None:
+    settings = {"checkpoint__best": "validation_acuracy", "train__steps": 2, "data__path": None}
+    with pytest.raises(image.module("errors").UserError) as refused:
+        image.module("train").run(image.config(**settings, run_dir=tmp_path / "run"))
+    assert str(refused.value) == (
+        "--checkpoint.best validation_acuracy: the validation has validation_loss, "
+        "validation_accuracy"
+    )
