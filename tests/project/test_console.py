@@ -164,7 +164,7 @@ def test_help_begins_with_the_common_options(
     text = help_of(project, "train", capsys)
     options = re.findall(r"^[^\w\n]*--([a-z][\w.-]+)", text, re.MULTILINE)
     assert options[:6] == ["preset", "config", "name", "run-dir", "fresh", "device"]
-    assert options[10:12] == ["train.steps", "train.global-batch-size"]
+    assert options[10:12] == ["train.steps", "train.epochs"]
     parts = list(dict.fromkeys(name.partition(".")[0] for name in options if "." in name))
     assert parts[:4] == ["train", "data", "model", "optim"]
     assert "Settings to start from: default, gpt2_124m, tiny." in text

@@ -34,7 +34,7 @@ def test_a_start_takes_the_settings_of_its_run(
     rates = ("--optim.learning-rate", "0.002", "--optim.clip", "0.5")
     text("train", *SMALL, *where, "--train.steps", "3", *rates, "--train.loader-workers", "1")
     file.write_text("optim.clip = 0.25\noptim.warmup-steps = 2\n")
-    caplog.clear()
+    caplog.set_level("INFO")
     text("train", *where, "--train.steps", "4", "--config", str(file), "--device", "cpu")
     config = saved(run_dir)
     assert config["train"]["steps"] == 4, "typed"
@@ -94,10 +94,9 @@ def test_epochs_are_steps(text: Project, tmp_path: Path) -> None:
     assert (status["status"], status["step"]) == ("finished", -(-samples // batch))
     log = (tmp_path / "run/logs/train.log").read_text("utf-8")
     assert f"resumed at step {steps}" in log and f"{status['step']} steps (1.03 epochs)" in log
-    for wrong in ("-1", "nan", "inf"):
-        assert text.refuses("train", *where, f"--train.epochs={wrong}") == (
-            "--train.epochs must be at least 0"
-        )
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(text.module("errors").UserError, match="epochs must be at least 0"):
+            text.config(train__epochs=wrong)
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
@@ -108,12 +107,12 @@ def test_one_batch_is_learned_by_heart(image: Project, tmp_path: Path, workers: 
     options = ("--train.steps", "60", "--train.loader-workers", workers, "--train.log-every", "20")
     config = image.config(data__path=None, train__overfit=1)
     state = image.module("train").setup(config)
-    batches = [state.loader.next()[0]["images"].flatten(1) for _ in range(3)]
-    first, *others = ({tuple(row) for row in batch.tolist()} for batch in batches)
-    assert all(other == first for other in others) and state.loader.size == len(batches[0])
+    batches = [[part["images"].flatten(1) for part in state.loader.next()] for _ in range(3)]
+    first, *others = ({tuple(row) for part in it for row in part.tolist()} for it in batches)
+    assert all(other == first for other in others)
+    assert state.loader.size == sum(map(len, batches[0]))
     image("train", *where, "1", *options)
-    losses = [record["loss"] for record in records(run_dir)]
-    assert losses[-1] < losses[0] / 2
+    assert records(run_dir)[-1]["accuracy"] == 1
     line = image.refuses("train", *where, "0", *options)
     batch = config.train.global_batch_size
     assert f"training_samples: {batch} saved" in line and "--name NEW" in line
@@ -167,7 +166,7 @@ class Judge:
 def test_the_best_checkpoint_by_any_figure(
     image: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str], rule: str, kept: int
 ) -> None:
-    """It stays beside the newest, over a resume; NaN is never the best; another rule counts anew."""
+    """It stays beside the newest, over a resume; a NaN is not the best; a new rule counts anew."""
     settings = {"checkpoint__best": "validation_skill", "checkpoint__best_is": rule}
     settings |= {"train__validate_every": 2, "checkpoint__every": 2, "checkpoint__keep": 1}
     settings |= {"run_dir": tmp_path / "run", "data__path": None}
