@@ -92,9 +92,18 @@ def ended(variant: Variant, run_dir: Path, settings: dict[str, str] | None = Non
 
 
 def start(
-    variant: Variant, base: Path, rank: int, point: int, once: bool, error: int = errno.EIO
+    variant: Variant,
+    base: Path,
+    rank: int,
+    point: int,
+    once: bool,
+    error: int = errno.EIO,
+    calls: int = 1,
 ) -> bool:
-    """Refuse what a start does in the run directory from one call on; False if it has ended."""
+    """Refuse what a start does in the run directory from one call on; False if it has ended.
+
+    If `once`, so many calls.
+    """
     run_dir = variant.new()
     shutil.copytree(base, run_dir)
     before, left, struck, started = contents(run_dir), point, False, False
@@ -106,7 +115,7 @@ def start(
         if call.rank != rank or started or call.kind not in KINDS[error]:
             return 0
         left -= 1
-        refused = left == -1 or (left < -1 and not once)
+        refused = -calls <= left < 0 or (left < 0 and not once)
         struck |= refused
         return error if refused else 0
 
@@ -144,7 +153,8 @@ def log_lines(variant: Variant, first: int, last: int) -> None:
         return errno.ENOSPC if ".status.json" in call.path and first <= lines < last else 0
 
     code, log = variant.job(run_dir, judge, {"write", *OPENS})
-    whole = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").open()]
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    whole = [record["step"] if isinstance(record, dict) else record for record in records]
     wanted = list(range(1, first if last > variant.steps else variant.steps + 1))
     told = [line for line in log.splitlines() if "No space left" in line]
     said = ["WARNING: metrics.jsonl cannot be written"]

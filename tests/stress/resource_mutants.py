@@ -129,13 +129,13 @@ def _leaks_each_step(package: str) -> None:
 
 def _leaks_threads(package: str) -> None:
     publisher = module(package, "checkpoint.publish").Publisher
-    finish = publisher.finish
+    write_files = publisher.write_files
 
-    def leaky(self: Any, path: Any) -> Any:
+    def leaky(self: Any, reserved: str, write: Any) -> Any:
         threading.Thread(target=threading.Event().wait, daemon=True).start()
-        return finish(self, path)
+        return write_files(self, reserved, write)
 
-    publisher.finish = leaky
+    publisher.write_files = leaky
 
 
 def _ends_at_a_signal(package: str) -> None:
@@ -153,15 +153,15 @@ def _is_impatient(package: str) -> None:
         module(package, "checkpoint.publish").Publisher,
         module(package, "checkpoint.manifest").CheckpointError,
     )
-    finish = publisher.finish
+    write_files = publisher.write_files
 
-    def impatient(self: Any, path: Any) -> Any:
-        began, entry = time.monotonic(), finish(self, path)
+    def impatient(self: Any, reserved: str, write: Any) -> Any:
+        began, entries = time.monotonic(), write_files(self, reserved, write)
         if time.monotonic() - began > 0.5:
             raise error("this takes too long")
-        return entry
+        return entries
 
-    publisher.finish = impatient
+    publisher.write_files = impatient
 
 
 FULL, ONCE = Fault(errno.ENOSPC), Fault(errno.EIO, once=True)
@@ -175,11 +175,11 @@ def saves(trouble: Fault) -> Try:
 
 
 def starts(variant: Variant) -> None:
-    """Refuse a read after the other, until it is noticed."""
+    """Refuse two reads after the other, until it is noticed: a manifest is read twice."""
     base = variant.new()
     variant.job(base, lambda call: 0, set(), **{"train.steps": 3})
-    for point in range(6, 150, 3):
-        fault_cases.start(variant, base, 0, point, True)
+    for point in range(6, 150, 2):
+        fault_cases.start(variant, base, 0, point, once=True, calls=2)
         if any(tally.violations for tally in variant.findings.tallies):
             return
 

@@ -136,7 +136,8 @@ def parse(name: str, kind: type, arguments: list[str]) -> Any:
         start = load(given.config, kind, start) if given.config else start
         return tyro.cli(kind, prog=prog, description=about, args=rest, default=start)
 
-    return with_saved(read(), read) if name == "train" else read()
+    whole = given.config and given.config.suffix != ".toml"  # which leaves nothing open
+    return read() if whole or name != "train" else with_saved(read(), read)
 
 
 def dispatch(arguments: list[str]) -> int:

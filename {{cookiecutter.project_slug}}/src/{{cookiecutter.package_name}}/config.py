@@ -43,7 +43,7 @@ class TrainConfig:
     steps: int = 300
     """Total optimizer steps; raise it to train a finished run further."""
     epochs: float = 0.0
-    """Passes over the training data, in place of `steps` (0: as many steps as that says)."""
+    """Passes over the training data; if given, `steps` follows from them."""
     global_batch_size: int = 32
     """Samples per optimizer step over all ranks; fixed for the run, like the order of samples."""
     micro_batch_size: int = 32
@@ -54,7 +54,7 @@ class TrainConfig:
     validate_samples: int = 0
     """Validation samples, the same ones each time (0: all)."""
     overfit: int = 0
-    """Train on so many batches of samples alone: a first test of a new model (0: on all data)."""
+    """Train on the samples of this many batches only, to test a new model (0: on all data)."""
     seed: int = 0
     deterministic: bool = False
     """Deterministic kernels: bit-exact resume on CUDA, slower steps."""

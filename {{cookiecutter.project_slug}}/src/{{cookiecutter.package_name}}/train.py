@@ -93,8 +93,8 @@ def setup(config: Config, world: World | None = None) -> State:
     identity = getattr(spec, "fingerprint", None)
     returned(identity, str, "`fingerprint` in the spec of build_datasets (data.py)")
     sampling.check_dataset(validation, "validation")
-    if settings.overfit or settings.epochs:
-        sampling.check_dataset(train, "training")  # of a stream nobody knows the length
+    if (settings.overfit or settings.epochs) and not hasattr(train, "__len__"):
+        raise UserError("--train.epochs, --train.overfit: a stream has no number of samples")
     if settings.overfit:
         train = Subset(train, fixed_subset(len(train), settings.overfit * batch_size).tolist())
     if settings.epochs:

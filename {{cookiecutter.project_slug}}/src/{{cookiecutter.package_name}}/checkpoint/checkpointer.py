@@ -88,16 +88,16 @@ class Checkpointer:
     def save(self, step: int, figures: Mapping[str, float] | None = None) -> None:
         """Save a checkpoint of `step`, once; RankError, on every rank, when any rank failed.
 
-        UserError if a validation's `figures` lack the one that says which checkpoint is the best.
         The optimizer must not step before `before_optimizer_step()` has returned.
         """
         self.settle()  # a save is never skipped: this waits for the one before
         if step == self.last_saved:
             return
         figures, best = figures or {}, self.config.best
-        if "validation_loss" in figures and best not in figures:
+        score = figures.get(best)
+        if score is None and "validation_loss" in figures:
             there = ", ".join(name for name in figures if name.startswith("validation_"))
-            raise UserError(f"--checkpoint.best {best}: the validation has {there}")
+            log.warning("--checkpoint.best %s is no figure: there are %s", best, there)
         facts = {
             **self.facts,
             **self.facts_now(),
@@ -106,10 +106,7 @@ class Checkpointer:
             "samples": step * self.facts["identity"]["global_batch_size"],
             "world_size": self.world.size,
             "validation_loss": figures.get("validation_loss"),
-            "score": [
-                f"{self.config.best_is} {best}",
-                float(figures[best]) if best in figures else None,
-            ],
+            "score": [f"{self.config.best_is} {best}", score and float(score)],
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }

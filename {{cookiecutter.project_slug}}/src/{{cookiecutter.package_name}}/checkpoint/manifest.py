@@ -82,8 +82,8 @@ def read_manifest(path: Place) -> dict[str, Any]:
             raise TypeError("a size is no integer")
         loss = manifest.get("validation_loss")  # all that earlier releases have of a validation
         rule, score = manifest.setdefault("score", ["min validation_loss", loss])
-        if not (isinstance(rule, str) and isinstance(score, float | None)):
-            raise TypeError("the score is no number")
+        if not (isinstance(rule, str) and {type(loss), type(score)} <= {float, type(None)}):
+            raise TypeError("a figure of the validation is no number")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} is not a manifest ({type(error).__name__})") from error
     if type(version) is not int or version != FORMAT_VERSION:  # True == 1

@@ -52,7 +52,7 @@ class RetentionConfig:
     keep: int = 3
     """Keep this many of the newest checkpoints, and the best by validation."""
     best: str = "validation_loss"
-    """The figure of the validation that says which is the best, such as validation_accuracy."""
+    """Figure of the validation that decides which is the best, such as validation_accuracy."""
     best_is: Literal["min", "max"] = "min"
     """Whether its smallest or its largest value is the best."""
     keep_every: int = 0
@@ -64,6 +64,8 @@ class RetentionConfig:
         """Check the values (UserError)."""
         if min(self.every, self.keep_every) < 0 or self.keep < 1:
             raise UserError("checkpoint: every and keep-every must be >= 0, keep must be >= 1")
+        if not self.best.startswith("validation_"):
+            raise UserError("--checkpoint.best is a figure of the validation: validation_…")
 
 
 class Publisher:

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..distributed import Group
 from ..ema import EMA
-from ..errors import UserError, printable
+from ..errors import RankError, UserError, printable
 from ..files import fingerprint_files, read_json, replacing, sync_directory, write_json
 from ..run.directory import RunDirectory
 from ..run.journal import validation_of
@@ -88,17 +88,20 @@ def export(run_dir: Path, options: ExportConfig) -> str:
 
 def summary(run_dir: Path, result: Any) -> list[str]:
     """The lines that sum up a run and where its files are."""
-    directory = checkpoints_of(run_dir)
-    names = [path.name for path in published(directory)]
-    newest = f", the newest is {names[-1]}" if names else ""
-    checkpoints = f"checkpoints in {directory}: {len(names)}{newest}"
+    try:
+        directory = checkpoints_of(run_dir)
+        names = [path.name for path in published(directory)]
+        newest = f", the newest is {names[-1]}" if names else ""
+        checkpoints = f"checkpoints in {directory}: {len(names)}{newest}"
+    except (OSError, RankError, UserError) as error:
+        checkpoints = f"checkpoints: cannot be listed now ({error})"
     if result.status != "already finished":
         checkpoints += f" (training waited {result.blocked_seconds:.2f} s for saves)"
     validation = validation_of(result.validation)
     figures = [f"{name.replace('_', ' ')}: {value:.4f}" for name, value in validation.items()]
     lines = [*figures, checkpoints, f"everything is in {run_dir}"]
     if result.status == "already finished":
-        return [*lines, "to train further: raise --train.steps; for another run: --name NEW"]
+        return [*lines, "to train on: more --train.steps (or epochs); for another run: --name NEW"]
     return [*lines, "to resume: the same command again"] if result.status == "preempted" else lines
 
 

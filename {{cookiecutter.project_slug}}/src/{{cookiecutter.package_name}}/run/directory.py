@@ -22,26 +22,28 @@ log = logging.getLogger(__name__)
 LOGS = "logs"
 OF_ONE_RUN = ("name", "run_dir", "fresh", "reset_optimizer", "init_from", "init_strict", "workflow")
 # Settings that a start does not take from the run that it continues.
-OF_ONE_START = {*OF_ONE_RUN, "device", "train.loader_workers"}
+OF_ONE_START = {*OF_ONE_RUN, "device", "train.loader_workers", "checkpoint.url"}
 
 
 def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
     """The settings of a start: `config`, or what is typed over those of the run that it continues.
 
-    `read` reads what is typed over given settings.
+    `read` reads what is typed over given settings. UserError if the run's cannot be used.
     """
     # Machines that need not share the run directory could have other settings in it.
-    file = config.directory / "config.json"
-    if config.fresh or config.checkpoint.far or not file.exists():
+    begun = any((config.directory / "checkpoints").glob("step_*"))
+    if config.fresh or config.checkpoint.far or not begun:
         return config
+    file = config.directory / "config.json"
     try:
         result = read({n: v for n, v in flatten(read_json(file)) if n not in OF_ONE_START})
     except UserError as error:
-        log.warning("%s: these settings are not taken: %s", file, error)
-        return config
+        raise UserError(f"{error}. Remove {file}, and type the settings of the run") from None
     old, new = (dict(flatten(to_json(each))) for each in (config, result))
-    if kept := [f"{n} {new[n]} (default: {old[n]})" for n in new if new[n] != old[n]]:
-        log.info("settings of the run, unless you type others: %s", ", ".join(kept))
+    of_epochs = {"train.steps"} if result.train.epochs else set()
+    if kept := [n for n in new.keys() - of_epochs if new[n] != old.get(n)]:
+        texts = [f"{name} {new[name]} (default: {old.get(name)})" for name in sorted(kept)]
+        log.info("settings of the run, unless you type others: %s", ", ".join(texts))
     return result
 
 
@@ -161,5 +163,9 @@ class RunDirectory:
             advice = "wait for it or stop it, or choose another --name"
             problem = f"{self.path} is in use by {owner} ({error.strerror})"
             raise UserError(f"{problem}: {advice}") from None
-        self.lock = file
-        return set(launchers)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(self.path / ".lock")):
+                self.lock = file
+                return set(launchers)
+        file.close()  # another run has renamed or removed the directory since
+        return self._lock()
