@@ -60,13 +60,6 @@ def test_an_old_checkpoint_is_read_and_gone_on_from(
     project("verify", "--run-dir", str(run))
 
 
-def test_a_file_with_settings_that_went_is_taken(project: Project, tmp_path: Path) -> None:
-    words = ("--preset", "tiny", "--device", "cpu", "--data.path", str(FIXTURES / "text.txt"))
-    more = ("--config", str(FIXTURES / "73d225d/auto.toml"), "--run-dir", str(tmp_path / "run"))
-    project("train", *words, *more, "--train.steps", "2")
-    assert (tmp_path / "run/checkpoints/step_00000002").exists()
-
-
 def test_an_old_address_in_an_object_store_is_named(
     project: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,6 +11,7 @@ from tests.conftest import Project, project_fixture
 ANSWERS = {"parallelism": "single", "checkpoint": "torch_save", "tracker": "none"}
 text = project_fixture("text_settings", **ANSWERS)
 image = project_fixture("image_settings", **ANSWERS, task="image_classifier")
+store = project_fixture("store_settings", **ANSWERS, storage="object_store")
 stream = project_fixture("stream_settings", **ANSWERS, samples="stream")
 SMALL = ("--preset", "tiny", "--device", "cpu", "--data.path", "text.txt")
 
@@ -54,15 +55,34 @@ def test_a_start_takes_the_settings_of_its_run(
 
 
 @pytest.mark.parametrize("damage", ["{", '{"train": {"steps": "many"}}', '{"train": 3}'])
-def test_settings_that_cannot_be_read_are_not_taken(
-    text: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+def test_settings_that_cannot_be_read_end_the_start(
+    text: Project, tmp_path: Path, damage: str
 ) -> None:
+    """In a line that says what to do. A run without a checkpoint has none to continue with."""
     words = (*SMALL, "--run-dir", str(tmp_path / "run"), "--train.steps")
+    file = tmp_path / "run/config.json"
+    file.parent.mkdir()
+    file.write_text(damage)
     text("train", *words, "2")
-    (tmp_path / "run/config.json").write_text(damage)
-    text("train", *words, "3")
-    assert any("these settings are not taken" in message for message in caplog.messages)
-    assert saved(tmp_path / "run")["train"]["steps"] == 3
+    file.write_text(damage)
+    line = text.refuses("train", *words, "3")
+    assert line.endswith(f"(of {file}: correct it, or remove the file)") and "\n" not in line
+    file.unlink()
+    assert str(file) in text.refuses("train", *words, "3")
+
+
+def test_an_address_in_a_run_is_not_taken(store: Project, tmp_path: Path) -> None:
+    """Where it would upload to, and by whose code, is for the user to type."""
+    words = (*SMALL, "--run-dir", str(tmp_path / "run"), "--train.steps")
+    store("train", *words, "2")
+    content = saved(tmp_path / "run")
+    for changes, refused in (
+        ({"url": "reference://{}"}, "names reference://{}, which is not opened unasked"),
+        ({"local_first": True}, "uploads to a --checkpoint.url: give one (of"),
+    ):
+        changed = content | {"checkpoint": content["checkpoint"] | changes}
+        (tmp_path / "run/config.json").write_text(json.dumps(changed))
+        assert refused in store.refuses("train", *words, "3")
 
 
 def test_a_fresh_run_and_a_new_one_take_nothing(text: Project, tmp_path: Path) -> None:
@@ -147,7 +167,7 @@ def test_a_stream_has_no_number_of_samples(
 
     monkeypatch.setattr(train, "build_datasets", built)
     changes = {"run_dir": tmp_path / "run", f"train__{setting}": 1}
-    with pytest.raises(stream.module("errors").UserError, match="is a Endless: it needs __len__"):
+    with pytest.raises(stream.module("errors").UserError, match="no number of samples"):
         train.run(stream.config(**changes))
 
 
@@ -187,11 +207,13 @@ def test_the_best_checkpoint_by_any_figure(
     assert names() == [10], "the rule is another one, and what it knows is the newest alone"
 
 
-def test_a_figure_that_is_not_there_is_named(image: Project, tmp_path: Path) -> None:
+def test_a_figure_that_is_not_there_is_named(
+    image: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     settings = {"checkpoint__best": "validation_acuracy", "train__steps": 2, "data__path": None}
-    with pytest.raises(image.module("errors").UserError) as refused:
-        image.module("train").run(image.config(**settings, run_dir=tmp_path / "run"))
-    assert str(refused.value) == (
-        "--checkpoint.best validation_acuracy: the validation has validation_loss, "
-        "validation_accuracy"
-    )
+    run = image.module("train").run
+    assert run(image.config(**settings, run_dir=tmp_path / "run")).step == 2, "it is saved"
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warned == ["--checkpoint.best validation_acuracy: the validation has no such figure"]
+    with pytest.raises(image.module("errors").UserError, match="a figure of the validation"):
+        image.config(checkpoint__best="accuracy")

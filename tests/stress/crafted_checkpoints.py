@@ -181,6 +181,8 @@ def manifests() -> Iterator[tuple[str, Change]]:
         yield f"a hash is {what}", edited(files={INDEX: {"size": 1, "sha256": value}})
         if value is not None and type(value) is not float:
             yield f"validation_loss is {what}", edited(validation_loss=value)
+            yield f"a score is {what}", edited(score=["min validation_loss", value])
+        yield f"the rule of a score is {what}", edited(score=[[value], None])
         yield f"identity is {what}", edited(identity=value)
         yield f"parameters are {what}", edited(identity={"parameters": value})
     names = (

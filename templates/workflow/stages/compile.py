@@ -63,8 +63,7 @@ def measure(config: Config) -> int:
 
 def try_mode(config: Config, mode: str, folder: Path) -> Figures:
     """Measure one mode, cold and warm; "skipped" or "error" say why it could not be."""
-    # With fullgraph the compiler would stop at the first graph break: the stage lists all.
-    config = override(config, {"compile.mode": mode, "compile.fullgraph": False})
+    config = override(config, {"compile.mode": mode})
     print(f"     {mode}: compiling with an empty cache, and timing eager steps ...", flush=True)
     figures = run_apart("cold", config, folder)
     if "graphs" in figures and config.compile.backend == "inductor":  # others have no cache

@@ -29,8 +29,6 @@ class CompileConfig:
 
     mode: Literal["none", "blocks", "full"] = "none"
     """What to compile: nothing, each of blocks(model) (alike ones once), or the whole model."""
-    fullgraph: bool = False
-    """Treat a graph break as an error."""
     dynamic: bool | None = None
     """Dynamic shapes: from the start (true), never (false), or once they vary (default)."""
     autotune: bool = False
@@ -66,7 +64,7 @@ def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: Compile
         torch._dynamo.utils.set_compilation_metrics_limit(4096)  # else all but 64 are forgotten
         # DDP would cut compiled blocks at the bounds of its buckets.
         torch._dynamo.config.optimize_ddp = mode == "full"
-    options = {"fullgraph": config.fullgraph, "dynamic": config.dynamic, "backend": config.backend}
+    options = {"dynamic": config.dynamic, "backend": config.backend}
     kernels = "max-autotune-no-cudagraphs" if config.autotune else None
     for target in targets:
         if type(target).forward.__module__.startswith("torch."):

@@ -95,8 +95,6 @@ class ProfileConfig:
     """Warm-up steps, not recorded (the profiler starts slowly)."""
     active: int = 3
     """Steps to trace; more make large files."""
-    with_stack: bool = False
-    """Record Python frames and modules: traces ten times as large."""
 
     def __post_init__(self) -> None:
         if self.active < 1 or min(self.wait, self.warmup, self.every) < 0:

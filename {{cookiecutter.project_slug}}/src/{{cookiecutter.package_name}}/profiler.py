@@ -38,7 +38,6 @@ class Profiler:
             on_trace_ready=self._write,
             record_shapes=True,
             profile_memory=True,
-            with_stack=config.with_stack,
         )
 
     def __enter__(self) -> "Profiler":

@@ -96,8 +96,7 @@ class Checkpointer:
         figures, best = figures or {}, self.config.best
         score = figures.get(best)
         if score is None and "validation_loss" in figures:
-            there = ", ".join(name for name in figures if name.startswith("validation_"))
-            log.warning("--checkpoint.best %s is no figure: there are %s", best, there)
+            log.warning("--checkpoint.best %s: the validation has no such figure", best)
         facts = {
             **self.facts,
             **self.facts_now(),

@@ -118,10 +118,9 @@ def verified(run_dir: Path) -> tuple[list[str], bool]:
             sizes = [entry["size"] for entry in manifest["files"].values()]
             files = "1 file" if len(sizes) == 1 else f"{len(sizes)} files"
             rule, score = scores[path]
-            figure = rule.partition(" ")[2].replace("_", " ")
-            value = f"  {figure} {score:.4f}" if score is not None else ""
+            figure = "" if score is None else f"  {rule[4:].replace('_', ' ')} {score:.4f}"
             end = "  best" if path == best else ""
-            lines.append(f"{path.name}  good  {sum(sizes) / 1e6:,.1f} MB in {files}{value}{end}")
+            lines.append(f"{path.name}  good  {sum(sizes) / 1e6:,.1f} MB in {files}{figure}{end}")
         elif path.exists():  # not just pruned
             bad = True
             lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 LOGS = "logs"
 OF_ONE_RUN = ("name", "run_dir", "fresh", "reset_optimizer", "init_from", "init_strict", "workflow")
 # Settings that a start does not take from the run that it continues.
-OF_ONE_START = {*OF_ONE_RUN, "device", "train.loader_workers", "checkpoint.url"}
+OF_ONE_START = {*OF_ONE_RUN, "device", "train.loader_workers", "checkpoint.url", "tracker.uri"}
 
 
 def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
@@ -38,11 +38,11 @@ def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
     try:
         result = read({n: v for n, v in flatten(read_json(file)) if n not in OF_ONE_START})
     except UserError as error:
-        raise UserError(f"{error}. Remove {file}, and type the settings of the run") from None
+        raise UserError(f"{error} (of {file}: correct it, or remove the file)") from None
     old, new = (dict(flatten(to_json(each))) for each in (config, result))
-    of_epochs = {"train.steps"} if result.train.epochs else set()
-    if kept := [n for n in new.keys() - of_epochs if new[n] != old.get(n)]:
-        texts = [f"{name} {new[name]} (default: {old.get(name)})" for name in sorted(kept)]
+    new.pop("train.steps")  # which another line says
+    if kept := [n for n in new if new[n] != old.get(n)]:
+        texts = (f"{name} {new[name]} (default: {old.get(name)})" for name in kept)
         log.info("settings of the run, unless you type others: %s", ", ".join(texts))
     return result
 
