@@ -110,8 +110,8 @@ def start(
 
     def judge(call: Call) -> int:
         nonlocal left, struck, started
-        # By its first log line it has started; what comes then is a save's trouble.
-        started |= call.name == "write" and call.path.endswith("/metrics.jsonl")
+        # By its first log line it has started, or tried to; what comes then is a save's trouble.
+        started |= call.kind in ("create", "write") and call.path.endswith("/metrics.jsonl")
         if call.rank != rank or started or call.kind not in KINDS[error]:
             return 0
         left -= 1
