@@ -2,9 +2,9 @@
 
 python -m benchmarks.fused SOURCE TOKENS BATCH LAYERS
 
-Prints those of a forward and a backward of the preset gpt2_124m, compiled as a whole for the CPU, of
-BATCH samples of `CONTEXT` tokens and so many layers. Which operators inductor fuses hardly depends
-on the device. Its C++ is not compiled, so the values mean nothing: only the counts count.
+Prints those of a forward and a backward of the preset gpt2_124m, compiled as a whole for the CPU,
+of BATCH samples of `CONTEXT` tokens and so many LAYERS. It is assumed that inductor fuses the same
+on a GPU. Its C++ is not compiled, so the values of tensors mean nothing.
 """
 
 import importlib

@@ -89,12 +89,11 @@ def content_of_run(path: Path) -> Content:
         if values := [value for record in records[1:] for value in finite(record.get(name))]:
             figures[name] = max(values) if name.endswith("bytes") else spread(values)
     status = read_json(path / "status.json")
-    origin = {key: status.get(key) for key in ("machine", "versions", "ranks")}
+    run = {key: status.get(key) for key in ("machine", "versions", "ranks")}
     # Whether more of them is better is yours to know: they get no verdict.
     names = [f"{part}{name}" for name in own_metrics(records) for part in ("", "validation_")]
     last = {n: value for record in records for n in names for value in finite(record.get(n))}
-    settings = read_json(path / "config.json")
-    return {"settings": settings, "figures": figures, "metrics": last, **origin}
+    return run | {"settings": read_json(path / "config.json"), "figures": figures, "metrics": last}
 
 
 def another_machine(a: Content, b: Content) -> str:
