@@ -5,7 +5,7 @@ disk, a quota, a failing disk, a read-only file system and lost rights give (fau
 or interrupted, or slow; and real file systems are filled, closed and broken (faulty_disks.py). Runs
 are forked, on one rank and two, with each way to save. Each call of a start is refused as well, and
 stops are disturbed; then one rank is slow, a save takes longer than its interval, and the memory of
-a process is watched over a hundred saves, and over 20,000 steps with its threads and descriptors.
+a process is watched over a hundred saves, and over 6,000 steps with its threads and descriptors.
 """
 
 import errno
@@ -107,7 +107,7 @@ def rest(variants: list[Variant], found: Findings, hits: Counter[str]) -> None:
         slow(ranks, 6.0, hits)
     memory(plain, 24 if found.bounded else 104, 192 if found.bounded else 512, hits)
     for variant in (plain,) if found.bounded else (plain, ranks):
-        long(variant, 400 if found.bounded else 20_000, hits)
+        long(variant, 400 if found.bounded else 6_000, hits)
 
 
 def attempt(findings: Findings) -> None:
