@@ -238,7 +238,7 @@ class Publisher:
 
 def best_by_validation(scores: Mapping[Place, Any]) -> Place | None:
     """The best by the rule of the newest score, such as ("min validation_loss", 1.2 or None)."""
-    rule, _ = next(reversed(scores.values()), ("", None))
+    rule = [("", None), *scores.values()][-1][0]
     alike = {path: value for path, (name, value) in scores.items() if name == rule}
     measured = {p: x for p, x in alike.items() if isinstance(x, float) and math.isfinite(x)}
     choose: Any = max if rule.startswith("max ") else min
