@@ -25,6 +25,7 @@ def moved(tokens: Path, batch: int, layers: int) -> int:
     from torch._inductor.scheduler import ExternKernelSchedulerNode
 
     torch._logging.set_logs(inductor_metrics=True)  # else it counts nothing
+    torch._inductor.config.force_disable_caches = True  # nor what it finds there
     AsyncCompile.cpp_pybinding = lambda self, *_, **__: lambda *_: None
     loop, config, distributed = (
         importlib.import_module(f"{PACKAGE}.{name}") for name in ("train", "config", "distributed")

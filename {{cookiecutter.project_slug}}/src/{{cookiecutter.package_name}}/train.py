@@ -96,7 +96,8 @@ def setup(config: Config, world: World | None = None) -> State:
     if (settings.overfit or settings.epochs) and not hasattr(train, "__len__"):
         raise UserError("--train.epochs, --train.overfit: a stream has no number of samples")
     if settings.overfit:
-        train = Subset(train, fixed_subset(len(train), settings.overfit * batch_size).tolist())
+        chosen = fixed_subset(len(train), settings.overfit * batch_size)
+        train = Subset(train, chosen.tolist())  # type: ignore[arg-type]
     if settings.epochs:
         steps = math.ceil(settings.epochs * len(train) / batch_size)
         config = override(config, {"train.steps": steps, "train.epochs": 0.0})

@@ -40,8 +40,8 @@ def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
     except UserError as error:
         raise UserError(f"{error} (of {file}: correct it, or remove the file)") from None
     old, new = (dict(flatten(to_json(each))) for each in (config, result))
-    new.pop("train.steps")  # which another line says
-    if kept := [n for n in new if new[n] != old.get(n)]:
+    # Another line says how many steps there are.
+    if kept := [n for n in new if n != "train.steps" and new[n] != old.get(n)]:
         texts = (f"{name} {new[name]} (default: {old.get(name)})" for name in kept)
         log.info("settings of the run, unless you type others: %s", ", ".join(texts))
     return result
