@@ -231,13 +231,9 @@ def loss(found: Series) -> list[str]:
 
 
 def roofline(found: Series) -> list[str]:
-    """What bounds a step."""
-    share = found["H200: a step, MFU at most"]["median"]
-    compiled = found["H100: a compiled step, MFU at most"]["median"]
-    return [
-        f"- By this count our eager step reaches {_number(share)} % MFU on an H200.",
-        verdict("A compiled step on an H100, MFU at most", compiled, 42, "%", at_most=False),
-    ]
+    """What bounds an eager step."""
+    share = found["H200: MFU, at most"]["median"]
+    return [f"- By this count our eager step reaches {_number(share)} % MFU on an H200."]
 
 
 def fit(found: Series) -> list[str]:

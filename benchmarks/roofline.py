@@ -1,16 +1,14 @@
-"""What bounds a step of GPT-2's size on a GPU, by bytes and FLOPs: eager, and compiled as a whole.
+"""What bounds an eager step of GPT-2's size on a GPU, by bytes and FLOPs of each operator.
 
 python -m benchmarks.roofline [--smoke]
 
 Needs no GPU: the step runs on fake CUDA tensors, which have no data. An operator takes the longest
 of its FLOPs at 70 % of the peak (60 % of TF32's in float32), its bytes at 85 % of the bandwidth,
 and 2.5 us. Views are free; attention is the flash kernel, and RMSNorm is counted as LayerNorm, one
-kernel. Compiled, products and optimizer take as long, and all else the bytes that inductor counts
-of its fused kernels (fused.py), at 85 % of the bandwidth. Real kernels do less well.
+kernel. Real kernels do less well. What a compiler fuses is not seen.
 """
 
 import importlib
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -18,8 +16,7 @@ from typing import Any
 
 from tests.gpu_dry import dry
 
-from .common import PACKAGE, ROOT, benchmark, render, series
-from .fused import CONTEXT
+from .common import PACKAGE, benchmark, render, series
 
 PEAK, TF32 = 0.7 * 989e12, 0.6 * 494e12  # FLOP/s of both devices
 BANDWIDTHS = {"H100": 3.35e12, "H200": 4.8e12}  # bytes/s
@@ -70,24 +67,6 @@ def counted(vocabulary: int) -> Any:
     return Counted()
 
 
-def fused_bytes(source: Path, tokens: Path, batch: int, layers: int) -> float:
-    """Bytes that fused kernels move in a step of `batch` samples of GPT-2's context.
-
-    They go up evenly with tokens and layers, and so follow from small ones. (A batch of one is
-    fused otherwise.)
-    """
-
-    def count(size: int, depth: int) -> int:
-        words = [str(word) for word in (source, tokens, size, depth)]
-        command = [sys.executable, "-m", "benchmarks.fused", *words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        return int(done.stdout.split()[-1])
-
-    ((a, b), (c, d)) = ((count(size, depth) for depth in (1, 2)) for size in (2, 4))
-    sizes, depths = batch * 1024 / (2 * CONTEXT) - 1, layers - 1
-    return a + depths * (b - a) + sizes * (c - a + depths * (d - c - b + a))
-
-
 def measure(folder: Path, smoke: bool) -> dict[str, Any]:
     """The second step of a default render."""
     dry.load(dry.build(folder))  # before torch is imported
@@ -116,19 +95,15 @@ def measure(folder: Path, smoke: bool) -> dict[str, Any]:
         with counted(gpt2.VOCABULARY) as found:
             loop.train_step(state, batches)
         state.loader.close()
-    figures, fused = {}, 0.0 if smoke else fused_bytes(source, tokens, batch, gpt2.LAYERS)
+    figures = {}
     for device, seconds in found.seconds.items():
         for kind, value in seconds.most_common():
             figures[f"{device}: {kind}"] = series([1000 * value], "ms")
         total = sum(seconds.values())
-        compiled = sum(value for kind, value in seconds.items() if "," not in kind)
-        compiled += fused / (0.85 * BANDWIDTHS[device])
-        for way, seconds_of_step in (("a step", total), ("a compiled step", compiled)):
-            figures[f"{device}: {way}"] = series([1000 * seconds_of_step], "ms")
-            mfu = gpt2.flops_per_token() * batch * gpt2.CONTEXT / seconds_of_step / 989e12
-            figures[f"{device}: {way}, MFU at most"] = series([100 * mfu], "%")
+        figures[f"{device}: a step"] = series([1000 * total], "ms")
+        mfu = gpt2.flops_per_token() * batch * gpt2.CONTEXT / total / 989e12
+        figures[f"{device}: MFU, at most"] = series([100 * mfu], "%")
     figures["kernels"] = series([found.kernels], "")
-    figures["fused kernels of a compiled step"] = series([fused / 1e9], "GB")
     return {"settings": {"micro_batch": batch}, "series": figures}
 
 
