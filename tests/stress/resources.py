@@ -3,9 +3,10 @@
 Each call that a save makes is refused once, and all from each call on, with the errors that a full
 disk, a quota, a failing disk, a read-only file system and lost rights give (fault_injection.py),
 or interrupted, or slow; and real file systems are filled, closed and broken (faulty_disks.py). Runs
-are forked, on one rank and two, with each way to save. Each call of a start is refused as well, and
-stops are disturbed; then one rank is slow, a save takes longer than its interval, and the memory of
-a process is watched over a hundred saves, and over 6,000 steps with its threads and descriptors.
+are forked, on one rank and two, with each way to save. Each call of a start is refused as well (on
+two ranks each third), and stops are disturbed; then one rank is slow, a save takes longer than its
+interval, and the memory of a process is watched over a hundred saves, and over 6,000 steps with its
+threads and descriptors.
 """
 
 import errno
@@ -85,8 +86,8 @@ def whole(variants: list[Variant], found: Findings, hits: Counter[str]) -> None:
         base = variant.new()
         variant.job(base, lambda call: 0, set(), **{"train.steps": variant.steps - 2})
         for rank in range(max(1, variant.ranks)):
-            points = rng.sample(range(100), 2) if bounded else itertools.count()
-            for point in points:
+            points = itertools.count(0, 3 if variant.ranks else 1)
+            for point in rng.sample(range(100), 2) if bounded else points:
                 if not start(variant, base, rank, point, once=point % 2 == 0):
                     break
             few = () if variant.ranks else (3,)
