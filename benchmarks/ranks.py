@@ -59,8 +59,7 @@ class Bench:
     def checkpointer(self, answer: str, suffix: str = "") -> Any:
         """The checkpointer of a render, over the one state, that keeps the newest checkpoint."""
         checkpoint = self.part(answer, "checkpoint.checkpointer")
-        forms = checkpoint.forms_of(self.state.model.state_dict())
-        identity = {"global_batch_size": 8, "parameters": forms}
+        identity = {"global_batch_size": 8}
         return checkpoint.Checkpointer(
             self.folder / "runs" / f"{self.size}-{answer}{suffix}",
             checkpoint.CheckpointConfig(keep=1),

@@ -4,8 +4,8 @@ from typing import Any
 
 from ..errors import UserError
 from . import DCP_INDEX, WHOLE_FILE
-from .one_file import OneFile
 from .paths import Place, local_copy
+from .tensors import OneFile
 
 Source = OneFile
 

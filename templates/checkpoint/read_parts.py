@@ -20,9 +20,8 @@ import torch
 from ..distributed import Group
 from . import DCP_INDEX, WHOLE_FILE, CheckpointError
 from .manifest import reading
-from .one_file import OneFile
 from .paths import Place, local_copy, open_regular
-from .tensors import check_shapes
+from .tensors import OneFile, check_shapes
 
 DCP = "torch.distributed.checkpoint"
 DCP_CLASSES = "MetadataIndex Metadata StorageMeta TensorProperties TensorStorageMetadata "

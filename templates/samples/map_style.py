@@ -13,7 +13,7 @@ import threading
 import time
 from functools import partial
 from multiprocessing.queues import Queue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,9 +24,6 @@ from .device import annotated
 from .distributed import Group, World
 from .distributed.stop import Stop
 from .errors import STOP_SIGNALS, UserError
-
-if TYPE_CHECKING:
-    from .config import TrainConfig
 
 PATIENCE = 20.0  # seconds that a batch may take after a stop signal: it comes before the save
 WAITING = "waiting for data"  # the loader's part of a step in a trace
@@ -323,7 +320,7 @@ def _send_error(queue: Queue, error: Exception, item: tuple[int, Any]) -> None:
         queue.put((item[0], ExceptionWrapper((UserError, problem, None))))
 
 
-def open_loader(dataset: Any, train: "TrainConfig", plan: list[Share], world: World) -> Loader:
+def open_loader(dataset: Any, train: Any, plan: list[Share], world: World) -> Loader:
     """The loader of a training set; UserError unless it is a map-style dataset."""
     check_dataset(dataset, "training")
     own_order = getattr(dataset, "order", None)  # a dataset may bring one

@@ -8,7 +8,7 @@ import copy
 import json
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch.utils.data import IterableDataset
@@ -30,9 +30,6 @@ from .map_style import sample_keys as sample_keys
 from .map_style import seed_random as seed_random
 from .map_style import shares as shares
 from .map_style import stream_key as stream_key
-
-if TYPE_CHECKING:
-    from .config import TrainConfig
 
 log = logging.getLogger(__name__)
 WAYS_OUT = (
@@ -56,7 +53,7 @@ class StreamLoader(Loader):
     step, so at a save its position is that of the samples that were trained on.
     """
 
-    def __init__(self, stream: Any, train: "TrainConfig", plan: list[Share], world: World) -> None:
+    def __init__(self, stream: Any, train: Any, plan: list[Share], world: World) -> None:
         order = StreamOrder(0, train.global_batch_size, train.seed)
         super().__init__(_FirstSamples(self), order, plan, workers=0, pin=False)
         self.stream, self.world, self.epoch = stream, world, 0
@@ -164,7 +161,7 @@ class _FirstSamples:
         return [first[i % len(first)] for i in ids]
 
 
-def open_loader(dataset: Any, train: "TrainConfig", plan: list[Share], world: World) -> Loader:
+def open_loader(dataset: Any, train: Any, plan: list[Share], world: World) -> Loader:
     """The loader of a training set; UserError if it is neither map-style nor a stream."""
     map_style_dataset = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
     if map_style_dataset and not isinstance(dataset, IterableDataset):

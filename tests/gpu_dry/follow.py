@@ -251,7 +251,7 @@ class Run:
                 (writer, "before_optimizer_step", before_optimizer_step),
             ):
                 stack.enter_context(mock.patch.object(owner, name, value))
-            saves.last_saved = None
+            saves.last_good = None
             waits = dry.waits_of(lambda: saves.save(state.step))
             pinned = len(device.pinned) - pinned
             if step:

@@ -80,7 +80,7 @@ def _never_stops(package: str) -> None:
 
 def _takes_errors_for_damage(package: str) -> None:
     manifest = module(package, "checkpoint.manifest")
-    manifest.UnreadableError = manifest.CheckpointError
+    manifest.RankError = manifest.CheckpointError
 
 
 def _stops_for_a_line(package: str) -> None:

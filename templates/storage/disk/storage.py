@@ -18,9 +18,7 @@ class StorageConfig(RetentionConfig):
     far = False  # they are in the run directory
 
 
-def open_storage(
-    run_dir: Path, config: StorageConfig, group: Group, identity: dict[str, Any] | None
-) -> Publisher:
+def open_storage(run_dir: Path, config: StorageConfig, group: Group, identity: Any) -> Publisher:
     """What publishes and finds the checkpoints of a run; UserError if it has them in a store."""
     return Publisher(checkpoints_of(run_dir), config, group)
 

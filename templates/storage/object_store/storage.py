@@ -226,9 +226,7 @@ class StorePublisher(Publisher):
         return None
 
 
-def open_storage(
-    run_dir: Path, config: StorageConfig, group: Group, identity: dict[str, Any] | None
-) -> Publisher:
+def open_storage(run_dir: Path, config: StorageConfig, group: Group, identity: Any) -> Publisher:
     """What publishes and finds the checkpoints of a run; UserError if it has them elsewhere."""
     here = run_dir / "checkpoints"
     url: Any = storage_path(config.url) if config.url else here

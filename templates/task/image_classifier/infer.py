@@ -1,19 +1,15 @@
 """Predict classes with a trained model, in one plain process."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import Config
-from .data import build_datasets
+from .data import Spec, build_datasets
 from .device import move
 from .sampling import fetch
-
-if TYPE_CHECKING:
-    from .data import Spec
 
 WIDEST = 32  # characters are wide: larger images are drawn smaller
 
@@ -26,7 +22,7 @@ class InferConfig:
     """Validation images to draw, with predictions."""
 
 
-def infer(model: nn.Module, spec: "Spec", config: Config, options: InferConfig) -> None:
+def infer(model: nn.Module, spec: Spec, config: Config, options: InferConfig) -> None:
     """Print some validation images with predictions, and the accuracy over all of them."""
     _, validation, _ = build_datasets(config)
     device = next(model.parameters()).device

@@ -70,7 +70,8 @@ def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
     folder = data.path or Path(sysconfig.get_paths()["stdlib"])
     if not folder.exists():
         raise UserError(f"--data.path: there is nothing at {folder.absolute()}")
-    if files := token_files(folder):
+    files = [folder] if folder.suffix == ".bin" else sorted(folder.glob("*.bin"))
+    if files:
         data, encoding = described(folder, data)
         check_token_files(files, data.vocabulary, data.token_type)
         parts = [[f for f in files if f.name.startswith("val") is val] for val in (False, True)]
@@ -161,11 +162,6 @@ class Chunks:
         rest = copy.copy(self)
         self.last = rest.first = self.last - -(-self.last // VALIDATION_SHARE)
         return rest
-
-
-def token_files(path: Path) -> list[Path]:
-    """`path` if it is a .bin file, or those in that folder, in the order of their names."""
-    return [path] if path.suffix == ".bin" else sorted(path.glob("*.bin"))
 
 
 def check_token_files(files: list[Path], vocabulary: int, kind: str) -> None:

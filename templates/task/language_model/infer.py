@@ -4,17 +4,14 @@ import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from .config import Config
+from .data import Spec
 from .errors import UserError
 from .text import decode, encode
-
-if TYPE_CHECKING:
-    from .data import Spec
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class InferConfig:
     seed: int = 0
 
 
-def infer(model: nn.Module, spec: "Spec", config: Config, options: InferConfig) -> None:
+def infer(model: nn.Module, spec: Spec, config: Config, options: InferConfig) -> None:
     """Print the prompt and what the model makes of it, token by token as they come."""
     prompt = encode(options.prompt, spec)
     tokens = itertools.chain(prompt, generate(model, prompt, config.data.context, options))

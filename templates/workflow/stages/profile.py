@@ -122,9 +122,10 @@ def measure(config: Config) -> int:
 def trace_steps(config: ProfileConfig, directory: Path, state: State) -> Profiler:
     """Trace steps of a training that was set up."""
     # The step after the last window is idle, so torch's averages are of that window.
-    tracer = Profiler(replace(config, every=0, wait=max(1, config.wait)), directory, state)
+    every = max(1, config.wait) + config.warmup + config.active
+    tracer = Profiler(replace(config, every=every), directory, state)
     with tracer:
-        for _ in range(tracer.period):
+        for _ in range(every):
             train_step(state, state.loader.next())
             tracer.after_step(state)
     return tracer

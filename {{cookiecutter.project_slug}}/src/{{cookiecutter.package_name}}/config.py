@@ -4,16 +4,14 @@ Settings are changed by dotted names ("train.steps"), saved as JSON (config.json
 """
 
 import contextlib
-import dataclasses
 import difflib
 import logging
 import math
 import tomllib
-import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -22,7 +20,6 @@ from .checkpoint.checkpointer import CheckpointConfig
 from .checkpoint.paths import storage_path
 from .checkpoint.storage import on_disk
 from .compile import CompileConfig
-from .data import DataConfig
 from .distributed.parallel import ParallelConfig
 from .errors import UserError
 from .files import flatten, read_json, to_json
@@ -99,6 +96,8 @@ class ProfileConfig:
     def __post_init__(self) -> None:
         if self.active < 1 or min(self.wait, self.warmup, self.every) < 0:
             raise UserError("profile: active must be >= 1, the others >= 0")
+        if 0 < self.every < self.warmup + self.active:
+            raise UserError("profile: every must be 0, or at least warmup + active")
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class Config(RunLocation):
     track: bool = True
     """Log to the experiment tracker."""
     train: TrainConfig = field(default_factory=TrainConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    data: own.DataConfig = field(default_factory=own.DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -191,7 +190,7 @@ def spec_to_json(spec: Any) -> dict[str, Any]:
 
 def spec_from_json(values: dict[str, Any]) -> Any:
     """A spec of the data; an exception for what is none of this project."""
-    types = typing.get_type_hints(own.Spec)
+    types = get_type_hints(own.Spec)
     return own.Spec(**{n: _checked(n, value, types[n]) for n, value in values.items()})
 
 
@@ -218,26 +217,26 @@ def _replace(part: Any, changes: dict[str, Any], unknown: dict[str, Any], prefix
     for name, value in changes.items():
         first, _, rest = name.partition(".")
         together[first] = {**together.get(first, {}), rest: value} if rest else value
-    types, values = typing.get_type_hints(type(part)), {}
+    types, values = get_type_hints(type(part)), {}
     for name, value in together.items():
         # checkpoint.every was "auto" in earlier releases.
         if name not in types or (prefix + name, value) == ("checkpoint.every", "auto"):
             unknown.update(flatten({prefix + name: value}))
-        elif not dataclasses.is_dataclass(types[name]):
+        elif not is_dataclass(types[name]):
             values[name] = _checked(prefix + name, value, types[name])
         elif isinstance(value, dict):
             values[name] = _replace(getattr(part, name), value, unknown, f"{prefix}{name}.")
         else:
             raise UserError(f"{prefix}{name} is {repr(value)[:60]}: expected settings by name")
-    return dataclasses.replace(part, **values)
+    return replace(part, **values)
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
     """A value from JSON or TOML, as a setting of that type holds it; UserError if it is none."""
-    for kind in typing.get_args(hint) if isinstance(hint, UnionType) else (hint,):
-        origin: Any = typing.get_origin(kind) or kind
+    for kind in get_args(hint) if isinstance(hint, UnionType) else (hint,):
+        origin: Any = get_origin(kind) or kind
         if origin is Literal:
-            choices = typing.get_args(kind)
+            choices = get_args(kind)
             fits = any(type(value) is type(choice) and value == choice for choice in choices)
         else:  # True is an int in Python
             fits = isinstance(value, ACCEPTED.get(origin, origin))

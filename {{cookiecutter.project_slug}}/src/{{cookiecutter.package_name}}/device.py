@@ -9,8 +9,6 @@ from torch.profiler import record_function
 
 from .errors import UserError
 
-NO_ANNOTATION = contextlib.nullcontext()
-
 
 def pick_device(name: str) -> torch.device:
     """Resolve "auto", "cpu", "cuda", "cuda:1", "mps" for this process; UserError if not there."""
@@ -53,7 +51,7 @@ def synchronize(device: torch.device) -> None:
 
 def annotated(name: str) -> contextlib.AbstractContextManager:
     """Name what runs inside in a trace; free without a profiler (a name costs microseconds)."""
-    return record_function(name) if torch.autograd._profiler_enabled() else NO_ANNOTATION
+    return record_function(name) if torch.autograd._profiler_enabled() else contextlib.nullcontext()
 
 
 def move(batch: Any, device: torch.device) -> Any:

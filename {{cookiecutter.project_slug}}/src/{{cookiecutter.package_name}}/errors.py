@@ -50,7 +50,12 @@ def exit_code(command: Callable[[], int]) -> int:
         if not line and "RANK" not in os.environ:
             raise  # Python prints the traceback, or a debugger stops here
         code = 2 if isinstance(error, UserError) else 1
-        _report(line or traceback.format_exc().rstrip())
+        rank = ""
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # Most errors are of all ranks: the first reports it, and the launcher ends this one.
+            time.sleep(1.0)
+            rank = f"[rank {os.environ['RANK']}] "
+        print(rank + printable(line or traceback.format_exc().rstrip()), file=sys.stderr)
     if "RANK" in os.environ:
         # Leave at once: finalisers of the process group may wait for ranks that are gone, and
         # threads of libraries may abort the interpreter, after which torchrun would restart all.
@@ -77,12 +82,3 @@ def _in_one_line(error: Exception) -> str:
 def printable(text: str) -> str:
     """A text as it is shown: what a file says must not command a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
-
-
-def _report(text: str) -> None:
-    rank = ""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        # Most errors are of all ranks: the first one reports it, and the launcher ends this one.
-        time.sleep(1.0)
-        rank = f"[rank {os.environ['RANK']}] "
-    print(f"{rank}{printable(text)}", file=sys.stderr)

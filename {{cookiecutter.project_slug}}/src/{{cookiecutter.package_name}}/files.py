@@ -147,14 +147,13 @@ def fingerprint_files(root: Path, files: Sequence[Path], *stated: int | str) -> 
     Reads at most a megabyte, spread evenly, whatever the data's size. It does not notice a change
     that keeps every size and every probed range.
     """
-    names = [file.relative_to(root).as_posix() for file in files]
-    sizes = [file.stat().st_size for file in files]
+    sized = [(file, file.stat().st_size) for file in files]
+    listing = "\n".join(f"{file.relative_to(root).as_posix()} {size}" for file, size in sized)
     probes = []
-    for file, size in list(zip(files, sizes, strict=True))[:: -(-len(files) // PROBES)]:
+    for file, size in sized[:: -(-len(files) // PROBES)]:
         with open(file, "rb", buffering=0) as opened:
             places = max(1, PROBES // len(files))
             for place in range(places):
                 opened.seek(max(0, size - PROBE_BYTES) * place // max(1, places - 1))
                 probes.append(opened.read(PROBE_BYTES))
-    listing = "\n".join(f"{n} {s}" for n, s in zip(names, sizes, strict=True))
     return fingerprint(listing, b"".join(probes), *stated)

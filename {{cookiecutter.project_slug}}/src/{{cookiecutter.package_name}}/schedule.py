@@ -2,14 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import torch
 
 from .errors import UserError
-
-if TYPE_CHECKING:
-    from .config import Config
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class ScheduleConfig:
             raise UserError("--optim.ema must be in [0, 1), --optim.decay-share in (0, 1]")
 
 
-def set_schedule(optimizer: torch.optim.Optimizer, config: "Config", step: int) -> None:
+def set_schedule(optimizer: torch.optim.Optimizer, config: Any, step: int) -> None:
     """Set what changes with the optimizer step, counted from 0.
 
     The learning rate of a group is the schedule's times its "rate_factor" (default: 1).

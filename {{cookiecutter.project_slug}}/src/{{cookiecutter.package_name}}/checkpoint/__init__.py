@@ -13,7 +13,3 @@ PUBLISHED = re.compile(r"step_[0-9]{8,}")
 
 class CheckpointError(RankError):
     """A checkpoint could not be saved, or none could be read."""
-
-
-class UnreadableError(RankError):
-    """A file is there, but the system does not let it be read."""

@@ -32,7 +32,6 @@ from .tensors import (
     Tensors,
     agree_on_identity,
     create_optimizer_state,
-    forms_of,
     identity_differences,
     offer_weights,
     optimizer_slots,
@@ -44,7 +43,7 @@ log = logging.getLogger(__name__)
 STATE = re.compile(rf"optimizer\.(?!param_groups\.).*(?<!\.{EMA})")  # of a parameter
 
 
-class Checkpointer:
+class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     """Saves and restores a run; all ranks call its methods together."""
 
     def __init__(
@@ -68,7 +67,6 @@ class Checkpointer:
         self.writer = Writer(config, self.group, model, world.device)
         self.publisher = open_storage(run_dir, config, self.group, facts.get("identity"))
         self.blocked_seconds = 0.0
-        self.last_saved: int | None = None
         self.last_good: int | None = None  # published for certain
         self.restored: dict[str, Any] = {}  # the manifest
         self.remembered: dict[str, Any] = {}
@@ -91,7 +89,7 @@ class Checkpointer:
         The optimizer must not step before `before_optimizer_step()` has returned.
         """
         self.settle()  # a save is never skipped: this waits for the one before
-        if step == self.last_saved:
+        if step == self.last_good:
             return
         figures, best = figures or {}, self.config.best
         score = figures.get(best)
@@ -116,20 +114,16 @@ class Checkpointer:
 
         with self._blocking():
             self.writer.save(self.tensors(), publish)
-            self.last_saved = step
 
     def settle(self) -> None:
         """Wait for a save in flight; fails as `save` does."""
         with self._blocking():
-            last, self.last_saved = self.last_saved, None  # if it fails
             self.writer.settle()
-            self.last_saved = last
 
     def before_optimizer_step(self) -> None:
         """Wait until a save in flight no longer needs the weights as they are."""
-        started = time.perf_counter()
-        self.writer.before_optimizer_step()
-        self.blocked_seconds += time.perf_counter() - started
+        with self._blocking():
+            self.writer.before_optimizer_step()
 
     def close(self) -> None:
         """Settle, and end what runs in the background."""
@@ -145,11 +139,8 @@ class Checkpointer:
         if step:
             self.save(step)
         self.close()
-        if step and self.last_saved != step:
+        if step and self.last_good != step:
             raise CheckpointError(f"step {step} was not saved; earlier ones are")
-
-    def __enter__(self) -> "Checkpointer":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """After an error, wait for a save in flight before the run directory is let go."""
@@ -184,7 +175,7 @@ class Checkpointer:
         log.info("resuming from %s", path)
         for change in identity_differences(manifest.get("schedule"), self.facts["schedule"]):
             log.info("the schedule is another: %s", change)
-        self.last_saved = self.last_good = manifest["step"]
+        self.last_good = manifest["step"]
         self.restored = manifest
         return manifest["step"]
 
@@ -251,12 +242,13 @@ def start(state: Any, run_dir: Path, group: Group) -> Checkpointer:
     tensors = state.model.state_dict()
     if odd := [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]:
         raise UserError(f"only tensors can be checkpointed; {odd[0]} is extra state of a module")
+    forms = {n: [*t.shape, str(t.dtype).removeprefix("torch.")] for n, t in tensors.items()}
     identity = {  # what must be equal for a resume
         "seed": settings.seed,
         "global_batch_size": settings.global_batch_size,
         "training_samples": state.loader.size,
         "data": state.spec.fingerprint,
-        "parameters": forms_of(tensors),  # the shape and dtype of each
+        "parameters": forms,  # the shape and dtype of each
     }
     agree_on_identity(identity, group)
     facts = {"identity": identity, "schedule": to_json(config.optim) | {"steps": settings.steps}}

@@ -18,7 +18,7 @@ import torch
 
 from ..distributed import Group
 from ..errors import RankError, UserError
-from . import MANIFEST, PUBLISHED, CheckpointError, UnreadableError, step_name
+from . import MANIFEST, PUBLISHED, CheckpointError, step_name
 from .paths import Place, local_copy, open_regular
 
 FORMAT_VERSION = 1
@@ -42,12 +42,12 @@ def sealed(manifest: dict[str, Any]) -> bytes:
 
 
 def problem_of(path: Place, error: OSError) -> RankError:
-    """Whether an error of reading is damage (CheckpointError), or may pass (UnreadableError)."""
+    """Whether an error of reading is damage (CheckpointError), or may pass (RankError)."""
     if error.errno in DAMAGE:
         return CheckpointError(f"{path.name} {DAMAGE[error.errno]}")
     # No permission or a failing disk is no damage: it must not cost a good checkpoint its name.
     reason = error.strerror or str(error) or type(error).__name__
-    return UnreadableError(f"{path} cannot be read: {reason}")
+    return RankError(f"{path} cannot be read: {reason}")
 
 
 @contextlib.contextmanager
@@ -102,9 +102,9 @@ def check_file(path: Path, entry: dict[str, Any]) -> str | None:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             size = file.tell()
     except OSError as error:
-        if isinstance(problem := problem_of(path, error), UnreadableError):
-            raise problem from error
-        return str(problem)
+        if isinstance(problem := problem_of(path, error), CheckpointError):
+            return str(problem)
+        raise problem from error
     if size != entry["size"]:
         return f"{path.name} has {size:,} bytes, not {entry['size']:,}"
     if sha256 != entry["sha256"]:
@@ -147,6 +147,5 @@ def verify(path: Place, group: Group | None = None) -> Verified:
 def shared_out(manifest: dict[str, Any], rank: int, size: int) -> list[tuple[str, dict[str, Any]]]:
     """The files, with their entries, that one of `size` ranks takes: each about as many bytes."""
     largest_first = sorted(manifest["files"].items(), key=lambda item: -item[1]["size"])
-    there_and_back = 2 * size
-    back = largest_first[there_and_back - 1 - rank :: there_and_back]
-    return largest_first[rank::there_and_back] + back
+    # Dealt there and back, so that the ranks' sums are near each other.
+    return largest_first[rank :: 2 * size] + largest_first[2 * size - 1 - rank :: 2 * size]

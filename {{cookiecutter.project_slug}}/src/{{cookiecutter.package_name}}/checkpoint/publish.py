@@ -89,24 +89,19 @@ class Publisher:
         nothing of the attempt is left.
         """
         group, reserved = self.group, ""
-
-        def commit() -> None:
-            files = {name: entry for part in written for name, entry in part.items()}
-            manifest = {"format_version": FORMAT_VERSION, "step": step, "files": files, **facts}
-            self.commit(reserved, manifest)
-
         try:
             reserved = group.from_first(lambda: self.reserve(step))
             written = group.agree(lambda: self.write_files(reserved, write))
-            group.from_first(commit)
+            files = {name: entry for part in written for name, entry in part.items()}
+            manifest = {"format_version": FORMAT_VERSION, "step": step, "files": files, **facts}
+            group.from_first(lambda: self.commit(reserved, manifest))
         except RankError as error:
             if group.rank == 0 and reserved:
                 self.abandon(reserved)
             raise CheckpointError(f"checkpoint of step {step} was not saved: {error}") from error
-        path = self.directory / step_name(step)
         if group.rank == 0:
             self.prune()
-        return path
+        return self.directory / step_name(step)
 
     def newest_good(self, after: int = -1) -> Found | None:
         """The newest checkpoint that verifies, later than step `after`; None if there is none.
@@ -145,8 +140,7 @@ class Publisher:
             old, self.scores = self.scores, {}
             for path in published(self.directory):
                 with contextlib.suppress(RankError, OSError):  # damaged, or not to be read just now
-                    score = old[path] if path in old else read_manifest(path)["score"]
-                    self.scores[path] = score
+                    self.scores[path] = old[path] if path in old else read_manifest(path)["score"]
             good = list(self.scores)
             kept = {*good[-keep:], best_by_validation(self.scores)}
             kept |= {path for path in good if every and int(path.name[5:]) % every == 0}

@@ -1,25 +1,30 @@
-"""What a checkpoint holds: tensors by name.
+"""What a checkpoint holds, tensors by name, and how files of tensors are read.
 
 `{"model": {name: tensor}, "optimizer": {parameter: {key: tensor}}}`: tensors only, under the names
 that `model.state_dict()` gives. In memory each has one name, as in "optimizer.norm.weight.exp_avg".
-No Python object is pickled, so none has to be unpickled; the rest (step, samples, schedule,
+No Python object is pickled, and no code in a file runs; the rest (step, samples, schedule,
 identity) is JSON in the manifest.
 """
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file as load_safetensors
 from torch import nn
 
 from ..distributed import Group, parallel
 from ..ema import EMA
 from ..errors import UserError
 from . import CheckpointError
+from .manifest import reading
 
 Tensors = dict[str, torch.Tensor]  # by names as in "model.norm.weight"
+SAFETENSORS = ".safetensors"
 
 
 def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -54,9 +59,38 @@ def check_shapes(saved: Mapping[str, torch.Tensor], targets: Mapping[str, torch.
             raise CheckpointError(f"{name} is {shapes}")
 
 
-def forms_of(tensors: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
-    """Shape and dtype of each tensor, as a manifest has them."""
-    return {name: [*t.shape, str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()}
+class OneFile:
+    """Tensors in one file, of `torch.save` or of safetensors, or in a folder of the latter.
+
+    `forms` are the mapped tensors by name, which `rename` may change, given all of them.
+    """
+
+    def __init__(self, path: Path, rename: Any = dict) -> None:
+        self.path = path
+        with reading(path):
+            files = sorted(path.glob(f"*{SAFETENSORS}")) if path.is_dir() else [path]
+            pairs = [pair for file in files for pair in load_file(file)]
+            if len(tensors := dict(pairs)) < len(pairs):
+                raise UserError(f"{path} has tensors of the same name in several files: give one")
+            self.forms = rename(tensors)
+
+    def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
+        """Copy into live tensors, of sharded ones the parts that are here; a collective call."""
+
+        def copy() -> None:
+            check_shapes(self.forms, targets)
+            for name, target in targets.items():
+                target.copy_(parallel.shard_like(self.forms[name], target))
+
+        group.agree(copy)
+
+
+def load_file(path: Path) -> Iterable[tuple[str, torch.Tensor]]:
+    """The tensors of a file; only those of torch.save before its zip format are not mapped."""
+    if path.suffix == SAFETENSORS:
+        return load_safetensors(path).items()
+    mapped = zipfile.is_zipfile(path)
+    return flat(torch.load(path, map_location="cpu", weights_only=True, mmap=mapped))
 
 
 def optimizer_slots(

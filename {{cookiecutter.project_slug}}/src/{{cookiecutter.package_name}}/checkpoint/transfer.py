@@ -26,11 +26,10 @@ from ..run.directory import RunDirectory
 from ..run.journal import validation_of
 from . import DCP_INDEX, MANIFEST, step_name
 from .manifest import reading, verify
-from .one_file import SAFETENSORS, OneFile
 from .paths import Place, checkpoints_of, damaged, published, release_copies, storage_path
-from .publish import Publisher, RetentionConfig, best_by_validation
+from .publish import Found, Publisher, RetentionConfig, best_by_validation
 from .reader import Source, open_tensors
-from .tensors import Tensors, agree_on_identity, nested
+from .tensors import SAFETENSORS, OneFile, Tensors, agree_on_identity, nested
 from .writer import write_tensors
 
 log = logging.getLogger(__name__)
@@ -127,9 +126,7 @@ def verified(run_dir: Path) -> tuple[list[str], bool]:
     return [*lines, *(f"{name}  set aside" for name in damaged(directory))], bad
 
 
-def find_checkpoint(
-    where: Place, step: int | None = None, group: Group | None = None
-) -> tuple[Place, dict[str, Any]]:
+def find_checkpoint(where: Place, step: int | None = None, group: Group | None = None) -> Found:
     """Verify and pick a checkpoint to read from: a run's newest good one, or one by step.
 
     `where` may also be a checkpoint; or a file of torch.save or safetensors, a folder of the latter

@@ -35,11 +35,10 @@ def built_in(
 def enter(callbacks: Iterable[Any], stack: contextlib.ExitStack) -> Iterator[Any]:
     """The callbacks as the loop calls them; context managers are entered, and left by `stack`."""
     for callback in callbacks:
-        if getattr(callback, "harmless", False):
-            callback = Harmless(callback)
+        guarded = Harmless(callback) if getattr(callback, "harmless", False) else callback
         if hasattr(callback, "__enter__"):
-            stack.enter_context(callback)
-        yield callback
+            stack.enter_context(guarded)
+        yield guarded
 
 
 def methods(callbacks: list[Any]) -> Iterator[list[Callable[..., None]]]:
@@ -59,8 +58,7 @@ class Harmless:
         return lambda *arguments: None if self.failed else self._call(method, *arguments)
 
     def __enter__(self) -> None:
-        if hasattr(self.callback, "__enter__"):
-            self._call(self.entered.enter_context, self.callback)
+        self._call(self.entered.enter_context, self.callback)
 
     def __exit__(self, *exception: object) -> None:
         """Leave the callback if it was entered, even after an error."""

@@ -93,11 +93,10 @@ class RunDirectory:
 
     def ended(self, step: int, steps: int) -> bool:
         """Whether this run ended here, and is asked for no other number of steps since."""
-        end: dict[str, Any] = {}
-        with contextlib.suppress(UserError):
-            end = read_json(self.path / "status.json")
         expected = {"status": "finished", "step": step, "steps": steps}
-        return expected.items() <= end.items()
+        with contextlib.suppress(UserError):
+            return expected.items() <= read_json(self.path / "status.json").items()
+        return False
 
     def record_status(self, status: str, step: int, **details: Any) -> None:
         """Write to status.json how the run ended, unless it says so; a warning if that fails."""

@@ -42,27 +42,23 @@ class Console(logging.Handler):
                 print(text, file=self.stream or sys.stderr, flush=True)
 
 
-class LogFile(logging.FileHandler):
+class LogFile(logging.StreamHandler[TextIO]):
     """A file that records are appended to; a disk that fails does not end the run."""
 
-    stream: TextIO
-
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        super().__init__(open_to_write(path, "a"))
         form = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%SZ")
         form.converter = time.gmtime
         self.setFormatter(form)
-
-    def _open(self) -> TextIO:
-        return open_to_write(self.baseFilename, "a")
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Ignore it: the warning about metrics.jsonl says that the disk is full."""
 
     def close(self) -> None:
         """Close the file, on a full disk too."""
+        super().close()
         with contextlib.suppress(OSError):
-            super().close()
+            self.stream.close()
 
 
 def make_lenient(stream: Any) -> None:

@@ -2,7 +2,6 @@
 
 import gc
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -180,9 +179,14 @@ def evaluate(
     A batch is a slice of a step's global batch.
     """
     vectors, names, world = [], [], state.world
+    dataset, order = state.loader.source.dataset, state.loader.source.order
     for step, places in draws * batches:
         seed_random(state.config.train.seed, STEP, len(vectors), world.rank, device=world.device)
-        batch = move(read(state, step, places), world.device)
+        # Augmented as in training, while what samples draw is drawn anew.
+        keys = None
+        if hasattr(dataset, "augment"):
+            keys = sample_keys(order.seed, order.positions(step)[places])
+        batch = move(fetch(dataset, order.ids(step)[places], keys), world.device)
         with torch.no_grad():
             loss = parallel.forward(compute_loss, state, batch)
             returned(loss, LossSum, "what compute_loss (model.py) returns")
@@ -191,11 +195,3 @@ def evaluate(
         for name, metric in loss.metrics.items():
             names += [name, f"count of {name}" if isinstance(metric, tuple) else "count"]
     return torch.stack(vectors).unflatten(0, (draws, -1)), names
-
-
-def read(state: State, step: int, places: slice) -> Any:
-    """Samples of a global batch, augmented as in training; what they draw is drawn anew."""
-    keys, dataset, order = None, state.loader.source.dataset, state.loader.source.order
-    if hasattr(dataset, "augment"):
-        keys = sample_keys(order.seed, order.positions(step)[places])
-    return fetch(dataset, order.ids(step)[places], keys)
