@@ -35,8 +35,9 @@ class ExportConfig(transfer.ExportConfig):
     """What to write, and where."""
 
     to: Path
-    """FILE.pt (torch.save, with the optimizer's state), FILE.safetensors (weights alone), a
-    directory named hf or …-hf (for transformers), or any other for a run that resumes there"""
+    """FILE.pt (torch.save, with the optimizer's state), FILE.safetensors (weights alone), FILE.pt2
+    (a program of torch.export), a directory named hf or …-hf (for transformers), or any other for a
+    run that resumes there"""
 
 
 def export(run_dir: Path, options: ExportConfig) -> str:

@@ -122,46 +122,6 @@ def test_a_second_validation_set(image: Project, tmp_path: Path) -> None:
     assert "validation_seen_accuracy" in last
 
 
-USE = """
-import sys
-import torch
-
-assert not any("recipes" in name for name in sys.modules)
-program = torch.export.load("model.pt2").module()
-for number, inputs in enumerate(torch.load("inputs.pt")):
-    torch.save(program(inputs), f"output_{number}.pt")
-"""
-
-
-@pytest.mark.parametrize("task", ["text", "image"])
-def test_a_program_runs_without_the_package(
-    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    """In a process of its own, at one sample and several, and each length from 1 to the context."""
-    project: Project = request.getfixturevalue(task)
-    changes = {} if task == "text" else {"data__path": None}
-    config = project.config(run_dir=tmp_path / "runs/default", train__steps=5, **changes)
-    project.module("train").run(config)
-    monkeypatch.chdir(tmp_path)
-    word = {"text": 'Dim("time"', "image": '["images"]\nsave'}[task]
-    exec(recipe("python", word).replace("my_training_run", project.name), {})
-    model, _, _ = sys.modules[project.name].load_trained("runs/default", "cpu")
-    if task == "text":
-        context = config.data.context
-        sizes = [(1, 1), (3, 7), (2, context - 1), (1, context), (4, context)]
-        given = [torch.randint(256, size) for size in sizes]
-    else:
-        given = [torch.rand(count, 1, 8, 8) for count in (1, 2, 5)]
-    torch.save(given, "inputs.pt")
-    command = [sys.executable, "-c", USE]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    for number, inputs in enumerate(given):
-        with torch.no_grad():
-            wanted = model(inputs)
-        torch.testing.assert_close(torch.load(f"output_{number}.pt"), wanted, atol=1e-5, rtol=1e-5)
-
-
 def test_padding_changes_no_loss(text: Project) -> None:
     """A padded batch has the sum and the count of its sequences one by one."""
     model = text.module("model")

@@ -76,13 +76,71 @@ def test_an_address_in_a_run_is_not_taken(store: Project, tmp_path: Path) -> Non
     words = (*SMALL, "--run-dir", str(tmp_path / "run"), "--train.steps")
     store("train", *words, "2")
     content = saved(tmp_path / "run")
-    for changes, refused in (
-        ({"url": "reference://{}"}, "names reference://{}, which is not opened unasked"),
-        ({"local_first": True}, "uploads to a --checkpoint.url: give one (of"),
-    ):
-        changed = content | {"checkpoint": content["checkpoint"] | changes}
-        (tmp_path / "run/config.json").write_text(json.dumps(changed))
-        assert refused in store.refuses("train", *words, "3")
+    changed = content | {"checkpoint": content["checkpoint"] | {"url": "reference://{}"}}
+    (tmp_path / "run/config.json").write_text(json.dumps(changed))
+    refused = "names reference://{}, which is not opened unasked"
+    assert refused in store.refuses("train", *words, "3")
+
+
+def test_what_is_of_one_start_is_not_taken(text: Project, tmp_path: Path) -> None:
+    """Its device, its workers, its addresses, and what names a run or is done once."""
+    (tmp_path / "checkpoints/step_00000001").mkdir(parents=True)
+    content = {
+        **{"name": "n", "run_dir": "d", "fresh": True, "reset_optimizer": True, "device": "cuda"},
+        **{"init_from": "x", "init_strict": True, "workflow": {"steps": 3}, "track": False},
+        "train": {"loader_workers": 2, "seed": 5},
+        "checkpoint": {"url": "s3://x/y", "local_first": True, "keep": 7},
+        "tracker": {"uri": "http://x"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    seen: list[dict[str, Any]] = []
+    config = text.config(run_dir=tmp_path)
+    text.module("run.directory").with_saved(config, lambda saved: seen.append(saved) or config)
+    (taken,) = seen
+    del taken["workflow.steps"]  # a setting of the stages, which a run does not have
+    assert taken == {"track": False, "train.seed": 5, "checkpoint.keep": 7}
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["far", "local_first"])
+def test_a_store_has_the_settings_of_its_run(store: Project, tmp_path: Path, local: bool) -> None:
+    """For a machine that has no run directory of it; also when the newest manifest is damaged."""
+    url = ("--checkpoint.url", f"file://{tmp_path}/store", "--device", "cpu")
+    first, other, third = (("--run-dir", str(tmp_path / name)) for name in ("one", "two", "three"))
+    words = (*SMALL, "--optim.clip", "0.5", "--checkpoint.every", "1", "--train.steps", "3")
+    words = (*words, "--data.path", str(store.folder / "text.txt"))
+    where = (*url, *first, *(["--checkpoint.local-first"] if local else []))
+    store("train", *words, *where, "--train.steps", "2")
+    store("train", *words, *where)
+    assert "resumed at step 2" in (tmp_path / "one/logs/train.log").read_text("utf-8")
+    store("train", *url, *other, "--train.steps", "4", "--checkpoint.keep", "2")
+    config = saved(tmp_path / "two")
+    assert config["optim"]["clip"] == 0.5 and config["model"]["width"] == 32
+    assert (config["train"]["steps"], config["checkpoint"]["keep"]) == (4, 2)
+    assert not config["checkpoint"]["local_first"], "not typed"
+    newest = sorted((tmp_path / "store").glob("step_*"))[-1] / "manifest.json"
+    newest.write_bytes(newest.read_bytes()[:-9])
+    store("train", *url, *third, "--train.steps", "5")
+    assert saved(tmp_path / "three")["optim"]["clip"] == 0.5
+    assert "resumed at step 3" in (tmp_path / "three/logs/train.log").read_text("utf-8")
+
+
+def test_settings_in_a_store_that_cannot_be_used(store: Project, tmp_path: Path) -> None:
+    """One line with the way out; what is none at all, as in earlier releases, counts as none."""
+    url = f"file://{tmp_path}/store"
+    words = (*SMALL, "--checkpoint.url", url, "--run-dir")
+    store("train", *words, str(tmp_path / "one"), "--train.steps", "2")
+    path = tmp_path / "store/step_00000002/manifest.json"
+    content = json.loads(path.read_text())
+    del content["digest"]
+    sealed = store.module("checkpoint.manifest").sealed
+    for odd in ({"train": {"steps": "many"}}, {"train": 3}):
+        path.write_bytes(sealed({**content, "config": odd}))
+        line = store.refuses("train", *words, str(tmp_path / "two"), "--train.steps", "3")
+        assert line.endswith(f"(of {url}: give all settings by --config FILE)") and "\n" not in line
+    for number, odd in enumerate(([1], None, "x")):
+        path.write_bytes(sealed({**content, "config": odd}))
+        store("train", *words, str(tmp_path / f"other{number}"), "--train.steps", "2")
+        assert saved(tmp_path / f"other{number}")["train"]["steps"] == 2
 
 
 def test_a_fresh_run_and_a_new_one_take_nothing(text: Project, tmp_path: Path) -> None:

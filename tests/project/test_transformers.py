@@ -161,6 +161,12 @@ def test_sharded_weights_of_two_ranks_are_written_whole(sharded: Project) -> Non
     run_together(command, 300, ranks)
     sharded("export", "--to", "hf")
     compare(sharded, run, sharded.folder / "hf")
+    sharded("export", "--to", "model.pt2")
+    inputs = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        wanted = sys.modules[sharded.name].load_trained(run, "cpu")[0](inputs)
+    program = torch.export.load(sharded.folder / "model.pt2").module()
+    torch.testing.assert_close(program(inputs), wanted, atol=1e-5, rtol=1e-5)
     back = sharded.folder / "runs/back"
     start = ("--init-from", str(sharded.folder / "hf"), "--init-strict", "--train.steps", "1")
     still = ("--optim.learning-rate", "1e-30", "--optim.weight-decay", "0")

@@ -72,6 +72,14 @@ class StorageConfig(RetentionConfig):
         """Whether they are in the store only, and the run directory has none."""
         return self.url is not None and not self.local_first
 
+    def saved_settings(self) -> dict[str, Any]:
+        """The settings of the run in the store, by its newest manifest that can be read."""
+        for path in reversed(published(storage_path(f"{self.url}"))):
+            with contextlib.suppress(CheckpointError):
+                settings = read_manifest(path).get("config")
+                return settings if isinstance(settings, dict) else {}
+        return {}
+
 
 class StorePublisher(Publisher):
     """The checkpoints of one run below a URL."""

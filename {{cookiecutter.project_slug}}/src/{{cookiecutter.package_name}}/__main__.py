@@ -53,7 +53,7 @@ def verify(arguments: list[str]) -> int:
 
 
 def export(arguments: list[str]) -> int:
-    """Write a checkpoint as one file (.pt, .safetensors), or such a file as a run to resume."""
+    """Write a checkpoint as a file (.pt, .safetensors, .pt2), or such a .pt as a run to resume."""
     from .config import RunLocation
 
     name = ".huggingface" if (HERE / "huggingface.py").exists() else ".checkpoint.transfer"
@@ -64,8 +64,28 @@ def export(arguments: list[str]) -> int:
         """The run, its checkpoint, and what to write."""
 
     options = parse("export", Export, arguments)
-    print(module.export(options.directory, options))
+    make = program if options.to.suffix == ".pt2" else module.export
+    print(make(options.directory, options))
     return 0
+
+
+def program(run_dir: Path, options: Any) -> str:
+    """Write a run's model as a program of torch.export; a line about what was written."""
+    import numpy as np
+
+    from . import load_trained
+    from .checkpoint.program import export_program
+    from .data import build_datasets
+    from .model import compute_loss
+    from .sampling import fetch
+
+    if options.to.exists():
+        raise UserError(f"{options.to} is there already: nothing is overwritten")
+    chosen = "cpu", options.step, options.weights
+    model, _, config = load_trained(options.source or run_dir, *chosen)
+    _, validation, _ = build_datasets(config)
+    batch = fetch(validation, np.array([0, 0]))  # two: a program of one would take no more
+    return export_program(options.to, model, lambda: compute_loss(model, batch))
 
 
 def infer(arguments: list[str]) -> int:

@@ -252,6 +252,7 @@ def start(state: Any, run_dir: Path, group: Group) -> Checkpointer:
     }
     agree_on_identity(identity, group)
     facts = {"identity": identity, "schedule": to_json(config.optim) | {"steps": settings.steps}}
+    facts["config"] = to_json(config)  # as machines that share a store alone have no config.json
     checkpointer = state.checkpointer = Checkpointer(
         *(run_dir, config.checkpoint, state.world, state.model, state.optimizer, facts),
         partial(state.loader.position, group),

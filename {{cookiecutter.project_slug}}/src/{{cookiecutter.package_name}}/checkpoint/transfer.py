@@ -8,7 +8,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -43,8 +43,8 @@ class ExportConfig:
     """What to write, and where."""
 
     to: Path
-    """FILE.pt (torch.save, with the optimizer's state), FILE.safetensors (weights alone), or a
-    directory for a run that resumes there"""
+    """FILE.pt (torch.save, with the optimizer's state), FILE.safetensors (weights alone), FILE.pt2
+    (a program of torch.export), or a directory for a run that resumes there"""
     step: int | None = None
     """Step of the checkpoint (default: the newest good one)"""
     source: Path | None = None
@@ -234,13 +234,13 @@ def with_averages(saved: dict[str, str], source: Source, weights: Weights) -> di
 def make_note(where: Place, path: Place, manifest: dict[str, Any]) -> dict[str, Any]:
     """The note for a file made from the checkpoint at `path`, found at `where`.
 
-    The settings of its run, and the spec of its data, go with it: those beside it on disk, or those
-    in `where` for a store.
+    The settings of its run, and the spec of its data, go with it: those beside it on disk; for a
+    store those in `where`, or the settings in the manifest.
     """
     run = path.resolve().parent.parent if isinstance(path, Path) else where
     files = {name: Path(f"{run}", f"{name}.json") for name in ("config", "spec")}
     beside = {name: read_json(file) for name, file in files.items() if file.exists()}
-    return {"manifest": manifest, "config": {}, **beside}
+    return {"manifest": manifest, "config": manifest.get("config", {}), **beside}
 
 
 def read_note(source: Source) -> dict[str, Any]:
@@ -284,16 +284,25 @@ def import_as_run(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None
 
 
 def write_file(target: Path, tensors: Tensors, note: dict[str, Any]) -> None:
-    """Write a file that is whole or not there, by its name of safetensors or of torch.save."""
+    """Write a file of safetensors or of torch.save, by its name."""
+
+    def write(file: Any) -> None:
+        if target.suffix == SAFETENSORS:
+            model = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
+            file.write(save(model, {"format": "pt"}))
+        else:
+            content = bytearray(json.dumps(note).encode())
+            noted = {**nested(tensors), NOTE: torch.frombuffer(content, dtype=torch.uint8)}
+            torch.save(noted, file)
+
+    write_whole(target, write)
+
+
+def write_whole(target: Path, write: Callable[[Any], object]) -> None:
+    """Write a file, which is whole or not there; UserError if that fails."""
     try:
         with replacing(target) as temporary, open(temporary, "xb") as file:
-            if target.suffix == SAFETENSORS:
-                model = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
-                file.write(save(model, {"format": "pt"}))
-            else:
-                content = bytearray(json.dumps(note).encode())
-                noted = {**nested(tensors), NOTE: torch.frombuffer(content, dtype=torch.uint8)}
-                torch.save(noted, file)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         sync_directory(target.parent)

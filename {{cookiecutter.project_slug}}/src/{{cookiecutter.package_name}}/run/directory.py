@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 LOGS = "logs"
 OF_ONE_RUN = ("name", "run_dir", "fresh", "reset_optimizer", "init_from", "init_strict", "workflow")
 # Settings that a start does not take from the run that it continues.
-OF_ONE_START = {*OF_ONE_RUN, "device", "train.loader_workers", "checkpoint.url", "tracker.uri"}
+OF_ONE_START = {*OF_ONE_RUN, "device", "train.loader_workers", "tracker.uri"}
+OF_ONE_START |= {"checkpoint.url", "checkpoint.local_first"}
 
 
 def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
@@ -30,15 +31,19 @@ def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
 
     `read` reads what is typed over given settings. UserError if the run's cannot be used.
     """
-    # Machines that need not share the run directory could have other settings in it.
     begun = any((config.directory / "checkpoints").glob("step_*"))
-    if config.fresh or config.checkpoint.far or not begun:
+    # Machines that share a store alone could have other settings in their run directories.
+    store = getattr(config.checkpoint, "url", None) if config.checkpoint.far or not begun else None
+    if config.fresh or not (begun or store):
         return config
     file = config.directory / "config.json"
     try:
-        result = read({n: v for n, v in flatten(read_json(file)) if n not in OF_ONE_START})
+        saved = config.checkpoint.saved_settings() if store else read_json(file)
+        result = read({n: v for n, v in flatten(saved) if n not in OF_ONE_START})
     except UserError as error:
-        raise UserError(f"{error} (of {file}: correct it, or remove the file)") from None
+        way_out = f"{file}: correct it, or remove the file"
+        way_out = f"{store}: give all settings by --config FILE" if store else way_out
+        raise UserError(f"{error} (of {way_out})") from None
     old, new = (dict(flatten(to_json(each))) for each in (config, result))
     # Another line says how many steps there are.
     if kept := [n for n in new if n != "train.steps" and new[n] != old.get(n)]:
