@@ -156,7 +156,8 @@ ALWAYS = {
     *every(f"{PACKAGE}/distributed", "__init__ parallel stop"),
     *every(
         f"{PACKAGE}/checkpoint",
-        "__init__ checkpointer manifest paths program publish reader storage tensors transfer writer",
+        "__init__ checkpointer manifest paths program publish reader storage tensors transfer "
+        "writer",
     ),
     *every(
         f"{PACKAGE}/run",
