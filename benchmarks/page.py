@@ -231,9 +231,16 @@ def loss(found: Series) -> list[str]:
 
 
 def roofline(found: Series) -> list[str]:
-    """What bounds an eager step."""
-    share = found["H200: MFU, at most"]["median"]
-    return [f"- By this count our eager step reaches {_number(share)} % MFU on an H200."]
+    """What bounds a step."""
+    eager, compiled = (
+        found[f"H200: {way} step, MFU at most"]["median"] for way in ("an eager", "a compiled")
+    )
+    on_h100 = found["H100: a compiled step, MFU at most"]["median"]
+    return [
+        f"- By this count our step reaches {_number(eager)} % MFU on an H200, and compiled "
+        f"{_number(compiled)} %.",
+        verdict("A compiled step on an H100, MFU at most", on_h100, 42, "%", at_most=False),
+    ]
 
 
 def fit(found: Series) -> list[str]:

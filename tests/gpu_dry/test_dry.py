@@ -166,8 +166,8 @@ BREAKAGES = {
         *("sums = sums + loss_vector(loss).cpu() * share.weight", "validation"),
     ),
     "record_reads_each_figure": (
-        *(PLAIN, "loss.py", "totals, counts = sums.view(-1, 2).T.tolist()"),
-        "totals, counts = ([x.item() for x in row] for row in sums.view(-1, 2).T)",
+        *(PLAIN, "run/journal.py", "torch.cat([state.sums, *scalars]).tolist()"),
+        "[x.item() for x in torch.cat([state.sums, *scalars])]",
         "record",
     ),
     "memory_waits_for_each_step": (
@@ -349,7 +349,7 @@ def mistake(outcome: dict[str, Any], background: bool, ema: bool) -> str:
     """What is wrong in a run, "" if nothing is."""
     if "error" in outcome:
         return outcome["error"]
-    if len(outcome["record"]) > 3:  # the first waits, the others find the device idle
+    if len(outcome["record"]) > 1:
         return "record"
     if len(outcome["validation"]) > 1 + ema:
         return "validation"

@@ -99,11 +99,18 @@ def test_what_has_no_program_says_why(text: Project, tmp_path: Path) -> None:
         def forward(self, batch: dict[str, Tensor]) -> Tensor:
             return batch["x"]
 
+    class Pairs(nn.Module):
+        """Takes two samples, and no others."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.view(2, -1)
+
     x = torch.ones(2, 3)
-    branches, dictionary = Branches(), Dictionary()
+    branches, dictionary, pairs = Branches(), Dictionary(), Pairs()
     for model, call, reason in (
         (branches, lambda: branches(x, x), "data-dependent"),
         (dictionary, lambda: dictionary({"x": x}), "cannot make a program"),
+        (pairs, lambda: pairs(x), "cannot make a program"),
         (branches, lambda: None, "does not call the model"),
     ):
         with pytest.raises(text.module("errors").UserError, match=reason) as refused:

@@ -1,5 +1,6 @@
 """What a start trains with: what is typed, then a preset or a file, then the run, then the code."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -82,23 +83,54 @@ def test_an_address_in_a_run_is_not_taken(store: Project, tmp_path: Path) -> Non
     assert refused in store.refuses("train", *words, "3")
 
 
+OWN = {
+    **{"name": "n", "run_dir": "d", "fresh": True, "reset_optimizer": True, "device": "cuda"},
+    **{"init_from": "x", "init_strict": True, "workflow": {"steps": 3}},
+    "train": {"loader_workers": 2},
+    "checkpoint": {"url": "s3://x/y", "local_first": True},
+    "tracker": {"uri": "http://x"},
+}
+
+
+def hidden(tree: dict[str, Any]) -> dict[str, Any]:
+    """The same settings under names that end with a dot."""
+    return {n: hidden(v) if isinstance(v, dict) else {"": v} for n, v in tree.items()}
+
+
 def test_what_is_of_one_start_is_not_taken(text: Project, tmp_path: Path) -> None:
     """Its device, its workers, its addresses, and what names a run or is done once."""
     (tmp_path / "checkpoints/step_00000001").mkdir(parents=True)
-    content = {
-        **{"name": "n", "run_dir": "d", "fresh": True, "reset_optimizer": True, "device": "cuda"},
-        **{"init_from": "x", "init_strict": True, "workflow": {"steps": 3}, "track": False},
-        "train": {"loader_workers": 2, "seed": 5},
-        "checkpoint": {"url": "s3://x/y", "local_first": True, "keep": 7},
-        "tracker": {"uri": "http://x"},
-    }
+    content = {**OWN, "track": False, "train": {"seed": 5, **OWN["train"]}}
     (tmp_path / "config.json").write_text(json.dumps(content))
     seen: list[dict[str, Any]] = []
     config = text.config(run_dir=tmp_path)
     text.module("run.directory").with_saved(config, lambda saved: seen.append(saved) or config)
-    (taken,) = seen
-    del taken["workflow.steps"]  # a setting of the stages, which a run does not have
-    assert taken == {"track": False, "train.seed": 5, "checkpoint.keep": 7}
+    assert seen == [{"track": False, "train.seed": 5}]
+
+
+def test_what_is_of_one_start_has_no_other_name(text: Project, tmp_path: Path) -> None:
+    """Crafted names are refused, in a run's settings and in a file of settings."""
+    run, file = tmp_path / "run", tmp_path / "config.json"
+    words = ("train", *SMALL, "--run-dir", str(run), "--train.steps")
+    text("train", *SMALL, "--run-dir", str(run), "--train.steps", "2")
+    plain = saved(run)
+    dotted = {f"{name}.": value for name, value in OWN.items()}
+    pairs = [{name: value} for one in (hidden(OWN), dotted) for name, value in one.items()]
+    for steps, content in enumerate([*pairs, {"train": 3, "train.seed": 5}], start=3):
+        (run / "config.json").write_text(json.dumps({**plain, **content}))
+        try:
+            text(*words, str(steps))
+        except text.module("errors").UserError as error:
+            assert "\n" not in str(error)
+        else:
+            now = saved(run)
+            assert now["run_dir"] == str(run) and now["device"] == "cpu"
+            assert not now["fresh"] and not now["init_from"]
+        assert not [*tmp_path.glob("*.old-*")]
+        file.write_text(json.dumps(content))
+        with contextlib.suppress(text.module("errors").UserError):
+            loaded = text.module("config").load(file)
+            assert (loaded.run_dir, loaded.fresh, loaded.init_from) == (None, False, None)
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["far", "local_first"])
@@ -107,19 +139,21 @@ def test_a_store_has_the_settings_of_its_run(store: Project, tmp_path: Path, loc
     url = ("--checkpoint.url", f"file://{tmp_path}/store", "--device", "cpu")
     first, other, third = (("--run-dir", str(tmp_path / name)) for name in ("one", "two", "three"))
     words = (*SMALL, "--optim.clip", "0.5", "--checkpoint.every", "1", "--train.steps", "3")
-    words = (*words, "--data.path", str(store.folder / "text.txt"))
     where = (*url, *first, *(["--checkpoint.local-first"] if local else []))
     store("train", *words, *where, "--train.steps", "2")
     store("train", *words, *where)
     assert "resumed at step 2" in (tmp_path / "one/logs/train.log").read_text("utf-8")
-    store("train", *url, *other, "--train.steps", "4", "--checkpoint.keep", "2")
+    data = ("--data.path", str(store.folder / "text.txt"))  # which a store does not choose
+    refused = store.refuses("train", *url, *other, *data, "--name", "another")
+    assert "is of another run" in refused
+    store("train", *url, *other, *data, "--train.steps", "4", "--checkpoint.keep", "2")
     config = saved(tmp_path / "two")
     assert config["optim"]["clip"] == 0.5 and config["model"]["width"] == 32
     assert (config["train"]["steps"], config["checkpoint"]["keep"]) == (4, 2)
     assert not config["checkpoint"]["local_first"], "not typed"
     newest = sorted((tmp_path / "store").glob("step_*"))[-1] / "manifest.json"
     newest.write_bytes(newest.read_bytes()[:-9])
-    store("train", *url, *third, "--train.steps", "5")
+    store("train", *url, *third, *data, "--train.steps", "5")
     assert saved(tmp_path / "three")["optim"]["clip"] == 0.5
     assert "resumed at step 3" in (tmp_path / "three/logs/train.log").read_text("utf-8")
 
@@ -134,13 +168,52 @@ def test_settings_in_a_store_that_cannot_be_used(store: Project, tmp_path: Path)
     del content["digest"]
     sealed = store.module("checkpoint.manifest").sealed
     for odd in ({"train": {"steps": "many"}}, {"train": 3}):
-        path.write_bytes(sealed({**content, "config": odd}))
+        path.write_bytes(sealed({**content, "config": {"name": "default", **odd}}))
         line = store.refuses("train", *words, str(tmp_path / "two"), "--train.steps", "3")
-        assert line.endswith(f"(of {url}: give all settings by --config FILE)") and "\n" not in line
+        assert (
+            line.endswith(f"(of {url}: give all settings by --config FILE.json)")
+            and "\n" not in line
+        )
     for number, odd in enumerate(([1], None, "x")):
         path.write_bytes(sealed({**content, "config": odd}))
         store("train", *words, str(tmp_path / f"other{number}"), "--train.steps", "2")
-        assert saved(tmp_path / f"other{number}")["train"]["steps"] == 2
+        to = tmp_path / f"whole{number}"
+        store("export", "--source", str(tmp_path / "store/step_00000002"), "--to", str(to))
+        assert not (to / "config.json").exists()
+
+
+def test_a_store_does_not_choose_what_is_read(store: Project, tmp_path: Path) -> None:
+    """Nor who gets figures; the rest of its settings is taken."""
+    config = store.config(run_dir=tmp_path / "two", checkpoint__url=f"file://{tmp_path}/store")
+    url = ("--checkpoint.url", config.checkpoint.url)
+    store("train", *SMALL, *url, "--run-dir", str(tmp_path / "one"), "--train.steps", "1")
+    path = tmp_path / "store/step_00000001/manifest.json"
+    content = json.loads(path.read_text())
+    del content["digest"]
+    content["config"] |= {"tracker": {"mode": "online"}, "track": False}
+    path.write_bytes(store.module("checkpoint.manifest").sealed(content))
+    seen: list[dict[str, Any]] = []
+    store.module("run.directory").with_saved(config, lambda saved: seen.append(saved) or config)
+    assert seen[0]["track"] is False and seen[0]["data.context"] == 32
+    assert not {name for name in seen[0] if name.startswith(("data.path", "tracker", "device"))}
+
+
+def test_a_store_that_cannot_be_used_says_what_to_look_at(store: Project, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    url = ("--checkpoint.url", f"file://{tmp_path}/file/x", "--run-dir", str(tmp_path / "run"))
+    assert "cannot be used" in (line := store.refuses("train", *SMALL, *url))
+    assert "Is the address right" in line and "--config" not in line
+
+
+def test_a_run_that_is_uploaded_no_more_is_told(
+    store: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = (*SMALL, "--run-dir", str(tmp_path / "run"), "--train.steps")
+    url = ("--checkpoint.url", f"file://{tmp_path}/store", "--checkpoint.local-first")
+    store("train", *where, "2", *url)
+    assert "uploaded to" not in caplog.text
+    store("train", *where, "3")
+    assert f"this run was uploaded to file://{tmp_path}/store" in caplog.text
 
 
 def test_a_fresh_run_and_a_new_one_take_nothing(text: Project, tmp_path: Path) -> None:

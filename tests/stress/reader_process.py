@@ -16,6 +16,7 @@ import resource
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,11 +64,12 @@ class Watch:
 def watched(watch: Watch, folder: Path) -> Iterator[None]:
     """Watch while inside."""
     watch.seen.clear()
-    watch.inside = folder.resolve()
+    # torch makes a temporary folder before it refuses its oldest format.
+    watch.inside, tempfile.tempdir = folder.resolve(), str(folder.resolve())
     try:
         yield
     finally:
-        watch.inside = None
+        watch.inside, tempfile.tempdir = None, None
 
 
 class Reader:

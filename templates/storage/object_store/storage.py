@@ -15,12 +15,13 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import logging
 import os
 import re
 import socket
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +29,14 @@ from typing import Any
 
 from ..distributed import Group
 from ..errors import RankError, UserError
+from ..files import flatten
 from . import MANIFEST, CheckpointError, object_store, step_name
 from .manifest import read_manifest, sealed
 from .object_store import RemotePath, check_address
 from .paths import (
     DAMAGED,
     TRANSFERS,
+    Place,
     checkpoints_of,
     make_scratch,
     published,
@@ -45,6 +48,7 @@ from .publish import Found, Publisher, RetentionConfig, Write
 from .tensors import identity_differences, offer_weights
 from .upload import UploadingPublisher
 
+log = logging.getLogger(__name__)
 OWNER = "owner.json"
 ATTEMPT = re.compile(r"[0-9a-f]{8}")
 
@@ -72,13 +76,34 @@ class StorageConfig(RetentionConfig):
         """Whether they are in the store only, and the run directory has none."""
         return self.url is not None and not self.local_first
 
-    def saved_settings(self) -> dict[str, Any]:
-        """The settings of the run in the store, by its newest manifest that can be read."""
-        for path in reversed(published(storage_path(f"{self.url}"))):
-            with contextlib.suppress(CheckpointError):
-                settings = read_manifest(path).get("config")
-                return settings if isinstance(settings, dict) else {}
+    def saved_settings(self, name: str) -> dict[str, Any]:
+        """The settings of a run of that name in the store, by its newest manifest that is good."""
+        directory = storage_path(f"{self.url}")
+        with explaining(directory):
+            for path in reversed(steps(directory)):
+                with contextlib.suppress(CheckpointError):
+                    saved = dict(flatten(read_manifest(path)["config"]))
+                    # Nobody vouches for a store: not for what is read, nor for who gets figures.
+                    ours = {
+                        n: v
+                        for n, v in saved.items()
+                        if not n.startswith(("data.path", "tracker."))
+                    }
+                    return ours if saved.get("name") == name else {}
         return {}
+
+
+@contextlib.contextmanager
+def explaining(directory: Place) -> Iterator[None]:
+    """Say what to look at when a store cannot be used (UserError)."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{directory} cannot be used: {error}. Is the address right, does the bucket "
+            "exist, and does the environment say who you are (as AWS_PROFILE) and where the "
+            "store is (AWS_ENDPOINT_URL, if it is not Amazon's)?"
+        ) from error
 
 
 class StorePublisher(Publisher):
@@ -204,7 +229,7 @@ class StorePublisher(Publisher):
 
     def _take_over(self) -> str:
         """Write who the owner is; UserError if the newest checkpoint is of another run."""
-        try:
+        with explaining(self.directory):
             for path in reversed(published(self.directory) if self.identity else ()):
                 with contextlib.suppress(CheckpointError):  # damaged: look at the one before it
                     identity = read_manifest(path).get("identity")
@@ -218,12 +243,6 @@ class StorePublisher(Publisher):
             note = {"token": self.token, "process": f"{os.getpid()} on {socket.gethostname()}"}
             (self.directory / OWNER).write(json.dumps(note, indent=1).encode())
             self.directory.abort_uploads()
-        except OSError as error:
-            raise UserError(
-                f"{self.directory} cannot be used: {error}. Is the address right, does the bucket "
-                "exist, and does the environment say who you are (as AWS_PROFILE) and where the "
-                "store is (AWS_ENDPOINT_URL, if it is not Amazon's)?"
-            ) from error
         return self.token
 
     def _owner(self) -> str | None:
@@ -246,6 +265,10 @@ def open_storage(run_dir: Path, config: StorageConfig, group: Group, identity: A
                     f"this run has its checkpoints in {before}, and there are none in {url}: stay "
                     "there (--checkpoint.url), copy them, or start another run (--name NAME)"
                 )
+
+        if isinstance(before := checkpoints_of(run_dir), RemotePath) and not config.url:
+            text = "this run was uploaded to %s, and is no more: type --checkpoint.url for that"
+            log.warning(text, before)
 
     group.from_first(refuse_to_forget)
     if not config.url:

@@ -20,6 +20,7 @@ from .checkpoint.checkpointer import CheckpointConfig
 from .checkpoint.paths import storage_path
 from .checkpoint.storage import on_disk
 from .compile import CompileConfig
+from .data import DataConfig
 from .distributed.parallel import ParallelConfig
 from .errors import UserError
 from .files import flatten, read_json, to_json
@@ -96,8 +97,6 @@ class ProfileConfig:
     def __post_init__(self) -> None:
         if self.active < 1 or min(self.wait, self.warmup, self.every) < 0:
             raise UserError("profile: active must be >= 1, the others >= 0")
-        if 0 < self.every < self.warmup + self.active:
-            raise UserError("profile: every must be 0, or at least warmup + active")
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ class Config(RunLocation):
     track: bool = True
     """Log to the experiment tracker."""
     train: TrainConfig = field(default_factory=TrainConfig)
-    data: own.DataConfig = field(default_factory=own.DataConfig)
+    data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -215,8 +214,9 @@ def _replace(part: Any, changes: dict[str, Any], unknown: dict[str, Any], prefix
     # All changes to a part are made together, since it may check settings against each other.
     together: dict[str, Any] = {}
     for name, value in changes.items():
-        first, _, rest = name.partition(".")
-        together[first] = {**together.get(first, {}), rest: value} if rest else value
+        first, dot, rest = name.partition(".")
+        before = together.get(first, {})
+        together[first] = {**before, rest: value} if dot and isinstance(before, dict) else value
     types, values = get_type_hints(type(part)), {}
     for name, value in together.items():
         # checkpoint.every was "auto" in earlier releases.
@@ -242,7 +242,8 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
             fits = isinstance(value, ACCEPTED.get(origin, origin))
             fits = fits and isinstance(value, bool) == (origin is bool)
             # What counts something has 64 bits in torch; a seed may be any number.
-            fits = fits and (origin is not int or name == "train.seed" or abs(value) < 1 << 63)
+            large = isinstance(value, int) and abs(value) >> 63 > 0
+            fits = fits and (not large or name == "train.seed")
         if fits:
             return origin(value) if origin in (Path, tuple) else value
     expected = hint.__name__ if isinstance(hint, type) else str(hint).removeprefix("typing.")

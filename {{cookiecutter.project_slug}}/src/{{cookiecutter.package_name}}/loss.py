@@ -73,8 +73,7 @@ def judge_step(
     return scale, size, bad
 
 
-def means(sums: torch.Tensor, names: Iterable[str]) -> dict[str, float]:
-    """Mean loss and metrics from a sum of loss vectors; waits for the device."""
-    totals, counts = sums.view(-1, 2).T.tolist()
-    named = zip(("loss", *names), totals, counts, strict=True)
+def means(sums: list[float], names: Iterable[str]) -> dict[str, float]:
+    """Mean loss and metrics from a sum of loss vectors, read from the device."""
+    named = zip(("loss", *names), sums[::2], sums[1::2], strict=True)
     return {name: total / count if count else math.nan for name, total, count in named}

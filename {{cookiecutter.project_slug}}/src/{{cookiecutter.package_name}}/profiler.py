@@ -9,11 +9,13 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from .device import synchronize
+from .errors import UserError
 from .files import replacing
 
 log = logging.getLogger(__name__)
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints that it starts and stops
-warnings.filterwarnings("ignore", ".*Profiler clears events")  # each window is written at its end
+# Each window is written at its end; its warm-up is for the user to choose.
+warnings.filterwarnings("ignore", ".*Profiler (clears events|won't be using warmup)")
 
 
 class Profiler:
@@ -27,7 +29,8 @@ class Profiler:
         self.written: list[Path] = []
         self.step, self.period = state.step, config.every
         self.window = config.warmup + config.active
-        wait = self.period - self.window
+        if (wait := self.period - self.window) < 0:
+            raise UserError(f"--profile.every must be at least warmup + active, {self.window}")
         action = schedule(wait=wait, warmup=config.warmup, active=config.active)
         kinds = ("CPU", "CUDA") if self.world.device.type == "cuda" else ("CPU",)
         self.profile = profile(

@@ -207,7 +207,7 @@ def validate(state: State, stopped: Callable[[], object] = bool) -> dict[str, fl
             names = metric_names(loss, names)
             sums = sums + loss_vector(loss) * share.weight
     state.module.train()
-    figures = means(parallel.all_reduce(sums, world), names)
+    figures = means(parallel.all_reduce(sums, world).tolist(), names)
     return {f"validation_{name}": value for name, value in figures.items()}
 
 

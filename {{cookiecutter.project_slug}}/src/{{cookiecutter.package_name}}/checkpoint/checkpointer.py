@@ -22,7 +22,8 @@ from torch import nn
 from ..distributed import Group, World, parallel
 from ..ema import EMA
 from ..errors import RankError, UserError, command_for
-from ..files import to_json
+from ..files import flatten, to_json
+from ..run.directory import OF_ONE_START
 from . import CheckpointError
 from .paths import Place, release_copies
 from .publish import Write
@@ -56,7 +57,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         facts: dict[str, Any],
         facts_now: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """`facts` go into each manifest: "identity", to be matched on restore, and "schedule".
+        """`facts` go into each manifest: "identity", matched on restore, "schedule" and "config".
 
         So does what `facts_now`, called on all ranks at each save, returns on rank 0.
         """
@@ -250,9 +251,11 @@ def start(state: Any, run_dir: Path, group: Group) -> Checkpointer:
         "data": state.spec.fingerprint,
         "parameters": forms,  # the shape and dtype of each
     }
-    agree_on_identity(identity, group)
+    mine = OF_ONE_START | {"data.path"}  # what ranks may have of their own
+    shared = {n: v for n, v in flatten(to_json(config)) if n not in mine}
+    agree_on_identity({**identity, "settings": shared}, group)
     facts = {"identity": identity, "schedule": to_json(config.optim) | {"steps": settings.steps}}
-    facts["config"] = to_json(config)  # as machines that share a store alone have no config.json
+    facts["config"] = to_json(config)  # for machines that share a store alone
     checkpointer = state.checkpointer = Checkpointer(
         *(run_dir, config.checkpoint, state.world, state.model, state.optimizer, facts),
         partial(state.loader.position, group),

@@ -78,6 +78,8 @@ def read_manifest(path: Place) -> dict[str, Any]:
         version, name = manifest["format_version"], step_name(manifest["step"])
         names = [*manifest["files"], manifest.get("folder", "x")]
         plain = all(map(FILE_NAME.fullmatch, names)) and not {".", "..", MANIFEST} & {*names}
+        if not isinstance(manifest.get("config"), dict):  # of an earlier release
+            manifest["config"] = {}
         if any(type(entry["size"]) is not int for entry in manifest["files"].values()):
             raise TypeError("a size is no integer")
         loss = manifest.get("validation_loss")  # all that earlier releases have of a validation

@@ -17,7 +17,7 @@ def export_program(target: Path, model: nn.Module, use: Callable[[], object]) ->
     """Write a model to FILE.pt2, for inputs of all sizes that it can take; a line about it.
 
     `use()` calls the model once, and so shows what its inputs are: those arguments of `forward`
-    that have no default, as targets have. UserError, with torch's reason, if it has no program.
+    that have no default (targets have one). UserError, with torch's reason, if it has no program.
     """
     signature, calls = inspect.signature(model.forward), []
 
@@ -32,7 +32,7 @@ def export_program(target: Path, model: nn.Module, use: Callable[[], object]) ->
     try:
         # Copied, or the program of a view would check what it is a view of.
         inputs = tuple(calls[0][name].clone() for name in names)
-        sizes = [dict.fromkeys(range(each.ndim), Dim.AUTO) for each in inputs]
+        sizes = [{i: Dim.AUTO if i else Dim.DYNAMIC for i in range(x.ndim)} for x in inputs]
         program = torch.export.export(model, inputs, dynamic_shapes=sizes)
     except Exception as error:  # of many kinds, and with pages of advice
         reason = str(error).strip().partition("\n")[0]

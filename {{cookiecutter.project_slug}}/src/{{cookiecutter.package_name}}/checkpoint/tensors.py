@@ -2,7 +2,7 @@
 
 `{"model": {name: tensor}, "optimizer": {parameter: {key: tensor}}}`: tensors only, under the names
 that `model.state_dict()` gives. In memory each has one name, as in "optimizer.norm.weight.exp_avg".
-No Python object is pickled, and no code in a file runs; the rest (step, samples, schedule,
+No Python object is pickled, and no code in a file runs; the rest (step, samples, settings,
 identity) is JSON in the manifest.
 """
 

@@ -48,7 +48,7 @@ class ExportConfig:
     step: int | None = None
     """Step of the checkpoint (default: the newest good one)"""
     source: Path | None = None
-    """Another run, checkpoint or exported file than the run of that name"""
+    """Another run, checkpoint or exported file than the run of that name (for .pt2: a run)"""
     weights: Weights = "last"
     """ema: their average (--optim.ema) in place of the last ones"""
 
@@ -63,7 +63,7 @@ def export(run_dir: Path, options: ExportConfig) -> str:
     if target.exists() and (is_file or not target.is_dir() or os.listdir(target)):
         raise UserError(f"{target} is there already: give another place, nothing is overwritten")
     if not is_file and (target.suffix[1:].isalpha() or target.name == "hf"):
-        kinds = f"files are {', '.join(FILES)}; a run is a directory; hf needs text=tokenizer"
+        kinds = f"files are {', '.join(FILES)}, .pt2; a run is a directory; hf needs text=tokenizer"
         raise UserError(f"{target}: {kinds}")
     path, manifest = find_checkpoint(where, options.step)
     with reading(path):
@@ -235,12 +235,12 @@ def make_note(where: Place, path: Place, manifest: dict[str, Any]) -> dict[str, 
     """The note for a file made from the checkpoint at `path`, found at `where`.
 
     The settings of its run, and the spec of its data, go with it: those beside it on disk; for a
-    store those in `where`, or the settings in the manifest.
+    store those in `where`. Where there are none, the manifest has the settings.
     """
     run = path.resolve().parent.parent if isinstance(path, Path) else where
     files = {name: Path(f"{run}", f"{name}.json") for name in ("config", "spec")}
     beside = {name: read_json(file) for name, file in files.items() if file.exists()}
-    return {"manifest": manifest, "config": manifest.get("config", {}), **beside}
+    return {"manifest": manifest, "config": manifest["config"], **beside}
 
 
 def read_note(source: Source) -> dict[str, Any]:

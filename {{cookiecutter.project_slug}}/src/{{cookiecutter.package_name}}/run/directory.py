@@ -36,18 +36,20 @@ def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
     store = getattr(config.checkpoint, "url", None) if config.checkpoint.far or not begun else None
     if config.fresh or not (begun or store):
         return config
-    file = config.directory / "config.json"
+    saved, where, way_out = None, config.directory / "config.json", "correct it, or remove the file"
+    if store:
+        saved = config.checkpoint.saved_settings(config.name)
+        where, way_out = store, "give all settings by --config FILE.json"
     try:
-        saved = config.checkpoint.saved_settings() if store else read_json(file)
-        result = read({n: v for n, v in flatten(saved) if n not in OF_ONE_START})
+        names = flatten(read_json(where) if saved is None else saved)
+        taken = {n: v for n, v in names if not {n, n.partition(".")[0]} & OF_ONE_START}
+        result = read(taken)
     except UserError as error:
-        way_out = f"{file}: correct it, or remove the file"
-        way_out = f"{store}: give all settings by --config FILE" if store else way_out
-        raise UserError(f"{error} (of {way_out})") from None
+        raise UserError(f"{error} (of {where}: {way_out})") from None
     old, new = (dict(flatten(to_json(each))) for each in (config, result))
     # Another line says how many steps there are.
     if kept := [n for n in new if n != "train.steps" and new[n] != old.get(n)]:
-        texts = (f"{name} {new[name]} (default: {old.get(name)})" for name in kept)
+        texts = (f"{name} {new[name]!s:.60} (default: {old.get(name)})" for name in kept)
         log.info("settings of the run, unless you type others: %s", ", ".join(texts))
     return result
 

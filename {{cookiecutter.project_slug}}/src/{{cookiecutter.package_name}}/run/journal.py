@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..distributed import Group
 from ..errors import UserError
 from ..files import naming, open_to_write, replace_file, sync_directory
@@ -50,8 +52,10 @@ class Journal:
 
     def record(self, state: Any) -> dict[str, Any]:
         """The metrics since the last record, the same on all ranks; waits for the device."""
-        figures = means(state.sums, state.metrics)
-        bad, norm = int(state.bad_steps), float(state.grad_norm)
+        scalars = (torch.as_tensor(value) for value in (state.bad_steps, state.grad_norm))
+        scalars = (each.to(state.sums).view(1) for each in scalars)
+        *sums, bad, norm = torch.cat([state.sums, *scalars]).tolist()  # one read of the device
+        figures = means(sums, state.metrics)
         state.sums, state.bad_steps = 0.0, 0
         waited = state.loader.seconds, state.checkpointer.blocked_seconds
         before, self.mark = self.mark, [state.step, time.perf_counter(), *waited]
@@ -67,7 +71,7 @@ class Journal:
             "checkpoint_blocked_seconds": blocked,
             "lr": state.optimizer.param_groups[0]["lr"],
             "grad_norm": norm,
-            "skipped_steps": bad,
+            "skipped_steps": int(bad),
             "time": time.time(),
         }
         drawn = state.loader.source.order.drawn(state.step)

@@ -33,7 +33,7 @@ def record_steps(state: State, steps: int) -> Steps:
         synchronize(state.world.device)
         seconds[i], idle[i] = (time.perf_counter() - since for since in (started, issued))
         waits[i] = state.loader.seconds - waited
-        losses[i] = means(state.sums, state.metrics or ())["loss"]
+        losses[i] = means(state.sums.tolist(), state.metrics or ())["loss"]
         state.sums = 0.0
     # In training the host would not wait for the device here, but read the next batch meanwhile.
     hidden = np.minimum(waits, idle)
