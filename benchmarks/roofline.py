@@ -82,7 +82,7 @@ def fused_bytes(source: Path, tokens: Path, batch: int, layers: int) -> tuple[fl
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         return int(done.stdout.split()[-1])
 
-    ((a, b), (c, d)) = ((count(samples, depth) for depth in (1, 2)) for samples in (2, 4))
+    a, b, c, d = (count(samples, depth) for samples in (2, 4) for depth in (1, 2))
 
     def expected(samples: int, depth: int) -> float:
         sizes, depths = samples / 2 - 1, depth - 1

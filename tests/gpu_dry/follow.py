@@ -182,7 +182,7 @@ class Run:
         """Make those that a run has, and enter none: they would start threads."""
         hardware, runner = self.module("run.hardware"), self.module("run.callback_runner")
         state, watch = self.state, self.distributed.monitors
-        before, after = watch(self.folder, state.world, group, state.module)
+        before, after = watch(state, self.folder, group)
         self.journal = self.module("run.journal").Journal(self.folder, state, group)
         yours = (*self.loop.own.callbacks(self.config, self.folder), self.journal, *after)
         with mock.patch.object(self.module("profiler"), "profile"):

@@ -85,7 +85,7 @@ def test_the_program_of_the_average_and_of_an_earlier_step(text: Project, tmp_pa
 
 def test_what_has_no_program_says_why(text: Project, tmp_path: Path) -> None:
     """In one line, with torch's reason; nothing is left of the file."""
-    program = text.module("checkpoint.program").export_program
+    program = text.module("checkpoint.transfer").export_program
 
     class Branches(nn.Module):
         """Looks at a value."""

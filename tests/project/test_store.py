@@ -416,7 +416,7 @@ class Doubled(Saver):
 
     def __init__(self, project: Project, store: Store, folder: Path, **retention: Any) -> None:
         super().__init__(project, store, **retention)
-        self.open = lambda: project.module("checkpoint.upload").UploadingPublisher(
+        self.open = lambda: project.module("checkpoint.storage").UploadingPublisher(
             folder, self.start()
         )
         self.on_disk = project.module("checkpoint.publish").Publisher
@@ -640,7 +640,7 @@ def test_a_rank_with_another_store_is_noticed(project: Project, store: Store) ->
 
     with pytest.raises(project.module("errors").UserError, match="does not see what rank 0 writes"):
         saver.publisher.group = Group()
-        saver.publisher.own()
+        saver.publisher.newest_good()
 
 
 def trained(project: Project, stop_at: int = 0, **changes: Any) -> Any:

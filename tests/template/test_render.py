@@ -124,7 +124,7 @@ CONDITIONAL: dict[str, Condition] = {
     **dict.fromkeys(every(f"{PACKAGE}/distributed", "world agreement watchdog launch"), ranks),
     f"{PACKAGE}/distributed/stragglers.py": lambda a: ranks(a) and a["cluster"] != "none",
     **dict.fromkeys(
-        every(f"{PACKAGE}/checkpoint", "object_store upload"),
+        every(f"{PACKAGE}/checkpoint", "object_store"),
         lambda a: a["storage"] == "object_store",
     ),
     **dict.fromkeys(
@@ -156,8 +156,7 @@ ALWAYS = {
     *every(f"{PACKAGE}/distributed", "__init__ parallel stop"),
     *every(
         f"{PACKAGE}/checkpoint",
-        "__init__ checkpointer manifest paths program publish reader storage tensors transfer "
-        "writer",
+        "__init__ checkpointer manifest paths publish reader storage tensors transfer writer",
     ),
     *every(
         f"{PACKAGE}/run",
@@ -187,7 +186,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(every(f"{PACKAGE}/distributed", "__init__ stragglers"), RANKS_AND_CLUSTER),
     **dict.fromkeys(every(f"{PACKAGE}/checkpoint", "reader writer"), ("checkpoint",)),
     **dict.fromkeys(
-        every(f"{PACKAGE}/checkpoint", "storage paths object_store upload"),
+        every(f"{PACKAGE}/checkpoint", "storage paths object_store"),
         ("storage",),
     ),
     **dict.fromkeys(every(f"{PACKAGE}/run", "tracker tracker_adapter"), ("tracker",)),

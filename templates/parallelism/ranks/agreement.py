@@ -22,6 +22,7 @@ from .world import PHASE_LIMIT, World
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+LOADED = "the checksum of what was loaded, which a bad disk or memory changes,"
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, UserError | RankError | None]:
@@ -217,9 +218,6 @@ def agree_on_buffers(running: Any, step: int, world: World) -> None:
             flat = flat / world.size if dtype.is_floating_point else flat
             for tensor, values in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
                 tensor.copy_(values.view_as(tensor))  # back to its own dtype
-
-
-LOADED = "the checksum of what was loaded, which a bad disk or memory changes,"
 
 
 def require_same(values: dict[str, Any], world: World, error: Any = UserError) -> None:

@@ -13,7 +13,6 @@
 
 import contextlib
 import functools
-import logging
 import os
 import signal
 import sys
@@ -36,6 +35,8 @@ from .world import LOOPBACK, ON_LOOPBACK, die_with_the_launcher, prefer
 # that was stopped. torchrun would wait 300 s for that one, and react to no signal meanwhile.
 EXIT_SECONDS = 30
 USER_ERROR = 2  # a rank's exit code
+# Lines of torchrun's log that say no more than the ranks, which report stops and errors.
+REPEATED = ("Sending process", "Received ", "failed (exitcode: ")
 
 
 def only_user_errors(failures: dict[int, ProcessFailure]) -> bool:
@@ -76,12 +77,6 @@ def ending(rank: int, failure: ProcessFailure) -> str:
     return f"rank {rank} ended with exit code {failure.exitcode}"
 
 
-def tells_more(record: logging.LogRecord) -> bool:
-    """Whether a line of torchrun's log tells more than the ranks, which report stops and errors."""
-    repeated = ("Sending process", "Received ", "failed (exitcode: ")
-    return not record.getMessage().startswith(repeated)
-
-
 def stop_once(number: int, frame: types.FrameType | None) -> None:
     """Handle a signal as torchrun does, and ignore all later ones except Ctrl-C."""
     for name in os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"].split(","):
@@ -110,7 +105,7 @@ if __name__ == "__main__":
     os.environ |= {"LAUNCHER_PID": str(os.getpid()), "LAUNCHER_STARTED": f"{time.time():.0f}"}
     api._terminate_process_handler = stop_once
     for logger in (api.logger, agents.logger):
-        logger.addFilter(tells_more)
+        logger.addFilter(lambda record: not record.getMessage().startswith(REPEATED))
     launcher.LocalElasticAgent = functools.partial(Agent, exit_barrier_timeout=EXIT_SECONDS)
     words = sys.argv[1:]
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup; torchrun would take it over

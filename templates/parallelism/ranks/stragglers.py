@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import watchdog
 from .agreement import Group
-from .world import World
 
 log = logging.getLogger(__name__)
 
@@ -25,16 +24,14 @@ SLOW_WINDOWS = 3  # for so many log lines in a row
 TIMED_STEPS = 64  # of each log line: the first ones
 
 
-def monitors(
-    run_dir: Path, world: World, group: Group, module: nn.Module
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def monitors(state: Any, run_dir: Path, group: Group) -> tuple[list[Any], list[Any]]:
     """The callbacks that watch the ranks: those before the journal, and those after it."""
-    before, after = watchdog.monitors(run_dir, world, group, module)
-    if world.size == 1:
+    before, after = watchdog.monitors(state, run_dir, group)
+    if state.world.size == 1:
         return before, after
-    stragglers = Stragglers(group, world.device, module)
+    stragglers = Stragglers(group, state.world.device, state.module)
     # After the journal, which takes time on rank 0 alone.
-    return (*before, stragglers), (*after, SimpleNamespace(after_step=stragglers.begin))
+    return [*before, stragglers], [*after, SimpleNamespace(after_step=stragglers.begin)]
 
 
 class Stragglers:

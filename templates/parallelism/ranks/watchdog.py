@@ -23,22 +23,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ..files import open_to_write, write_json
 from .agreement import Group
-from .world import PHASE_LIMIT, World
+from .world import PHASE_LIMIT
 
 TRACE = "collectives_rank_"  # files of the last collectives
 REPORTING_SECONDS = 10.0  # and twice the longest step, by which a rank may lag
 SUSPENDED_SECONDS = 5.0  # a thread that did not run for so long was stopped, with its process
 
 
-def monitors(
-    run_dir: Path, world: World, group: Group, module: nn.Module
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def monitors(state: Any, run_dir: Path, group: Group) -> tuple[list[Any], list[Any]]:
     """The callbacks that watch the ranks: those before the journal, and those after it."""
-    return (Watchdog(run_dir, group),) if world.distributed else (), ()
+    return [Watchdog(run_dir, group)] if state.world.distributed else [], []
 
 
 class Watchdog:
@@ -98,11 +95,13 @@ class Watchdog:
         self.folder.mkdir(exist_ok=True)
         with open_to_write(self.folder / f"stacks_rank_{rank}.txt") as file:
             faulthandler.dump_traceback(file)
+        groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
         report = {
             "host": socket.gethostname(),
             "process": os.getpid(),
             "where": _position_of(self.watched),
-            "collectives": _collectives(),
+            # How many this rank has begun, in all its groups.
+            "collectives": sum(one._get_sequence_number_for_group() for one in groups),
         }
         write_json(self.folder / f"rank_{rank}.json", report)
         # On a thread of its own, since it asks CUDA, which may be what hangs.
@@ -171,9 +170,3 @@ def _position_of(thread: int) -> str:
         frame = frame.f_back
     frame = frame or inner
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-def _collectives() -> int:
-    """How many collectives this rank has begun, in all its groups."""
-    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
-    return sum(group._get_sequence_number_for_group() for group in groups)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from ..device import pick_device
 from ..errors import RankError, UserError
@@ -93,8 +92,6 @@ def regrouping(told_to_stop: Callable[[], bool]) -> bool:
     return False
 
 
-def monitors(
-    run_dir: Path, world: World, group: Group, module: nn.Module
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def monitors(state: Any, run_dir: Path, group: Group) -> tuple[list[Any], list[Any]]:
     """Nobody waits for this process, so nothing watches it."""
-    return (), ()
+    return [], []

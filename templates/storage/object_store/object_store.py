@@ -106,11 +106,6 @@ class RemotePath:
         """The last part of the path."""
         return self.path.rpartition("/")[2]
 
-    @property
-    def parent(self) -> "RemotePath":
-        """The folder that it is in."""
-        return RemotePath(self.store, self.path.rpartition("/")[0])
-
     def exists(self, kinds: tuple[str, ...] = ("file", "directory")) -> bool:
         """Whether there is an object, or one below."""
         with contextlib.suppress(FileNotFoundError):

@@ -112,25 +112,24 @@ def local_copy(
 
 def fetch(path: RemotePath, manifest: dict[str, Any], folder: Path, rank: int, ranks: int) -> None:
     """Copy this rank's share of a checkpoint's files, or those of a folder, or a file."""
-    source, names = path, manifest.get("files") or path.sizes()
-    if name := manifest.get("folder"):
-        source = path / name
-    if not names:
-        source, names = path.parent, [path.name]
+    source = path / manifest["folder"] if manifest.get("folder") else path
+    names = manifest.get("files") or path.sizes()
+    sources = {name: source / name for name in names} or {path.name: path}
 
     def copy(name: str) -> None:
         # One that is missing, or not as it was saved, is damage, which verifying finds.
         try:
-            (source / name).fetch(folder / name)
+            sources[name].fetch(folder / name)
         except OSError as error:
             (folder / name).unlink(missing_ok=True)
             if error.errno not in (errno.ENOENT, errno.EBADMSG):
                 raise
 
     with ThreadPoolExecutor(TRANSFERS) as pool:
-        list(pool.map(copy, sorted(names)[rank::ranks]))
+        list(pool.map(copy, sorted(sources)[rank::ranks]))
 
 
+@atexit.register
 def release_copies() -> None:
     """Remove what was fetched."""
     copies.clear()
@@ -155,6 +154,3 @@ def remove_scratch(folder: Path) -> None:
     """Remove a folder that `make_scratch` made."""
     shutil.rmtree(folder, ignore_errors=True)
     scratch.pop(folder).close()
-
-
-atexit.register(release_copies)

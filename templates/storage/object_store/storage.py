@@ -22,7 +22,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from ..distributed import Group
 from ..errors import RankError, UserError
 from ..files import flatten
 from . import MANIFEST, CheckpointError, object_store, step_name
-from .manifest import read_manifest, sealed
+from .manifest import check_file, read_manifest, sealed
 from .object_store import RemotePath, check_address
 from .paths import (
     DAMAGED,
@@ -46,10 +46,11 @@ from .paths import (
 )
 from .publish import Found, Publisher, RetentionConfig, Write
 from .tensors import identity_differences, offer_weights
-from .upload import UploadingPublisher
 
 log = logging.getLogger(__name__)
 OWNER = "owner.json"
+# Nobody vouches for the settings in a store: not for what is read, nor for who gets figures.
+NOT_TAKEN = ("data.path", "tracker.")
 ATTEMPT = re.compile(r"[0-9a-f]{8}")
 
 
@@ -83,12 +84,7 @@ class StorageConfig(RetentionConfig):
             for path in reversed(steps(directory)):
                 with contextlib.suppress(CheckpointError):
                     saved = dict(flatten(read_manifest(path)["config"]))
-                    # Nobody vouches for a store: not for what is read, nor for who gets figures.
-                    ours = {
-                        n: v
-                        for n, v in saved.items()
-                        if not n.startswith(("data.path", "tracker."))
-                    }
+                    ours = {n: v for n, v in saved.items() if not n.startswith(NOT_TAKEN)}
                     return ours if saved.get("name") == name else {}
         return {}
 
@@ -120,12 +116,7 @@ class StorePublisher(Publisher):
         self.identity, self.token = identity, uuid.uuid4().hex
 
     def newest_good(self, after: int = -1) -> Found | None:
-        """The newest good checkpoint, once this process owns the store; as on disk."""
-        self.own()
-        return super().newest_good(after)
-
-    def own(self) -> None:
-        """Become the owner, and check that all ranks see the same store (UserError).
+        """The newest good checkpoint, once this process owns the store, which all ranks see.
 
         A run that is still active somewhere else stops at its next save.
         """
@@ -139,6 +130,7 @@ class StorePublisher(Publisher):
                 )
 
         self.group.agree(look)
+        return super().newest_good(after)
 
     def reserve(self, step: int) -> str:
         """The name of a folder that nobody has written to."""
@@ -251,6 +243,102 @@ class StorePublisher(Publisher):
             with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
                 return json.loads((self.directory / OWNER).read())["token"]
         return None
+
+
+class UploadingPublisher(Publisher):
+    """The checkpoints of a run on disk, uploaded to a store in the background.
+
+    Training waits for the disk alone. Rank 0 uploads, one checkpoint at a time: what is published
+    while an upload is under way is left out, unless it is the newest when the run ends.
+    """
+
+    def __init__(self, directory: Path, store: StorePublisher) -> None:
+        super().__init__(directory, store.retention, store.group)
+        self.store = store
+        self.sender = ThreadPoolExecutor(1, thread_name_prefix="upload")
+        self.path: Path | None = None  # what was sent last
+        self.left_out: Path | None = None  # what is newer, and was not
+        self.sending: Future[None] | None = None
+
+    def publish(self, step: int, write: Write, facts: dict[str, Any]) -> Path:
+        """Save one checkpoint on disk, and begin to upload it."""
+        path = super().publish(step, write, facts)
+        self.group.from_first(lambda: self.submit(path))
+        return path
+
+    def newest_good(self, after: int = -1) -> Found | None:
+        """The newest good checkpoint, on disk or in the store."""
+        newest: Found | None = None
+        problem: CheckpointError | None = None
+        for publisher in (super(), self.store):
+            try:
+                newest = publisher.newest_good(newest[1]["step"] if newest else after) or newest
+            except CheckpointError as error:
+                log.warning("%s", problem := error)
+        if problem and not newest:
+            raise problem
+        if newest and isinstance(newest[0], Path):  # the store may have an older one
+            self.left_out = newest[0]
+        return newest
+
+    def close(self) -> None:
+        """Wait until the newest has arrived; RankError, on every rank, if it has not."""
+        try:
+            self.group.from_first(self._arrive)
+        except RankError as error:
+            where = f"the newest checkpoint is good, but {self.store.directory} does not have it"
+            raise CheckpointError(f"{where}: {error}. The same command tries again") from error
+        finally:
+            self.sender.shutdown()
+
+    def discard(self, path: Path) -> None:
+        """Begin to remove a checkpoint, unless it is being uploaded."""
+        if path != self.path:
+            super().discard(path)
+
+    def submit(self, path: Path) -> None:
+        """Upload a published checkpoint, or leave it out while another one is uploaded."""
+        if not self.sending or self.sending.done():
+            if self.sending and isinstance(self.sending.exception(), UserError):
+                self.sending.result()  # the store is another run's by now
+            self._send(path)
+            return
+        if not self.left_out:
+            text = "%s is still being uploaded: %s is left out, unless it stays the newest"
+            log.warning(text, self.path, path.name)
+        self.left_out = path
+
+    def _arrive(self) -> None:
+        if self.left_out:
+            self._send(self.left_out)  # after the one before, whose error was logged
+        if self.sending:
+            self.sending.result()
+
+    def _send(self, path: Path) -> None:
+        self.path, self.left_out = path, None
+        self.sending = self.sender.submit(self._upload, path)
+
+    def _upload(self, path: Path) -> None:
+        """Send all files of a checkpoint, as they were saved, and publish it in the store."""
+        store, reserved = self.store, ""
+        try:
+            manifest = read_manifest(path)
+            if manifest["step"] in (int(there.name[5:]) for there in published(store.directory)):
+                return
+            reserved, folder = store.reserve(manifest["step"]), path / manifest.get("folder", "")
+            for name, entry in manifest["files"].items():
+                if problem := check_file(folder / name, entry):
+                    raise CheckpointError(problem)
+            store.send(folder, manifest["files"], reserved)
+            facts = {k: value for k, value in manifest.items() if k not in ("digest", "folder")}
+            store.commit(reserved, facts)
+        except Exception as error:
+            log.warning("%s was not uploaded: %s", path.name, error)
+            if reserved:
+                store.abandon(reserved)
+            raise
+        log.info("uploaded: %s", store.directory / path.name)
+        store.prune()
 
 
 def open_storage(run_dir: Path, config: StorageConfig, group: Group, identity: Any) -> Publisher:

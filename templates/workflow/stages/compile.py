@@ -279,9 +279,7 @@ def time_windows(state: State) -> dict[str, list[float]]:
     compiled = without_loader(state)
     # A wrapper stays around each compiled call, which slows a short eager step down by some 2 %.
     eager = torch.compiler.set_stance("force_eager")(compiled)
-    windows = time_interleaved({"eager": eager, "compiled": compiled})
-    state.loader.close()
-    return windows
+    return time_interleaved({"eager": eager, "compiled": compiled})
 
 
 def findings() -> dict[str, list[dict[str, str]]]:

@@ -74,7 +74,7 @@ def program(run_dir: Path, options: Any) -> str:
     import numpy as np
 
     from . import load_trained
-    from .checkpoint.program import export_program
+    from .checkpoint.transfer import export_program
     from .data import build_datasets
     from .model import compute_loss
     from .sampling import fetch

@@ -240,7 +240,7 @@ def _run(config: Config, world: World, own_callbacks: Iterable[Any]) -> Result:
         config = state.config
         run_dir = stack.enter_context(directory)
         # The watchdog also watches the restore, which waits for the other ranks.
-        watching, after_journal = monitors(run_dir.path, world, group, state.module)
+        watching, after_journal = monitors(state, run_dir.path, group)
         callbacks = [*enter([hardware.MemoryUse(), *watching], stack)]
         checkpointer = stack.enter_context(start(state, run_dir.path, group))
         validation = group.from_first(lambda: validated_at(run_dir.path, state.step))
