@@ -242,7 +242,7 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
             fits = isinstance(value, ACCEPTED.get(origin, origin))
             fits = fits and isinstance(value, bool) == (origin is bool)
             # What counts something has 64 bits in torch; a seed may be any number.
-            large = isinstance(value, int) and abs(value) >> 63 > 0
+            large = fits and origin in (int, float) and 1 << 63 <= abs(value) < math.inf
             fits = fits and (not large or name == "train.seed")
         if fits:
             return origin(value) if origin in (Path, tuple) else value
