@@ -290,6 +290,7 @@ def test_what_a_gpu_hides_is_no_wait(project: Project, monkeypatch: pytest.Monke
 
         def issue(state: Any, batches: Any, issuing: float = issuing) -> None:
             clock[0] += issuing
+            state.sums = np.zeros(2)
 
         def synchronize(device: Any, working: float = working) -> None:
             clock[0] += working if loader.seconds else 0.0  # noqa: B023 - of this round
