@@ -144,6 +144,24 @@ def test_dropout_is_called_in_any_way_and_costs_nothing_at_zero(language: Projec
     assert 0 < int((dropout(x, p=0.5, training=True) == 0).sum()) < 64
 
 
+@pytest.mark.parametrize("each", [False, True], ids=["at_the_end", "each"])
+def test_what_a_rank_sends(language: Project, sharded: Project, each: bool) -> None:
+    """DDP: gradients, both ways. FSDP: weights twice a micro-batch, gradients once or each time."""
+    changes = {"train.global_batch_size": 16, "optim.name": "adamw"}
+    for project, ranks in ((language, 4), (sharded, 4)):
+        module = project.module("workflow.fit")
+        own = {"parallel.reduce_each": each} if project is sharded else {}
+        meter = module.Meter(1e12, 1e12)
+        for size, state in module.measure(config_of(project, ranks=ranks, **changes, **own), meter):
+            sizes = {n: 4 * p.numel() for n, p in state.model.named_parameters()}
+            weights, count = sum(sizes.values()), 4 // size
+            expected = 2 * weights
+            if project is sharded:  # what no block has is not gathered again
+                again = sum(value for name, value in sizes.items() if name.startswith("blocks."))
+                expected = count * (weights + again) + (count if each else 1) * weights
+            assert module.sent_by(meter, state) == pytest.approx(0.75 * expected, rel=0.01)
+
+
 def test_ddp_keeps_gradients_between_steps(language: Project) -> None:
     """Where a rank has one micro-batch of the same size, nothing else differs."""
     longer = {"data.context": 512}  # so that the peak is in backward

@@ -8,13 +8,14 @@ bytes that it reads and writes at its bandwidth. Compiled code costs its matrix 
 
 import argparse
 import contextlib
+import re
 import shlex
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -95,7 +96,7 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.speed = flops, bandwidth  # in a second
         self.alive: dict[int, tuple[Any, int]] = {}  # a storage and its bytes, by identity
-        self.now, self.part = 0, ""
+        self.now, self.part, self.each = 0, "", False
         self.begin(1)
 
     def begin(self, times: float) -> None:
@@ -113,7 +114,13 @@ class Meter(TorchDispatchMode):
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values()
         for tensor in tensors:
             self.hold(tensor.untyped_storage())
-        if not call.is_view and call.namespace != "c10d":
+        if "c10d" in call.namespace:
+            # By rings: the larger side once, all that is reduced for all ranks twice. FSDP reduces
+            # gradients once in a step, or after each micro-batch.
+            part = "optimizer" if "reduce_scatter" in str(call) and not self.each else self.part
+            sent = max((tensor.nbytes for tensor in tensors), default=0)
+            self.cost["sent", part] += sent * (2 if re.search("all_?reduce", str(call)) else 1)
+        elif not call.is_view:
             count = flop_registry.get(call._overloadpacket)
             flops = count(*given, **(named or {}), out_val=result) if count else 0
             seconds = max(flops / self.speed[0], sum(t.nbytes for t in tensors) / self.speed[1])
@@ -193,6 +200,7 @@ def measure(config: FitConfig, meter: Meter) -> Iterator[tuple[int, loop.State]]
     """Count a step with micro-batches of 1, 2, 4 ... samples, up to a rank's share of a batch."""
     share = -(-config.train.global_batch_size // config.ranks)
     sizes = sorted({share, *(2**power for power in range(share.bit_length()))})
+    meter.each = getattr(config.parallel, "reduce_each", False)
     with one_rank(config, meter) as state:
         if any(isinstance(module, _BatchNorm) for module in state.model.modules()):
             sizes = sizes[share > 1 :]  # one sample has no statistics
@@ -215,6 +223,13 @@ def parts_of(meter: Meter, state: loop.State) -> str:
     return f"{text}{in_units(meter.peak - weights - moments)}; reached in {meter.when}"
 
 
+def sent_by(meter: Meter, state: loop.State) -> float:
+    """Bytes that a rank sends in a step: DDP's gradients, by their size, or what FSDP exchanges."""
+    gradients = sum(p.nbytes for p in state.model.parameters() if p.requires_grad)
+    both_ways = meter.total("sent") if state.world.size > 1 else 2 * gradients
+    return both_ways * (1 - 1 / cast(FitConfig, state.config).ranks)
+
+
 def fit(config: FitConfig, arguments: list[str]) -> int:
     """Print what fits, and the command to type; 1 if nothing does."""
     names = {"auto": "H100", "cuda": "H100", "cpu": "H100"} | {each.lower(): each for each in GPUS}
@@ -232,7 +247,7 @@ def fit(config: FitConfig, arguments: list[str]) -> int:
     config = override(config, settings | {"ranks": ranks, "compile.mode": "none", "device": "cpu"})
     print(f"{named(ranks, 'rank')}, {name} with {in_units(memory)} each, batches of {batch}")
     print("micro-batch  recompute  memory              samples/s, MFU (roofline): eager, compiled")
-    rows, of_sample = list[tuple[bool, list[float], int, bool, str]](), 0.0
+    rows, of_sample = list[tuple[bool, list[float], int, bool, tuple[str, float]]](), 0.0
     try:
         for recompute in (False, True):
             meter = Meter(flops, bandwidth)
@@ -241,15 +256,19 @@ def fit(config: FitConfig, arguments: list[str]) -> int:
                 of_sample = of_sample or meter.total("flops") / batch  # without what is recomputed
                 pace = [batch / meter.total(kind) for kind in ("eager", "compiled")]
                 fits = meter.peak <= ROOM * memory
-                rows.append((fits, pace, size, recompute, parts_of(meter, state)))
+                last = parts_of(meter, state), sent_by(meter, state)
+                rows.append((fits, pace, size, recompute, last))
                 bounds = [f"{rate:12,.1f} {of_sample * rate / flops:4.0%}" for rate in pace]
                 text = f"{size:11}  {'yes' if recompute else 'no':9}  {in_units(meter.peak):>7} "
                 print(text + ("fits    " if fits else "too much"), *bounds, flush=True)
     except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException):
         raise UserError(f"{READS}: `pytest -k reads_no_value` names the line") from None
-    fits, _, size, recompute, parts = max(rows)
+    fits, _, size, recompute, (parts, sent) = max(rows)
     print(f"the peak with micro-batches of {size}: {parts}")
-    print("not counted: fragments, CUDA's context, buffers of cuBLAS, cuDNN, NCCL, FlexAttention")
+    if ranks > 1:
+        print(f"each rank sends {in_units(sent)} in a step")
+    print("not counted: fragments, CUDA's context, buffers of cuBLAS, cuDNN, NCCL, FlexAttention;")
+    print("what an optimizer sends under DDP, as Muon does")
     if not fits:
         print("nothing fits: take more ranks and FSDP (parallelism=fsdp), or a smaller model")
         return 1
