@@ -339,13 +339,13 @@ def test_settings_of_another_answer_are_left_out(
     assert "are ignored: " in caplog.text and "checkpoint.no_such" in caplog.text
 
 
-def test_ranks_that_see_other_data_or_weights_stop(tmp_path: Path) -> None:
+def test_ranks_with_other_data_weights_or_settings_stop(tmp_path: Path) -> None:
     """Each machine could have a copy of its own: every rank says so, and the run is not begun."""
     project = bake(tmp_path / "project", package_name="seeing", checkpoint="dcp")
     (tmp_path / "text.txt").write_text("Now is the winter of our discontent. " * 100)
     sources = {"seeing": project / "src"}
     output = drill("disagree.py", (2, str(tmp_path), "seeing"), sources=sources)
-    assert "2 disagreements were told on 2 ranks" in output
+    assert "3 disagreements were told on 2 ranks" in output
 
 
 def test_a_hostile_or_broken_file_is_refused(project: Project, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that see other data, or other weights to start from, must all be told, and none hang.
+"""Ranks with other data, weights to start from or settings must all be told, and none hang.
 
 Usage: disagree.py FOLDER PACKAGE (by `drill`, on two ranks)
 """
@@ -12,7 +12,7 @@ import torch
 
 
 def main(folder: Path, package: str) -> None:
-    """Try a run on different texts, then one from different weights."""
+    """Try a run on different texts, one from different weights, one with different settings."""
     training = importlib.import_module(f"{package}.train")
     config = importlib.import_module(f"{package}.config")
     error = importlib.import_module(f"{package}.errors").UserError
@@ -33,6 +33,10 @@ def main(folder: Path, package: str) -> None:
         (
             {"data.path": text, "init_from": Path("weights.pt")},
             "rank 1 is not of the same run as rank 0: content of weights.pt",
+        ),
+        (
+            {"data.path": text, "optim.clip": 1.0 + int(rank)},
+            "rank 1 is not of the same run as rank 0: settings 'optim.clip': 1.0 on rank 0, 2.0",
         ),
     ):
         try:
