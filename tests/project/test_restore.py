@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +62,14 @@ def flip(path: Path, at: int) -> None:
     content = bytearray(path.read_bytes())
     content[at] ^= 16
     path.write_bytes(content)
+
+
+def test_names_in_a_crafted_file_command_no_terminal(parts: Project, tmp_path: Path) -> None:
+    """Nor does what is refused put them into a log as they are."""
+    checkpointer = parts.module("checkpoint.checkpointer").Checkpointer
+    ours = SimpleNamespace(run_dir=tmp_path)
+    text = checkpointer._other_run(ours, tmp_path, ["it would lose a\0b\x1b[2J"], "or not")
+    assert r"a\x00b\x1b[2J" in text and "\0" not in text and "\x1b" not in text
 
 
 def test_nothing_is_loaded_before_all_is_verified(

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..distributed import Group, World, parallel
 from ..ema import EMA
-from ..errors import RankError, UserError, command_for
+from ..errors import RankError, UserError, command_for, printable
 from ..files import flatten, to_json
 from ..run.directory import OF_ONE_START
 from . import CheckpointError
@@ -189,7 +189,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             "Or add to your command --name NEW (--run-dir NEW if it has one) for another run"
             f"{offer_weights(path, problems)}; or {way_out}."
         )
-        return "\n".join(lines)
+        return printable("\n".join(lines))  # names in a file may be crafted
 
     def _load(self, path: Place, manifest: dict[str, Any], reset_optimizer: bool = False) -> None:
         """Load the tensors of a verified checkpoint into the model and the optimizer."""
@@ -216,7 +216,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             raise UserError(self._other_run(path, problems, way_out))
         for names, fate in (missing, "not saved and start afresh"), (lost, "saved and left out"):
             if names:
-                log.warning("%d tensors of the optimizer %s, e.g. %s", len(names), fate, min(names))
+                one = printable(min(names))
+                log.warning("%d tensors of the optimizer %s, e.g. %s", len(names), fate, one)
         source.read({n: t for n, t in tensors.items() if n not in missing}, self.group)
         for name, holder, key in optimizer_slots(self.model, self.optimizer):
             if isinstance(value := holder[key], int | float):
