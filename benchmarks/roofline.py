@@ -134,7 +134,7 @@ def measure(folder: Path, smoke: bool) -> dict[str, Any]:
             figures[f"{device}: {way}, MFU at most"] = series([100 * mfu], "%")
     figures["kernels of an eager step"] = series([found.kernels], "")
     figures["fused kernels of a compiled step"] = series([fused / 1e9], "GB")
-    figures["of those of 6 samples and 3 layers, wrong by"] = series([100 * error], "%")
+    figures["error of the bytes foretold for 6 samples and 3 layers"] = series([100 * error], "%")
     return {"settings": {"micro_batch": batch}, "series": figures}
 
 

@@ -204,6 +204,19 @@ def test_windows_of_a_run(project: Project, traces: Any, tmp_path: Path) -> None
         assert len(traces.breakdown(traces.read_trace(path)).seconds) == 2
 
 
+def test_windows_that_are_longer_than_their_interval(
+    project: Project, traces: Any, tmp_path: Path
+) -> None:
+    """One follows the other, whole."""
+    window = {"profile__every": 2, "profile__warmup": 1, "profile__active": 2}
+    config = project.config(run_dir=tmp_path, train__steps=7, **window)
+    assert project.module("train").run(config).status == "finished"
+    found = sorted((tmp_path / "traces").iterdir())
+    assert [path.name[:13] for path in found] == ["step_00000003", "step_00000006"]
+    for path in found:
+        assert len(traces.breakdown(traces.read_trace(path)).seconds) == 2
+
+
 def test_a_run_with_several_windows_prints_no_warning(project: Project, tmp_path: Path) -> None:
     words = ["--train.steps", "9", "--profile.every", "3", "--profile.warmup", "1"]
     words += ["--profile.active", "1", "--run-dir", str(tmp_path)]

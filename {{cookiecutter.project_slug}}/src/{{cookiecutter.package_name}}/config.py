@@ -87,7 +87,7 @@ class ProfileConfig:
     """Which steps to trace: `wait`, `warmup`, then `active` ones."""
 
     every: int = 0
-    """Steps between traced windows in training (0: never)."""
+    """Steps between traced windows in training (0: never); at least as many as a window has."""
     wait: int = 2
     warmup: int = 2
     """Warm-up steps, not recorded (the profiler starts slowly)."""

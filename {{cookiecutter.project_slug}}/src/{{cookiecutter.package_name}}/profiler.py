@@ -9,7 +9,6 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from .device import synchronize
-from .errors import UserError
 from .files import replacing
 
 log = logging.getLogger(__name__)
@@ -21,16 +20,16 @@ warnings.filterwarnings("ignore", ".*Profiler (clears events|won't be using warm
 class Profiler:
     """A callback: traces windows of steps into a directory.
 
-    A window ends at each multiple of `every`, wherever the run was resumed.
+    A window ends at each multiple of `every`, wherever the run was resumed; of its own length, if
+    that is more.
     """
 
     def __init__(self, config: Any, directory: Path, state: Any) -> None:
         self.config, self.directory, self.world = config, directory, state.world
         self.written: list[Path] = []
-        self.step, self.period = state.step, config.every
-        self.window = config.warmup + config.active
-        if (wait := self.period - self.window) < 0:
-            raise UserError(f"--profile.every must be at least warmup + active, {self.window}")
+        self.step, self.window = state.step, config.warmup + config.active
+        self.period = max(config.every, self.window)
+        wait = self.period - self.window
         action = schedule(wait=wait, warmup=config.warmup, active=config.active)
         kinds = ("CPU", "CUDA") if self.world.device.type == "cuda" else ("CPU",)
         self.profile = profile(

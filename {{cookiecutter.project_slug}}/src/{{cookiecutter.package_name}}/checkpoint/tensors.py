@@ -86,7 +86,7 @@ class OneFile:
 
 
 def load_file(path: Path) -> Iterable[tuple[str, torch.Tensor]]:
-    """The tensors of a file; only those of torch.save before its zip format are not mapped."""
+    """The tensors of a file, mapped unless torch.save wrote it before it had its zip format."""
     if path.suffix == SAFETENSORS:
         return load_safetensors(path).items()
     mapped = zipfile.is_zipfile(path)
