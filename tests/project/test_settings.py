@@ -216,6 +216,28 @@ def test_a_run_that_is_uploaded_no_more_is_told(
     assert f"this run was uploaded to file://{tmp_path}/store" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["train.steps", "optim.learning_rate", "optim.clip"])
+@pytest.mark.parametrize("value", [1 << 63, -(1 << 63), 10**400], ids=["large", "small", "huge"])
+def test_a_number_that_no_step_could_hold_is_refused(text: Project, name: str, value: int) -> None:
+    config, error = text.config(), text.module("errors").UserError
+    override = text.module("config").override
+    with pytest.raises(error, match=f"^{name} is .*: expected "):
+        override(config, {name: value})
+    assert override(config, {"train.seed": abs(value)}).train.seed == abs(value)
+    assert override(config, {"optim.clip": float("inf")}).optim.clip == float("inf")
+
+
+def test_an_upload_that_cannot_begin_is_told(
+    store: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage, group = store.module("checkpoint.storage"), store.module("distributed").Group()
+    config = storage.StorageConfig(url=f"file://{tmp_path}/store", local_first=True)
+    publisher = storage.open_storage(tmp_path / "run", config, group, None)
+    with pytest.raises(store.module("checkpoint").CheckpointError, match="is missing"):
+        publisher._upload(tmp_path / "run/checkpoints/step_00000001")
+    assert "step_00000001 was not uploaded: manifest.json is missing" in caplog.text
+
+
 def test_a_fresh_run_and_a_new_one_take_nothing(text: Project, tmp_path: Path) -> None:
     """Settings of earlier releases and other renders are named, and left out."""
     where = ("--run-dir", str(tmp_path / "run"))
