@@ -54,7 +54,7 @@ class Writer:
         self.group.agree(lambda: refuse_nan(part, self.model))
         publish(lambda folder: self.saver.write(folder, part))
 
-    def before_optimizer_step(self) -> None:
+    def before_optimizer_step(self, tensors: Callable[[], Tensors]) -> None:
         """Nothing to wait for."""
 
     def settle(self) -> None:

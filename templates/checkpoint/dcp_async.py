@@ -52,9 +52,9 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch
 class Writer:
     """Saves in the background; `save` returns before the checkpoint is published.
 
-    The host buffers (pinned for CUDA) live as long as the run, because the first touch of fresh
-    memory costs fifty times the copy. On a CPU the thread copies; on CUDA the copies are queued at
-    once, on a stream of their own.
+    The host buffers (pinned for CUDA) are made before the second step and live as long as the run:
+    the first touch of fresh memory costs fifty times the copy. On a CPU the thread copies; on CUDA
+    the copies are queued at once, on a stream of their own.
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class Writer:
     ) -> None:
         self.group, self.model, self.device = group, model, device
         self.saver = DcpSaver(group, config.threads)
-        self.buffers: dict[str, torch.Tensor] = {}
+        self.buffers: Tensors = {}
+        self.prepared = False
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.event: torch.Event | None = None
         self.staged: Future[None] | None = None
@@ -105,8 +106,11 @@ class Writer:
 
         self.writing = self.thread.submit(write)
 
-    def before_optimizer_step(self) -> None:
-        """Wait until the tensors may change."""
+    def before_optimizer_step(self, tensors: Callable[[], Tensors]) -> None:
+        """Wait until the tensors may change; `tensors` gives all that will be saved, or {} yet."""
+        if not self.prepared and (known := tensors()):
+            self.prepared = True
+            self._prepare(share_of(known, self.group.rank, self.group.size))
         if self.staged is not None:
             self.staged.exception()  # raised by `write`
             if self.event is not None:  # holds back what the device does next, not the host
@@ -125,6 +129,15 @@ class Writer:
         """End the thread."""
         self.thread.shutdown()
 
+    def _prepare(self, part: Tensors) -> None:
+        """Make the host buffers that `part` needs and that are not there yet."""
+        missing: Tensors = {}
+        for name, value in part.items():
+            like, buffer = parallel.local_part(value), self.buffers.get(name)
+            if buffer is None or (buffer.shape, buffer.dtype) != (like.shape, like.dtype):
+                missing[name] = like
+        self.buffers |= in_blocks(missing, pinned=bool(self.stream))
+
     def _stage(self, part: Tensors) -> tuple[Tensors, Callable[[], None]]:
         """Copies of `part`, of which some are complete only after the returned function.
 
@@ -133,12 +146,9 @@ class Writer:
         parameters = {f"model.{name}" for name, _ in self.model.named_parameters()}
         copies: Tensors = {}
         targets, sources = [], []
+        self._prepare(part)
         for name, value in part.items():
-            source = parallel.local_part(value).detach()
-            buffer = self.buffers.get(name)
-            if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
-                buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=bool(self.stream))
-                self.buffers[name] = buffer
+            source, buffer = parallel.local_part(value).detach(), self.buffers[name]
             if name.startswith("model.") and name not in parameters:
                 # On CUDA in the order of the current stream, hence before the next forward.
                 buffer.copy_(source, non_blocking=bool(self.stream))
@@ -166,6 +176,37 @@ class Writer:
                 torch._foreach_copy_(targets, sources, non_blocking=True)
             self.event = self.stream.record_event()
         return copies, lambda: None
+
+
+def in_blocks(tensors: Tensors, pinned: bool) -> Tensors:
+    """Host tensors like these, in a few blocks of memory; the allocation of each takes long.
+
+    A pinned block gets the next power of two of bytes, so these have such sizes and are filled.
+    """
+    found: Tensors = {}
+    left = sorted(tensors.items(), key=lambda item: -item[1].nbytes)
+    while left:
+        most = sum(tensor.nbytes + 64 for _, tensor in left)
+        bits = max(20, most.bit_length() - 1, (left[0][1].nbytes - 1).bit_length())
+        block = torch.empty(1 << bits, dtype=torch.uint8, pin_memory=pinned)
+        place, later = 0, []
+        for name, like in left:
+            if place + like.nbytes > block.nbytes:
+                later.append((name, like))
+            else:
+                found[name] = part_of(block, place, like)
+                place += -(-like.nbytes // 64) * 64
+        left = later
+    return found
+
+
+def part_of(block: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
+    """A tensor like `like` in a block of bytes, by numpy with a storage of its own size.
+
+    DCP would first copy one that is only a part of a storage.
+    """
+    part = torch.from_numpy(block.numpy()[place : place + like.nbytes])
+    return part.view(like.dtype).view(like.shape)
 
 
 # {% include "checkpoint/dcp_saver.py" %}

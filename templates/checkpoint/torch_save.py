@@ -39,7 +39,7 @@ class Writer:
         self.group.agree(lambda: refuse_nan(tensors, self.model))
         publish(lambda folder: write_tensors(folder, tensors, self.group))
 
-    def before_optimizer_step(self) -> None:
+    def before_optimizer_step(self, tensors: Callable[[], Tensors]) -> None:
         """Nothing to wait for."""
 
     def settle(self) -> None:

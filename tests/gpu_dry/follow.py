@@ -135,10 +135,16 @@ class Run:
                 running.changing = {*range(len(running.slots))}  # which are found by their values
                 real(running, *rest)
 
+            def part_of(block: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
+                part = torch.empty(like.shape, dtype=like.dtype)
+                return self.device.pin(part) if self.device.is_pinned(block) else part
+
             for name in ("model", "gpt"):  # the language model's loss in parts, as of many tokens
                 with contextlib.suppress(ModuleNotFoundError):
                     replace(self.module(name), "PART", 2000)
             replace(torch, "compile", compile)
+            if hasattr(self.module("checkpoint.writer"), "part_of"):  # which has no memory to share
+                replace(self.module("checkpoint.writer"), "part_of", part_of)
             replace(parallel, "agree_on_buffers", agree_on_buffers)
             if self.ranks > 1:
                 stack.enter_context(dry.one_rank_of(self.ranks, RANK))
@@ -172,6 +178,7 @@ class Run:
             assert state.step == int(bool(saves.restored))
             self.callbacks(group)
             outcome: dict[str, Any] = {"record": self.step(recorded=True)}
+            self.step()  # the optimizer has its state now: the buffers of saves are made
             outcome |= self.save(saves)
             outcome["pinned_again"] = self.save(saves, step=False)["pinned"]
             outcome["validation"] = dry.waits_of(lambda: self.loop.validate_averaged(state, bool))
@@ -236,9 +243,9 @@ class Run:
             copied.update(device.written[device.key(part)][0] for part in parts)
             return device.host_reads(parts)
 
-        def before_optimizer_step() -> None:
+        def before_optimizer_step(tensors: Any) -> None:
             count = device.events
-            before()
+            before(tensors)
             events.append(device.events - count)
 
         saver = (writer.saver, "write") if hasattr(writer, "saver") else (module, "write_tensors")

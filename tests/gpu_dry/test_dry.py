@@ -128,8 +128,12 @@ BREAKAGES = {
         *("torch.zeros(parameter.shape)", "assign a gradient"),
     ),
     "staging_in_pageable_memory": (
-        *(PLAIN, "checkpoint/writer.py", "pin_memory=bool(self.stream)", "pin_memory=False"),
+        *(PLAIN, "checkpoint/writer.py", "pinned=bool(self.stream)", "pinned=False"),
         "a copy in pageable memory",
+    ),
+    "pinned_memory_allocated_in_a_save": (
+        *(PLAIN, "checkpoint/checkpointer.py", "self.tensors if self.optimizer.state else dict"),
+        *("dict", "pinned"),
     ),
     "staging_blocks": (
         *(PLAIN, "checkpoint/writer.py", "(targets, sources, non_blocking=True)"),
@@ -357,7 +361,7 @@ def mistake(outcome: dict[str, Any], background: bool, ema: bool) -> str:
         return ""
     if outcome["save"]:
         return outcome["save"][0]
-    staged = {"events": [1], "own_stream": True, "pinned_again": 0}
+    staged = {"events": [1], "own_stream": True, "pinned": 0, "pinned_again": 0}
     return str({n: outcome[n] for n, v in staged.items() if outcome[n] != v} or "")
 
 

@@ -4,15 +4,19 @@ import threading
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from tests.conftest import Project, project_fixture
 
 project = project_fixture("in_parts", parallelism="single", checkpoint="dcp")
+staged = project_fixture("staged", parallelism="single", checkpoint="dcp_async")
 
 
 class Group:
@@ -160,3 +164,41 @@ def test_a_save_that_failed_is_no_pattern_for_the_next(
     assert saver.cache not in SavePlanner._cached_metadata or saver.forms is None
     saver.write(folders[2], tensors)
     assert torch.equal(read(project, folders[2])["model.w"], torch.ones(3))
+
+
+SHAPES = st.lists(st.integers(0, 300), max_size=2).map(tuple)
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+
+
+@given(forms=st.lists(st.tuples(SHAPES, DTYPES), max_size=30))
+def test_host_buffers_share_blocks_and_nothing_else(staged: Project, forms: list[Any]) -> None:
+    """Each has the form of its tensor and a storage of that size; no two have a byte in common."""
+    likes = {str(n): torch.empty(shape, dtype=dtype) for n, (shape, dtype) in enumerate(forms)}
+    buffers = staged.module("checkpoint.writer").in_blocks(likes, pinned=False)
+    assert buffers.keys() == likes.keys()
+    for name, like in likes.items():
+        assert (buffers[name].shape, buffers[name].dtype) == (like.shape, like.dtype)
+        assert buffers[name].untyped_storage().size() == like.nbytes
+        assert buffers[name].is_contiguous()
+    ends = sorted((b.data_ptr(), b.data_ptr() + b.nbytes) for b in buffers.values() if b.nbytes)
+    assert all(end <= start for (_, end), (start, _) in zip(ends, ends[1:], strict=False))
+
+
+@given(sizes=st.lists(st.integers(0, 200), max_size=50).map(lambda each: [n << 17 for n in each]))
+def test_blocks_of_host_buffers_are_few_and_full(staged: Project, sizes: list[int]) -> None:
+    """As pinned memory each tensor would take the next power of two."""
+    writing, blocks = staged.module("checkpoint.writer"), list[int]()
+
+    def empty(size: int, **how: Any) -> torch.Tensor:
+        blocks.append(size)
+        return torch.empty(size, dtype=torch.uint8, device="meta")
+
+    named = {str(n): torch.empty(size, dtype=torch.uint8) for n, size in enumerate(sizes)}
+    with mock.patch.object(writing, "torch", mock.Mock(empty=empty)):
+        with mock.patch.object(writing, "part_of"):
+            writing.in_blocks(named, pinned=True)
+    assert all(size.bit_count() == 1 for size in blocks)
+    assert sum(blocks) <= sum(1 << (size - 1).bit_length() for size in sizes) + (2 << 20)
+    if sizes and max(sizes) < sum(sizes) / 16:
+        assert sum(blocks) <= 1.15 * sum(sizes) + (2 << 20)
+        assert len(blocks) <= 12

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._C._profiler import _EventType as EventType
 from torch.profiler import ProfilerActivity, profile
 
 from tests.conftest import Project, project_fixture
@@ -69,6 +70,37 @@ def kept(project: Project, state: Any) -> tuple[int, int]:
     return sum(t.nbytes for t in weights), sum(t.nbytes for t in moments)
 
 
+def changes_of_memory(prof: profile) -> list[int]:
+    """Bytes allocated and freed (negative), in order, but for the scratch of a convolution.
+
+    Its kernel allocates that and frees it before it ends: another one, as cuDNN's, takes another
+    amount, which nobody can know beforehand.
+    """
+    found: list[tuple[int, int, int, int]] = []  # time, bytes, address, the convolution or 0
+
+    def walk(event: Any, convolution: int) -> None:
+        if event.tag == EventType.Allocation:
+            fields = event.extra_fields
+            found.append((event.start_time_ns, fields.alloc_size, fields.ptr, convolution))
+        elif event.tag == EventType.TorchOp and "convolution" in event.name:
+            convolution = convolution or event.id
+        for child in event.children:
+            walk(child, convolution)
+
+    assert prof.profiler is not None
+    for root in prof.profiler.kineto_results.experimental_event_tree():
+        walk(root, 0)
+    found.sort()
+    scratch, live = set[int](), dict[int, int]()
+    for place, (_, size, address, convolution) in enumerate(found):
+        if size > 0:
+            live[address] = place
+        elif (born := live.pop(address, None)) is not None and convolution:
+            if found[born][3] == convolution:
+                scratch |= {born, place}
+    return [size for place, (_, size, *_) in enumerate(found) if place not in scratch]
+
+
 def taken(project: Project, config: Any) -> tuple[int, int, int]:
     """The same of a real step: what is kept, and on top of it what the profiler sees allocated."""
     loop = project.module("train")
@@ -79,29 +111,26 @@ def taken(project: Project, config: Any) -> tuple[int, int, int]:
     buffers = sum(t.nbytes for t in state.model.buffers())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         loop.train_step(state, batches)
-    changes = [
-        event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]"
-    ]
     now = peak = 0
-    for event in sorted(changes, key=lambda event: event.start_ns()):
-        now += event.nbytes()
+    for change in changes_of_memory(prof):
+        now += change
         peak = max(peak, now)
     data = sum(t.nbytes for batch in batches for t in batch.values())
     return weights + moments + buffers + peak + data, weights, moments
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
-@pytest.mark.parametrize(("task", "near"), [("language", 0.05), ("image", 0.15)])
+@pytest.mark.parametrize("task", ["language", "image"])
 def test_a_step_takes_what_was_foretold(
-    request: pytest.FixtureRequest, task: str, near: float, changes: dict[str, Any]
+    request: pytest.FixtureRequest, task: str, changes: dict[str, Any]
 ) -> None:
-    """Weights and the optimizer's state to the byte, the peak nearly: convolutions need scratch."""
+    """Weights and the optimizer's state to the byte, the peak within 5 %."""
     project: Project = request.getfixturevalue(task)
     config = config_of(project, **changes)
     peak, *exact = foretold(project, config)
     real, *measured = taken(project, config)
     assert exact == measured
-    assert abs(peak - real) <= near * real, (peak, real)
+    assert abs(peak - real) <= 0.05 * real, (peak, real)
 
 
 def test_ranks_share_what_fsdp_shards(sharded: Project) -> None:

@@ -124,7 +124,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def before_optimizer_step(self) -> None:
         """Wait until a save in flight no longer needs the weights as they are."""
         with self._blocking():
-            self.writer.before_optimizer_step()
+            # An optimizer has its state from its first step on.
+            self.writer.before_optimizer_step(self.tensors if self.optimizer.state else dict)
 
     def close(self) -> None:
         """Settle, and end what runs in the background."""
