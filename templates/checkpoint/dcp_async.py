@@ -110,7 +110,9 @@ class Writer:
         """Wait until the tensors may change; `tensors` gives all that will be saved, or {} yet."""
         if not self.prepared and (known := tensors()):
             self.prepared = True
-            self._prepare(share_of(known, self.group.rank, self.group.size))
+            part = share_of(known, self.group.rank, self.group.size)
+            likes = {name: parallel.local_part(value) for name, value in part.items()}
+            self.buffers = self.buffers or in_blocks(likes, pinned=bool(self.stream))
         if self.staged is not None:
             self.staged.exception()  # raised by `write`
             if self.event is not None:  # holds back what the device does next, not the host
@@ -129,15 +131,6 @@ class Writer:
         """End the thread."""
         self.thread.shutdown()
 
-    def _prepare(self, part: Tensors) -> None:
-        """Make the host buffers that `part` needs and that are not there yet."""
-        missing: Tensors = {}
-        for name, value in part.items():
-            like, buffer = parallel.local_part(value), self.buffers.get(name)
-            if buffer is None or (buffer.shape, buffer.dtype) != (like.shape, like.dtype):
-                missing[name] = like
-        self.buffers |= in_blocks(missing, pinned=bool(self.stream))
-
     def _stage(self, part: Tensors) -> tuple[Tensors, Callable[[], None]]:
         """Copies of `part`, of which some are complete only after the returned function.
 
@@ -146,16 +139,19 @@ class Writer:
         parameters = {f"model.{name}" for name, _ in self.model.named_parameters()}
         copies: Tensors = {}
         targets, sources = [], []
-        self._prepare(part)
-        for name, value in part.items():
-            source, buffer = parallel.local_part(value).detach(), self.buffers[name]
+        forms = {name: (buffer.shape, buffer.dtype) for name, buffer in self.buffers.items()}
+        likes = {name: parallel.local_part(value).detach() for name, value in part.items()}
+        if new := {n: t for n, t in likes.items() if forms.get(n) != (t.shape, t.dtype)}:
+            self.buffers |= in_blocks(new, pinned=bool(self.stream))
+        for name, source in likes.items():
+            buffer = self.buffers[name]
             if name.startswith("model.") and name not in parameters:
                 # On CUDA in the order of the current stream, hence before the next forward.
                 buffer.copy_(source, non_blocking=bool(self.stream))
             else:
                 targets.append(buffer)
                 sources.append(source)
-            copies[name] = parallel.with_local_part(value, buffer)
+            copies[name] = parallel.with_local_part(part[name], buffer)
 
         def copy_on_one_core() -> None:
             # By numpy, which takes one thread and releases Python's lock. A torch copy on a second
