@@ -1,5 +1,6 @@
 """DCP plans once for a run, while its plans hold; what is large goes into several files."""
 
+import itertools
 import threading
 import warnings
 from pathlib import Path
@@ -181,7 +182,7 @@ def test_host_buffers_share_blocks_and_nothing_else(staged: Project, forms: list
         assert buffers[name].untyped_storage().size() == like.nbytes
         assert buffers[name].is_contiguous()
     ends = sorted((b.data_ptr(), b.data_ptr() + b.nbytes) for b in buffers.values() if b.nbytes)
-    assert all(end <= start for (_, end), (start, _) in zip(ends, ends[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
 
 
 def blocks_for(project: Project, likes: dict[str, torch.Tensor]) -> list[int]:
@@ -192,9 +193,8 @@ def blocks_for(project: Project, likes: dict[str, torch.Tensor]) -> list[int]:
         blocks.append(size)
         return torch.empty(size, dtype=torch.uint8, device="meta")
 
-    with mock.patch.object(writing, "torch", mock.Mock(empty=empty)):
-        with mock.patch.object(writing, "part_of"):
-            writing.in_blocks(likes, pinned=True)
+    with mock.patch.multiple(writing, torch=mock.Mock(empty=empty), part_of=mock.Mock()):
+        writing.in_blocks(likes, pinned=True)
     return blocks
 
 

@@ -95,8 +95,9 @@ def changes_of_memory(prof: profile) -> list[int]:
     for place, (_, size, address, convolution) in enumerate(found):
         if size > 0:
             live[address] = place
-        elif (born := live.pop(address, None)) is not None and convolution:
-            if found[born][3] == convolution:
+        elif address in live:
+            born = live.pop(address)
+            if convolution and found[born][3] == convolution:
                 scratch |= {born, place}
     return [size for place, (_, size, *_) in enumerate(found) if place not in scratch]
 
