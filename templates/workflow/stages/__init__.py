@@ -36,15 +36,13 @@ class WorkflowConfig:
     ranks: int = 0
     """The most processes to start (0: one per GPU of this machine, on a CPU 2)."""
     hours_between_failures: float = 24.0
-    """Mean time between failures of the whole job, preemptions included; the advised interval
-    between checkpoints follows from it."""
+    """Mean hours between failures of the job, with preemptions; how often to save depends on it."""
     keep_going: bool = False
     """Continue after a gate that failed."""
     force: bool = False
     """Measure again what was already measured with these settings and this code."""
 
     def __post_init__(self) -> None:
-        """Check the values (UserError)."""
         if self.ranks < 0 or not self.hours_between_failures > 0:
             raise UserError("workflow: ranks must be >= 0 and hours-between-failures > 0")
 

@@ -72,10 +72,7 @@ def run_stages(given: StageConfig, arguments: list[str]) -> int:
     for name, status in results.items():
         print(f"{name:<12}{status.replace('_', ' ')}", flush=True)
     if stopped:
-        print(
-            f"stopped at {stopped}: fix it and rerun the same command to continue "
-            "(--workflow.keep-going continues after a failed gate)"
-        )
+        print(f"stopped at {stopped}: fix it and rerun this command, or add --workflow.keep-going")
     return int(any(status in FAILED for status in results.values()))
 
 
@@ -112,14 +109,11 @@ def reusable_result(config: StageConfig, name: str) -> dict[str, Any] | None:
     return None
 
 
-def with_effect(origin: dict[str, Any]) -> dict[str, Any]:
+def with_effect(origin: dict[str, Any]) -> tuple[Any, ...]:
     """What can change a measurement: settings, code, torch and the kind of machine."""
-    return {
-        "settings": {n: v for n, v in flatten(origin["settings"]) if has_effect(n)},
-        "code": origin["code"],
-        "torch": origin["versions"].get("torch"),
-        "machine": [origin["machine"].get(key) for key in ("device", "gpus", "cpu", "cores")],
-    }
+    settings = {n: v for n, v in flatten(origin["settings"]) if has_effect(n)}
+    machine = [origin["machine"].get(key) for key in ("device", "gpus", "cpu", "cores")]
+    return settings, machine, origin["code"], origin["versions"].get("torch")
 
 
 def has_effect(setting: str) -> bool:
@@ -175,12 +169,9 @@ def take_recommended(
 ) -> StageConfig:
     """The settings with what a stage recommends, except for options typed; added to `taken`."""
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # damaged
-        new = {
-            setting: (each["value"], str(each["text"]))
-            for setting, each in content["figures"].get("recommended", {}).items()
-            if setting not in typed
-        }
-        config = override(config, {setting: value for setting, (value, _) in new.items()})
+        advised = content["figures"].get("recommended", {}).items()
+        new = {n: (each["value"], str(each["text"])) for n, each in advised if n not in typed}
+        config = override(config, {n: value for n, (value, _) in new.items()})
         taken |= new
     return config
 

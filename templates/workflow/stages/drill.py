@@ -4,7 +4,6 @@
 ranks. It reads FOLDER/settings.json, works on the run FOLDER/run and writes FOLDER/TASK.json.
 """
 
-import hashlib
 import logging
 import os
 import signal
@@ -21,7 +20,7 @@ from ..config import Config, load, override
 from ..device import synchronize
 from ..distributed import Group, World, join, leave, parallel
 from ..errors import UserError, exit_code
-from ..files import write_json
+from ..files import fingerprint, write_json
 from ..run.logs import log_to_console
 from ..train import State, run, setup, start, train_step
 from .stage import PACKAGE, StageConfig
@@ -30,7 +29,7 @@ from .timing import record_steps, spread
 IMPORTED = time.time()
 STEPS, EVERY = 12, 3  # of a drill's run, and between its saves
 QUIET_STEPS, SAVES = 16, 6  # to time: steps without a save, and saves
-Digests = dict[str, str]  # sha256 by the name of a tensor
+Digests = dict[str, str]  # a fingerprint by the name of a tensor
 
 
 def main(words: list[str]) -> int:
@@ -158,8 +157,7 @@ def digests_of(state: State, group: Group) -> Digests:
     digests = {}
     for name, tensor in state.checkpointer.tensors().items():
         full = parallel.full_tensor(tensor).detach().cpu().contiguous()
-        content = full.flatten().view(torch.uint8).numpy()
-        digests[name] = hashlib.sha256(content.data).hexdigest()
+        digests[name] = fingerprint(full.flatten().view(torch.uint8).numpy())
     ranks = group.agree(lambda: digests)
     return {name: " ".join(sorted({other[name] for other in ranks})) for name in digests}
 

@@ -1,5 +1,6 @@
 """The report's plots: functions that fill a pair of axes with figures of the stages."""
 
+import contextlib
 import io
 from base64 import b64encode
 from collections.abc import Callable
@@ -10,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
 
-from .recovery import lost_share
-
 BLUE, GREY, INK = "#2f6fde", "#8a94a6", "#1d2433"
 COLORS = [BLUE, "#e08a1e", "#2a9d6f", GREY, "#b58bd3"]  # of lines and bars that stand together
+MEMORY = {"device_peak_bytes": "device, peak", "device_reserved_bytes": "device, reserved"}
+MEMORY |= {"host_bytes": "host", "staging_bytes": "host, copies for saves"}
 Picture = tuple[str, str | None]  # title, and an SVG as a data: address; None if there is none
 Row = tuple[Any, ...]  # of `bars`: (what, value), or (what, value, low, high)
 STYLE: dict[Any, Any] = {
@@ -34,40 +35,24 @@ def picture(title: str, paint: Callable[..., None], *figures: Any) -> Picture:
         # 4.8 inches are wide enough to be read on a phone without turning it.
         figure = Figure(figsize=(4.8, 2.7), layout="constrained")
         axes = figure.subplots()
-        try:
+        # No figures, or too large ones.
+        with contextlib.suppress(ValueError, TypeError, LookupError, ArithmeticError):
             paint(axes, *figures)
-            if not axes.has_data():
-                return title, None
-            figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-        except (ValueError, TypeError, LookupError, ArithmeticError):  # no figures, or too large
-            return title, None
-        return title, "data:image/svg+xml;base64," + b64encode(out.getvalue()).decode()
+            if axes.has_data():
+                figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+                return title, "data:image/svg+xml;base64," + b64encode(out.getvalue()).decode()
+    return title, None
 
 
-def curve(axes: Axes, records: list[dict[str, Any]], key: str, label: str, form: str = "-") -> None:
-    """Draw a figure by step, of the records that have it; memory in GB."""
-    unit = 1e9 if key.endswith("bytes") else 1
-    if points := [(r["step"], r[key] / unit) for r in records if key in r]:
-        axes.plot(*zip(*points, strict=True), form, label=label)
-
-
-def metric_curve(axes: Axes, records: list[dict[str, Any]], name: str) -> None:
-    """The loss or a metric by step, in training and validation."""
-    curve(axes, records, name, "training")
-    curve(axes, records, f"validation_{name}", "validation", "o-")
-    if axes.lines:
-        axes.legend()
-    axes.set(xlabel="step", ylabel=name.replace("_", " "))
-
-
-def memory_curve(axes: Axes, records: list[dict[str, Any]]) -> None:
-    """What the run took by step: at most on the device, and on the host."""
-    curve(axes, records, "device_peak_bytes", "device, peak")
-    curve(axes, records, "host_bytes", "host")
-    curve(axes, records, "staging_bytes", "host, copies for saves")
-    curve(axes, records, "device_reserved_bytes", "device, reserved")
-    axes.set(xlabel="step", ylabel="GB", ylim=(0, 1.1 * axes.dataLim.ymax))
-    axes.legend(loc="lower left")
+def curves(axes: Axes, records: list[dict[str, Any]], ylabel: str, names: dict[str, str]) -> None:
+    """Figures by step, of the records that have them, under the names given; memory in GB."""
+    for figure, name in names.items():
+        unit = 1e9 if figure.endswith("bytes") else 1
+        if points := [(r["step"], r[figure] / unit) for r in records if figure in r]:
+            axes.plot(*zip(*points, strict=True), "o-" if name == "validation" else "-", label=name)
+    axes.set(xlabel="step", ylabel=ylabel.replace("_", " "))
+    axes.set_ylim(bottom=0 if names is MEMORY else None)
+    axes.legend()
 
 
 def bars(axes: Axes, rows: list[Row], xlabel: str, label: Callable[[float], str]) -> None:
@@ -90,35 +75,13 @@ def scaling(axes: Axes, records: dict[str, dict[str, Any]]) -> None:
     if len(records) < 2:
         return
     ranks = [int(n) for n in records]
-    strong, weak = (
-        [record[kind]["samples_per_second"] for record in records.values()]
-        for kind in ("strong", "weak")
-    )
+    strong = [record["strong"]["samples_per_second"] for record in records.values()]
+    weak = [record["weak"]["samples_per_second"] for record in records.values()]
     axes.plot(ranks, [strong[0] * n for n in ranks], ":", color=GREY, label="no loss at all")
     axes.plot(ranks, strong, "o-", label="same global batch")
     axes.plot(ranks, weak, "s--", label="batch grows")
     axes.set(xlabel="processes", ylabel="samples/s", xticks=ranks, ylim=(0, None))
     axes.legend()
-
-
-def lost_time(
-    axes: Axes, cost: float, restart: float, failures: float, best: float, upload: float
-) -> None:
-    """Share of time lost over the interval between checkpoints (seconds), with the best one.
-
-    `cost` of a save, `restart` of a restart, `failures` the mean time between two, `upload` what
-    a save takes until it is published: no interval can be shorter.
-    """
-    intervals = [best * 10 ** (k / 20 - 1.5) for k in range(61)]
-    shares = [100 * lost_share(t, cost, restart, failures) for t in intervals]
-    axes.semilogx(intervals, shares)
-    least = best, 100 * lost_share(best, cost, restart, failures)
-    axes.plot(*least, "o")
-    axes.annotate(in_time(best), least, (0, 9), textcoords="offset points", ha="center")
-    if intervals[0] < upload:
-        axes.axvspan(intervals[0], upload, color=GREY, alpha=0.18, lw=0)
-    axes.set(xlabel="time between checkpoints", ylabel="% of time lost", ylim=(0, None))
-    axes.xaxis.set_major_formatter(lambda seconds, _: in_time(seconds))
 
 
 def in_time(seconds: float) -> str:

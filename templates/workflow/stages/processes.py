@@ -26,10 +26,9 @@ OF_TORCHRUN = re.compile("TORCHELASTIC|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|
 def most_ranks(config: StageConfig, device: torch.device) -> tuple[int, str]:
     """The most processes that can share the work here; with 1, why. UserError for too many."""
     asked, batch = config.workflow.ranks, config.train.global_batch_size
-    one_of_many = ":" in config.device  # as in cuda:1
-    devices = torch.cuda.device_count() if device.type == "cuda" and not one_of_many else 1
-    if device.type == "cpu":
-        devices = max(2, asked)
+    devices = max(2, asked) if device.type == "cpu" else 1
+    if device.type == "cuda" and ":" not in config.device:  # cuda:1 is one of many
+        devices = torch.cuda.device_count()
     most = asked or min(batch, devices)
     if most > min(batch, devices):
         limits = f"--device {config.device} has {devices}, --train.global-batch-size is {batch}"

@@ -4,7 +4,6 @@ The drill trains this run's model for a few steps in RUN_DIR/workflow/.drill; th
 checkpoints are not touched. Each task runs in processes of its own (drill.py).
 """
 
-import json
 import math
 import mmap
 import shutil
@@ -16,7 +15,7 @@ from ..checkpoint import PUBLISHED
 from ..config import override
 from ..device import pick_device
 from ..errors import RankError
-from ..files import to_json, write_json
+from ..files import read_json, to_json, write_json
 from ..run.hardware import in_units
 from ..run.journal import read_records
 from .chain import advise, recommend
@@ -33,23 +32,17 @@ RESTART = {  # the parts of a restart in their order: the moment that ends each,
     "restored": "model built, checkpoint loaded",
     "first_step": "first step",
 }
-CHECKS = {  # name: (wanted, advice)
-    "roundtrip": (
-        "model and optimizer bit for bit, and the same steps after them",
-        "look for state in no parameter or persistent buffer, and random numbers not from torch",
-    ),
-    "reshard": (
-        "the same tensors on any number of processes",
-        "look for tensors whose shape or content depends on the number of processes",
-    ),
-    "corrupt_newest": (
-        "a damaged checkpoint is never loaded; the previous one is loaded instead",
-        "restore only what its manifest and every hash confirm (checkpoint/manifest.py)",
-    ),
-    "killed_while_saving": (
-        "at most one save lost, the same end, nothing left over",
-        "publish by one rename, when everything is on disk (checkpoint/publish.py)",
-    ),
+WANTED = {  # by check, in the order in which they are judged
+    "roundtrip": "model and optimizer bit for bit, and the same steps after them",
+    "killed_while_saving": "at most one save lost, the same end, nothing left over",
+    "corrupt_newest": "a damaged checkpoint is never loaded; the previous one is loaded instead",
+    "reshard": "the same tensors on any number of processes",
+}
+ADVICE = {
+    "roundtrip": "look for state outside parameters and buffers, and random numbers not from torch",
+    "killed_while_saving": "publish by one rename, once all is on disk (checkpoint/publish.py)",
+    "corrupt_newest": "restore only what manifest and hashes confirm (checkpoint/manifest.py)",
+    "reshard": "look for tensors whose shape or content depends on the number of processes",
 }
 
 
@@ -100,8 +93,7 @@ class Drill:
             self.reshard()
         except RankError as error:
             reason = "; ".join(str(error).splitlines()[:3])
-            judged = [check["name"] for check in stage.checks]
-            for name in [name for name in CHECKS if name not in judged]:
+            for name in [*WANTED][len(stage.checks) :]:
                 self.judge(name, False, reason)
 
     def kill(self) -> dict[str, Any]:
@@ -111,7 +103,7 @@ class Drill:
         except RankError:
             if not (record := self.folder / "kill.json").exists():
                 raise
-            return json.loads(record.read_text("utf-8"))
+            return read_json(record)
 
     def restart(self, killed: dict[str, Any]) -> dict[str, float]:
         """Start the killed run again, and judge what it restored and how it ended.
@@ -182,10 +174,9 @@ class Drill:
         self.judge("reshard", not problems if loaded else None, measured)
 
     def judge(self, name: str, passed: bool | None, measured: str) -> None:
-        """Add one of `CHECKS`."""
-        wanted, advice = CHECKS[name]
-        advice = "" if passed is None else advice
-        self.stage.check(name, passed, measured=measured, wanted=wanted, advice=advice)
+        """Add one of the checks that `WANTED` names."""
+        advice = "" if passed is None else ADVICE[name]
+        self.stage.check(name, passed, measured=measured, wanted=WANTED[name], advice=advice)
 
     def child(self, ranks: int, task: str) -> dict[str, Any]:
         """The result of a task of drill.py."""

@@ -46,8 +46,6 @@ class Journal:
         A validation's figures, if any, are added to the line of that step.
         """
         self.group.from_first(lambda: self._cut(figures))
-        if self.group.rank == 0:
-            self._show_validation({"step": self.first_step, **figures})
         self.mark[1] = time.perf_counter()
 
     def record(self, state: Any) -> dict[str, Any]:
@@ -107,6 +105,7 @@ class Journal:
             kept[-1] = as_line(last | figures)
         replace_file(self.path, b"".join(line + b"\n" for line in kept))
         sync_directory(self.path.parent)
+        self._show_validation({"step": self.first_step, **figures})
 
     def _write(self, record: dict[str, Any]) -> None:
         """Append a line and those that wait; if the system refuses, all of them wait."""
