@@ -8,7 +8,7 @@ runs without one, as one rank, unsharded.
 import contextlib
 import logging
 import os
-import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -27,11 +28,14 @@ from .agreement import LOADED, bit_sum
 from .agreement import agree_on_buffers as agree_on_buffers
 from .agreement import all_reduce as all_reduce
 from .agreement import require_same as require_same
+from .deferred import Deferred
 from .world import World
 
 log = logging.getLogger(__name__)
 SHARDED = True  # in place, with hooks on the modules
-PLAIN = (torch.Tensor, nn.Parameter)  # not sharded yet, and no subclass with rules of its own
+# Tensors that are not sharded yet, and of no subclass with rules of its own.
+PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
+DEFERRED = weakref.WeakKeyDictionary[nn.Module, Deferred]()
 
 
 @dataclass(frozen=True)
@@ -57,44 +61,53 @@ def check_ranks(config: ParallelConfig, ranks: int) -> None:
 
 
 def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
-    """The model that `make` builds: whole on rank 0; elsewhere on `meta`, until `wrap` fills it.
-
-    So the ranks of a machine do not hold a whole model each.
-    """
-    model: Any = None if world.rank else make()
+    """The model that `make` builds, without memory: `wrap` gives each part its values in turn."""
     if world.size == 1:
-        return model
+        return make()
+    state, deferred = torch.get_rng_state(), Deferred()
     try:
-        quiet = warnings.catch_warnings(action="ignore")
-        with torch.random.fork_rng(devices=[]), quiet, torch.device("meta"):
-            shapes = make()
-        known = {id(t) for t in (*shapes.parameters(), *shapes.buffers()) if type(t) in PLAIN}
-        for leaf in tree_leaves([[*vars(module).values()] for module in shapes.modules()]):
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in known:
-                raise TypeError("a module holds a tensor that is no plain parameter or buffer")
-        return shapes if world.rank else model
+        with deferred:
+            model = make()
+        known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        for leaf in tree_leaves([[*vars(module).values()] for module in model.modules()]):
+            if isinstance(leaf, FakeTensor) and id(leaf) not in known:
+                raise TypeError("a module holds a tensor that is no parameter or buffer")
+        DEFERRED[model] = deferred
+        return model
     except Exception as error:  # of the user's code, whatever it is
-        if world.rank == 0:  # which tried so that it can warn
-            log.warning("building on meta failed, so each rank builds the whole model: %s", error)
-    return make() if world.rank else model
+        if world.rank == 0:
+            log.warning("building without memory failed: each rank builds the whole model: %s", error)
+    torch.set_rng_state(state)
+    return make()
 
 
-def place(module: nn.Module, world: World, buffers: dict[Any, torch.Tensor]) -> None:
+def place(
+    module: nn.Module, world: World, buffers: dict[Any, torch.Tensor], deferred: Deferred | None
+) -> None:
     """Move what is not sharded yet to this rank's device, with rank 0's values; ties stay."""
     parameters: dict[Any, torch.Tensor] = {}
     own_names: Any = {"recurse": False, "remove_duplicate": False}
-    for part in module.modules():
-        for name, tensor in [*part.named_parameters(**own_names), *part.named_buffers(**own_names)]:
-            own = isinstance(tensor, nn.Parameter)
-            placed = parameters if own else buffers
-            if type(tensor) in PLAIN and tensor not in placed:
-                here = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
-                if world.rank == 0:
-                    here.copy_(tensor.detach())
-                dist.broadcast(here.view(-1).view(torch.uint8), 0)  # gloo knows few dtypes
-                here = nn.Parameter(here, tensor.requires_grad) if own else here
-                placed |= {tensor: here, here: here}
-            setattr(part, name, placed.get(tensor, tensor))
+    slots = [
+        (part, name, tensor)
+        for part in module.modules()
+        for name, tensor in (*part.named_parameters(**own_names), *part.named_buffers(**own_names))
+    ]
+    new = dict.fromkeys(t for *_, t in slots if type(t) in PLAIN and t not in buffers)
+    values = deferred.values([*new]) if deferred and world.rank == 0 else [*new]
+    values_of = dict(zip(new, values, strict=True))
+    del values
+    for part, name, tensor in slots:
+        own = isinstance(tensor, nn.Parameter)
+        placed = parameters if own else buffers
+        if tensor in values_of:
+            here = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
+            value = values_of.pop(tensor)
+            if world.rank == 0:
+                here.copy_(value.detach())
+            dist.broadcast(here.view(-1).view(torch.uint8), 0)  # gloo knows few dtypes
+            here = nn.Parameter(here, tensor.requires_grad) if own else here
+            placed |= {tensor: here, here: here}
+        setattr(part, name, placed.get(tensor, tensor))
 
 
 def wrap(
@@ -113,6 +126,7 @@ def wrap(
         # reduce_dtype is stated, since its default differs between releases: sums are in float32.
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     mesh, reshard, buffers = build_mesh(config, world), config.reshard_after_forward, {}
+    deferred = DEFERRED.pop(model, None)
     units = [block for block in blocks if [*block.parameters()]]
     check_shardable(model, units)
     forms = [(n, t.shape, t.dtype) for n, t in (*model.named_parameters(), *model.named_buffers())]
@@ -123,9 +137,9 @@ def wrap(
             "return its largest parts, as in [*model.layers]"
         )
     for block in units:
-        place(block, world, buffers)
+        place(block, world, buffers, deferred)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    place(model, world, buffers)
+    place(model, world, buffers, deferred)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 

@@ -96,10 +96,7 @@ def kill_run() -> None:
 
 
 def reload(config: Config, world: World, timed: bool) -> dict[str, Any]:
-    """Restore the run over other values: its step, digests of its tensors, and what was logged.
-
-    If `timed`, also what saves cost. Or why the restore was refused.
-    """
+    """Restore the run over other values; its step, digests, log and costs, or why it is refused."""
     logging.getLogger(PACKAGE).addHandler(log := BufferingHandler(1_000_000))
     try:
         state, group = setup(config, world), Group(world)

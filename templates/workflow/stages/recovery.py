@@ -106,10 +106,7 @@ class Drill:
             return read_json(record)
 
     def restart(self, killed: dict[str, Any]) -> dict[str, float]:
-        """Start the killed run again, and judge what it restored and how it ended.
-
-        Returns the seconds of the restart.
-        """
+        """Start the killed run again, judge what it restored and how it ended; seconds it took."""
         losses = losses_of(self.run_dir)
         result = self.child(self.ranks, "train")
         self.saved, end = killed["digests"] | result["digests"], str(STEPS)
@@ -135,10 +132,7 @@ class Drill:
         return {**seconds, "total": moments[-1] - moments[0]}
 
     def damage(self) -> dict[str, Any]:
-        """Flip a bit in the middle of the newest checkpoint's largest file, and restore the run.
-
-        Returns what saves and a restore cost.
-        """
+        """Flip a bit in the newest checkpoint's largest file and restore; what saves cost."""
         newest = max((self.run_dir / "checkpoints").glob("step_????????"))
         sizes = {file: file.stat().st_size for file in newest.iterdir()}
         file = max(sizes, key=sizes.__getitem__)

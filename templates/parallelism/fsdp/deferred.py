@@ -1,0 +1,133 @@
+"""A model built without memory, whose parts get their values when their turn comes.
+
+What is done with its tensors is noted, and random numbers are drawn and let go, so that later ones
+are the same. The values of a part come from what was done with it, done again with the same random
+numbers. The idea is torchdistX's: deferred initialization.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+SMALL = 4096  # elements: what is made with fewer has memory, for code that reads its values
+FILLS = ("aten::zero_", "aten::fill_", "aten::copy_")
+Memory = dict[int, torch.UntypedStorage]  # by the storages of fake tensors
+
+
+class Call(NamedTuple):
+    """An operator, what it was given, its results, and what it drew from: generator and state."""
+
+    operator: Any
+    given: Any
+    results: list[Tensor]
+    drew_from: tuple[torch.Generator, Tensor] | None
+
+    def changed(self) -> set[int]:
+        """The storages that it may have written."""
+        return storages(self.results, self.given if self.operator._schema.is_mutable else ())
+
+    def fills(self, target: Tensor) -> bool:
+        """Whether it wrote all of a storage, that of its target, and read nothing of it."""
+        schema = self.operator._schema
+        whole = target.nbytes == target.untyped_storage().nbytes()
+        return whole and schema.is_mutable and bool(self.drew_from or schema.name in FILLS)
+
+    def run(self, memory: Memory) -> None:
+        """Compute the results from what is in the memory, and put them there."""
+        args, named = tree_map_only(FakeTensor, lambda each: real(each, memory), self.given)
+        if self.drew_from:
+            generator, state = self.drew_from
+            generator.set_state(state)
+        values = tensors(self.operator(*args, **named))
+        for result, value in zip(self.results, values, strict=True):
+            if key(result) not in memory:
+                like = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype)
+                memory[key(result)] = like.copy_(value).untyped_storage()
+
+
+class Deferred(TorchDispatchMode):
+    """In its block tensors get no memory: they are fake, of the device that the code asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake, self.calls = FakeTensorMode(allow_non_fake_inputs=True), list[Call]()
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given, named = tensors(args, kwargs), kwargs or {}
+        makes = not given and any(each.name == "device" for each in call._schema.arguments)
+        if not makes and not any(isinstance(each, FakeTensor) for each in given):
+            return call(*args, **named)
+        if call is torch.ops.aten._local_scalar_dense.default:  # as by `item`
+            return self.values(given)[0].item()
+        draws = torch.Tag.nondeterministic_seeded in call.tags
+        where = torch.device(named.get("device") or "cpu").type
+        by_value = draws and len(given) > call._schema.is_mutable and "_like" not in str(call)
+        if where != "cpu" or by_value or torch.Tag.inplace_view in call.tags:
+            raise RuntimeError(f"{call} ({where}) cannot be done later")
+        with self.fake:
+            result = call(*args, **named)
+        if makes and result.numel() < SMALL:
+            return call(*args, **named)
+        if not call.is_view:
+            generator = named.get("generator") or torch.default_generator
+            drew_from = (generator, generator.get_state()) if draws else None
+            noted, results = tree_map_only(Tensor, as_it_is, ((args, named), result))
+            self.calls.append(Call(call, noted, tensors(results), drew_from))
+            if draws:
+                self.calls[-1].run({})
+        return result
+
+    def values(self, wanted: list[Tensor]) -> list[Tensor]:
+        """The tensors with their values, computed from what they depend on, and nothing else."""
+        keys, chosen, memory = storages(wanted), list[Call](), Memory()
+        for call in reversed(self.calls):
+            if keys & call.changed():
+                chosen.append(call)
+                read = tensors(call.given)
+                if read and call.fills(read[0]):
+                    keys -= storages(read.pop(0))  # whatever it was before
+                keys |= storages(read)
+        generators = {call.drew_from[0] for call in chosen if call.drew_from}
+        states = [(generator, generator.get_state()) for generator in generators]
+        with torch.no_grad():
+            for call in reversed(chosen):
+                call.run(memory)
+        for generator, state in states:
+            generator.set_state(state)
+        return [real(each, memory) for each in wanted]
+
+
+def tensors(*nested: Any) -> list[Tensor]:
+    """The tensors in nested values."""
+    return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
+
+
+def storages(*nested: Any) -> set[int]:
+    """The storages of the fake tensors in nested values."""
+    return {key(each) for each in tensors(*nested) if isinstance(each, FakeTensor)}
+
+
+def key(tensor: Tensor) -> int:
+    """The identity of a storage."""
+    return tensor.untyped_storage()._cdata
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    """A tensor that stays as it is, when the given one gets another form or, if small, values."""
+    if isinstance(tensor, FakeTensor):
+        return tensor.detach()
+    return tensor.clone() if tensor.numel() < SMALL else tensor
+
+
+def real(tensor: Tensor, memory: Memory) -> Tensor:
+    """The tensor in memory in place of a fake one."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor
+    if key(tensor) not in memory:
+        memory[key(tensor)] = torch.UntypedStorage(tensor.untyped_storage().nbytes())
+    form = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return torch.empty(0, dtype=tensor.dtype).set_(memory[key(tensor)], *form)
