@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 RANK = 3  # among several
 
@@ -119,9 +119,7 @@ class Run:
                 each[:] = [value] * len(each)
 
             def wrap(model: nn.Module, *rest: Any, real: Any = parallel.wrap) -> nn.Module:
-                if parallel.SHARDED:  # it places what it shards
-                    assert {p.device.type for p in model.parameters()} == {"meta"}
-                else:
+                if not parallel.SHARDED:  # else it places what it shards
                     model = dry.to_device(model, torch.device("cuda", 0))
                 return real(model, *rest)
 
@@ -155,7 +153,8 @@ class Run:
                 replace(group, "maximum", lambda self, values: lambda: values)
                 replace(parallel, "DistributedDataParallel", Replica)
                 replace(parallel, "wrap", wrap)
-                replace(parallel, "PLAIN", (torch.Tensor, nn.Parameter, FakeTensor))
+                if parallel.SHARDED:  # all is fake already
+                    replace(self.module("distributed.deferred"), "Deferred", contextlib.nullcontext)
                 if hasattr(parallel, "build_mesh"):
                     mesh, really = parallel.build_mesh, unset_fake_temporarily
                     replace(parallel, "build_mesh", lambda *given: _outside(mesh, really, given))

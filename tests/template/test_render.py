@@ -92,8 +92,8 @@ def every(folder: str, names: str, suffix: str = ".py") -> list[str]:
     return [f"{folder}/{name}{suffix}" for name in names.split()]
 
 
-STAGE_FILES = "chain interleaved compile profile recovery drill processes report plots"
-FULL_FILES = "compare expected fit stages tuning"
+STAGE_FILES = "chain interleaved compile profile recovery drill processes report plots fit"
+FULL_FILES = "compare expected stages tuning"
 # Every file that only some renders have, and when.
 CONDITIONAL: dict[str, Condition] = {
     "LICENSE": lambda a: a["license"] != "none",
@@ -123,6 +123,7 @@ CONDITIONAL: dict[str, Condition] = {
     ),
     **dict.fromkeys(every(f"{PACKAGE}/distributed", "world agreement watchdog launch"), ranks),
     f"{PACKAGE}/distributed/stragglers.py": lambda a: ranks(a) and a["cluster"] != "none",
+    f"{PACKAGE}/distributed/deferred.py": lambda a: a["parallelism"] == "fsdp",
     **dict.fromkeys(
         every(f"{PACKAGE}/checkpoint", "object_store"),
         lambda a: a["storage"] == "object_store",
@@ -179,7 +180,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         every(
             f"{PACKAGE}/distributed",
-            "parallel world agreement watchdog launch",
+            "parallel world agreement watchdog launch deferred",
         ),
         ("parallelism",),
     ),

@@ -311,7 +311,7 @@ def test_an_error_of_the_compiler_is_a_finding(
     stage = project.module("workflow.compile")
     monkeypatch.setattr(stage, "run_task", lambda *_, **__: refused)
     with pytest.raises(project.module("errors").UserError, match="nothing"):
-        stage.run_apart("cold", project.config(run_dir=tmp_path), tmp_path / "trial")
+        stage.try_mode(project.config(run_dir=tmp_path), "full", tmp_path / "trial")
 
 
 def test_speedups_need_more_than_noise(project: Project) -> None:

@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.conftest import Project, project_fixture
 
-language = project_fixture("fitted", workflow="full")
-image = project_fixture("fitted_image", workflow="full", task="image_classifier")
+language = project_fixture("fitted")
+image = project_fixture("fitted_image", task="image_classifier")
 sharded = project_fixture("fitted_fsdp", workflow="full", parallelism="fsdp")
 CHANGES: list[dict[str, Any]] = [
     {},  # two micro-batches

@@ -163,7 +163,9 @@ def test_what_is_no_trace_is_refused(project: Project, traces: Any, tmp_path: Pa
     for content in (b"", b"{}", whole[:-3], bytes(flipped), gzip.compress(b"[]"), whole):
         path.write_bytes(content)
         with pytest.raises(project.module("errors").RankError):
-            group.agree(lambda: project.module("workflow.profile").read_back(path))
+            group.agree(
+                lambda: project.module("workflow.profile").breakdown(traces.read_trace(path))
+            )
     with pytest.raises(ValueError, match="no step"):
         traces.breakdown(traces.read_trace(path))
 
@@ -278,7 +280,7 @@ def test_advice_knows_what_was_measured(project: Project, traces: Any, tmp_path:
     assert "uint8" in told("input-bound", shares=(0.1, 0, 0.2, 0, 0.7))
     assert "--train.global-batch-size" in told("communication-bound")
     nothing_left = "a leaner model, or more devices; the loop itself has little left"
-    for best, wanted in (("none", nothing_left), ("full", "mode full, which")):
+    for best, wanted in (("none", nothing_left), ("full", "mode full (")):
         compiled = stages.Stage("compile", project.config(run_dir=tmp_path))
         compiled.figures["best"] = best
         compiled.close()

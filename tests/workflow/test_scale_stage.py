@@ -7,6 +7,7 @@ test_whole_workflow.py); the rest judges made-up records or measures in this pro
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -194,14 +195,12 @@ def test_losses_are_judged(project: Project) -> None:
 
 
 def test_efficiencies_are_judged(project: Project) -> None:
-    scale = project.module("workflow.scale")
-    records = {1: record(1.0), 2: record(0.625)}
-    assert scale.efficiencies("strong", records)[2][0] == pytest.approx(0.8)
-    assert scale.efficiencies("weak", records)[2][0] == pytest.approx(1.6)
-    _, low, high = scale.efficiencies("strong", records)[2]
-    assert low < 0.8 < high
-
     judged = Judged(project, "judge_efficiency")
+    records = {1: record(1.0), 2: record(0.625)}
+    measured = judged("strong", records, "", "cpu")[1]
+    assert (found := re.fullmatch(r"2 ranks 80% \((\d+)% to (\d+)%\)", measured))
+    assert int(found[1]) < 80 < int(found[2])
+    assert judged("weak", records, "", "cpu")[1].startswith("2 ranks 160% (")
     for device, kind, step, status in (
         ("cpu", "weak", 3.0, "pass"),  # recorded, whatever it is
         ("cpu", "weak", float("nan"), "fail"),

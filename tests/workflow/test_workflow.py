@@ -275,7 +275,7 @@ def test_the_commands_can_be_listed_without_torch(project: Project) -> None:
     )
     *names, torch_is_imported = outcome.stdout.split()
     assert (
-        names[-5:] == ["profile", "scale", "checkpoint", "workflow", "report"]
+        names[-6:] == ["profile", "scale", "checkpoint", "fit", "workflow", "report"]
         and torch_is_imported == "False"
     )
 
@@ -391,7 +391,7 @@ def test_the_report_can_be_looked_at(project: Project, tmp_path: Path, capsys) -
         assert not console
         assert not seen["wide"], f"it has to be scrolled sideways at {width}"
         assert seen["links"] == len(STAGES)
-        assert len(seen["pictures"]) == 9
+        assert len(seen["pictures"]) == 8
         for picture in seen["pictures"]:
             assert picture["width"] > 100 and picture["colors"] > 20, picture
     for dark in (False, True):

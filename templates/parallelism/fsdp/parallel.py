@@ -28,14 +28,13 @@ from .agreement import LOADED, bit_sum
 from .agreement import agree_on_buffers as agree_on_buffers
 from .agreement import all_reduce as all_reduce
 from .agreement import require_same as require_same
-from .deferred import Deferred
 from .world import World
 
 log = logging.getLogger(__name__)
 SHARDED = True  # in place, with hooks on the modules
 # Tensors that are not sharded yet, and of no subclass with rules of its own.
 PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
-DEFERRED = weakref.WeakKeyDictionary[nn.Module, Deferred]()
+DEFERRED = weakref.WeakKeyDictionary[nn.Module, Any]()  # how their tensors get their values
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,8 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
     """The model that `make` builds, without memory: `wrap` gives each part its values in turn."""
     if world.size == 1:
         return make()
+    from .deferred import Deferred
+
     state, deferred = torch.get_rng_state(), Deferred()
     try:
         with deferred:
@@ -76,14 +77,14 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
         return model
     except Exception as error:  # of the user's code, whatever it is
         if world.rank == 0:
-            log.warning("building without memory failed: each rank builds the whole model: %s", error)
+            log.warning(
+                "building without memory failed: each rank builds the whole model: %s", error
+            )
     torch.set_rng_state(state)
     return make()
 
 
-def place(
-    module: nn.Module, world: World, buffers: dict[Any, torch.Tensor], deferred: Deferred | None
-) -> None:
+def place(module: nn.Module, world: World, buffers: dict[Any, torch.Tensor], deferred: Any) -> None:
     """Move what is not sharded yet to this rank's device, with rank 0's values; ties stay."""
     parameters: dict[Any, torch.Tensor] = {}
     own_names: Any = {"recurse": False, "remove_duplicate": False}

@@ -1,4 +1,4 @@
-"""The stages of the workflow, and what this answer adds: `fit`, a search, `compare`, expectations.
+"""The stages of the workflow, and what this answer adds: a search, `compare`, expectations.
 
 Importing this imports no torch, so that `--help` stays quick.
 """
@@ -12,7 +12,6 @@ from . import stages
 
 STAGES = stages.STAGES
 COMMANDS = stages.COMMANDS | {
-    "fit": "Tell how much memory a rank needs on a GPU, and what fits, on any machine.",
     "compare": "Tell what is better or worse in one run, or result of a stage, than in another.",
 }
 stages.MODULES["baseline"] = "tuning"  # which measures the baseline, and then searches
@@ -28,10 +27,6 @@ class WorkflowConfig(stages.WorkflowConfig):
 
 def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:
     """Run one of `COMMANDS`; `parse(kind)` reads settings of that kind from the arguments."""
-    if name == "fit":
-        from .fit import FitConfig, fit
-
-        return fit(parse(FitConfig), arguments)
     if name == "compare":
         from .compare import CompareConfig, compare
 

@@ -24,6 +24,7 @@ HERE = Path(__file__).parent
 # The stages of this project, in the order in which they build on each other.
 STAGES = {name: ABOUT[name] for name, file in MODULES.items() if (HERE / f"{file}.py").exists()}
 COMMANDS = STAGES | {
+    "fit": "Tell how much memory a rank needs on a GPU, and what fits, on any machine.",
     "workflow": "Run all stages in order, up to the first failed gate; then write the report.",
     "report": "Write report.html: loss, throughput, scaling, memory, checkpoints, checks, advice.",
 }
@@ -55,6 +56,10 @@ def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -
     from .report import publish_report
     from .stage import StageConfig
 
+    if name == "fit":
+        from .fit import FitConfig, fit
+
+        return fit(parse(FitConfig), arguments)
     if name == "report":
         print(publish_report(parse(RunLocation).directory))
         return 0

@@ -7,7 +7,6 @@ where the task is `cold` or `warm`, reads FOLDER/settings.json and writes FOLDER
 
 import gc
 import math
-import os
 import re
 import sys
 import tempfile
@@ -17,7 +16,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch import nn
 from torch._dynamo import utils as dynamo
 from torch._inductor import config as inductor
 from torch._inductor.utils import fresh_cache
@@ -63,25 +61,19 @@ def measure(config: Config) -> int:
 
 def try_mode(config: Config, mode: str, folder: Path) -> Figures:
     """Measure one mode, cold and warm; "skipped" or "error" say why it could not be."""
-    config = override(config, {"compile.mode": mode})
     print(f"     {mode}: compiling with an empty cache, and timing eager steps ...", flush=True)
-    figures = run_apart("cold", config, folder)
-    if "graphs" in figures and config.compile.backend == "inductor":  # others have no cache
-        warm = run_apart("warm", config, folder)
-        figures["compile_seconds"]["warm"] = warm.pop("seconds", None)
-        figures |= warm
-    return figures
-
-
-def run_apart(task: str, config: Config, folder: Path) -> Figures:
-    """What a process measured with a compile cache in `folder`."""
-    folder.mkdir(exist_ok=True)
-    write_json(folder / "settings.json", to_json(config))
-    cache = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache", "TRITON_CACHE_DIR": f"{folder}/triton"}
+    folder.mkdir()
+    write_json(folder / "settings.json", to_json(override(config, {"compile.mode": mode})))
+    cache: Any = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cpp", "TRITON_CACHE_DIR": f"{folder}/gpu"}
+    figures: Figures = {}
     try:
-        figures = run_task("compile", folder, task, seconds=TIMEOUT, **dict[str, Any](cache))
+        figures = run_task("compile", folder, "cold", seconds=TIMEOUT, **cache)
+        if "graphs" in figures and config.compile.backend == "inductor":  # others have no cache
+            warm = run_task("compile", folder, "warm", seconds=TIMEOUT, **cache)
+            figures["compile_seconds"]["warm"] = warm.pop("seconds", None)
+            figures |= warm
     except RankError as error:  # the compiler has killed its process
-        return {"error": str(error)}
+        figures["error"] = str(error)
     if "refused" in figures:  # by the project itself, not by the compiler
         raise UserError(figures["refused"])
     return figures
@@ -117,8 +109,7 @@ def judge_compiling(stage: Stage, modes: dict[str, Figures]) -> None:
         passed = None
         advice = "inductor needs a C++ compiler on a CPU (apt install g++) and Triton on a GPU"
     measured = "; ".join([*parts, *(error.partition("\n")[0] for error in errors)])
-    wanted = "every mode compiles and runs"
-    stage.check("compiles", passed, measured=measured, wanted=wanted, advice=advice)
+    stage.check("compiles", passed, measured=measured, wanted="every mode compiles", advice=advice)
 
 
 def judge_findings(stage: Stage, compiled: dict[str, Figures], name: str) -> None:
@@ -152,7 +143,7 @@ def judge_numerics(stage: Stage, compiled: dict[str, Figures]) -> None:
 
 def judge_speed(stage: Stage, compiled: dict[str, Figures]) -> None:
     """Say how fast each mode is."""
-    verdicts, parts = [], []
+    parts = []
     for mode, figures in compiled.items():
         eager, fast = (figures["windows"][way] for way in ("eager", "compiled"))
         speedup, verdict = speedup_of(eager, fast)
@@ -161,10 +152,8 @@ def judge_speed(stage: Stage, compiled: dict[str, Figures]) -> None:
         saved = spread(fast)["median"] * (speedup.value - 1)
         paid_after = math.ceil(figures["compile_seconds"]["cold"] / saved) if saved > 0 else None
         figures["paid_after"] = paid_after if verdict == "faster" else None  # steps
-        step = f"{speedup} times as fast as eager, a step {describe(spread(fast))}"
-        parts.append(f"{mode}: {verdict}, {step}")
-        verdicts.append(verdict)
-    passed = None if TOO_NOISY in verdicts else True
+        parts.append(f"{mode}: {verdict}, {speedup} times as fast, a step {describe(spread(fast))}")
+    passed = None if any(f["verdict"] == TOO_NOISY for f in compiled.values()) else True
     advice = "measure again when nothing else runs on this machine"
     stage.check("speedup", passed, measured="; ".join(parts), wanted="measured", advice=advice)
 
@@ -231,13 +220,12 @@ def cold(config: Config) -> Figures:
     gc.collect()  # recomputed blocks refer to themselves
     state = setup(config, world)
     compiled, seconds = first_steps(state), compile_seconds()
-    precise = state.compute_dtype == torch.float32 and world.device.type == "cpu"
     figures = {
         "compile_seconds": {"cold": seconds, "warm": None},
         "graphs": graphs(),
         **findings(),
         "windows": time_windows(state),
-        "precise": precise,
+        "precise": state.compute_dtype == torch.float32 and world.device.type == "cpu",
     }
     del state
     figures["difference"] = difference(eager, compiled)
@@ -264,7 +252,7 @@ def difference(eager: FirstSteps, compiled: FirstSteps) -> dict[str, float]:
     """Relative differences: the largest of a loss, and of the last gradients as one vector."""
     loss = float(np.abs(np.divide(compiled[0], eager[0]) - 1).max())
     apart = [a.double() - b.double() for a, b in zip(eager[1], compiled[1], strict=True)]
-    norms = nn.utils.get_total_norm(apart), nn.utils.get_total_norm(eager[1])
+    norms = torch.nn.utils.get_total_norm(apart), torch.nn.utils.get_total_norm(eager[1])
     return {"loss": loss, "gradients": float(norms[0] / norms[1])}
 
 
@@ -310,7 +298,7 @@ def findings() -> dict[str, list[dict[str, str]]]:
 
 def finding(path: str | None, line: Any, reason: str) -> dict[str, str]:
     """A place, relative to this folder if it is below it, and the reason's first line."""
-    where = f"{path.removeprefix(os.getcwd() + os.sep)}:{line}" if path else ""
+    where = f"{path.removeprefix(f'{Path.cwd()}/')}:{line}" if path else ""
     return {"where": where, "reason": reason.strip().partition("\n")[0]}
 
 

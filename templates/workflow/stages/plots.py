@@ -52,7 +52,8 @@ def curves(axes: Axes, records: list[dict[str, Any]], ylabel: str, names: dict[s
             axes.plot(*zip(*points, strict=True), "o-" if name == "validation" else "-", label=name)
     axes.set(xlabel="step", ylabel=ylabel.replace("_", " "))
     axes.set_ylim(bottom=0 if names is MEMORY else None)
-    axes.legend()
+    if axes.lines:
+        axes.legend()
 
 
 def bars(axes: Axes, rows: list[Row], xlabel: str, label: Callable[[float], str]) -> None:

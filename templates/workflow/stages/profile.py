@@ -7,7 +7,7 @@ communication, since the others wait for it there.
 import gzip
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
@@ -15,21 +15,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.autograd import DeviceType
 
 from ..config import Config, ProfileConfig
 from ..distributed import Group, join, leave
 from ..errors import RankError, command_for
 from ..profiler import Profiler
-from ..run.hardware import usable_cores
 from ..sampling import WAITING
 from ..train import State, setup, train_step
 from .chain import advise, read_stage
 from .stage import Stage
 from .timing import record_steps, spread
 
-UNTRACED = 20  # steps that are timed without a trace
-SHOWN = 10  # operators
+UNTRACED, SHOWN = 20, 10  # steps that are timed without a trace; operators
 WORTH_A_WORD = 0.15  # the share of a step from which on a second cause is mentioned
 CAUSES = {
     "input-bound": ("data", "copies"),
@@ -48,7 +45,6 @@ HOST = PARTS.index("host")
 STEP = "user_annotation ProfilerStep#"  # a step, on the thread that trains
 COMPILATION = "_compile.compile_inner (dynamo_timed)"  # the compiler compiled something
 COMPILED = "## Call CompiledFxGraph"  # compiled code, an annotation
-DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # what a GPU did and when
 ELSEWHERE = re.compile(r"(kernel|gpu_memcpy|gpu_memset) |\w+ (gloo|mpi|ucc):")  # on any thread
 # Parts, and the category and name of the events that belong to them.
 ON_GPU = (
@@ -71,7 +67,6 @@ ON_CPU = (
 
 Event = dict[str, Any]
 Gap = tuple[float, float, float]  # in which only the host works: length, start, end; microseconds
-Shares = dict[str, float]
 
 
 class Breakdown(NamedTuple):
@@ -83,7 +78,7 @@ class Breakdown(NamedTuple):
     # Seconds in which the host kept everything waiting, and the operators before and after.
     longest_gap: tuple[float, str, str]
     # Name, self_seconds, calls and share of each, the largest first, by torch's own account.
-    operators: Sequence[dict[str, Any]] = ()
+    operators: list[dict[str, Any]]
 
     @property
     def shares(self) -> dict[str, float]:
@@ -102,7 +97,7 @@ def measure(config: Config) -> int:
     tracer = trace_steps(config.profile, config.directory / "traces", state)
     trace, averages = tracer.written[-1], tracer.profile.key_averages()
     try:
-        ranks, problem = Group(world).agree(lambda: read_back(trace, averages)), ""
+        ranks, problem = Group(world).agree(lambda: breakdown(read_trace(trace), averages)), ""
     except RankError as error:
         ranks, problem = [], f"not a whole trace: {error}"
     steps = spread(record_steps(state, UNTRACED).seconds)
@@ -131,20 +126,13 @@ def trace_steps(config: ProfileConfig, directory: Path, state: State) -> Profile
     return tracer
 
 
-def read_back(trace: Path, averages: Iterable[Any] = ()) -> Breakdown:
-    """Where the time of this rank's traced steps went; torch's averages are of the same steps."""
-    result = breakdown(read_trace(trace))
-    operators = operators_of(averages, result.device, float(result.seconds.sum()))
-    return result._replace(operators=operators)
-
-
 def operators_of(averages: Iterable[Any], device: bool, seconds: float) -> list[dict[str, Any]]:
     """The operators of traced steps, with their time on the GPU, or their own on the CPU."""
     operators = []
     for average in averages:
         own = (average.self_device_time_total if device else average.self_cpu_time_total) / 1e6
         annotation = average.is_user_annotation and not average.key.startswith(COMPILED)
-        kernel = average.device_type != DeviceType.CPU  # its time is the operator's already
+        kernel = average.device_type != torch.autograd.DeviceType.CPU  # its operator's time
         if own and not annotation and not kernel:
             operator = {"name": average.key, "self_seconds": own, "calls": average.count}
             operators.append(operator | {"share": own / seconds})
@@ -156,7 +144,12 @@ def judge_steps(stage: Stage, device: torch.device, ranks: list[Breakdown], usua
     slowest = min(range(len(ranks)), key=lambda i: ranks[i].shares["communication"])
     rank, compilations = ranks[slowest], max(rank.compilations for rank in ranks)
     steps, traced = len(rank.seconds), float(rank.seconds.sum()) / len(rank.seconds)
-    show_operators(stage, rank.operators[:SHOWN], steps)
+    print(f"     open {stage.figures['trace']} at https://ui.perfetto.dev")
+    print(f"     top operators by self time, in {steps} traced steps:")
+    stage.figures["operators"] = rank.operators[:SHOWN]
+    for each in rank.operators[:SHOWN]:
+        own, calls = f"{each['self_seconds'] * 1e3:9.2f} ms", f"{each['calls']:6} x"
+        print(f"     {each['share']:6.1%} {own} {calls}  {each['name'][:60]}")
     print(f"     a step took {traced * 1e3:.2f} ms while traced, else {usual * 1e3:.2f} ms")
     stage.figures |= {"steps": steps, "traced_step_seconds": traced, "recompiles": compilations}
     measured = f"{compilations} within {steps} traced steps"
@@ -180,36 +173,24 @@ def judge_steps(stage: Stage, device: torch.device, ranks: list[Breakdown], usua
         advise(stage, f"besides, {advice(other, shares, rank, stage.config)}")
 
 
-def show_operators(stage: Stage, operators: Sequence[dict[str, Any]], steps: int) -> None:
-    """Print the operators that take longest."""
-    print(f"     open {stage.figures['trace']} at https://ui.perfetto.dev")
-    print(f"     top operators by self time, in {steps} traced steps:")
-    for each in operators:
-        own, calls = f"{each['self_seconds'] * 1e3:9.2f} ms", f"{each['calls']:6} x"
-        print(f"     {each['share']:6.1%} {own} {calls}  {each['name'][:60]}")
-    stage.figures["operators"] = operators
-
-
 def compare_ranks(stage: Stage, ranks: list[Breakdown], slowest: int) -> None:
     """Say how much of the communication is waiting for the slowest rank."""
     seconds = np.stack([rank.seconds for rank in ranks])
-    exposed = seconds[:, :, PARTS.index("communication")]
-    if ranks[slowest].device:  # a GPU's steps do not end where the host's do
-        exposed = exposed.sum(axis=1, keepdims=True)
-    waiting = float((exposed - exposed.min(axis=0)).sum() / seconds.sum())
+    # Of all steps together, since a GPU's steps do not end where the host's do.
+    exposed = seconds[:, :, PARTS.index("communication")].sum(axis=1)
+    waiting = float((exposed - exposed.min()).sum() / seconds.sum())
     stage.figures |= {"ranks": [rank.shares for rank in ranks], "waiting_for_ranks": waiting}
-    print(f"     the ranks spend {waiting:.1%} of their time waiting for a slower one,")
-    print(f"     mostly for rank {slowest}, whose shares are reported")
+    print(f"     the ranks wait {waiting:.1%} of their time, mostly for rank {slowest}, shown here")
 
 
-def without_tracing(shares: Shares, slowdown: float) -> Shares:
+def without_tracing(shares: dict[str, float], slowdown: float) -> dict[str, float]:
     """Shares of a step on a GPU without what tracing added, which is all time of the host."""
     added = min(max(0.0, 1 - 1 / slowdown), shares["host"])
     rest = shares | {"host": shares["host"] - added}
     return {part: share / (1 - added) for part, share in rest.items()}
 
 
-def diagnose(shares: Shares, compilations: int) -> list[str]:
+def diagnose(shares: dict[str, float], compilations: int) -> list[str]:
     """What most of a step goes to, then what else it loses much of its time to."""
     lost = {cause: sum(shares[part] for part in parts) for cause, parts in CAUSES.items()}
     first = "recompiling" if compilations else max(CAUSES, key=lambda cause: lost[cause])
@@ -217,7 +198,7 @@ def diagnose(shares: Shares, compilations: int) -> list[str]:
     return [first, *(cause for cause in others if lost[cause] > WORTH_A_WORD)]
 
 
-def advice(diagnosis: str, shares: Shares, rank: Breakdown, config: Config) -> str:
+def advice(diagnosis: str, shares: dict[str, float], rank: Breakdown, config: Config) -> str:
     """The figures behind a diagnosis, and the next thing to try."""
     if diagnosis == "input-bound" and shares["copies"] > shares["data"]:
         diagnosis = "copies"
@@ -229,48 +210,37 @@ def advice(diagnosis: str, shares: Shares, rank: Breakdown, config: Config) -> s
         "recompiling": f"{rank.compilations} compilations within {steps} steps, which need none",
         "input-bound": f"a step waits for data during {shares['data']:.0%} of its time",
         "copies": f"copies between host and device take {shares['copies']:.0%} of a step",
-        "host-bound": f"nothing is computed during {shares['host']:.0%} of a step; the longest "
-        f"gap, {gap * 1e3:.2g} ms of a step's {step * 1e3:.3g}, is after {after[:48]} and before "
-        f"{before[:48]}",
+        "host-bound": f"nothing is computed in {shares['host']:.0%} of a step; the longest gap, "
+        f"{gap * 1e3:.2g} of {step * 1e3:.3g} ms, is after {after[:48]} and before {before[:48]}",
         "kernel-bound": "".join([f"{shares['kernels']:.0%} of a step is computing", *largest]),
-        "communication-bound": f"communication that nothing hides takes "
-        f"{shares['communication']:.0%} of a step",
+        "communication-bound": f"exposed communication is {shares['communication']:.0%} of a step",
     }
-    compiling, workers = compile_mode(config), max(1, min(4, usable_cores() - 1))
+    command, workers = command_for("compile", config.directory), 2 * train.loader_workers or 2
+    compiled = read_stage(config.directory, "compile")
+    best = compiled["figures"].get("best", "none") if compiled else "blocks"
+    may_compile = config.compile.mode == "none" and best != "none"
+    compiling = f"--compile.mode {best} (`{command}` measures it)"
     in_python = gap > 0.2 * shares["host"] * step
     accumulates = train.micro_batch_size < train.global_batch_size
     larger = f"larger micro-batches (--train.micro-batch-size {2 * train.micro_batch_size})"
     gathers_twice = getattr(config.parallel, "reshard_after_forward", False)
     remedies = [  # for what, whether it applies here, and what to try
-        ("recompiling", True, f"`{command_for('compile', config.directory)}`: it names the guards"),
+        ("recompiling", True, f"`{command}`: it names the guards"),
         ("recompiling", True, "--compile.dynamic True, or data of one length"),
-        ("input-bound", True, f"--train.loader-workers {2 * train.loader_workers or workers}"),
-        ("input-bound", True, "a cheaper __getitems__"),
+        ("input-bound", True, f"--train.loader-workers {workers}, or a cheaper __getitems__"),
         ("copies", True, "smaller types in the dataset (uint8, converted on the device)"),
         ("copies", True, "no .item(), .cpu() or print in the step: they copy, and wait"),
         ("host-bound", in_python, "to move the Python work there out of the step"),
-        ("host-bound", compiling and not in_python, compiling),
+        ("host-bound", may_compile and not in_python, compiling),
         ("host-bound", accumulates and not in_python, larger),
         ("kernel-bound", rank.device and train.precision == "fp32", "--train.precision bf16"),
-        ("kernel-bound", compiling, compiling),
+        ("kernel-bound", may_compile, compiling),
         ("communication-bound", gathers_twice, "--parallel.no-reshard-after-forward"),
-        ("communication-bound", True, "more samples per step (--train.global-batch-size)"),
-        ("communication-bound", True, "fewer ranks"),
+        ("communication-bound", True, "a larger --train.global-batch-size, or fewer ranks"),
     ]
     tries = [text for name, applies, text in remedies if name == diagnosis and applies]
     rest = "a leaner model, or more devices; the loop itself has little left"
     return f"{situations[diagnosis]}. Try {', or '.join(tries) or rest}"
-
-
-def compile_mode(config: Config) -> str:
-    """The compile mode to try, if any."""
-    if config.compile.mode != "none":
-        return ""
-    measured = read_stage(config.directory, "compile")
-    if not measured:
-        return f"--compile.mode blocks (`{command_for('compile', config.directory)}` measures it)"
-    best = measured["figures"].get("best", "none")
-    return "" if best == "none" else f"--compile.mode {best}, which was measured to be faster"
 
 
 def read_trace(path: Path) -> list[Event]:
@@ -279,27 +249,29 @@ def read_trace(path: Path) -> list[Event]:
         return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
 
 
-def breakdown(events: list[Event]) -> Breakdown:
-    """Divide the steps of a trace into `PARTS`; ValueError if it holds no step."""
+def breakdown(events: list[Event], averages: Iterable[Any] = ()) -> Breakdown:
+    """Divide a trace's steps into `PARTS`, beside torch's averages; ValueError without a step."""
     events = [e | {"end": e["ts"] + e["dur"], "text": f"{e['cat']} {e['name']}"} for e in events]
     steps = sorted((e for e in events if e["text"].startswith(STEP)), key=itemgetter("ts"))
     if not steps:
         raise ValueError("it holds no step")
-    start, end = steps[0]["ts"], max(step["end"] for step in steps)
-    events = [event for event in events if event["end"] > start and event["ts"] < end]
     thread = steps[0]["pid"], steps[0]["tid"]
     seen = [e for e in events if (e["pid"], e["tid"]) == thread or ELSEWHERE.match(e["text"])]
-    device = any(event["cat"] in DEVICE for event in events)
-    claims = [  # the weakest first; an event may be there more than once
-        (part, event)
-        for part, pattern in reversed(ON_GPU if device else ON_CPU)
-        for event in seen
-        if re.match(pattern, event["text"])
-    ]
+    device = any(e["text"].startswith(("kernel ", "gpu_mem")) for e in seen)
+    rules = reversed(ON_GPU if device else ON_CPU)  # the weakest first; an event may match several
+    claims = [(part, e) for part, rule in rules for e in seen if re.match(rule, e["text"])]
     seconds, gaps = divide(steps, claims)
     compilations = sum(event["name"] == COMPILATION for event in events)
-    gap = typical_gap(gaps, [event for part, event in claims if part != "data"])
-    return Breakdown(seconds, compilations, device, gap)
+    # The median of the steps' longest gaps: what happened only once says nothing.
+    length, start, end = sorted(gaps)[len(gaps) // 2]
+    work = [event for part, event in claims if part != "data"]
+    earlier = [event for event in work if event["end"] <= start + 1e-3]
+    later = [event for event in work if event["ts"] >= end - 1e-3]
+    after = max(earlier, key=itemgetter("end"), default={"name": "the first step's start"})
+    before = min(later, key=itemgetter("ts"), default={"name": "the last step's end"})
+    gap = length / 1e6, after["name"], before["name"]
+    operators = operators_of(averages, device, float(seconds.sum()))
+    return Breakdown(seconds, compilations, device, gap, operators)
 
 
 def divide(steps: list[Event], claims: list[tuple[str, Event]]) -> tuple[np.ndarray, list[Gap]]:
@@ -317,16 +289,6 @@ def divide(steps: list[Event], claims: list[tuple[str, Event]]) -> tuple[np.ndar
         intervals = edges[first + np.flatnonzero(np.diff(idle))].reshape(-1, 2).tolist()
         gaps.append(max(((b - a, a, b) for a, b in intervals), default=(0.0, 0.0, 0.0)))
     return seconds, gaps
-
-
-def typical_gap(gaps: list[Gap], work: list[Event]) -> tuple[float, str, str]:
-    """The median of the steps' longest gaps: what happened only once says nothing."""
-    length, start, end = sorted(gaps)[len(gaps) // 2]
-    earlier = [event for event in work if event["end"] <= start + 1e-3]
-    later = [event for event in work if event["ts"] >= end - 1e-3]
-    after = max(earlier, key=itemgetter("end"), default={"name": "the first step's start"})
-    before = min(later, key=itemgetter("ts"), default={"name": "the last step's end"})
-    return length / 1e6, after["name"], before["name"]
 
 
 def spans(events: Iterable[Event]) -> np.ndarray:

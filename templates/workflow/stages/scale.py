@@ -1,7 +1,7 @@
 """The scale stage: what more processes bring, what they cost, and whether they do the same.
 
 Each number of processes is started anew and measures itself: `python -m` this module FOLDER reads
-FOLDER/settings.json and what one process has measured, FOLDER/1.json, and writes FOLDER/RANKS.json.
+FOLDER/settings.json and writes FOLDER/RANKS.json.
 """
 
 import gc
@@ -9,7 +9,6 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -37,9 +36,8 @@ COMPARED = 12  # steps whose losses are compared
 TIMED, SECONDS = 30, 3.0  # timed steps, and seconds for them where steps are slow
 LESS_MEMORY = "--train.activation-checkpointing, a smaller --train.micro-batch-size or fewer layers"
 WHAT_RANKS_SHARE = (
-    "if a rank computes too little between two synchronisations, raise --train.micro-batch-size "
-    "and --train.global-batch-size; see the links of the GPUs (nvidia-smi topo -m), and what the "
-    "ranks share: reading data (--train.loader-workers) and the host's cores"
+    "for more work between synchronisations raise --train.global-batch-size and micro-batch-size; "
+    "check the GPUs' links (nvidia-smi topo -m), --train.loader-workers and the host's cores"
 )
 Records = dict[int, dict[str, Any]]  # by the number of processes
 
@@ -93,57 +91,43 @@ def run_ranks(folder: Path, ranks: int, threads: int) -> dict[str, Any]:
     options = {"ranks": ranks, "OMP_NUM_THREADS": str(threads), "seconds": TIMEOUT}
     record = run_task("scale", folder, str(ranks), **options)
     strong, weak = (record[kind]["samples_per_second"] for kind in ("strong", "weak"))
-    text = f"     {strong:,.0f} samples/s"
-    if ranks > 1:
-        text += f" with the same batch, {weak:,.0f} with a batch for each rank"
-    print(text, flush=True)
+    print(f"     {strong:,.0f} samples/s, {weak:,.0f} with a batch for each rank", flush=True)
     return record
 
 
 def judge_losses(stage: Stage, records: Records, reason: str) -> None:
     """The first steps on any number of ranks give the losses and gradients of one."""
     one = records[1]
-    wanted = "the same up to the order of sums: losses within "
-    wanted += f"{TOLERANCE['losses']:.0e}, gradient norms within {TOLERANCE['gradient_norms']:.0e}"
+    # Relative; without dropout and batch statistics, so up to the order of sums.
+    text = "losses differ by up to {losses:.1e}, gradient norms by up to {gradient_norms:.1e}"
+    wanted = text.format(**TOLERANCE)
     if one["random"]:
         reason = "not applicable: the model draws random numbers, by rank, in evaluation too"
     if reason:
         stage.check("same_losses", None, measured=reason, wanted=wanted)
         return
-    apart = {
-        key: max(differences(one[key], record[key]).max() for record in records.values())
-        for key in TOLERANCE
-    }
-    measured = f"{len(one['losses'])} losses on 1 to {max(records)} ranks differ by at most "
-    measured += f"{apart['losses']:.1e} (relative), gradient norms by "
-    measured += f"{apart['gradient_norms']:.1e}, without dropout and batch statistics"
+    apart = {k: max(differences(one[k], r[k]).max() for r in records.values()) for k in TOLERANCE}
+    measured = f"{len(one['losses'])} steps on 1 to {max(records)} ranks: {text.format(**apart)}"
     advice = "look for what depends on the rank, or on how a batch is divided: a mean where "
     advice += "compute_loss must return a sum, statistics of a batch, files read by rank"
     passed = all(apart[key] <= limit for key, limit in TOLERANCE.items())
     stage.check("same_losses", passed, measured=measured, wanted=wanted, advice=advice)
 
 
-def efficiencies(kind: str, records: Records) -> dict[int, tuple[float, float, float]]:
-    """Samples/s of a rank over one process's, with its interval, by the number of ranks."""
-    value, low, high = records[1][kind]["interval"]
-    result = {}
-    for ranks in sorted(records.keys() - {1}):
-        share = ranks if kind == "strong" else 1
-        middle, shortest, longest = (share * t for t in records[ranks][kind]["interval"])
-        result[ranks] = (value / middle, low / longest, high / shortest)
-    return result
-
-
 def judge_efficiency(stage: Stage, kind: str, records: Records, reason: str, device: str) -> None:
-    """On GPUs there is a limit; for processes that share a CPU it is only recorded."""
-    most, by_ranks, name = max(records), efficiencies(kind, records), f"{kind}_efficiency"
-    stage.figures[name] = {str(ranks): value for ranks, (value, *_) in by_ranks.items()}
+    """Samples/s of a rank over one process's; on GPUs there is a limit, else it is recorded."""
+    most, name, (one, low, high) = max(records), f"{kind}_efficiency", records[1][kind]["interval"]
+    by_ranks, shown = {}, []
+    for n in sorted(records)[1:]:
+        share = n if kind == "strong" else 1
+        middle, fast, slow = (share * seconds for seconds in records[n][kind]["interval"])
+        by_ranks[n] = one / middle
+        shown.append(f"{n} ranks {one / middle:.0%} ({low / slow:.0%} to {high / fast:.0%})")
+    stage.figures[name] = {str(n): value for n, value in by_ranks.items()}
     limit = {"weak": LEAST_WEAK, "strong": 1 / most}[kind] if device == "cuda" else 0.0
-    shown = [f"{n} ranks {v:.0%} ({a:.0%} to {b:.0%})" for n, (v, a, b) in by_ranks.items()]
-    passed = None if reason else by_ranks[most][0] > limit
+    passed, advice = (None, "") if reason else (by_ranks[most] > limit, WHAT_RANKS_SHARE)
     measured = reason or ", ".join(shown)
     wanted = f"{most} ranks above {limit:.0%}" if limit else "measured"
-    advice = "" if reason else WHAT_RANKS_SHARE
     stage.check(name, passed, measured=measured, wanted=wanted, advice=advice)
 
 
@@ -153,20 +137,17 @@ def judge_memory(stage: Stage, records: Records, device: torch.device) -> None:
     capacity, shared = free_host_memory(), " that all ranks share"
     if device.type == "cuda":
         capacity, shared = torch.cuda.get_device_properties(device).total_memory, ""
-    largest = {ranks: peak * (ranks if shared else 1) for ranks, peak in peaks.items()}
     parts = [f"{named(ranks, 'rank')} {in_units(peak)}" for ranks, peak in peaks.items()]
     measured = f"a rank's peak: {', '.join(parts)}, of {in_units(capacity)}{shared}"
-    passed = max(largest.values()) <= ROOM * capacity
-    wanted = f"at most {ROOM:.0%} of the memory"
-    advice = f"try {LESS_MEMORY}"
+    passed = max(peak * (n if shared else 1) for n, peak in peaks.items()) <= ROOM * capacity
+    wanted, advice = f"at most {ROOM:.0%} of the memory", f"try {LESS_MEMORY}"
     stage.check("memory", passed, measured=measured, wanted=wanted, advice=advice)
     rendered = "FSDP" if hasattr(stage.config.parallel, "replicate") else "DDP"
     if rendered == "FSDP":  # one process holds all of the state, as each rank does under DDP
         passed = peaks[1] * (max(peaks) if shared else 1) <= ROOM * capacity
     name = "DDP" if passed else "FSDP"
-    text = f"{name}: one process, with the whole state, takes {in_units(peaks[1])}"
     end = "; as rendered" if name == rendered else f". For it: {change_to(name)}"
-    advise(stage, text + end)
+    advise(stage, f"{name}: one process, with the whole state, takes {in_units(peaks[1])}{end}")
 
 
 def change_to(name: str) -> str:
@@ -180,42 +161,41 @@ def main() -> int:
     folder = Path(sys.argv[1])
     config = load(folder / "settings.json", StageConfig)
     world = join(config.parallel, config.device)
-    one = None if world.size == 1 else json.loads((folder / "1.json").read_text("utf-8"))
-    record = examine(config, world, one)
+    record = examine(config, world)
     if world.rank == 0:
         write_json(folder / f"{world.size}.json", record)
     leave(world)
     return 0
 
 
-def examine(config: Config, world: World, one: dict[str, Any] | None) -> dict[str, Any]:
-    """All that is measured on this number of ranks; `one` is what one process measured before."""
-    state = setup(config, world)
+def examine(config: Config, world: World) -> dict[str, Any]:
+    """All that is measured on this number of ranks."""
+    state, group = setup(config, world), Group(world)
     usual = record_steps(state, 3).seconds[-1]
-    # Ranks must take equally many, so all take what one process took.
-    steps = one["steps"] if one else int(np.clip(SECONDS / usual, 10, TIMED))
+    # Ranks must take equally many steps.
+    steps = int(np.clip(SECONDS / group.from_first(lambda: usual), 10, TIMED))
     strong = weak = time_steps(state, steps)
     # Before the larger batch and float32, which take more.
-    peak = max(Group(world).agree(lambda: peak_memory(world.device)))
+    peak = max(group.agree(lambda: peak_memory(world.device)))
     del state
     gc.collect()
-    if one:
+    if world.size > 1:
         larger = {"train.global_batch_size": config.train.global_batch_size * world.size}
         state = setup(override(config, larger), world)
         record_steps(state, 2)
         weak = time_steps(state, steps)
         del state
         gc.collect()
-    record = {"steps": steps, "strong": strong, "weak": weak, "memory": {"measured": peak}}
+    record = {"strong": strong, "weak": weak, "memory": {"measured": peak}}
     return record | compare(config, world)
 
 
 def time_steps(state: State, steps: int) -> dict[str, Any]:
     """The pace of a state that has taken its first steps."""
-    seconds = record_steps(state, steps).seconds
+    interval = median_interval(record_steps(state, steps).seconds)
     state.loader.close()
-    rate = state.config.train.global_batch_size / median(seconds)
-    return {"interval": median_interval(seconds), "samples_per_second": rate}
+    rate = state.config.train.global_batch_size / interval.value
+    return {"interval": interval, "samples_per_second": rate}
 
 
 def has_drawn(state: State) -> bool:

@@ -1,11 +1,9 @@
 """The baseline stage: what one eager process does here, before anything is made faster."""
 
 import gc
-import math
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ..config import Config, override
 from ..device import move
@@ -33,6 +31,7 @@ NOT_A_SUM = {
 }
 # Relative differences of the first loss and of the others, where kernels may add in any order.
 FIRST, OTHERS = 1e-5, 1e-2
+Batch = tuple[int, slice]  # a step, and places in its global batch
 
 
 def measure(config: Config) -> int:
@@ -142,8 +141,7 @@ def judge_sums(stage: Stage, state: State) -> None:
     In evaluation mode, without dropout; on average, as a model may be random even then.
     """
     wanted = f"the same within {ADDS_UP:.0%}"
-    settings = state.config.train
-    size = min(settings.micro_batch_size, settings.global_batch_size)
+    size = min(state.config.train.micro_batch_size, state.config.train.global_batch_size)
     if size == 1:
         stage.check("adds_up", None, measured="one sample cannot be divided", wanted=wanted)
         return
@@ -153,7 +151,7 @@ def judge_sums(stage: Stage, state: State) -> None:
     drawn, names = evaluate(state, parts, DRAWS)
     state.module.train()
     scale = drawn.abs().amax((0, 1)).clamp(min=1e-12)
-    error = ((drawn[:, 1] + drawn[:, 2] - drawn[:, 0]) / scale).std(0) / math.sqrt(DRAWS)
+    error = ((drawn[:, 1] + drawn[:, 2] - drawn[:, 0]) / scale).std(0) / DRAWS**0.5
     if error.max() > ADDS_UP / 100:
         wanted += f", and 4 standard errors of {DRAWS} draws of its random numbers"
     limit, (whole, one, two) = ADDS_UP + 4 * error, drawn.mean(0)
@@ -171,9 +169,7 @@ def judge_sums(stage: Stage, state: State) -> None:
     stage.check("adds_up", passed, measured=measured, wanted=wanted, advice=advice)
 
 
-def evaluate(
-    state: State, batches: list[tuple[int, slice]], draws: int = 1
-) -> tuple[Tensor, list[str]]:
+def evaluate(state: State, batches: list[Batch], draws: int = 1) -> tuple[torch.Tensor, list[str]]:
     """Sums and counts of batches [draws, batches, names], and their names; draws are seeded.
 
     A batch is a slice of a step's global batch.
