@@ -544,6 +544,27 @@ def test_infer_and_the_workflow_can_be_deleted(tmp_path: Path) -> None:
     assert "1 passed" in output and "1 skipped" in output, output
 
 
+def test_a_step_that_does_not_fit_says_what_would(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU torch raises no such error: a step does in its place."""
+    shown = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.02 GiB free."
+    broken = f"""
+import torch, {HERE}.model
+from {HERE} import __main__, errors, train
+def step(*given):
+    raise torch.OutOfMemoryError({shown!r})
+train.train_step = step
+raise SystemExit(errors.exit_code(lambda: __main__.dispatch({["train", *TINY, "--name", "oom"]})))
+"""
+    command = f"python -m {HERE} fit"
+    (line,) = told(project.folder, sys.executable, "-c", broken, code=1)[-1:]
+    assert line.startswith(f"error: {shown[:-1]}. Try --train.activation-checkpointing")
+    assert line.endswith(f"(`{command}` says what fits)")
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # without these stages
+    assert command not in project.module("errors")._in_one_line(torch.OutOfMemoryError(shown))
+
+
 def test_launched_ranks_refuse_in_one_line(project: Project) -> None:
     launch = ("bash", "launch.sh", "-n", "2", "train", "--preset", "tiny", "--device", "cpu")
     lines = told(project.folder, *launch, "--data.path", "nowhere", code=2)

@@ -25,7 +25,7 @@ from ..train import State, setup
 from .chain import advise
 from .interleaved import median_interval
 from .processes import free_host_memory, most_ranks, named, refusal, run_task
-from .stage import Stage, StageConfig
+from .stage import PACKAGE, Stage, StageConfig
 from .timing import differences, peak_memory, record_steps
 
 TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}  # relative
@@ -34,7 +34,7 @@ LEAST_WEAK = 0.8  # efficiency, between GPUs of one machine
 TIMEOUT = 3600.0  # seconds for one number of processes
 COMPARED = 12  # steps whose losses are compared
 TIMED, SECONDS = 30, 3.0  # timed steps, and seconds for them where steps are slow
-LESS_MEMORY = "--train.activation-checkpointing, a smaller --train.micro-batch-size or fewer layers"
+LESS_MEMORY = f"what `python -m {PACKAGE} fit` finds to fit, on these or other GPUs; or fewer layers"
 WHAT_RANKS_SHARE = (
     "for more work between synchronisations raise --train.global-batch-size and micro-batch-size; "
     "check the GPUs' links (nvidia-smi topo -m), --train.loader-workers and the host's cores"
@@ -61,7 +61,7 @@ def measure(config: StageConfig) -> int:
         for name in ("same_losses", "strong_efficiency", "weak_efficiency", "memory"):
             stage.check(name, None, measured=failed, wanted="measured")
         needs_fsdp = f"A model that no device can hold needs FSDP: {change_to('FSDP')}"
-        advise(stage, f"measure with {LESS_MEMORY}. {needs_fsdp}")
+        advise(stage, f"try {LESS_MEMORY}. {needs_fsdp}")
         return stage.close()
     if most > 1:
         print("     this does not predict scaling across machines, whose network is slower")

@@ -76,6 +76,11 @@ def _in_one_line(error: Exception) -> str:
         return f"error: {text}"
     if "RANK" in os.environ and "gloo" in text and "by peer" in text:
         return "error: this rank cannot continue, since another one is gone"
+    if type(error).__name__ == "OutOfMemoryError":  # torch's
+        ways = "--train.activation-checkpointing or a smaller --train.micro-batch-size"
+        if (Path(__file__).parent / "workflow/fit.py").exists():
+            ways += f" (`python -m {__package__} fit` says what fits)"
+        return f"error: {text.rstrip('.')}. Try {ways}"
     return ""
 
 
