@@ -1,8 +1,8 @@
-"""Host memory that the ranks of one machine need to begin, under FSDP.
+"""Host memory and time that the ranks of one machine need to begin, under FSDP.
 
 python -m benchmarks.sharded_start [--smoke]
 
-What each rank holds at most while `setup` builds a model of 151 million parameters (604 MB), beyond
+What each rank holds at most, and the seconds of the slowest rank, while `setup` builds a model of 151 million parameters (604 MB), beyond
 what it held before. As rendered, no rank builds the whole model; *whole on each rank* is how FSDP
 usually begins. All figures are of a CPU, where a rank's shards stay in host memory.
 """
@@ -14,6 +14,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,15 @@ def as_rank(folder: Path, way: str, smoke: bool) -> None:
     world = train.join(settings.parallel, "cpu")
     if way != WAYS[0]:
         train.parallel.build = lambda make, world: make()
-    before = resident()
+    before, began = resident(), time.perf_counter()
     train.setup(settings, world)
-    (folder / f"{world.rank}.json").write_text(json.dumps(resident() - before))
+    found = (resident() - before) / 1e6, time.perf_counter() - began
+    (folder / f"{world.rank}.json").write_text(json.dumps(found))
     train.leave(world)
 
 
-def start(folder: Path, source: Path, ranks: int, way: str, smoke: bool) -> list[float]:
-    """The megabytes of each rank of one start."""
+def start(folder: Path, source: Path, ranks: int, way: str, smoke: bool) -> Any:
+    """The megabytes of each rank of one start, and the seconds of each."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), "-m", "benchmarks.sharded_start"]
     command += ["--as-rank", str(folder), "--way", way, *["--smoke"] * smoke]
@@ -57,7 +59,8 @@ def start(folder: Path, source: Path, ranks: int, way: str, smoke: bool) -> list
     done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
-    return [json.loads((folder / f"{rank}.json").read_text()) / 1e6 for rank in range(ranks)]
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    return zip(*found, strict=True)
 
 
 def measure(folder: Path, smoke: bool) -> dict[str, Any]:
@@ -66,14 +69,18 @@ def measure(folder: Path, smoke: bool) -> dict[str, Any]:
     for _ in range(1 if smoke else 3):
         for ranks in (2,) if smoke else (1, 2, 4):
             for way in WAYS:
-                each = start(folder, source, ranks, way, smoke)
+                each, seconds = start(folder, source, ranks, way, smoke)
                 label = f"{ranks} rank{'s' * (ranks > 1)}, {way}"
                 found.setdefault(f"{label}: together", []).append(sum(each))
                 if ranks > 1:
                     found.setdefault(f"{label}: the largest", []).append(max(each))
+                found.setdefault(f"{label}: seconds", []).append(max(seconds))
     return {
         "settings": {"layers": SIZES[smoke][0], "width": SIZES[smoke][1]},
-        "series": {name: series(values, "MB") for name, values in found.items()},
+        "series": {
+            name: series(values, "s" if name.endswith("seconds") else "MB")
+            for name, values in found.items()
+        },
     }
 
 

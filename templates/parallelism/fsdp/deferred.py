@@ -5,6 +5,7 @@ are the same. The values of a part come from what was done with it, done again w
 numbers. The idea is torchdistX's: deferred initialization.
 """
 
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 SMALL = 4096  # elements: what is made with fewer has memory, for code that reads its values
 FILLS = ("aten::zero_", "aten::fill_", "aten::copy_")
 Memory = dict[int, torch.UntypedStorage]  # by the storages of fake tensors
+# By `copy.deepcopy`, which is right all the same.
+warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
 
 
 class Call(NamedTuple):
@@ -55,6 +58,7 @@ class Deferred(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.fake, self.calls = FakeTensorMode(allow_non_fake_inputs=True), list[Call]()
+        self.scratch = torch.UntypedStorage(0)  # kept: what malloc gets back in between stays in it
 
     def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given, named = tensors(args, kwargs), kwargs or {}
@@ -78,7 +82,10 @@ class Deferred(TorchDispatchMode):
             noted, results = tree_map_only(Tensor, as_it_is, ((args, named), result))
             self.calls.append(Call(call, noted, tensors(results), drew_from))
             if draws:
-                self.calls[-1].run({})
+                size = result.untyped_storage().nbytes()
+                if size > self.scratch.nbytes():
+                    self.scratch = torch.UntypedStorage(size)
+                self.calls[-1].run({key(result): self.scratch})
         return result
 
     def values(self, wanted: list[Tensor]) -> list[Tensor]:
@@ -117,7 +124,10 @@ def key(tensor: Tensor) -> int:
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
-    """A tensor that stays as it is, when the given one gets another form or, if small, values."""
+    """A tensor that stays as it is, when the given one gets another form or, if small, values.
+
+    A large one with memory, as of a file, must not change: to copy all may take too much.
+    """
     if isinstance(tensor, FakeTensor):
         return tensor.detach()
     return tensor.clone() if tensor.numel() < SMALL else tensor

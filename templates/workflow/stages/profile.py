@@ -176,7 +176,7 @@ def judge_steps(stage: Stage, device: torch.device, ranks: list[Breakdown], usua
 def compare_ranks(stage: Stage, ranks: list[Breakdown], slowest: int) -> None:
     """Say how much of the communication is waiting for the slowest rank."""
     seconds = np.stack([rank.seconds for rank in ranks])
-    # Of all steps together, since a GPU's steps do not end where the host's do.
+    # All steps are summed, since a GPU's steps do not end where the host's do.
     exposed = seconds[:, :, PARTS.index("communication")].sum(axis=1)
     waiting = float((exposed - exposed.min()).sum() / seconds.sum())
     stage.figures |= {"ranks": [rank.shares for rank in ranks], "waiting_for_ranks": waiting}

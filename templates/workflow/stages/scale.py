@@ -34,7 +34,9 @@ LEAST_WEAK = 0.8  # efficiency, between GPUs of one machine
 TIMEOUT = 3600.0  # seconds for one number of processes
 COMPARED = 12  # steps whose losses are compared
 TIMED, SECONDS = 30, 3.0  # timed steps, and seconds for them where steps are slow
-LESS_MEMORY = f"what `python -m {PACKAGE} fit` finds to fit, on these or other GPUs; or fewer layers"
+LESS_MEMORY = (
+    f"what `python -m {PACKAGE} fit` finds to fit, on these or other GPUs; or fewer layers"
+)
 WHAT_RANKS_SHARE = (
     "for more work between synchronisations raise --train.global-batch-size and micro-batch-size; "
     "check the GPUs' links (nvidia-smi topo -m), --train.loader-workers and the host's cores"

@@ -1,0 +1,240 @@
+"""A model built without memory gets, part by part, the values that it would have been built with.
+
+On two ranks, with FSDP: tests/cluster/test_hybrid.py.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tests.conftest import Project, project_fixture
+
+project = project_fixture("deferred", parallelism="fsdp")
+
+
+@pytest.fixture
+def small(project: Project, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module, in which next to nothing is small enough to be made at once."""
+    module = project.module("distributed.deferred")
+    monkeypatch.setattr(module, "SMALL", 2)
+    yield module
+
+
+def held(model: nn.Module) -> dict[str, Tensor]:
+    """All tensors of a model by name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def same(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether two tensors have the same form and bits."""
+    forms = [(t.shape, t.stride(), t.dtype, t.requires_grad) for t in (ours, theirs)]
+    bits = [t.detach().contiguous().view(-1).view(torch.uint8) for t in (ours, theirs)]
+    return forms[0][:3] == forms[1][:3] and torch.equal(*bits)
+
+
+def check(module: Any, make: Callable[[], nn.Module], deferred: int = 1) -> None:
+    """Each tensor alone, and all together, are as if the model had been built at once."""
+    torch.manual_seed(1)
+    expected, state = make(), torch.get_rng_state()
+    torch.manual_seed(1)
+    with module.Deferred() as mode:
+        model = make()
+    assert torch.equal(torch.get_rng_state(), state), "what is drawn next differs"
+    wanted, found = held(expected), held(model)
+    assert wanted.keys() == found.keys()
+    assert sum(isinstance(t, FakeTensor) for t in found.values()) >= deferred
+    together = mode.values([*found.values()])
+    for (name, tensor), values in zip(found.items(), together, strict=True):
+        assert tensor.device.type == "cpu" and tensor.requires_grad == wanted[name].requires_grad
+        for each in (values, *mode.values([tensor])):
+            assert not isinstance(each, FakeTensor) and same(each, wanted[name]), name
+    assert torch.equal(torch.get_rng_state(), state), "values are not drawn from the run's numbers"
+
+
+class Sines(nn.Module):
+    """Tables, as of positions and masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        places = torch.arange(0, 64).unsqueeze(1).float()
+        turns = torch.exp(torch.arange(0, 16, 2).float() * (-math.log(1e4) / 16))
+        table = torch.zeros(64, 16)
+        table[:, 0::2], table[:, 1::2] = torch.sin(places * turns), torch.cos(places * turns)
+        self.register_buffer("table", table)
+        self.register_buffer("mask", torch.full((9, 9), float("-inf")).triu(1), persistent=False)
+        self.register_buffer("row", table[3])
+        self.register_buffer("wide", torch.rand(3, 1).expand(3, 4))
+
+
+def drawn_twice() -> nn.Module:
+    """The first draw is used, and then drawn over."""
+    model = nn.Linear(9, 9)
+    first = model.weight.clone()
+    nn.init.normal_(model.weight, std=0.02)
+    model.more = nn.Parameter(first.detach() + model.weight.detach(), requires_grad=False)
+    return model
+
+
+def truncated() -> nn.Module:
+    """Draws by rejection, in which values are read; from a generator of its own, too."""
+    model, own = nn.Linear(30, 30), torch.Generator().manual_seed(4)
+    nn.init.trunc_normal_(model.weight, std=1.0)
+    nn.init.trunc_normal_(model.bias, std=0.02, a=-0.01, b=0.01)
+    model.other = nn.Parameter(torch.rand(20, 20, generator=own))
+    nn.init.trunc_normal_(model.other, generator=own)
+    model.last = nn.Parameter(torch.rand(5, generator=own))
+    return model
+
+
+def swapped() -> nn.Module:
+    """Tensors whose data becomes another's."""
+    model = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9))
+    nn.init.orthogonal_(model[0].weight)
+    model[0].weight.data = model[0].weight.data.t()
+    model[1].weight.data.normal_(0, 0.02)
+    return model.bfloat16()
+
+
+def from_numpy() -> nn.Module:
+    """Values from outside of torch; small ones may be changed after they are used."""
+    model, values = nn.Linear(9, 9), torch.from_numpy(np.random.default_rng(0).normal(size=(9, 9)))
+    factor = torch.tensor(0.5)
+    model.weight.data.copy_(values).mul_(factor)
+    factor.zero_()
+    return model
+
+
+def deep() -> nn.Module:
+    """A rate for each layer, read from a tensor, as vision transformers have it."""
+    rates = [rate.item() for rate in torch.linspace(0, 0.1, 6)]
+    layers = [nn.Sequential(nn.Linear(9, 9), nn.Dropout(rate)) for rate in rates]
+    assert layers[-1][1].p == pytest.approx(0.1)
+    return nn.Sequential(*layers, copy.deepcopy(layers[0]))
+
+
+def channels_last() -> nn.Module:
+    """Convolutions in another order of memory."""
+    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16))
+    nn.init.kaiming_normal_(model[0].weight, mode="fan_out")
+    return model.to(memory_format=torch.channels_last)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tables": Sines,
+    "drawn_twice": drawn_twice,
+    "truncated": truncated,
+    "swapped": swapped,
+    "from_numpy": from_numpy,
+    "deep": deep,
+    "channels_last": channels_last,
+    "transformer": lambda: nn.Transformer(16, 2, 2, 2, 32, batch_first=True),
+    "recurrent": lambda: nn.LSTM(6, 4, 2),
+    "embedding": lambda: nn.Embedding(40, 8, padding_idx=3),
+    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(9, 9)),
+    "double": lambda: nn.Linear(9, 9).double(),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_values_are_those_of_a_model_that_is_built_at_once(small: Any, name: str) -> None:
+    check(small, MODELS[name])
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Bert"])
+def test_models_of_transformers(project: Project, kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
+    config = getattr(transformers, f"{kind}Config")(
+        **sizes, bos_token_id=1, eos_token_id=2, pad_token_id=3
+    )
+    make = lambda: transformers.AutoModel.from_config(config)  # noqa: E731
+    check(project.module("distributed.deferred"), make, 10)
+
+
+def test_the_projects_own_model(project: Project, small: Any) -> None:
+    config = project.config()
+    spec = project.module("train").build_datasets(config)[2]
+    check(small, lambda: project.module("model").build_model(config, spec))
+
+
+STEPS: dict[str, Callable[[list[Tensor], int, int], Any]] = {
+    "make": lambda held, i, j: held.append(torch.rand(4, 5)),
+    "empty": lambda held, i, j: held.append(torch.empty(5, 4).normal_()),
+    "copy": lambda held, i, j: held.append(held[i].clone()),
+    "like": lambda held, i, j: held.append(torch.randn_like(held[i])),
+    "view": lambda held, i, j: held.append(held[i].view(-1)[j:].view(1, -1)),
+    "turn": lambda held, i, j: held.append(held[i].t()),
+    "draw": lambda held, i, j: held[i].normal_(j, 2.0),
+    "draw_half": lambda held, i, j: held[i][: len(held[i]) // 2].uniform_(-1, 1),
+    "fill": lambda held, i, j: held[i].fill_(j),
+    "scale": lambda held, i, j: held[i].mul_(0.5),
+    "add": lambda held, i, j: held[i].add_(held[j % len(held)].sum()),
+    "replace": lambda held, i, j: held[i].copy_(held[j % len(held)].mean()),
+    "permute": lambda held, i, j: held.append(held[i][torch.randperm(len(held[i]))]),
+    "read": lambda held, i, j: held[i].mul_(1 + round(held[j % len(held)].sum().item(), 2)),
+    "multiply": lambda held, i, j: held.append(held[i] @ held[i].t()),
+}
+
+
+@given(steps=st.lists(st.tuples(st.sampled_from([*STEPS]), st.integers(0, 9), st.integers(0, 3))))
+def test_values_follow_whatever_is_done(
+    project: Project, steps: list[tuple[str, int, int]]
+) -> None:
+    module = project.module("distributed.deferred")
+
+    def make() -> nn.Module:
+        model, tensors = nn.Module(), [torch.randn(4, 5)]
+        for name, i, j in steps:
+            i %= len(tensors)
+            if name != "view" or tensors[i].is_contiguous():
+                STEPS[name](tensors, i, j)
+        for place, tensor in enumerate(tensors):
+            model.register_buffer(f"t{place}", tensor)
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SMALL", 2)
+        check(module, make)
+
+
+def test_only_what_a_part_depends_on_is_done_again(project: Project) -> None:
+    """And a first draw that is drawn over is not."""
+    module = project.module("distributed.deferred")
+    with module.Deferred() as mode:
+        layers = [nn.Linear(99, 99, bias=False) for _ in range(4)]
+        for layer in layers:
+            nn.init.normal_(layer.weight)
+    ran = list[str]()
+
+    def run(call: Any, memory: Any, real: Any = module.Call.run) -> None:
+        ran.append(call.operator.__name__)
+        real(call, memory)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.Call, "run", run)
+        mode.values([layers[2].weight])
+    assert ran == ["normal_.default"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(99, 99).nonzero(),
+        lambda: torch.empty(99, 99).set_(torch.ones(99, 99)),
+        lambda: torch.multinomial(torch.ones(99, 99), 3),
+    ],
+)
+def test_what_cannot_be_done_later_is_refused(project: Project, make: Callable[[], Any]) -> None:
+    """Where `build` then builds at once."""
+    mode = project.module("distributed.deferred").Deferred()
+    with pytest.raises(Exception, match=r"nonzero|set_|multinomial"), mode:
+        make()
