@@ -153,7 +153,7 @@ def sharded_start(found: Series) -> list[str]:
     ours, whole = (found[f"4 ranks, {way}: together"]["median"] for way in WAYS)
     return [
         f"- The host memory that 4 ranks of FSDP begin with: {_number(ours)} MB together, where "
-        f"{_number(whole)} MB are needed if each builds the whole model of 604 MB."
+        f"{_number(whole)} MB are needed if each builds the whole model of 1,208 MB."
     ]
 
 

@@ -2,9 +2,10 @@
 
 python -m benchmarks.sharded_start [--smoke]
 
-What each rank holds at most, and the seconds of the slowest rank, while `setup` builds a model of 151 million parameters (604 MB), beyond
-what it held before. As rendered, no rank builds the whole model; *whole on each rank* is how FSDP
-usually begins. All figures are of a CPU, where a rank's shards stay in host memory.
+What each rank holds at most while `setup` builds a model of 302 million parameters (1.2 GB), beyond
+what it held before, and the seconds of the slowest rank. As rendered, no rank builds the whole
+model; *whole on each rank* is how FSDP usually begins. All figures are of a CPU, where a rank's
+shards stay in host memory, too.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from typing import Any
 
 from .common import PACKAGE, ROOT, benchmark, beside_own_packages, render, series
 
-SIZES = {False: (12, 1024), True: (2, 64)}  # layers and width
+SIZES = {False: (6, 2048), True: (2, 64)}  # layers and width
 WAYS = ("as rendered", "whole on each rank")
 
 

@@ -113,6 +113,15 @@ def from_numpy() -> nn.Module:
     return model
 
 
+def in_double() -> nn.Module:
+    """Made while another dtype is the default."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        return nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9, bias=False))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def deep() -> nn.Module:
     """A rate for each layer, read from a tensor, as vision transformers have it."""
     rates = [rate.item() for rate in torch.linspace(0, 0.1, 6)]
@@ -134,6 +143,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "truncated": truncated,
     "swapped": swapped,
     "from_numpy": from_numpy,
+    "in_double": in_double,
     "deep": deep,
     "channels_last": channels_last,
     "transformer": lambda: nn.Transformer(16, 2, 2, 2, 32, batch_first=True),
@@ -181,6 +191,9 @@ STEPS: dict[str, Callable[[list[Tensor], int, int], Any]] = {
     "replace": lambda held, i, j: held[i].copy_(held[j % len(held)].mean()),
     "permute": lambda held, i, j: held.append(held[i][torch.randperm(len(held[i]))]),
     "read": lambda held, i, j: held[i].mul_(1 + round(held[j % len(held)].sum().item(), 2)),
+    "small": lambda held, i, j: held.append(torch.rand(1, 5)),
+    "into_small": lambda held, i, j: held[i].view(-1)[:1].copy_(held[j % len(held)].sum()),
+    "out": lambda held, i, j: torch.neg(held[i].clone(), out=held[i]),
     "multiply": lambda held, i, j: held.append(held[i] @ held[i].t()),
 }
 
@@ -202,7 +215,7 @@ def test_values_follow_whatever_is_done(
         return model
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SMALL", 2)
+        patch.setattr(module, "SMALL", 6)
         check(module, make)
 
 

@@ -214,14 +214,14 @@ def test_an_operator_takes_as_long_as_its_flops_or_its_bytes(language: Project) 
     a, b = torch.ones(64, 32), torch.ones(32, 16)
     with meter, meter.annotated("forward"):
         a @ b
-    assert meter.total("flops") == 2 * 64 * 32 * 16
-    assert meter.total("eager") == meter.total("compiled") == pytest.approx(65536 / 1e9)
+    assert meter.cost["flops"] == 2 * 64 * 32 * 16
+    assert meter.cost["eager"] == meter.cost["compiled"] == pytest.approx(65536 / 1e9)
     meter.begin(3)  # three micro-batches like this one
     with meter, meter.annotated("backward"):
         torch.add(a, a, out=torch.empty(64, 32))
     read_and_written = 2 * a.nbytes  # the same tensor twice is read once
-    assert meter.total("compiled") == 0
-    assert meter.total("eager") == pytest.approx(3 * (read_and_written + a.nbytes) / 1e12)
+    assert meter.cost["compiled"] == 0
+    assert meter.cost["eager"] == pytest.approx(3 * (read_and_written + a.nbytes) / 1e12)
 
 
 class Held:
@@ -256,7 +256,7 @@ def test_of_the_data_a_gpu_has_the_batch(
 def test_a_step_has_as_many_flops_in_micro_batches_of_any_size(language: Project) -> None:
     module, changes = language.module("workflow.fit"), {"train.global_batch_size": 12}
     meter = module.Meter(1e12, 1e12)
-    totals = [meter.total("flops") for _ in module.measure(config_of(language, **changes), meter)]
+    totals = [meter.cost["flops"] for _ in module.measure(config_of(language, **changes), meter)]
     assert len(totals) == 5 and totals == pytest.approx(totals[:1] * 5)
 
 

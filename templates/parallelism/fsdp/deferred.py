@@ -28,16 +28,9 @@ class Call(NamedTuple):
     given: Any
     results: list[Tensor]
     drew_from: tuple[torch.Generator, Tensor] | None
-
-    def changed(self) -> set[int]:
-        """The storages that it may have written."""
-        return storages(self.results, self.given if self.operator._schema.is_mutable else ())
-
-    def fills(self, target: Tensor) -> bool:
-        """Whether it wrote all of a storage, that of its target, and read nothing of it."""
-        schema = self.operator._schema
-        whole = target.nbytes == target.untyped_storage().nbytes()
-        return whole and schema.is_mutable and bool(self.drew_from or schema.name in FILLS)
+    changed: set[int]  # storages that it may have written
+    filled: set[int]  # those of which nothing is left that was there before
+    read: set[int]
 
     def run(self, memory: Memory) -> None:
         """Compute the results from what is in the memory, and put them there."""
@@ -61,43 +54,58 @@ class Deferred(TorchDispatchMode):
         self.scratch = torch.UntypedStorage(0)  # kept: what malloc gets back in between stays in it
 
     def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given, named = tensors(args, kwargs), kwargs or {}
-        makes = not given and any(each.name == "device" for each in call._schema.arguments)
-        if not makes and not any(isinstance(each, FakeTensor) for each in given):
+        named, taken = dict(kwargs or {}), call._schema.arguments
+        given = tensors(args, named)
+        makes = not given and any(each.name == "device" for each in taken)
+        if not makes and not storages(given):
             return call(*args, **named)
-        if call is torch.ops.aten._local_scalar_dense.default:  # as by `item`
-            return self.values(given)[0].item()
+        by_name = dict(zip((each.name for each in taken), args, strict=False)) | named
+        changes = [each.name for each in taken if each.alias_info and each.alias_info.is_write]
+        written = tensors([by_name.get(name) for name in changes])
+        if call is torch.ops.aten._local_scalar_dense.default or (
+            written and not storages(written)
+        ):  # as by `item`, or into a tensor that has memory: what this needs is computed now
+            now = tree_map_only(FakeTensor, lambda each: self.values([each])[0], (args, named))
+            return call(*now[0], **now[1])
         draws = torch.Tag.nondeterministic_seeded in call.tags
+        by_value = draws and len(given) > len(written) and "_like" not in str(call)
         where = torch.device(named.get("device") or "cpu").type
-        by_value = draws and len(given) > call._schema.is_mutable and "_like" not in str(call)
-        if where != "cpu" or by_value or torch.Tag.inplace_view in call.tags:
+        several = len(written) > 1  # of which some may have memory
+        if where != "cpu" or by_value or several or torch.Tag.inplace_view in call.tags:
             raise RuntimeError(f"{call} ({where}) cannot be done later")
         with self.fake:
             result = call(*args, **named)
         if makes and result.numel() < SMALL:
             return call(*args, **named)
+        if makes:
+            named["dtype"] = result.dtype  # the default may be another one later
         if not call.is_view:
-            generator = named.get("generator") or torch.default_generator
-            drew_from = (generator, generator.get_state()) if draws else None
-            noted, results = tree_map_only(Tensor, as_it_is, ((args, named), result))
-            self.calls.append(Call(call, noted, tensors(results), drew_from))
-            if draws:
-                size = result.untyped_storage().nbytes()
-                if size > self.scratch.nbytes():
-                    self.scratch = torch.UntypedStorage(size)
-                self.calls[-1].run({key(result): self.scratch})
+            self.note(call, (args, named), result, written, draws)
         return result
+
+    def note(self, call: Any, given: Any, result: Any, written: list[Tensor], draws: bool) -> None:
+        """Note a call; draw what it draws, and let that go."""
+        generator = given[1].get("generator") or torch.default_generator
+        drew_from = (generator, generator.get_state()) if draws else None
+        whole = any(each.nbytes == each.untyped_storage().nbytes() for each in written)
+        filled = written if whole and (draws or call._schema.name in FILLS) else []
+        read = [each for each in tensors(given) if not filled or each is not filled[0]]
+        noted, results = tree_map_only(Tensor, as_it_is, (given, result))
+        touched = storages(results, written), storages(filled), storages(read)
+        self.calls.append(Call(call, noted, tensors(results), drew_from, *touched))
+        if draws:
+            size = result.untyped_storage().nbytes()
+            if size > self.scratch.nbytes():
+                self.scratch = torch.UntypedStorage(size)
+            self.calls[-1].run({key(result): self.scratch})
 
     def values(self, wanted: list[Tensor]) -> list[Tensor]:
         """The tensors with their values, computed from what they depend on, and nothing else."""
         keys, chosen, memory = storages(wanted), list[Call](), Memory()
         for call in reversed(self.calls):
-            if keys & call.changed():
+            if keys & call.changed:
                 chosen.append(call)
-                read = tensors(call.given)
-                if read and call.fills(read[0]):
-                    keys -= storages(read.pop(0))  # whatever it was before
-                keys |= storages(read)
+                keys = keys - call.filled | call.read
         generators = {call.drew_from[0] for call in chosen if call.drew_from}
         states = [(generator, generator.get_state()) for generator in generators]
         with torch.no_grad():

@@ -73,6 +73,7 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
         for leaf in tree_leaves([[*vars(module).values()] for module in model.modules()]):
             if isinstance(leaf, FakeTensor) and id(leaf) not in known:
                 raise TypeError("a module holds a tensor that is no parameter or buffer")
+        del deferred.scratch  # nothing is drawn any more
         DEFERRED[model] = deferred
         return model
     except Exception as error:  # of the user's code, whatever it is

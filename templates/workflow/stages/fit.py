@@ -102,7 +102,8 @@ class Meter(TorchDispatchMode):
     def begin(self, times: float) -> None:
         """Start a new count, of a step with so many `times` the micro-batches that are taken."""
         self.peak, self.when, self.times = self.now, "", times
-        self.cost: Any = defaultdict(float)  # by its kind and the part of the step
+        # Costs of the whole step: "flops", "sent" bytes, and seconds, "eager" and "compiled".
+        self.cost: Any = defaultdict(float)
 
     def __torch_dispatch__(self, call: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         if call is torch.ops.prim.device.default:  # asked for all the time
@@ -114,21 +115,22 @@ class Meter(TorchDispatchMode):
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values()
         for tensor in tensors:
             self.hold(tensor.untyped_storage())
+        times = 1 if self.part == "optimizer" else self.times
         if "c10d" in call.namespace:
             # By rings: the larger side once, all that is reduced for all ranks twice. FSDP reduces
             # gradients once in a step, or after each micro-batch.
-            part = "optimizer" if "reduce_scatter" in str(call) and not self.each else self.part
+            times = 1 if "reduce_scatter" in str(call) and not self.each else times
             sent = max((tensor.nbytes for tensor in tensors), default=0)
-            self.cost["sent", part] += sent * (2 if re.search("all_?reduce", str(call)) else 1)
+            self.cost["sent"] += times * sent * (2 if re.search("all_?reduce", str(call)) else 1)
         elif not call.is_view:
             count = flop_registry.get(call._overloadpacket)
             flops = count(*given, **(named or {}), out_val=result) if count else 0
             seconds = max(flops / self.speed[0], sum(t.nbytes for t in tensors) / self.speed[1])
-            self.cost["eager", self.part] += seconds
+            self.cost["eager"] += times * seconds
             if self.part != "optimizer":
-                self.cost["flops", self.part] += flops
+                self.cost["flops"] += times * flops
             if flops or self.part == "optimizer":
-                self.cost["compiled", self.part] += seconds
+                self.cost["compiled"] += times * seconds
         return result
 
     def hold(self, storage: Any) -> None:
@@ -151,18 +153,12 @@ class Meter(TorchDispatchMode):
         yield
         self.part = "optimizer"
 
-    def total(self, kind: str) -> float:
-        """The cost of the step: "flops", and seconds, "eager" and "compiled"."""
-        costs = ((part, value) for (name, part), value in self.cost.items() if name == kind)
-        return sum(value * (1 if part == "optimizer" else self.times) for part, value in costs)
-
 
 @contextlib.contextmanager
 def one_rank(config: FitConfig, meter: Meter) -> Iterator[loop.State]:
     """The state of a rank. In the block tensors are fake, and ranks need not agree on anything."""
     sharded = parallel.SHARDED and config.ranks > 1
-    several: Any = {"size": config.ranks, "distributed": True} if sharded else {"size": 1}
-    world = World(rank=0, device=torch.device("cpu"), **several)
+    world = World(0, config.ranks if sharded else 1, torch.device("cpu"), distributed=sharded)
     data, resize = loop.build_datasets(config), torch.UntypedStorage.resize_
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
@@ -226,7 +222,7 @@ def parts_of(meter: Meter, state: loop.State) -> str:
 def sent_by(meter: Meter, state: loop.State) -> float:
     """Bytes that a rank sends in a step: DDP's gradients, by their size, or what FSDP exchanges."""
     gradients = sum(p.nbytes for p in state.model.parameters() if p.requires_grad)
-    both_ways = meter.total("sent") if state.world.size > 1 else 2 * gradients
+    both_ways = meter.cost["sent"] if state.world.size > 1 else 2 * gradients
     return both_ways * (1 - 1 / cast(FitConfig, state.config).ranks)
 
 
@@ -253,8 +249,8 @@ def fit(config: FitConfig, arguments: list[str]) -> int:
             meter = Meter(flops, bandwidth)
             change = {"train.activation_checkpointing": recompute}
             for size, state in measure(override(config, change), meter):
-                of_sample = of_sample or meter.total("flops") / batch  # without what is recomputed
-                pace = [batch / meter.total(kind) for kind in ("eager", "compiled")]
+                of_sample = of_sample or meter.cost["flops"] / batch  # without what is recomputed
+                pace = [batch / meter.cost[kind] for kind in ("eager", "compiled")]
                 fits = meter.peak <= ROOM * memory
                 last = parts_of(meter, state), sent_by(meter, state)
                 rows.append((fits, pace, size, recompute, last))
