@@ -172,8 +172,17 @@ def test_models_of_transformers(project: Project, kind: str) -> None:
 
 def test_the_projects_own_model(project: Project, small: Any) -> None:
     config = project.config()
-    spec = project.module("train").build_datasets(config)[2]
-    check(small, lambda: project.module("model").build_model(config, spec))
+    data, _, spec = project.module("train").build_datasets(config)
+    own = project.module("model")
+    check(small, lambda: own.build_model(config, spec))
+    batch = data.__getitems__([0])  # `setup` counts its operations before the model is sharded
+    with small.Deferred():
+        model = own.build_model(config, spec)
+    counted = [
+        project.module("run.hardware").forward_flops(each, own.compute_loss, batch)
+        for each in (own.build_model(config, spec), model)
+    ]
+    assert counted[0] == counted[1] > 0
 
 
 STEPS: dict[str, Callable[[list[Tensor], int, int], Any]] = {
