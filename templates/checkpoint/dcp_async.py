@@ -52,9 +52,9 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch
 class Writer:
     """Saves in the background; `save` returns before the checkpoint is published.
 
-    The host buffers (pinned for CUDA) are made before the second step and live as long as the run:
-    the first touch of fresh memory costs fifty times the copy. On a CPU the thread copies; on CUDA
-    the copies are queued at once, on a stream of their own.
+    The host buffers (pinned for CUDA) are allocated in the second step and live as long as the
+    run: the first touch of fresh memory costs fifty times the copy. On a CPU the thread copies; on
+    CUDA the copies are queued at once, on a stream of their own.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Writer:
 def in_blocks(tensors: Tensors, pinned: bool) -> Tensors:
     """Host tensors like these, in a few blocks of memory; the allocation of each takes long.
 
-    A pinned block gets the next power of two of bytes, so these have such sizes and are filled.
+    The pinned allocator rounds up to powers of two, so blocks have such sizes.
     """
     found: Tensors = {}
     left = sorted(tensors.items(), key=lambda item: -item[1].nbytes)

@@ -132,7 +132,7 @@ BREAKAGES = {
         "a copy in pageable memory",
     ),
     "pinned_memory_allocated_in_a_save": (
-        *(PLAIN, "checkpoint/checkpointer.py", "self.tensors if self.optimizer.state else dict"),
+        *(PLAIN, "checkpoint/checkpointer.py", "self.tensors if known else dict"),
         *("dict", "pinned"),
     ),
     "staging_blocks": (

@@ -9,7 +9,7 @@ import warnings
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 SMALL = 4096  # elements: what is made with fewer has memory, for code that reads its values
 FILLS = ("aten::zero_", "aten::fill_", "aten::copy_")
 Memory = dict[int, torch.UntypedStorage]  # by the storages of fake tensors
-# By `copy.deepcopy`, which is right all the same.
+# `copy.deepcopy` triggers this warning; the copy is right.
 warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
 
 
@@ -51,7 +51,8 @@ class Deferred(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.fake, self.calls = FakeTensorMode(allow_non_fake_inputs=True), list[Call]()
-        self.scratch = torch.UntypedStorage(0)  # kept: what malloc gets back in between stays in it
+        self.made, self.brought = set[int](), set[int]()  # storages, and addresses of large data
+        self.scratch = torch.UntypedStorage(0)  # kept: malloc would not return what each draw frees
 
     def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named, taken = dict(kwargs or {}), call._schema.arguments
@@ -59,6 +60,7 @@ class Deferred(TorchDispatchMode):
         makes = not given and any(each.name == "device" for each in taken)
         if not makes and not storages(given):
             return call(*args, **named)
+        self.check(given)
         by_name = dict(zip((each.name for each in taken), args, strict=False)) | named
         changes = [each.name for each in taken if each.alias_info and each.alias_info.is_write]
         written = tensors([by_name.get(name) for name in changes])
@@ -89,8 +91,15 @@ class Deferred(TorchDispatchMode):
         drew_from = (generator, generator.get_state()) if draws else None
         whole = any(each.nbytes == each.untyped_storage().nbytes() for each in written)
         filled = written if whole and (draws or call._schema.name in FILLS) else []
-        read = [each for each in tensors(given) if not filled or each is not filled[0]]
+        read = tensors(given)[len(filled) :]
+        brought = {
+            t.data_ptr() for t in read if not isinstance(t, FakeTensor) and t.numel() >= SMALL
+        }
+        if brought & self.brought:
+            raise RuntimeError("data is used again, which may have changed")
+        self.brought |= brought
         noted, results = tree_map_only(Tensor, as_it_is, (given, result))
+        self.made |= storages(results)
         touched = storages(results, written), storages(filled), storages(read)
         self.calls.append(Call(call, noted, tensors(results), drew_from, *touched))
         if draws:
@@ -98,6 +107,25 @@ class Deferred(TorchDispatchMode):
             if size > self.scratch.nbytes():
                 self.scratch = torch.UntypedStorage(size)
             self.calls[-1].run({key(result): self.scratch})
+
+    def check(self, given: list[Tensor]) -> None:
+        """RuntimeError for tensors that are not of this build, or that nothing vouches for."""
+        for each in given:
+            if isinstance(each, FakeTensor):
+                if key(each) not in self.made:
+                    raise RuntimeError("a tensor is of another build, or its data was set")
+            elif each.device.type == "meta":
+                raise RuntimeError("a tensor is on meta, or its data was set")
+
+    def settle(self, model: nn.Module) -> None:
+        """Check a model that was built in the block, and let go what only building needs."""
+        held = [*model.parameters(), *model.buffers()]
+        self.check(held)
+        known = {id(each) for each in held}
+        for leaf in tensors([[*vars(module).values()] for module in model.modules()]):
+            if isinstance(leaf, FakeTensor) and id(leaf) not in known:
+                raise RuntimeError("a module holds a tensor that is no parameter or buffer")
+        del self.scratch
 
     def values(self, wanted: list[Tensor]) -> list[Tensor]:
         """The tensors with their values, computed from what they depend on, and nothing else."""
@@ -128,14 +156,13 @@ def storages(*nested: Any) -> set[int]:
 
 def key(tensor: Tensor) -> int:
     """The identity of a storage."""
+    if tensor.is_conj() or tensor.is_neg():
+        raise RuntimeError("a conjugated tensor cannot be computed later")
     return tensor.untyped_storage()._cdata
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
-    """A tensor that stays as it is, when the given one gets another form or, if small, values.
-
-    A large one with memory, as of a file, must not change: to copy all may take too much.
-    """
+    """A snapshot: no later change of the form reaches it, nor of values, if it is small."""
     if isinstance(tensor, FakeTensor):
         return tensor.detach()
     return tensor.clone() if tensor.numel() < SMALL else tensor

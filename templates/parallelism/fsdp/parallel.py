@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_leaves
 
 from ..errors import RankError, UserError
 from ..files import fingerprint
@@ -69,11 +68,7 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
     try:
         with deferred:
             model = make()
-        known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        for leaf in tree_leaves([[*vars(module).values()] for module in model.modules()]):
-            if isinstance(leaf, FakeTensor) and id(leaf) not in known:
-                raise TypeError("a module holds a tensor that is no parameter or buffer")
-        del deferred.scratch  # nothing is drawn any more
+        deferred.settle(model)
         DEFERRED[model] = deferred
         return model
     except Exception as error:  # of the user's code, whatever it is
@@ -82,7 +77,10 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
                 "building without memory failed: each rank builds the whole model: %s", error
             )
     torch.set_rng_state(state)
-    return make()
+    model = make()
+    if any(isinstance(each, FakeTensor) for each in (*model.parameters(), *model.buffers())):
+        raise UserError("build_model (model.py) keeps tensors elsewhere: make them for each model")
+    return model
 
 
 def place(module: nn.Module, world: World, buffers: dict[Any, torch.Tensor], deferred: Any) -> None:
@@ -143,6 +141,8 @@ def wrap(
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     place(model, world, buffers, deferred)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    if deferred:  # else a tensor that was not found would make the whole forward fake
+        deferred.fake.allow_non_fake_inputs = False
     return model
 
 
@@ -216,19 +216,17 @@ def shard_like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Shard a full `source`, the same on all ranks, as `target` is sharded."""
     if not isinstance(target, DTensor):
         return source
-    mesh, placements = target.device_mesh, target.placements
-    return distribute_tensor(source, mesh, placements, src_data_rank=None)  # without sending it
+    # Without sending it: all ranks have it.
+    return distribute_tensor(source, target.device_mesh, target.placements, src_data_rank=None)
 
 
 def replicas(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
     """How many ranks hold the same part of a tensor as this one, and its index among them."""
     if not isinstance(tensor, DTensor):
         return size, rank
-    count, index = 1, 0
-    mesh = tensor.device_mesh
-    for length, mine, placement in zip(
-        mesh.shape, mesh.get_coordinate() or (), tensor.placements, strict=True
-    ):
+    count, index, mesh = 1, 0, tensor.device_mesh
+    axes = zip(mesh.shape, mesh.get_coordinate() or (), tensor.placements, strict=True)
+    for length, mine, placement in axes:
         if placement.is_replicate():
             count, index = count * length, index * length + mine
     return count, index

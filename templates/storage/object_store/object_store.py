@@ -30,10 +30,8 @@ PAUSES = (0.5, 2.0, 6.0, 15.0)  # seconds, at most, before each further attempt
 # A share of the time in which a run has to end: torchrun kills it after GRACE_SECONDS (launch.sh).
 # The rest is for saying what was saved.
 GRACE = 0.75 * int(os.environ.get("GRACE_SECONDS") or "120")
-LASTING = (
-    *(FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError),
-    *(TypeError, ValueError, LookupError, AttributeError, NotImplementedError, ImportError),
-)
+LASTING = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
+LASTING += (TypeError, ValueError, LookupError, AttributeError, NotImplementedError, ImportError)
 # botocore: errors that no pause mends, and the store's own checksum of an object.
 NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError")
 CHECKSUM = "FlexibleChecksumError"

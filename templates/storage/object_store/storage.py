@@ -30,20 +30,10 @@ from typing import Any
 from ..distributed import Group
 from ..errors import RankError, UserError
 from ..files import flatten
-from . import MANIFEST, CheckpointError, object_store, step_name
+from . import MANIFEST, CheckpointError, object_store, paths, step_name
 from .manifest import check_file, read_manifest, sealed
 from .object_store import RemotePath, check_address
-from .paths import (
-    DAMAGED,
-    TRANSFERS,
-    Place,
-    checkpoints_of,
-    make_scratch,
-    published,
-    remove_scratch,
-    steps,
-    storage_path,
-)
+from .paths import DAMAGED, TRANSFERS, Place, checkpoints_of, published, steps, storage_path
 from .publish import Found, Publisher, RetentionConfig, Write
 from .tensors import identity_differences, offer_weights
 
@@ -138,12 +128,12 @@ class StorePublisher(Publisher):
 
     def write_files(self, reserved: str, write: Write) -> dict[str, dict[str, Any]]:
         """Write this rank's files on disk and send them; their entries in the manifest."""
-        folder = make_scratch()
+        folder = paths.make_scratch()
         try:
             entries = Publisher(folder, self.retention, self.group).write_files("", write)
             self.send(folder, entries, reserved)
         finally:
-            remove_scratch(folder)
+            paths.remove_scratch(folder)
         return entries
 
     def send(self, folder: Path, names: Iterable[str], reserved: str) -> None:

@@ -80,11 +80,9 @@ def contents(path: Path) -> dict[str, Content]:
 def content_of_run(path: Path) -> Content:
     """The figures of a training run, as a stage would have written them."""
     records = list(read_records(path))
-    figures: Content = {"losses": {}, "validation_losses": {}, "records": len(records)}
-    for r in records:
-        for name in ("loss", "validation_loss"):
-            if name in r:
-                figures[f"{name}es"][r["step"]] = next(iter(finite(r[name])), math.nan)
+    figures: Content = {"records": len(records)}
+    for name in ("loss", "validation_loss"):
+        figures[f"{name}es"] = {r["step"]: r[name] for r in records if name in r}
     for name in OF_RUN:  # without the first record, which holds warm-up and compilation
         if values := [value for record in records[1:] for value in finite(record.get(name))]:
             figures[name] = max(values) if name.endswith("bytes") else spread(values)

@@ -36,7 +36,10 @@ def hold_to(stage: Stage, path: Path, expected: dict[str, Any] | None) -> None:
     """Check what was measured; without a file, propose one and fail."""
     losses = stage.figures["losses"]
     if expected is None:
-        proposal = propose(stage.file.with_name("expected.toml"), losses)
+        proposal, taken = stage.file.with_name("expected.toml"), len(losses)
+        lines = [f"{step} = {losses[step - 1]:.6g}" for step in sorted({1, min(10, taken), taken})]
+        lines = ["tolerance = 0.01  # relative", "", "[losses]", *lines, ""]
+        replace_file(proposal, "\n".join(lines))
         advice = f"look at {proposal}, which holds what was measured now, and copy it to {path}"
         stage.check("expected", False, measured=f"no {path}", wanted="a file", advice=advice)
         return
@@ -51,12 +54,3 @@ def hold_to(stage: Stage, path: Path, expected: dict[str, Any] | None) -> None:
     if len(known) < len(expected["losses"]):
         measured = f"only {len(losses)} steps were taken"
         stage.check("expected_at_later_steps", None, measured=measured, wanted="all steps of it")
-
-
-def propose(path: Path, losses: list[float]) -> Path:
-    """Write what was measured in the form of such a file."""
-    steps = [step for step in (1, 10, len(losses)) if step <= len(losses)]
-    lines = ["tolerance = 0.01  # relative", "", "[losses]"]
-    lines += dict.fromkeys(f"{step} = {losses[step - 1]:.6g}" for step in steps)
-    replace_file(path, "\n".join(lines) + "\n")
-    return path

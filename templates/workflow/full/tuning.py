@@ -29,12 +29,11 @@ NEAR_BEST = 0.97  # of the best throughput: as good, if it takes less memory
 
 def measure(config: StageConfig) -> int:
     """The baseline, with what it tries; 0 when the gate is passed, 1 when it is not."""
-    file = config.workflow.expect
-    expected = read_expected(file)
+    expected = read_expected(config.workflow.expect)
     stage = Stage("baseline", config)
     state, steps = baseline.judge_steps(stage)
-    if file:
-        hold_to(stage, file, expected)
+    if config.workflow.expect:
+        hold_to(stage, config.workflow.expect, expected)
     try_micro_batches(stage, state)
     wait, workers = float(steps.waits.mean()), 2 * config.train.loader_workers or 2
     waited = wait / float(steps.seconds.mean())
@@ -42,8 +41,7 @@ def measure(config: StageConfig) -> int:
     slow = waited >= baseline.DATA_WAIT_LIMIT and wait >= baseline.WORTH_A_WORD
     # What is typed stays, so the gate must not pass on another number.
     if slow and "train.loader_workers" not in typed_settings(sys.argv[2:]):
-        better = try_loader_workers(stage, state, waited)
-        if better:
+        if better := try_loader_workers(stage, state, waited):
             print(f"     steps wait {waited:.1%} of the time; with the workers recommended:")
             steps = better
         if better or any("loader-workers" in text for text in stage.figures.get("rejected", ())):

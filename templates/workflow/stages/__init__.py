@@ -50,16 +50,16 @@ class WorkflowConfig:
 
 def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:
     """Run one of `COMMANDS`; `parse(kind)` reads settings of that kind from the arguments."""
+    if name == "fit":
+        from .fit import FitConfig, fit
+
+        return fit(parse(FitConfig), arguments)
     from ..checkpoint.storage import on_disk
     from ..config import RunLocation
     from .chain import run_stages
     from .report import publish_report
     from .stage import StageConfig
 
-    if name == "fit":
-        from .fit import FitConfig, fit
-
-        return fit(parse(FitConfig), arguments)
     if name == "report":
         print(publish_report(parse(RunLocation).directory))
         return 0

@@ -135,7 +135,7 @@ def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
     checkpointer.restore()
     restored = time.perf_counter() - began
     checkpointer.close()
-    ranks = group.agree(lambda: (seconds[:, 1:], restored))  # the first save has no buffers yet
+    ranks = group.agree(lambda: (seconds[:, 1:], restored))  # the first save warms up
     blocked, published = np.max([saves for saves, _ in ranks], axis=0)  # of the slowest rank
     return {
         "blocked_seconds": spread(blocked),

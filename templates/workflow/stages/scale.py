@@ -25,7 +25,7 @@ from ..train import State, setup
 from .chain import advise
 from .interleaved import median_interval
 from .processes import free_host_memory, most_ranks, named, refusal, run_task
-from .stage import PACKAGE, Stage, StageConfig
+from .stage import Stage, StageConfig
 from .timing import differences, peak_memory, record_steps
 
 TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}  # relative
@@ -35,10 +35,10 @@ TIMEOUT = 3600.0  # seconds for one number of processes
 COMPARED = 12  # steps whose losses are compared
 TIMED, SECONDS = 30, 3.0  # timed steps, and seconds for them where steps are slow
 LESS_MEMORY = (
-    f"what `python -m {PACKAGE} fit` finds to fit, on these or other GPUs; or fewer layers"
+    "--train.activation-checkpointing, a smaller --train.micro-batch-size, what `fit` says"
 )
 WHAT_RANKS_SHARE = (
-    "for more work between synchronisations raise --train.global-batch-size and micro-batch-size; "
+    "for more work between synchronisations raise --train.micro-batch-size and the global batch; "
     "check the GPUs' links (nvidia-smi topo -m), --train.loader-workers and the host's cores"
 )
 Records = dict[int, dict[str, Any]]  # by the number of processes

@@ -125,7 +125,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """Wait until a save in flight no longer needs the weights as they are."""
         with self._blocking():
             # An optimizer has its state from its first step on.
-            self.writer.before_optimizer_step(self.tensors if self.optimizer.state else dict)
+            known = any(self.optimizer.state.values())
+            self.writer.before_optimizer_step(self.tensors if known else dict)
 
     def close(self) -> None:
         """Settle, and end what runs in the background."""
