@@ -39,7 +39,7 @@ _WINDOWS = re.compile("con|prn|aux|nul|(com|lpt)[0-9]")
 # command, as a package it would hide a module. tests/template/test_answers.py derives these tuples
 # from renders and from torch, and compares.
 DEPENDENCIES = (  # what the pyproject.toml of some answers requires
-    *("alembic", "basedpyright", "fsspec", "jinja2", "markupsafe", "matplotlib", "mlflow_skinny"),
+    *("alembic", "basedpyright", "fsspec", "jinja2", "matplotlib", "mlflow_skinny"),
     *("numpy", "pillow", "pre_commit", "pre_commit_hooks", "psutil", "pytest", "ruff"),
     *("s3fs", "safetensors", "scikit_learn"),
     *("setuptools", "sqlalchemy", "tensorboard", "tokenizers", "torch", "tqdm", "tyro", "wandb"),
