@@ -36,7 +36,10 @@ def held(model: nn.Module) -> dict[str, Tensor]:
 
 def same(ours: Tensor, theirs: Tensor) -> bool:
     """Whether two tensors have the same form and bits."""
-    forms = [(t.shape, t.stride(), t.dtype) for t in (ours, theirs)]
+    steps = [
+        [step for step, n in zip(t.stride(), t.shape, strict=True) if n > 1] for t in (ours, theirs)
+    ]
+    forms = [(t.shape, step, t.dtype) for t, step in zip((ours, theirs), steps, strict=True)]
     bits = [t.detach().contiguous().view(-1).view(torch.uint8) for t in (ours, theirs)]
     return forms[0] == forms[1] and torch.equal(*bits)
 
@@ -118,7 +121,9 @@ def in_double() -> nn.Module:
     """Made while another dtype is the default."""
     torch.set_default_dtype(torch.float64)
     try:
-        return nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9, bias=False))
+        model = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9, bias=False))
+        model.register_buffer("parts", torch.arange(1, 50) / 7)
+        return model
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -129,6 +134,31 @@ def deep() -> nn.Module:
     layers = [nn.Sequential(nn.Linear(9, 9), nn.Dropout(rate)) for rate in rates]
     assert layers[-1][1].p == pytest.approx(0.1)
     return nn.Sequential(*layers, copy.deepcopy(layers[0]))
+
+
+def conjugated() -> nn.Module:
+    """A view that is more than its place in memory."""
+    model = nn.Module()
+    table = torch.randn(9, 9, dtype=torch.complex64)
+    model.register_buffer("table", torch.cat([table, table.conj()]))
+    return model
+
+
+def scaled_by_a_forward() -> nn.Module:
+    """Weights that depend on what a recurrent layer gives, whose operator has unused results."""
+    model = nn.LSTM(6, 6, 2)
+    with torch.no_grad():
+        output = model(torch.randn(4, 20, 6))[0]
+    model.scale = nn.Parameter(torch.ones(9, 9) * output.std().round())
+    return model
+
+
+def copies_are_changed() -> nn.Module:
+    """Layers copied from one, and then drawn anew."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+    for layer in model.layers:
+        layer.linear1.weight.data.normal_(0, 0.02)
+    return model
 
 
 def channels_last() -> nn.Module:
@@ -152,6 +182,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "embedding": lambda: nn.Embedding(40, 8, padding_idx=3),
     "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(9, 9)),
     "double": lambda: nn.Linear(9, 9).double(),
+    "conjugated": conjugated,
+    "wide": lambda: nn.Linear(30, 9).apply(lambda each: nn.init.orthogonal_(each.weight)),
+    "scaled_by_a_forward": scaled_by_a_forward,
+    "copies_are_changed": copies_are_changed,
 }
 
 
@@ -200,6 +234,7 @@ STEPS: dict[str, Callable[[list[Tensor], int, int], Any]] = {
     "add": lambda held, i, j: held[i].add_(held[j % len(held)].sum()),
     "replace": lambda held, i, j: held[i].copy_(held[j % len(held)].mean()),
     "permute": lambda held, i, j: held.append(held[i][torch.randperm(len(held[i]))]),
+    "list": lambda held, i, j: held[i].fill_(len(held[j % len(held)].tolist())),
     "read": lambda held, i, j: held[i].mul_(1 + round(held[j % len(held)].sum().item(), 2)),
     "small": lambda held, i, j: held.append(torch.rand(1, 5)),
     "into_small": lambda held, i, j: held[i].view(-1)[:1].copy_(held[j % len(held)].sum()),
@@ -315,19 +350,35 @@ def read_into_one_buffer() -> nn.Module:
     return model
 
 
-def conjugated() -> nn.Module:
-    """A view that is more than its place in memory."""
-    model = nn.Module()
-    table = torch.randn(99, 99, dtype=torch.complex64)
-    model.register_buffer("table", torch.cat([table, table.conj()]))
-    return model
-
-
 def in_an_object() -> nn.Module:
     """A table that a list has."""
     model = nn.Linear(99, 99)
     model.tables = [torch.rand(99, 99)]
     return model
+
+
+def changed_after_use() -> nn.Module:
+    """Data with memory that torch itself changes."""
+    model, values = nn.Linear(99, 99), torch.linspace(-1, 1, 99).repeat(99, 1)
+    model.weight.data.copy_(values)
+    values.sub_(5)
+    return model
+
+
+def sized_by_a_forward() -> nn.Module:
+    """A forward whose batch statistics stay in the model."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Flatten())
+    size = model(torch.zeros(2, 3, 40, 40)).shape[1]
+    return model.append(nn.Linear(size, 10))
+
+
+def caught() -> nn.Module:
+    """Code that goes on in another way when something fails."""
+    try:
+        size = len(torch.ones(9999).multinomial(2))
+    except RuntimeError:
+        size = 3
+    return nn.Linear(size, 1)
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -336,10 +387,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "data_set": (data_set, "its data was set"),
     "small_data_set": (small_data_set, "its data was set"),
     "read_into_one_buffer": (read_into_one_buffer, "used again"),
-    "conjugated": (conjugated, "conjugated"),
+    "changed_after_use": (changed_after_use, "changed after it was used"),
+    "sized_by_a_forward": (sized_by_a_forward, "batch_norm"),
+    "caught": (caught, "cannot be done later"),
     "in_an_object": (in_an_object, "no parameter or buffer"),
     "shape_by_values": (lambda: nn.Linear(len(torch.ones(99, 99).nonzero()), 1), "nonzero"),
-    "changed_in_place": (lambda: nn.Linear(*torch.ones(99, 99).t_().shape), "t_"),
+    "set": (lambda: nn.Linear(*torch.ones(99, 99).set_(torch.ones(9, 9)).shape), "set_"),
     "drawn_by_values": (lambda: nn.Linear(*torch.ones(9999).multinomial(2).shape, 1), "multinom"),
 }
 
@@ -380,3 +433,34 @@ def test_a_build_keeps_nothing_of_one_that_failed(
     with pytest.raises(errors.UserError, match="build_model"):
         parallel.build(make, world)
     TABLES.clear()
+
+
+def test_a_build_that_failed_changes_nothing(project: Project) -> None:
+    """The second one begins with the same random numbers and the same default dtype."""
+    parallel, drawn = project.module("distributed").parallel, list[tuple[float, Any]]()
+    world = project.module("distributed").World(1, 2, torch.device("cpu"), True)
+
+    def make() -> nn.Module:
+        drawn.append((torch.rand(1).item(), torch.get_default_dtype()))
+        torch.set_default_dtype(torch.float64)
+        return nn.Linear(len(torch.ones(99, 99).nonzero()), 1)
+
+    try:
+        parallel.build(make, world)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(drawn) == 2 and drawn[0] == drawn[1]
+
+
+def test_many_values_are_read_at_once(project: Project) -> None:
+    module, ran = project.module("distributed.deferred"), list[str]()
+
+    def run(call: Any, memory: Any, real: Any = module.Call.run) -> None:
+        ran.append(call.operator.__name__)
+        real(call, memory)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.Call, "run", run)
+        with module.Deferred():
+            order = torch.randperm(9999).tolist()
+    assert sorted(order) == list(range(9999)) and len(ran) == 2  # drawn, and read

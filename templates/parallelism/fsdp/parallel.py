@@ -64,7 +64,7 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
         return make()
     from .deferred import Deferred
 
-    state, deferred = torch.get_rng_state(), Deferred()
+    deferred = Deferred()
     try:
         with deferred:
             model = make()
@@ -76,7 +76,7 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
             log.warning(
                 "building without memory failed: each rank builds the whole model: %s", error
             )
-    torch.set_rng_state(state)
+    deferred.undo()
     model = make()
     if any(isinstance(each, FakeTensor) for each in (*model.parameters(), *model.buffers())):
         raise UserError("build_model (model.py) keeps tensors elsewhere: make them for each model")
@@ -132,10 +132,8 @@ def wrap(
     forms = [(n, t.shape, t.dtype) for n, t in (*model.named_parameters(), *model.named_buffers())]
     require_same({"the model (a digest of its shapes)": fingerprint(str(forms))}, world)
     if not units and world.rank == 0:
-        log.warning(
-            "blocks(model) in model.py names no layer: each rank gathers the whole model at once; "
-            "return its largest parts, as in [*model.layers]"
-        )
+        advice = "return its largest parts, as in [*model.layers]"
+        log.warning("blocks(model) in model.py names no layer: all is gathered at once; %s", advice)
     for block in units:
         place(block, world, buffers, deferred)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
@@ -156,10 +154,8 @@ def check_shardable(model: nn.Module, units: list[nn.Module]) -> None:
         unit = unit_of.get(p) if p.requires_grad else p  # a frozen one may have any dtype
         other, dtype = first.setdefault(unit, (name, p.dtype))
         if p.dtype != dtype:
-            raise UserError(
-                f"FSDP shards a block as one dtype: {name} is {p.dtype}, {other} is {dtype}. Give "
-                "them the same, or let blocks() in model.py return the module of one of them, too"
-            )
+            why = f"FSDP shards a block as one dtype: {name} is {p.dtype}, {other} is {dtype}. Give"
+            raise UserError(f"{why} them the same, or let blocks() return the module of one, too")
 
 
 def copies_of_the_model(config: ParallelConfig) -> int:

@@ -77,11 +77,17 @@ class Stragglers:
         self._arrive()
 
     def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
-        """Add to the log line, if there is one."""
+        """At a log line add the slowest of the window before, and send this window's mean."""
         if self.began is not None:
             self.spans.append((self.began, self.arrived))
-        if record is not None:
-            record |= self._compare(record["step_seconds"])
+        if record is None:
+            return
+        if self.maxima:
+            record |= self._judge(self.maxima(), record["step_seconds"])
+        spans = [a.elapsed_time(b) / 1e3 if self.cuda else b - a for a, b in self.spans]
+        own = [0.0] * self.group.size  # of which each rank fills its place
+        own[self.group.rank] = statistics.fmean(spans) if spans else 0.0
+        self.maxima, self.spans = self.group.maximum(own), []
 
     def begin(self, state: Any, record: dict[str, Any] | None) -> None:
         """Time the next step."""
@@ -100,15 +106,6 @@ class Stragglers:
         event.record()
         return event
 
-    def _compare(self, step_seconds: float) -> dict[str, float]:
-        """Send this window's mean; judge those of the window before."""
-        record = self._judge(self.maxima(), step_seconds) if self.maxima else {}
-        spans = [a.elapsed_time(b) / 1e3 if self.cuda else b - a for a, b in self.spans]
-        own = [0.0] * self.group.size  # of which each rank fills its place
-        own[self.group.rank] = statistics.fmean(spans) if spans else 0.0
-        self.maxima, self.spans = self.group.maximum(own), []
-        return record
-
     def _judge(self, seconds: list[float], step_seconds: float) -> dict[str, float]:
         median = sorted(seconds)[(len(seconds) - 1) // 2]
         slowest = seconds.index(max(seconds))
@@ -117,9 +114,8 @@ class Stragglers:
         windows = self.streak[1] * (self.streak[0] == slowest) + 1 if slow else 0
         self.streak = (slowest, windows)
         if windows == SLOW_WINDOWS and self.group.rank == 0:
-            log.warning(
-                "rank %d on %s holds up the others: before it waits for them it takes %.3g s of a "
-                "step, the median rank %.3g s (steps take %.3g s)",
-                *(slowest, self.hosts[slowest], own, median, step_seconds),
+            text = (
+                "rank %d on %s holds up the others: it waits after %.3g s, the median rank %.3g s"
             )
+            log.warning(text, slowest, self.hosts[slowest], own, median)
         return {"slowest_rank": slowest, "slowest_rank_seconds": own, "median_rank_seconds": median}

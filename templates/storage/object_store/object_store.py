@@ -32,9 +32,6 @@ PAUSES = (0.5, 2.0, 6.0, 15.0)  # seconds, at most, before each further attempt
 GRACE = 0.75 * int(os.environ.get("GRACE_SECONDS") or "120")
 LASTING = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 LASTING += (TypeError, ValueError, LookupError, AttributeError, NotImplementedError, ImportError)
-# botocore: errors that no pause mends, and the store's own checksum of an object.
-NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError")
-CHECKSUM = "FlexibleChecksumError"
 LOCAL = ("file", "local")
 # Addresses that are opened because a config.json says so, and not the command: add yours here. The
 # maker of a run directory chose the address, and some protocols of fsspec run what a file says.
@@ -194,8 +191,9 @@ class RemotePath:
             except Exception as error:
                 kind, code = type(error).__name__, getattr(error, "errno", None) or errno.EIO
                 text = (getattr(error, "strerror", None) or f"{error}" or kind).partition("\n")[0]
-                if pause is None or time_left() <= 0 or kind in NO_CREDENTIALS:
-                    code = errno.EBADMSG if kind == CHECKSUM else code
+                # botocore: errors that no pause mends, and the store's own checksum of an object.
+                if pause is None or time_left() <= 0 or kind.endswith("CredentialsError"):
+                    code = errno.EBADMSG if kind == "FlexibleChecksumError" else code
                     raise StoreError(code, text, str(self)) from error
                 log.info("%s: %s; trying again", self, text)
                 pause *= random.SystemRandom().uniform(0.5, 1.0)  # seeds are the same on all ranks
@@ -227,11 +225,9 @@ def remote_of(run: Path, url: str) -> RemotePath:
     """Return what a run's config.json names, which is shown before it is opened; UserError."""
     url = check_address(url)
     if url not in known:
-        if (protocol := url.partition(":")[0]) not in PROTOCOLS:
-            raise UserError(
-                f"{run}/config.json names {url}, which is not opened unasked: give the address "
-                f"itself, or add {protocol} to PROTOCOLS in {__name__} if you trust it"
-            )
+        if url.partition(":")[0] not in PROTOCOLS:
+            text = f"{run}/config.json names {url}, which is not opened unasked: give the address"
+            raise UserError(f"{text} itself, or add its protocol to PROTOCOLS in {__name__}")
         log.info("%s has its checkpoints in %s, as its config.json says", run, url)
     return remote(url)
 
@@ -246,8 +242,6 @@ def check_address(url: str) -> str:
         raise UserError(f"{url!a} is no address of a store: one protocol, as in s3://bucket/run")
     protocol, rest = match.groups()
     if "@" in rest.partition("/")[0] or "?" in rest:
-        raise UserError(
-            f"{protocol}://…: no credentials in an address, which is written to config.json and "
-            "logs: give them by the environment (as AWS_PROFILE) or in ~/.config/fsspec"
-        )
+        text = "no credentials in an address, which is logged and saved: use the environment"
+        raise UserError(f"{protocol}://…: {text} (as AWS_PROFILE) or in ~/.config/fsspec")
     return f"{protocol}://{'/' * (protocol in LOCAL)}{rest}".rstrip("/")

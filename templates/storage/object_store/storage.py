@@ -216,11 +216,9 @@ class StorePublisher(Publisher):
                 with contextlib.suppress(CheckpointError):  # damaged: look at the one before it
                     identity = read_manifest(path).get("identity")
                     if problems := identity_differences(identity, self.identity or {}):
-                        raise UserError(
-                            "\n  ".join([f"{path} is of another run:", *problems])
-                            + "\nAnother run needs another --checkpoint.url and --name (or "
-                            f"--run-dir){offer_weights(path, problems)}"
-                        )
+                        lines = "\n  ".join([f"{path} is of another run:", *problems])
+                        way = "Another run needs another --checkpoint.url and --name (or --run-dir)"
+                        raise UserError(f"{lines}\n{way}{offer_weights(path, problems)}")
                     break
             note = {"token": self.token, "process": f"{os.getpid()} on {socket.gethostname()}"}
             (self.directory / OWNER).write(json.dumps(note, indent=1).encode())
@@ -339,10 +337,8 @@ def open_storage(run_dir: Path, config: StorageConfig, group: Group, identity: A
     def refuse_to_forget() -> None:
         for before in {checkpoints_of(run_dir), here} - {url, here if config.local_first else url}:
             if published(before) and not published(url):
-                raise UserError(
-                    f"this run has its checkpoints in {before}, and there are none in {url}: stay "
-                    "there (--checkpoint.url), copy them, or start another run (--name NAME)"
-                )
+                text = f"this run has its checkpoints in {before}, and none are in {url}: stay"
+                raise UserError(f"{text} there (--checkpoint.url), copy them, or type a new --name")
 
         if isinstance(before := checkpoints_of(run_dir), RemotePath) and not config.url:
             text = "this run was uploaded to %s, and is no more: type --checkpoint.url for that"

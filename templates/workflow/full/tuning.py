@@ -63,10 +63,8 @@ def reject(stage: Stage, setting: str, value: Any, why: Any) -> None:
 def choose(
     stage: Stage, setting: str, given: int, seconds: dict[str, list[float]], refused: str = ""
 ) -> int | None:
-    """Recommend the smallest of the fastest values, and return it, if it beats the given one.
-
-    Not if it is `refused`, for that reason. All others are noted as rejected.
-    """
+    """Recommend the smallest of the fastest values, and return it, if it beats the given one."""
+    # Not if it is `refused`, for that reason. All others are noted as rejected.
     median, chosen = {int(value): np.median(each) for value, each in seconds.items()}, None
     best = min(n for n in median if NEAR_BEST * median[n] <= min(median.values()))
     for value in sorted(median.keys() - {given}):
@@ -75,9 +73,8 @@ def choose(
             recommend(stage, setting, value, speedup)
             chosen = value
         else:
-            verdict = (refused or verdict) if value == best else verdict
             verdict = "faster, but not the best" if verdict == "faster" else verdict
-            reject(stage, setting, value, f"{verdict}, {speedup} times as fast")
+            reject(stage, setting, value, f"{refused or verdict}, {speedup} times as fast")
     return chosen
 
 
@@ -171,13 +168,12 @@ def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | Non
     if len(ways) < 2:
         return None
     seconds = time_interleaved(ways, multiple=max(map(int, ways)))
-    best = choose(stage, setting, given, seconds)
-    if best is None:
-        return None
-    state = reading(best)
-    with contextlib.closing(state.loader):
-        record_steps(state, best)
-        return record_steps(state, best * math.ceil(baseline.MEASURED / best))
+    if best := choose(stage, setting, given, seconds):
+        state = reading(best)
+        with contextlib.closing(state.loader):
+            record_steps(state, best)
+            return record_steps(state, best * math.ceil(baseline.MEASURED / best))
+    return None
 
 
 def workers_to_try(given: int, waited: float, seconds: float, device: torch.device) -> list[int]:
