@@ -114,8 +114,6 @@ class Stragglers:
         windows = self.streak[1] * (self.streak[0] == slowest) + 1 if slow else 0
         self.streak = (slowest, windows)
         if windows == SLOW_WINDOWS and self.group.rank == 0:
-            text = (
-                "rank %d on %s holds up the others: it waits after %.3g s, the median rank %.3g s"
-            )
+            text = "rank %d on %s holds up the others: it waits after %.3g s, the median %.3g s"
             log.warning(text, slowest, self.hosts[slowest], own, median)
         return {"slowest_rank": slowest, "slowest_rank_seconds": own, "median_rank_seconds": median}
