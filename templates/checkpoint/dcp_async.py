@@ -179,7 +179,7 @@ def in_blocks(tensors: Tensors, pinned: bool) -> Tensors:
 
     The pinned allocator rounds up to powers of two, so blocks have such sizes.
     """
-    found: Tensors = {}
+    parts: Tensors = {}
     left = sorted(tensors.items(), key=lambda item: -item[1].nbytes)
     while left:
         most = sum(tensor.nbytes + 64 for _, tensor in left)
@@ -190,10 +190,10 @@ def in_blocks(tensors: Tensors, pinned: bool) -> Tensors:
             if place + like.nbytes > block.nbytes:
                 later.append((name, like))
             else:
-                found[name] = part_of(block, place, like)
+                parts[name] = part_of(block, place, like)
                 place += -(-like.nbytes // 64) * 64
         left = later
-    return found
+    return parts
 
 
 def part_of(block: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
