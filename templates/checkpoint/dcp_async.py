@@ -87,10 +87,8 @@ class Writer:
         """Start to save the tensors; `publish` publishes what the function given to it writes."""
         if self.waited > LONG and self.group.rank == 0 and not self.warned:
             self.warned = True  # once: metrics.jsonl has it each time
-            log.warning(
-                "training waited %.1f s for the save before to end: raise --checkpoint.every",
-                self.waited,
-            )
+            text = "training waited %.1f s for the save before to end: raise --checkpoint.every"
+            log.warning(text, self.waited)
         copies, copy = self._stage(share_of(tensors, self.group.rank, self.group.size))
         staged = self.staged = self.thread.submit(copy)
 

@@ -30,15 +30,10 @@ class DcpSaver:
         planner._cached_plans_key = self.cache
         size = sum(parallel.local_part(tensor).nbytes for tensor in tensors.values())
         files = self.threads or max(1, min(size // LARGE, FILES, len(tensors)))
-        writer = DcpWriter(folder, files)
+        writer, group = DcpWriter(folder, files), self.group.process_group
+        options: Any = {"process_group": group, "no_dist": group is None}
         try:
-            dcp.save(
-                nested(tensors),
-                storage_writer=writer,
-                planner=planner,
-                process_group=self.group.process_group,
-                no_dist=self.group.process_group is None,
-            )
+            dcp.save(nested(tensors), storage_writer=writer, planner=planner, **options)
             self.forms = forms
         except dcp.CheckpointException as error:  # no Exception; raised on all ranks
             if failure := error.failures.get(self.group.rank):

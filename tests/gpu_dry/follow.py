@@ -84,17 +84,6 @@ def attention(q: Any, k: Any, v: Any, block_mask: Any) -> Any:
     return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-class NotDeferred(contextlib.nullcontext):
-    """In the place of FSDP's way to build without memory, as all tensors are fake here."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fake = mock.Mock()
-
-    def settle(self, model: nn.Module) -> None:
-        self.fake.model = model
-
-
 class Run:
     """A run of a package on one rank of several, on a fake device."""
 
@@ -167,7 +156,7 @@ class Run:
                 replace(parallel, "DistributedDataParallel", Replica)
                 replace(parallel, "wrap", wrap)
                 if parallel.SHARDED:  # all is fake already
-                    replace(self.module("distributed.deferred"), "Deferred", NotDeferred)
+                    replace(self.module("distributed.deferred"), "Deferred", mock.MagicMock)
                 if hasattr(parallel, "build_mesh"):
                     mesh, really = parallel.build_mesh, unset_fake_temporarily
                     replace(parallel, "build_mesh", lambda *given: _outside(mesh, really, given))

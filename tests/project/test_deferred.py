@@ -153,6 +153,23 @@ def scaled_by_a_forward() -> nn.Module:
     return model
 
 
+def scaled_by_gradients() -> nn.Module:
+    """Weights that depend on a backward, in which some gradients are not asked for."""
+    model = nn.Sequential(nn.LayerNorm(9), nn.Linear(9, 9, bias=False))
+    model(torch.randn(6, 9)).square().sum().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5).sub_(parameter.grad.sign())
+    return model.requires_grad_()
+
+
+def by_lists() -> nn.Module:
+    """An operator on a list of tensors, which gives nothing back."""
+    model = nn.Linear(9, 9, bias=False)
+    torch._foreach_mul_([model.weight.data], 2.0)
+    return model
+
+
 def copies_are_changed() -> nn.Module:
     """Layers copied from one, and then drawn anew."""
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
@@ -186,6 +203,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "wide": lambda: nn.Linear(30, 9).apply(lambda each: nn.init.orthogonal_(each.weight)),
     "scaled_by_a_forward": scaled_by_a_forward,
     "copies_are_changed": copies_are_changed,
+    "scaled_by_gradients": scaled_by_gradients,
+    "by_lists": by_lists,
 }
 
 
@@ -365,6 +384,14 @@ def changed_after_use() -> nn.Module:
     return model
 
 
+def part_changed_after_use() -> nn.Module:
+    """A part of such data, by which another name is known."""
+    model, values = nn.Linear(99, 99), torch.linspace(-1, 1, 99).repeat(99, 1)
+    model.weight.data.copy_(values)
+    values[0] = 5
+    return model
+
+
 def sized_by_a_forward() -> nn.Module:
     """A forward whose batch statistics stay in the model."""
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Flatten())
@@ -382,12 +409,13 @@ def caught() -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "cached": (cached, "of another build"),
-    "computed_from_cached": (computed_from_cached, "of another build"),
-    "data_set": (data_set, "its data was set"),
-    "small_data_set": (small_data_set, "its data was set"),
-    "read_into_one_buffer": (read_into_one_buffer, "used again"),
-    "changed_after_use": (changed_after_use, "changed after it was used"),
+    "cached": (cached, "of an earlier build"),
+    "computed_from_cached": (computed_from_cached, "of an earlier build"),
+    "data_set": (data_set, "was replaced"),
+    "small_data_set": (small_data_set, "was replaced"),
+    "read_into_one_buffer": (read_into_one_buffer, "uses data twice"),
+    "changed_after_use": (changed_after_use, "changed after"),
+    "part_changed_after_use": (part_changed_after_use, "changed after"),
     "sized_by_a_forward": (sized_by_a_forward, "batch_norm"),
     "caught": (caught, "cannot be done later"),
     "in_an_object": (in_an_object, "no parameter or buffer"),
@@ -417,28 +445,53 @@ def test_what_cannot_be_done_later_is_refused(project: Project, name: str) -> No
     TABLES.clear()
 
 
-def test_a_build_keeps_nothing_of_one_that_failed(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def rank(project: Project, number: int) -> Any:
+    """One of two ranks."""
+    return project.module("distributed").World(number, 2, torch.device("cpu"), True)
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_build_keeps_nothing_of_one_that_failed(project: Project, registered: bool) -> None:
     """A cached tensor without memory would get no values, in silence."""
     parallel, errors = project.module("distributed").parallel, project.module("errors")
-    world = project.module("distributed").World(1, 2, torch.device("cpu"), True)
 
     def make() -> nn.Module:
         model = cached()
-        model.found = torch.ones(99, 99).nonzero()
+        if not registered:
+            model.places = model.table
+            del model.table
+        model.shape = torch.ones(99, 99).nonzero().shape
         return model
 
     TABLES.clear()
     with pytest.raises(errors.UserError, match="build_model"):
-        parallel.build(make, world)
+        parallel.build(make, rank(project, 1))
     TABLES.clear()
 
 
-def test_a_build_that_failed_changes_nothing(project: Project) -> None:
-    """The second one begins with the same random numbers and the same default dtype."""
+def test_only_rank_0_keeps_what_values_come_from(project: Project) -> None:
+    """As the weights of a file, which the others would hold, too."""
+    parallel = project.module("distributed").parallel
+    models = [parallel.build(brought_along, rank(project, number)) for number in (0, 1)]
+    assert [len(parallel.DEFERRED[model].calls) > 0 for model in models] == [True, False]
+
+
+def test_a_mistake_of_the_users_is_told_as_it_is(
+    project: Project, caplog: pytest.LogCaptureFixture
+) -> None:
+    parallel, errors = project.module("distributed").parallel, project.module("errors")
+
+    def make() -> nn.Module:
+        raise errors.UserError("layers must be even")
+
+    with pytest.raises(errors.UserError, match="even"):
+        parallel.build(make, rank(project, 0))
+    assert "without memory" not in caplog.text
+
+
+def test_the_second_build_begins_as_the_first_one(project: Project) -> None:
+    """With the same random numbers of torch's, and the same default dtype."""
     parallel, drawn = project.module("distributed").parallel, list[tuple[float, Any]]()
-    world = project.module("distributed").World(1, 2, torch.device("cpu"), True)
 
     def make() -> nn.Module:
         drawn.append((torch.rand(1).item(), torch.get_default_dtype()))
@@ -446,7 +499,7 @@ def test_a_build_that_failed_changes_nothing(project: Project) -> None:
         return nn.Linear(len(torch.ones(99, 99).nonzero()), 1)
 
     try:
-        parallel.build(make, world)
+        parallel.build(make, rank(project, 1))
     finally:
         torch.set_default_dtype(torch.float32)
     assert len(drawn) == 2 and drawn[0] == drawn[1]

@@ -1,8 +1,8 @@
-"""A model built without memory, whose parts get their values when their turn comes.
+"""Build a model without memory; compute the values of its parts later.
 
-What is done with its tensors is noted, and random numbers are drawn and let go, so that later ones
-are the same. The values of a part come from what was done with it, done again with the same random
-numbers. The idea is torchdistX's: deferred initialization.
+Each operator on its tensors is recorded. Random numbers are drawn and discarded, so that later ones
+are the same. The values of a part come from replaying what it depends on, as in torchdistX's
+deferred initialization.
 """
 
 import warnings
@@ -26,7 +26,7 @@ class Call(NamedTuple):
 
     operator: Any
     given: Any
-    results: list[Tensor]
+    results: list[Any]  # None where one is unused
     drew_from: tuple[torch.Generator, Tensor] | None
     default: torch.dtype
     changed: set[int]  # storages that it may have written
@@ -41,16 +41,13 @@ class Call(NamedTuple):
             generator.set_state(state)
         torch.set_default_dtype(self.default)
         values = tree_leaves(self.operator(*args, **named))
-        for result, value in zip(self.results, values, strict=False):  # None where one is unused
-            if isinstance(value, Tensor) and key(result) not in memory:
+        for result, value in zip(self.results, values, strict=True):
+            if len(tensors(result, value)) == 2 and key(result) not in memory:
                 real(result, memory).copy_(value)
 
 
-class OneMode(FakeTensorMode):
-    """Also the mode of copied tensors."""
-
-    def __deepcopy__(self, memo: Any) -> "OneMode":
-        return self
+# A mode that copies of its tensors share.
+OneMode = type("OneMode", (FakeTensorMode,), {"__deepcopy__": lambda mode, memo: mode})
 
 
 class Deferred(TorchDispatchMode):
@@ -59,7 +56,11 @@ class Deferred(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.fake, self.calls = OneMode(allow_non_fake_inputs=True), list[Call]()
-        self.made, self.brought = set[int](), set[int]()  # storages, and addresses of large data
+        self.made = set[int]()  # storages
+        self.used, self.brought = (
+            set[int](),
+            set[int](),
+        )  # addresses of large data, and its storages
         self.refused, self.recent = "", Memory()  # why it failed; what was read since the last call
         self.scratch = torch.UntypedStorage(0)  # kept: malloc would not return what each draw frees
         self.before = torch.get_rng_state(), torch.get_default_dtype()
@@ -68,14 +69,14 @@ class Deferred(TorchDispatchMode):
         named, schema = dict(kwargs or {}), call._schema
         given = tensors(args, named)
         makes = not given and any(each.name == "device" for each in schema.arguments)
-        if not makes and not storages(given):
-            if schema.is_mutable and addresses(given) & self.brought:
-                self.refuse("data is changed after it was used")
-            return call(*args, **named)
-        self.check(given)
         by_name = dict(zip((each.name for each in schema.arguments), args, strict=False)) | named
         writes = (a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
         written = tensors([by_name.get(name) for name in writes])
+        if self.brought & {each.untyped_storage().data_ptr() for each in with_memory(written)}:
+            self.refuse("data is changed after build_model used it")
+        if not makes and not storages(given):
+            return call(*args, **named)
+        self.check(given)
         if call is torch.ops.aten._local_scalar_dense.default or (
             written and not storages(written)
         ):  # as by `item`, or into a tensor that has memory: what this needs is computed now
@@ -91,31 +92,38 @@ class Deferred(TorchDispatchMode):
                 "batch_norm" in schema.name and any(each is True for each in args)
             )  # its schema hides that it writes
         ):
-            self.refuse(f"{call} cannot be done later")
+            self.refuse(f"{call}, called in build_model, cannot be done later")
         with self.fake:
             result = call(*args, **named)
         if makes and result.numel() < SMALL:
             return call(*args, **named)
-        if tensors(result) and not call.is_view and torch.Tag.inplace_view not in call.tags:
+        if (
+            tensors(result, written)
+            and not call.is_view
+            and torch.Tag.inplace_view not in call.tags
+        ):
             self.note(call, (args, named), result, written, draws)
         return result
 
     def note(self, call: Any, given: Any, result: Any, written: list[Tensor], draws: bool) -> None:
-        """Note a call; draw what it draws, and let that go."""
+        """Record a call. A random one is drawn and discarded."""
         generator = given[1].get("generator") or torch.default_generator
         drew_from = (generator, generator.get_state()) if draws else None
         whole = any(each.nbytes == each.untyped_storage().nbytes() for each in written)
         filled = written if whole and (draws or call._schema.name in FILLS) else []
         read = tensors(given)[len(filled) :]
-        if self.brought & addresses(read):
-            self.refuse("data is used again, which may have changed")
-        self.brought |= addresses(read)
+        large = with_memory(read, SMALL)
+        used = {each.data_ptr() for each in large}
+        if self.used & used:
+            self.refuse("build_model uses data twice, which may have changed in between")
+        self.used |= used
+        self.brought |= {each.untyped_storage().data_ptr() for each in large}
         noted, results = tree_map_only(Tensor, as_it_is, (given, result))
         self.made |= storages(results)
         self.recent.clear()
         touched = storages(results, written), storages(filled), storages(read)
         default = torch.get_default_dtype()
-        self.calls.append(Call(call, noted, tensors(results), drew_from, default, *touched))
+        self.calls.append(Call(call, noted, tree_leaves(results), drew_from, default, *touched))
         if draws:
             size = result.untyped_storage().nbytes()
             if size > self.scratch.nbytes():
@@ -123,36 +131,38 @@ class Deferred(TorchDispatchMode):
             self.calls[-1].run({key(result): self.scratch})
 
     def refuse(self, why: str) -> NoReturn:
-        """RuntimeError, once more in `settle` if the model's own code catches it."""
+        """Raise RuntimeError; `settle` raises it again in case the model's code caught it."""
         self.refused = why
         raise RuntimeError(why)
 
     def check(self, given: list[Tensor]) -> None:
-        """Refuse tensors that are not of this build, or that nothing vouches for."""
+        """Refuse tensors that this build did not make."""
         for each in given:
             unknown = isinstance(each, FakeTensor) and key(each) not in self.made
             if unknown or (not isinstance(each, FakeTensor) and each.device.type == "meta"):
-                self.refuse("a tensor is of another build, on meta, or its data was set")
+                self.refuse("a tensor is of an earlier build, on meta, or its .data was replaced")
 
     def settle(self, model: nn.Module) -> None:
-        """Check a model that was built in the block, and let go what only building needs."""
+        """Check a model that was built in the block; drop what only building needs."""
         held = [*model.parameters(), *model.buffers()]
         self.check(held)
         known = {id(each) for each in held}
-        for leaf in tensors([[*vars(module).values()] for module in model.modules()]):
-            if isinstance(leaf, FakeTensor) and id(leaf) not in known:
-                self.refuse("a module holds a tensor that is no parameter or buffer")
+        for name, module in model.named_modules():
+            for leaf in tensors([*vars(module).values()]):
+                if isinstance(leaf, FakeTensor) and id(leaf) not in known:
+                    self.refuse(f"module {name!r} holds a tensor that is no parameter or buffer")
         if self.refused:
             self.refuse(self.refused)
         del self.scratch, self.recent
 
     def undo(self) -> None:
-        """Put back what a build that failed has changed."""
+        """Restore what a failed build changed: torch's random numbers, the default dtype."""
+        self.fake.allow_non_fake_inputs = False  # what was kept of it must not make others fake
         torch.set_rng_state(self.before[0])
         torch.set_default_dtype(self.before[1])
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The tensor with its values; kept, since code that reads one reads several."""
+        """The tensor with its values, cached: code that reads one element reads several."""
         if key(tensor) not in self.recent:
             self.recent[key(tensor)] = self.values([tensor])[0].untyped_storage()
         return real(tensor, self.recent)
@@ -186,10 +196,9 @@ def storages(*nested: Any) -> set[int]:
     return {key(each) for each in tensors(*nested) if isinstance(each, FakeTensor)}
 
 
-def addresses(given: list[Tensor]) -> set[int]:
-    """Where large tensors have their memory."""
-    large = [t for t in given if not isinstance(t, FakeTensor) and t.numel() >= SMALL]
-    return {tensor.data_ptr() for tensor in large}
+def with_memory(given: list[Tensor], least: int = 0) -> list[Tensor]:
+    """Those that are not fake and have at least so many elements."""
+    return [each for each in given if not isinstance(each, FakeTensor) and each.numel() >= least]
 
 
 def key(tensor: Tensor) -> int:
@@ -198,19 +207,19 @@ def key(tensor: Tensor) -> int:
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
-    """A snapshot: no later change of the form reaches it, nor of values, if it is small."""
+    """A snapshot of the form, and of the values of a small tensor with memory."""
     if isinstance(tensor, FakeTensor):
         return tensor.detach()
     return tensor.clone() if tensor.numel() < SMALL else tensor
 
 
 def real(tensor: Tensor, memory: Memory) -> Tensor:
-    """The tensor in memory in place of a fake one."""
+    """The real tensor that stands for a fake one."""
     if not isinstance(tensor, FakeTensor):
         return tensor
     if key(tensor) not in memory:
         memory[key(tensor)] = torch.UntypedStorage(tensor.untyped_storage().nbytes())
     form = tensor.storage_offset(), tensor.shape, tensor.stride()
-    found = torch.empty(0, dtype=tensor.dtype).set_(memory[key(tensor)], *form)
-    found = found.conj() if tensor.is_conj() else found
-    return torch._neg_view(found) if tensor.is_neg() else found
+    value = torch.empty(0, dtype=tensor.dtype).set_(memory[key(tensor)], *form)
+    value = value.conj() if tensor.is_conj() else value
+    return torch._neg_view(value) if tensor.is_neg() else value

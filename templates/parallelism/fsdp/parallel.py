@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_leaves
 
 from ..errors import RankError, UserError
 from ..files import fingerprint
@@ -47,8 +48,7 @@ class ParallelConfig:
     reduce_each: bool = False
     """Sum gradients after each micro-batch, not after the last one: none is kept whole."""
     replicate: int = 1
-    """Copies of the sharded model (HSDP): each is sharded over ranks / replicate neighbours, which
-    then gather among themselves only. 0: a copy on each machine."""
+    """Copies of the sharded model (HSDP), each on ranks / replicate ranks (0: one a machine)."""
 
 
 def check_ranks(config: ParallelConfig, ranks: int) -> None:
@@ -59,7 +59,10 @@ def check_ranks(config: ParallelConfig, ranks: int) -> None:
 
 
 def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
-    """The model that `make` builds, without memory: `wrap` gives each part its values in turn."""
+    """The model that `make` builds, without memory: `wrap` gives each part its values in turn.
+
+    Changes of its tensors in between are lost: `build_model` is their place.
+    """
     if world.size == 1:
         return make()
     from .deferred import Deferred
@@ -69,17 +72,18 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
         with deferred:
             model = make()
         deferred.settle(model)
+        if world.rank:
+            deferred.calls.clear()  # only rank 0 computes values
         DEFERRED[model] = deferred
         return model
     except Exception as error:  # of the user's code, whatever it is
-        if world.rank == 0:
-            log.warning(
-                "building without memory failed: each rank builds the whole model: %s", error
-            )
+        if world.rank == 0 and not isinstance(error, UserError):  # which comes again
+            log.warning("building without memory failed: each rank builds it whole: %s", error)
     deferred.undo()
     model = make()
-    if any(isinstance(each, FakeTensor) for each in (*model.parameters(), *model.buffers())):
-        raise UserError("build_model (model.py) keeps tensors elsewhere: make them for each model")
+    leaves = tree_leaves([[*vars(module).values()] for module in model.modules()])
+    if any(isinstance(leaf, FakeTensor) for leaf in leaves):
+        raise UserError("build_model (model.py) reuses tensors of an earlier call: make them anew")
     return model
 
 
@@ -93,9 +97,9 @@ def place(module: nn.Module, world: World, buffers: dict[Any, torch.Tensor], def
         for name, tensor in (*part.named_parameters(**own_names), *part.named_buffers(**own_names))
     ]
     new = dict.fromkeys(t for *_, t in slots if type(t) in PLAIN and t not in buffers)
-    values = deferred.values([*new]) if deferred and world.rank == 0 else [*new]
-    values_of = dict(zip(new, values, strict=True))
-    del values
+    values_of = dict(
+        zip(new, deferred.values([*new]) if deferred and world.rank == 0 else new, strict=True)
+    )
     for part, name, tensor in slots:
         own = isinstance(tensor, nn.Parameter)
         placed = parameters if own else buffers
@@ -126,7 +130,7 @@ def wrap(
         # reduce_dtype is stated, since its default differs between releases: sums are in float32.
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     mesh, reshard, buffers = build_mesh(config, world), config.reshard_after_forward, {}
-    deferred = DEFERRED.pop(model, None)
+    deferred = next((DEFERRED[each] for each in model.modules() if each in DEFERRED), None)
     units = [block for block in blocks if [*block.parameters()]]
     check_shardable(model, units)
     forms = [(n, t.shape, t.dtype) for n, t in (*model.named_parameters(), *model.named_buffers())]
@@ -139,7 +143,7 @@ def wrap(
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     place(model, world, buffers, deferred)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    if deferred:  # else a tensor that was not found would make the whole forward fake
+    if deferred:  # a fake tensor that was missed would turn the whole forward fake
         deferred.fake.allow_non_fake_inputs = False
     return model
 

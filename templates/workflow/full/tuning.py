@@ -89,8 +89,6 @@ def try_micro_batches(stage: Stage, state: State) -> None:
             peaks[size] = peak_of(way, state)
             ways[str(size)] = way
         except Exception as error:  # out of memory, or a limit of a kernel
-            if size == given:
-                raise
             reject(stage, setting, size, error)
             too_large = f"; {stage.figures['rejected'][-1]}"
         if str(size) not in ways:  # here nothing holds the tensors of that step any more

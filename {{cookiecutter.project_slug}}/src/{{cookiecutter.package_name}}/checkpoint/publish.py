@@ -118,10 +118,8 @@ class Publisher:
             if not problems:
                 return path, manifest
             moved = self.group.from_first(lambda path=path: str(self.set_aside(path)))
-            log.warning(
-                "DAMAGED CHECKPOINT %s: %s. Moved to %s; going back to the one before it.",
-                *(path, "; ".join(problems), moved),
-            )
+            text = "DAMAGED CHECKPOINT %s: %s. Moved to %s; going back to the one before it."
+            log.warning(text, path, "; ".join(problems), moved)
         if names := self.group.from_first(lambda: damaged(self.directory)):
             raise CheckpointError(
                 f"no good checkpoint is left in {self.directory} ({', '.join(names)}). "
