@@ -544,7 +544,7 @@ def test_infer_and_the_workflow_can_be_deleted(tmp_path: Path) -> None:
     assert "1 passed" in output and "1 skipped" in output, output
 
 
-def test_a_step_that_does_not_fit_says_what_would(
+def test_a_step_that_does_not_fit_says_what_to_try(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU torch raises no such error: a step does in its place."""
@@ -560,7 +560,7 @@ raise SystemExit(errors.exit_code(lambda: __main__.dispatch({["train", *TINY, "-
     command = f"python -m {HERE} fit"
     (line,) = told(project.folder, sys.executable, "-c", broken, code=1)[-1:]
     assert line.startswith(f"error: {shown[:-1]}. Try --train.activation-checkpointing")
-    assert line.endswith(f"(`{command}` says what fits)")
+    assert line.endswith(f"(`{command}`, with the same options, says what fits)")
     monkeypatch.setattr(Path, "exists", lambda path: False)  # without these stages
     assert command not in project.module("errors")._in_one_line(torch.OutOfMemoryError(shown))
 

@@ -79,7 +79,7 @@ def _in_one_line(error: Exception) -> str:
     if type(error).__name__ == "OutOfMemoryError":  # torch's
         ways = "--train.activation-checkpointing or a smaller --train.micro-batch-size"
         if (Path(__file__).parent / "workflow/fit.py").exists():
-            ways += f" (`python -m {__package__} fit` says what fits)"
+            ways += f" (`python -m {__package__} fit`, with the same options, says what fits)"
         return f"error: {text.rstrip('.')}. Try {ways}"
     return ""
 
