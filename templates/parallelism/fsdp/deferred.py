@@ -56,11 +56,8 @@ class Deferred(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.fake, self.calls = OneMode(allow_non_fake_inputs=True), list[Call]()
-        self.made = set[int]()  # storages
-        self.used, self.brought = (
-            set[int](),
-            set[int](),
-        )  # addresses of large data, and its storages
+        # Storages that it made; addresses of large data that it used, and the storages of that.
+        self.made, self.used, self.brought = set[int](), set[int](), set[int]()
         self.refused, self.recent = "", Memory()  # why it failed; what was read since the last call
         self.scratch = torch.UntypedStorage(0)  # kept: malloc would not return what each draw frees
         self.before = torch.get_rng_state(), torch.get_default_dtype()
@@ -83,25 +80,21 @@ class Deferred(TorchDispatchMode):
             now = tree_map_only(FakeTensor, self.read, (args, named))
             return call(*now[0], **now[1])
         draws = torch.Tag.nondeterministic_seeded in call.tags
+        hides_writes = "batch_norm" in schema.name  # its schema has none, but in training it does
         if (
             torch.device(named.get("device") or "cpu").type != "cpu"
             or (draws and len(given) > len(written) and "_like" not in str(call))  # by values
             or len(written) > 1  # of which some may have memory
             or any(word in schema.name for word in ("set_", "resize"))
-            or (
-                "batch_norm" in schema.name and any(each is True for each in args)
-            )  # its schema hides that it writes
+            or (hides_writes and any(each is True for each in args))
         ):
             self.refuse(f"{call}, called in build_model, cannot be done later")
         with self.fake:
             result = call(*args, **named)
         if makes and result.numel() < SMALL:
             return call(*args, **named)
-        if (
-            tensors(result, written)
-            and not call.is_view
-            and torch.Tag.inplace_view not in call.tags
-        ):
+        is_view = call.is_view or torch.Tag.inplace_view in call.tags
+        if not is_view and tensors(result, written):
             self.note(call, (args, named), result, written, draws)
         return result
 
