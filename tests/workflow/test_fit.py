@@ -134,6 +134,21 @@ def test_a_step_takes_what_was_foretold(
     assert abs(peak - real) <= 0.05 * real, (peak, real)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_scale_counts_as_the_command_does(language: Project, sharded: Project, ranks: int) -> None:
+    """With the micro-batches of the settings, of a run that knows nothing of `fit`."""
+    for project in (language, sharded):
+        settings, changes = project.module("config"), {"train.precision": "bf16"}
+        config = config_of(project, **changes)
+        plain = settings.override(
+            settings.preset("tiny"), {"data.path": config.data.path, "train.precision": "auto"}
+        )
+        size = min(config.train.micro_batch_size, config.train.global_batch_size // ranks)
+        counted = project.module("workflow.fit").foretold(plain, ranks)
+        # There it is not the first step, so that the run's sums are there already.
+        assert counted == pytest.approx(peaks_of(project, ranks=ranks, **changes)[size], abs=100)
+
+
 def test_ranks_share_what_fsdp_shards(sharded: Project) -> None:
     changes = {"train.global_batch_size": 16, "train.micro_batch_size": 4}
     one, four = (foretold(sharded, config_of(sharded, ranks=n, **changes)) for n in (1, 4))

@@ -231,7 +231,9 @@ def test_memory_is_judged_and_ddp_or_fsdp_follows(
         return stage.checks[0]["status"], stage.checks[0]["measured"], *stage.advice
 
     status, measured, advice = judged((900, 940))
-    assert status == "pass" and measured == "a rank's peak: 1 rank 900 B, 2 ranks 940 B, of 1 kB"
+    counted = r"; `fit` counts (\d[\d.]* [kM]B), (\d[\d.]* [kM]B)"
+    beginning = "a rank's peak: 1 rank 900 B, 2 ranks 940 B, of 1 kB"
+    assert status == "pass" and re.fullmatch(re.escape(beginning) + counted, measured)
     assert advice == "DDP: one process, with the whole state, takes 900 B; as rendered"
     status, _, advice = judged((900, 960))
     assert status == "fail" and advice.startswith("FSDP: ")
@@ -242,6 +244,7 @@ def test_memory_is_judged_and_ddp_or_fsdp_follows(
     status, measured, advice = judged((470, 470), "cpu")
     assert status == "pass" and measured.endswith("of 1 kB that all ranks share")
     assert judged((470, 480), "cpu")[0] == "fail"  # the two together
+    assert "`fit`" not in measured, "that is of tensors, and this of the process"
     status, _, advice = judged((480, 300), "cpu", sharded)
     assert status == "pass" and advice.startswith("FSDP: ") and "as rendered" in advice
 

@@ -12,8 +12,8 @@ import re
 import shlex
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
@@ -47,7 +47,6 @@ GPUS = {
     "RTX 4090": (24, 1.0), "MI300X": (192, 5.3),
 }
 # fmt: on
-READS = "the model or the step reads the value of a tensor: a GPU would have to be waited for"
 EACH, ROOM = 8, 0.9  # GPUs of a machine; of the memory: the rest is for what is not counted
 
 
@@ -192,14 +191,31 @@ def one_rank(config: FitConfig, meter: Meter) -> Iterator[loop.State]:
         yield state
 
 
-def measure(config: FitConfig, meter: Meter) -> Iterator[tuple[int, loop.State]]:
+def like_a_gpu(config: FitConfig, ranks: int) -> FitConfig:
+    """The settings with which a CPU follows the step of a GPU."""
+    settings = {"train.precision": "bf16"} if config.train.precision == "auto" else {}
+    return override(config, settings | {"ranks": ranks, "compile.mode": "none", "device": "cpu"})
+
+
+def foretold(config: Config, ranks: int) -> int:
+    """Bytes that a rank's tensors take at most, with the micro-batches of these settings."""
+    own = {each.name: getattr(config, each.name) for each in fields(Config)}
+    meter = Meter(1.0, 1.0)
+    size = min(config.train.micro_batch_size, -(-config.train.global_batch_size // ranks))
+    list(measure(like_a_gpu(FitConfig(**own), ranks), meter, [size]))
+    return meter.peak
+
+
+def measure(
+    config: FitConfig, meter: Meter, sizes: Sequence[int] = ()
+) -> Iterator[tuple[int, loop.State]]:
     """Count a step with micro-batches of 1, 2, 4 ... samples, up to a rank's share of a batch."""
     share = -(-config.train.global_batch_size // config.ranks)
-    sizes = sorted({share, *(2**power for power in range(share.bit_length()))})
+    sizes = sizes or sorted({share, *(2**power for power in range(share.bit_length()))})
     meter.each = getattr(config.parallel, "reduce_each", False)
     with one_rank(config, meter) as state:
         if any(isinstance(module, _BatchNorm) for module in state.model.modules()):
-            sizes = sizes[share > 1 :]  # one sample has no statistics
+            sizes = [size for size in sizes if size > 1 or share == 1]  # one has no statistics
         for size in sizes:
             state.plan = [loop.Share(slice(0, size), 1.0)] * min(2, -(-share // size))
             with _disable_current_modes():
@@ -211,12 +227,13 @@ def measure(config: FitConfig, meter: Meter) -> Iterator[tuple[int, loop.State]]
 
 
 def parts_of(meter: Meter, state: loop.State) -> str:
-    """What takes the memory at the peak."""
+    """What takes the memory at the peak, and what a rank sends."""
     weights = sum(parallel.local_part(p).nbytes for p in state.model.parameters())
     kept = [v for each in state.optimizer.state.values() for v in each.values()]
     moments = sum(parallel.local_part(v).nbytes for v in kept if torch.is_tensor(v))
     text = f"weights {in_units(weights)}, optimizer {in_units(moments)}, all else "
-    return f"{text}{in_units(meter.peak - weights - moments)}; reached in {meter.when}"
+    text += f"{in_units(meter.peak - weights - moments)}; reached in {meter.when}"
+    return f"{text}\neach rank sends {in_units(sent_by(meter, state))} in a step"
 
 
 def sent_by(meter: Meter, state: loop.State) -> float:
@@ -239,11 +256,10 @@ def fit(config: FitConfig, arguments: list[str]) -> int:
     if not 1 <= ranks <= batch or (ranks > EACH and ranks % EACH):
         raise UserError(f"--ranks {ranks}: 1 to {batch} (a global batch), beyond {EACH} in eights")
     parallel.check_ranks(config.parallel, ranks)
-    settings = {"train.precision": "bf16"} if config.train.precision == "auto" else {}
-    config = override(config, settings | {"ranks": ranks, "compile.mode": "none", "device": "cpu"})
+    config = like_a_gpu(config, ranks)
     print(f"{named(ranks, 'rank')}, {name} with {in_units(memory)} each, batches of {batch}")
     print("micro-batch  recompute  memory              samples/s, MFU (roofline): eager, compiled")
-    rows, of_sample = list[tuple[bool, list[float], int, bool, tuple[str, float]]](), 0.0
+    rows, of_sample = list[tuple[bool, list[float], int, bool, str]](), 0.0
     try:
         for recompute in (False, True):
             meter = Meter(flops, bandwidth)
@@ -252,17 +268,15 @@ def fit(config: FitConfig, arguments: list[str]) -> int:
                 of_sample = of_sample or meter.cost["flops"] / batch  # without what is recomputed
                 pace = [batch / meter.cost[kind] for kind in ("eager", "compiled")]
                 fits = meter.peak <= ROOM * memory
-                last = parts_of(meter, state), sent_by(meter, state)
-                rows.append((fits, pace, size, recompute, last))
+                rows.append((fits, pace, size, recompute, parts_of(meter, state)))
                 bounds = [f"{rate:12,.1f} {of_sample * rate / flops:4.0%}" for rate in pace]
                 text = f"{size:11}  {'yes' if recompute else 'no':9}  {in_units(meter.peak):>7} "
                 print(text + ("fits    " if fits else "too much"), *bounds, flush=True)
     except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException):
-        raise UserError(f"{READS}: `pytest -k reads_no_value` names the line") from None
-    fits, _, size, recompute, (parts, sent) = max(rows)
+        # A GPU would have to be waited for.
+        raise UserError("a step reads the value of a tensor: `pytest -k reads_no_value`") from None
+    fits, _, size, recompute, parts = max(rows)
     print(f"the peak with micro-batches of {size}: {parts}")
-    if ranks > 1:
-        print(f"each rank sends {in_units(sent)} in a step")
     print("not counted: fragments, CUDA's context, buffers of cuBLAS, cuDNN, NCCL, FlexAttention;")
     print("what an optimizer sends under DDP, as Muon does")
     if not fits:

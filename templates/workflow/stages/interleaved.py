@@ -29,8 +29,7 @@ class Interval(NamedTuple):
     low: float
     high: float
 
-    def __str__(self) -> str:
-        """As in 1.25 (1.21 to 1.3)."""
+    def __str__(self) -> str:  # as in 1.25 (1.21 to 1.3)
         return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
 
 

@@ -82,10 +82,7 @@ def plain_environment() -> dict[str, str]:
 
 
 def run_task(module: str, folder: Path, task: str, **options: Any) -> Any:
-    """What `python -m workflow.<module> FOLDER TASK` writes to FOLDER/TASK.json.
-
-    `options` as of `run_module`.
-    """
+    """What `python -m workflow.<module> FOLDER TASK` writes to FOLDER/TASK.json (`run_module`)."""
     run_module(f"{__package__}.{module}", str(folder), task, **options)
     return json.loads((folder / f"{task}.json").read_text("utf-8"))
 
@@ -93,11 +90,9 @@ def run_task(module: str, folder: Path, task: str, **options: Any) -> Any:
 def run_module(
     module: str, *words: str, ranks: int = 1, seconds: float, **environment: str
 ) -> None:
-    """Run `python -m module words` as one plain process, or as several `ranks` under torchrun.
-
-    RankError if it fails, or takes more than so many seconds. At the end, by SIGTERM or Ctrl-C too,
-    all that it started is killed; torchrun and its ranks also when this process is killed.
-    """
+    """Run `python -m module words` as one plain process, or as several `ranks` under torchrun."""
+    # RankError if it fails, or takes more than so many seconds. At the end, by SIGTERM or Ctrl-C
+    # too, all that it started is killed; torchrun and its ranks also when this process is killed.
     command = [module, *words]
     if ranks > 1:
         torchrun = [f"{PACKAGE}.distributed.launch", f"--nproc-per-node={ranks}"]

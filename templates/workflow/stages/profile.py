@@ -1,8 +1,4 @@
-"""The profile stage: where the time of a step goes, and what to try about it.
-
-It runs plain or under torchrun. Of several ranks it reports the slowest one, which waits least in
-communication, since the others wait for it there.
-"""
+"""The profile stage, plain or under torchrun: where a step's time goes, and what to try."""
 
 import gzip
 import json
@@ -141,6 +137,7 @@ def operators_of(averages: Iterable[Any], device: bool, seconds: float) -> list[
 
 def judge_steps(stage: Stage, device: torch.device, ranks: list[Breakdown], usual: float) -> None:
     """Say where the time goes and what to try; `usual` are the seconds of an untraced step."""
+    # The slowest rank waits least in communication, since the others wait for it there.
     slowest = min(range(len(ranks)), key=lambda i: ranks[i].shares["communication"])
     rank, compilations = ranks[slowest], max(rank.compilations for rank in ranks)
     steps, traced = len(rank.seconds), float(rank.seconds.sum()) / len(rank.seconds)

@@ -4,6 +4,7 @@ Each number of processes is started anew and measures itself: `python -m` this m
 FOLDER/settings.json and writes FOLDER/RANKS.json.
 """
 
+import contextlib
 import gc
 import json
 import sys
@@ -23,6 +24,7 @@ from ..run.hardware import in_units, usable_cores
 from ..sampling import STEP, seed_random
 from ..train import State, setup
 from .chain import advise
+from .fit import foretold
 from .interleaved import median_interval
 from .processes import free_host_memory, most_ranks, named, refusal, run_task
 from .stage import Stage, StageConfig
@@ -60,10 +62,8 @@ def measure(config: StageConfig) -> int:
         if "out of memory" not in str(error).lower():
             raise
         failed = f"{named(sizes[len(records)], 'process')} ran out of memory"
-        for name in ("same_losses", "strong_efficiency", "weak_efficiency", "memory"):
-            stage.check(name, None, measured=failed, wanted="measured")
-        needs_fsdp = f"A model that no device can hold needs FSDP: {change_to('FSDP')}"
-        advise(stage, f"try {LESS_MEMORY}. {needs_fsdp}")
+        stage.check("memory", None, measured=failed, wanted="measured", advice=f"try {LESS_MEMORY}")
+        advise(stage, f"a model that no device can hold needs FSDP: {change_to('FSDP')}")
         return stage.close()
     if most > 1:
         print("     this does not predict scaling across machines, whose network is slower")
@@ -141,6 +141,10 @@ def judge_memory(stage: Stage, records: Records, device: torch.device) -> None:
         capacity, shared = torch.cuda.get_device_properties(device).total_memory, ""
     parts = [f"{named(ranks, 'rank')} {in_units(peak)}" for ranks, peak in peaks.items()]
     measured = f"a rank's peak: {', '.join(parts)}, of {in_units(capacity)}{shared}"
+    if device.type == "cuda":
+        with contextlib.suppress(Exception):  # a model that `fit` cannot follow
+            counted = [in_units(foretold(stage.config, ranks)) for ranks in peaks]
+            measured += f"; `fit` counts {', '.join(counted)}"
     passed = max(peak * (n if shared else 1) for n, peak in peaks.items()) <= ROOM * capacity
     wanted, advice = f"at most {ROOM:.0%} of the memory", f"try {LESS_MEMORY}"
     stage.check("memory", passed, measured=measured, wanted=wanted, advice=advice)
