@@ -53,6 +53,7 @@ PRIVATE = (
     "torch._foreach_sub_",
     "torch._inductor.config",
     "torch._inductor.utils.fresh_cache",
+    "torch._neg_view",
     "torch._subclasses.fake_tensor",
     "torch.UntypedStorage._cdata",
     "torch._utils.ExceptionWrapper",
