@@ -170,6 +170,15 @@ def by_lists() -> nn.Module:
     return model
 
 
+def read_again() -> nn.Module:
+    """A value read before and after it changes."""
+    model = nn.Linear(9, 9)
+    before = model.weight[0, 0].item()
+    model.weight.data.mul_(3)
+    assert model.weight[0, 0].item() == pytest.approx(3 * before)
+    return model
+
+
 def copies_are_changed() -> nn.Module:
     """Layers copied from one, and then drawn anew."""
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
@@ -205,6 +214,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "copies_are_changed": copies_are_changed,
     "scaled_by_gradients": scaled_by_gradients,
     "by_lists": by_lists,
+    "read_again": read_again,
 }
 
 
@@ -253,7 +263,7 @@ STEPS: dict[str, Callable[[list[Tensor], int, int], Any]] = {
     "add": lambda held, i, j: held[i].add_(held[j % len(held)].sum()),
     "replace": lambda held, i, j: held[i].copy_(held[j % len(held)].mean()),
     "permute": lambda held, i, j: held.append(held[i][torch.randperm(len(held[i]))]),
-    "list": lambda held, i, j: held[i].fill_(len(held[j % len(held)].tolist())),
+    "first": lambda held, i, j: held[i].fill_(held[j % len(held)][0, 0].item()),
     "read": lambda held, i, j: held[i].mul_(1 + round(held[j % len(held)].sum().item(), 2)),
     "small": lambda held, i, j: held.append(torch.rand(1, 5)),
     "into_small": lambda held, i, j: held[i].view(-1)[:1].copy_(held[j % len(held)].sum()),

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -99,6 +100,21 @@ def main(package: str) -> None:
     model, _ = sharded(Odd, world.rank)  # where the ranks draw otherwise, rank 0's values count
     torch.manual_seed(0)
     assert torch.equal(parallel.full_tensor(model.frozen), Odd().frozen)
+
+    torch.manual_seed(0)  # as where train.py puts the model into another one
+    inner = parallel.build(Odd, world)
+    outer = nn.Sequential(inner)
+    parallel.wrap(outer, inner.blocks, parallel.ParallelConfig(), world, torch.float32)
+    torch.manual_seed(0)
+    assert torch.equal(parallel.full_tensor(inner.frozen), Odd().frozen)
+
+    # What only an object holds is not found; it must not make a whole forward fake, in silence.
+    model, _ = sharded(lambda: Odd(lambda: SimpleNamespace(table=torch.ones(99))), 0)
+    try:
+        model.extra.table * torch.ones(99)
+        raise AssertionError("a tensor that nobody gave values was used")
+    except AssertionError as error:
+        assert "FakeTensor" in str(error), error
 
     try:  # as after an edit on one machine only
         sharded(lambda: Odd(width=8 + world.rank))
