@@ -224,3 +224,17 @@ def test_host_buffers_of_gpt2_take_what_is_saved(staged: Project) -> None:
     blocks = blocks_for(staged, likes)
     assert sum(blocks) <= 1.01 * sum(sizes) and len(blocks) <= 8
     assert alone(sizes) > 1.6 * sum(sizes)
+
+
+def test_buffers_are_made_when_the_optimizer_has_its_state(staged: Project, tmp_path: Path) -> None:
+    """Of all that is saved; an entry without values, as some optimizers make, is no state yet."""
+    loop, config = staged.module("train"), staged.config(run_dir=tmp_path)
+    state = loop.setup(config)
+    saves = loop.start(state, tmp_path, staged.module("distributed").Group(state.world))
+    assert [state.optimizer.state[parameter] for parameter in state.model.parameters()]
+    saves.before_optimizer_step()
+    assert not saves.writer.buffers
+    loop.train_step(state, state.loader.next())
+    saves.before_optimizer_step()
+    assert saves.writer.buffers.keys() == saves.tensors().keys()
+    saves.close()
