@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_leaves
 
 from ..errors import RankError, UserError
 from ..files import fingerprint
@@ -65,7 +64,7 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
     """
     if world.size == 1:
         return make()
-    from .deferred import Deferred
+    from .deferred import Deferred, tensors
 
     deferred = Deferred()
     try:
@@ -81,7 +80,7 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
             log.warning("building without memory failed: each rank builds it whole: %s", error)
     deferred.undo()
     model = make()
-    leaves = tree_leaves([[*vars(module).values()] for module in model.modules()])
+    leaves = tensors([[*vars(module).values()] for module in model.modules()])
     if any(isinstance(leaf, FakeTensor) for leaf in leaves):
         raise UserError("build_model (model.py) reuses tensors of an earlier call: make them anew")
     return model
