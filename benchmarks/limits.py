@@ -36,8 +36,9 @@ MEETING = {
     "group" + CPU: "`Group` made, each rank, s",
     "connections": "connections of a `Group`, each rank",
     "first_connections": "… rank 0",
-    "agree" + CPU: "`agree` on 100 bytes from each, each rank, s",
-    "from_first" + CPU: "`from_first`, each rank, s",
+    "gather" + CPU: "`gather` of 100 bytes from each, each rank, s",
+    "broadcast" + CPU: "`broadcast`, each rank, s",
+    "together" + CPU: "end of a `together` block, each rank, s",
     "word" + CPU: "control word, each rank, s",
 }
 

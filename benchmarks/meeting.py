@@ -145,11 +145,17 @@ def groups(ranks: int, lazy: bool, package: str) -> dict[str, float]:
             before = len(os.listdir("/proc/self/fd"))
             group = control.Group(control.World(rank, ranks, torch.device("cpu"), True))
             found = {"group_cpu_seconds": time.process_time() - cpu}
+
+            def block() -> None:
+                with group.together():
+                    pass
+
             calls = {
-                "agree": lambda: group.agree(
-                    lambda: {f"__{rank}_0.distcp": {"size": 123_456_789, "sha256": "0" * 64}}
+                "gather": lambda: group.gather(
+                    {f"__{rank}_0.distcp": {"size": 123_456_789, "sha256": "0" * 64}}
                 ),
-                "from_first": lambda: group.from_first(lambda: "checkpoints/step_00000120"),
+                "broadcast": lambda: group.broadcast("checkpoints/step_00000120"),
+                "together": block,
                 "word": lambda: group.maximum([0, 0])(),
             }
             for name, call in calls.items():

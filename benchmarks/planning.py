@@ -4,7 +4,7 @@ Ranks are simulated on one core: what each would say of its parts is made here a
 planner, and the files that they would write to the rendered project's own code. What is saved is
 one block of Llama 3 405B with AdamW's two moments; the whole model has 126. Its state is sharded
 over all ranks (FSDP), or over groups of 64 ranks that are copies of each other (HSDP), each of
-which then writes a part of what they hold alike, as `share_of` has it.
+which then writes a part of what they hold alike, as `divided` has it.
 
 CPU time is measured, on a machine with other work. Python's garbage collector is off, as it is
 while a run trains.
@@ -199,7 +199,7 @@ def directory(ranks: int, sizes: list[int], checkpoints: Path, clock: Clock) -> 
 
 def restore(ranks: int, blocks: int, folder: Path, names: dict[str, Any], clock: Clock) -> None:
     """What each rank does before it reads: the index, checked, and what it wants of which part."""
-    reader = importlib.import_module(f"{PACKAGE}.checkpoint.reader")
+    reader = importlib.import_module(f"{PACKAGE}.checkpoint.dcp")
     index = clock("index_read", lambda: reader.DcpDirectory(folder, names).index)
 
     def wanted() -> list[Any]:

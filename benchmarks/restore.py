@@ -58,7 +58,7 @@ def load(bench: ranks.Bench, name: str, checkpointer: Any, path: Any, manifest: 
     module = bench.part(name, "checkpoint.checkpointer")
     create, module.create_optimizer_state = module.create_optimizer_state, lambda optimizer: None
     try:
-        checkpointer._load(path, manifest)
+        checkpointer.load(path, manifest)
     finally:
         module.create_optimizer_state = create
 

@@ -155,10 +155,11 @@ def calls(project: Path, words: list[str]) -> str:
     followed = json.loads(ended.stdout.splitlines()[-1])
     paragraphs = []
     for name in words:
-        files = len({file for file, _ in followed[name]})
-        rows = itertools.groupby(followed[name], key=lambda call: call[0])  # a file's, in a row
+        called, frames = followed[name]["calls"], followed[name]["frames"]
+        files = len({file for file, _ in called})
+        rows = itertools.groupby(called, key=lambda call: call[0])  # a file's, in a row
         steps = "; ".join(f"`{file}` {', '.join(call[1] for call in row)}" for file, row in rows)
-        text = f"**A {name}**, {len(followed[name])} calls in {files} files: {steps}."
+        text = f"**A {name}**, {len(called)} functions in {files} files, {frames} deep: {steps}."
         paragraphs.append(textwrap.fill(text, 120, break_long_words=False))
     return "\n\n".join(paragraphs) + "\n\n"
 

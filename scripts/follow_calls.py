@@ -2,10 +2,11 @@
 
 python scripts/follow_calls.py PACKAGE      in a render's folder, with its src on PYTHONPATH
 
-Prints JSON: {"batch": [[file, function], …], "save": …, "restore": …}: every function of the
-package that is entered, in the order of the first entries, those of the main thread before those of
-the others, whose turns differ from time to time. A function inside another counts as the outer one,
-and each function counts once. One plain process trains the tiny preset.
+Prints JSON: {"batch": {"calls": [[file, function], …], "frames": 5}, "save": …, "restore": …}:
+every function of the package that is entered, lambdas and functions inside others included, in the
+order of the first entries, those of the main thread before those of the others, whose turns differ from
+time to time. Each function counts once. "frames" is how many of them are entered within each other
+at most. One plain process trains the tiny preset.
 
 - batch: from `Loader.next` to `compute_loss`;
 - save: from `Checkpointer.save` until the checkpoint is published and older ones are pruned;
@@ -31,6 +32,7 @@ class Followed:
     def __init__(self, package: Path) -> None:
         self.package = f"{package}{os.sep}"
         self.calls: dict[int, dict[Call, None]] = {}  # by thread
+        self.frames = 0
         self.on = False
         # A thread takes the profiler of its start, so it is there before the first run begins.
         threading.setprofile(self.note)
@@ -38,27 +40,44 @@ class Followed:
 
     def note(self, frame: FrameType, event: str, _: Any) -> None:
         """Note a call, if it is of the package: what `sys.setprofile` calls."""
-        path = frame.f_code.co_filename
-        if self.on and event == "call" and path.startswith(self.package):
-            name = frame.f_code.co_qualname.split(".<locals>")[0]
-            if name != "<module>" and "<" not in name:
-                calls = self.calls.setdefault(threading.get_ident(), {})
-                calls.setdefault((path.removeprefix(self.package), name))
+        if not self.on or event != "call" or not self.counts(frame):
+            return
+        path = frame.f_code.co_filename.removeprefix(self.package)
+        name = frame.f_code.co_qualname.replace(".<locals>", "")
+        name = name.replace("<lambda>", f"lambda in line {frame.f_lineno}")
+        self.calls.setdefault(threading.get_ident(), {}).setdefault((path, name))
+        depth, outer = 0, frame
+        # Of the loop, which calls what is followed, nothing counts.
+        while outer is not None and outer.f_code.co_filename != __file__:
+            depth += self.counts(outer)
+            outer = outer.f_back
+        self.frames = max(self.frames, depth)
 
-    def take(self) -> list[Call]:
+    def counts(self, frame: FrameType) -> bool:
+        """Whether a frame is of a function of the package, and not of a comprehension."""
+        code = frame.f_code
+        return code.co_filename.startswith(self.package) and (
+            not code.co_name.startswith("<") or code.co_name == "<lambda>"
+        )
+
+    def take(self) -> dict[str, Any]:
         """Stop, and return the calls."""
         self.on = False
         main, calls = threading.main_thread().ident, self.calls
-        self.calls = {}
         threads = sorted(calls, key=lambda thread: thread != main)
-        return list(dict.fromkeys(call for thread in threads for call in calls[thread]))
+        found = {
+            "calls": list(dict.fromkeys(call for thread in threads for call in calls[thread])),
+            "frames": self.frames,
+        }
+        self.calls, self.frames = {}, 0
+        return found
 
 
-def follow(package: str, folder: Path) -> dict[str, list[Call]]:
+def follow(package: str, folder: Path) -> dict[str, dict[str, Any]]:
     """Train a few steps, resume, and follow what happens."""
     config, train = (importlib.import_module(f"{package}.{n}") for n in ("config", "train"))
     seen = Followed(Path(train.__file__).parent)
-    result: dict[str, list[Call]] = {}
+    result: dict[str, dict[str, Any]] = {}
 
     def run(steps: int) -> None:
         changes = {"run_dir": folder, "device": "cpu", "track": False, "checkpoint.every": 2}
@@ -92,7 +111,8 @@ def follow(package: str, folder: Path) -> dict[str, list[Call]]:
 
     def follow_loss(*arguments: Any) -> Any:
         if seen.on and "batch" not in result:
-            result["batch"] = [*seen.take(), ("model.py", "compute_loss")]
+            result["batch"] = seen.take()
+            result["batch"]["calls"].append(("model.py", "compute_loss"))
         return compute_loss(*arguments)
 
     kind.save, kind.restore, train.Loader.next = follow_save, follow_restore, follow_batch

@@ -241,7 +241,7 @@ class Loader:
         self.step, self.seconds = 0, 0.0
         self.iterator: Any = None
 
-    def position(self, group: Group) -> dict[str, Any]:
+    def position(self) -> dict[str, Any]:
         """What a manifest must say to resume the loader: nothing, as any step is sought at once."""
         return {}
 

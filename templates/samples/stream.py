@@ -57,6 +57,7 @@ class StreamLoader(Loader):
         order = StreamOrder(0, train.global_batch_size, train.seed)
         super().__init__(_FirstSamples(self), order, plan, workers=0, pin=False)
         self.stream, self.world, self.epoch = stream, world, 0
+        self.group: Group | None = None
         self.iterating: Any = None
         self.first: list[Any] = []  # samples; measurements use them again and again
         self.ahead: list[Any] = []
@@ -105,12 +106,16 @@ class StreamLoader(Loader):
         if hasattr(self.stream, "set_epoch"):  # another order, where the stream has one
             self.stream.set_epoch(epoch)
 
-    def position(self, group: Group) -> dict[str, Any]:
-        """Each rank's position in its stream, for the manifest."""
-        return {"streams": group.agree(self.stream_state)}
+    def position(self) -> dict[str, Any]:
+        """Each rank's position in its stream, for the manifest; collective, after `resume`."""
+        assert self.group, "`resume` is called before training"
+        with self.group.together():
+            state = self.stream_state()
+        return {"streams": self.group.gather(state)}
 
     def resume(self, step: int, manifest: dict[str, Any], group: Group) -> None:
         """Continue with global batch `step`; UserError where the streams cannot."""
+        self.group = group
         if step:
             positions = manifest.get("streams")
             if not isinstance(positions, list) or len(positions) != group.size:
@@ -120,7 +125,8 @@ class StreamLoader(Loader):
                     f"{group.size}. Resume with as many ranks, or start a new run from its weights "
                     "(--init-from)"
                 )
-            group.agree(lambda: self.load_stream_state(positions[group.rank]))
+            with group.together():
+                self.load_stream_state(positions[group.rank])
         self.step = step
 
     def stream_state(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Copies of a sharded model (HSDP): proven equal to DDP and FSDP."""
+"""What two and four ranks do together: sharded models, copies of these (HSDP), blocks of work."""
 
 from pathlib import Path
 
@@ -17,9 +17,26 @@ def test_copies_of_a_sharded_model_are_ddp_and_fsdp(tmp_path: Path) -> None:
     assert "7 ways agree" in output
 
 
-def test_no_rank_builds_the_whole_model(tmp_path: Path) -> None:
+def test_only_rank_0_builds_the_whole_model(tmp_path: Path) -> None:
     name = "sharded_start"
     source = bake(tmp_path, parallelism="fsdp", package_name=name) / "src"
     assert "2 ranks have what one process builds" in drill(
         "shards.py", (2, name), sources={name: source}
     )
+
+
+def test_fsdp_trains_what_ddp_trains_or_refuses_it(tmp_path: Path) -> None:
+    sources = {
+        name: bake(tmp_path / name, parallelism=name.removeprefix("twin_"), package_name=name)
+        / "src"
+        for name in ("twin_ddp", "twin_fsdp")
+    }
+    output = drill("twins.py", (2, *sources), sources=sources)
+    assert "13 models are the same, 9 are refused" in output
+
+
+def test_what_fails_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    sources = {"in_blocks": bake(tmp_path, package_name="in_blocks") / "src"}
+    output = drill("blocks.py", (2, "in_blocks"), sources=sources)
+    assert output.count("all errors were told") == 2
+    assert "rank 0: the other one is gone" in output

@@ -106,7 +106,7 @@ def test_what_is_staged_is_the_step_that_was_saved(project: Project, tmp_path: P
     state = loop.setup(project.module("config").override(config, {"device": DEVICE}))
     (tmp_path / "checkpoints").mkdir()
     group = project.module("distributed").Group(state.world)
-    with loop.start(state, tmp_path, group) as checkpointer:
+    with loop.resume(state, tmp_path, group) as checkpointer:
         for _ in range(5):
             loop.train_step(state, state.loader.next())
             wanted = {name: value.clone() for name, value in state.model.state_dict().items()}

@@ -6,6 +6,7 @@ package that it comes from.
 """
 
 import contextlib
+import functools
 import importlib
 import json
 import logging
@@ -32,6 +33,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.tensor import DTensor
 
 RANK = 3  # among several
 
@@ -54,6 +56,10 @@ class Replica(nn.Module):
     def forward(self, *given: Any, **named: Any) -> Any:
         return self.module(*given, **named)
 
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: list[str]) -> None:
+        """What is not sent at the start."""
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         self.syncs = False
@@ -64,8 +70,9 @@ class Replica(nn.Module):
 class Later:
     """In the place of a writer's thread: what it gets runs when its result is asked for."""
 
-    def submit(self, action: Callable[[], Any]) -> "Future[Any]":
+    def submit(self, call: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         future: Future[Any] = Future()
+        action = functools.partial(call, *arguments)
         future.exception = lambda *_: self.run(future, action)  # type: ignore[method-assign]
         future.result = lambda *_: self.run(future, action)  # type: ignore[method-assign]
         return future
@@ -101,7 +108,7 @@ class Run:
         """Save a checkpoint of step 1, to restore from."""
         world = self.world(0, 1, torch.device("cpu"))
         state = self.loop.setup(self.config, world)
-        saves = self.loop.start(state, self.folder, self.distributed.Group(world))
+        saves = self.loop.resume(state, self.folder, self.distributed.Group(world))
         self.loop.train_step(state, state.loader.next())
         saves.finish(1)
 
@@ -119,9 +126,7 @@ class Run:
                 each[:] = [value] * len(each)
 
             def wrap(model: nn.Module, *rest: Any, real: Any = parallel.wrap) -> nn.Module:
-                if parallel.SHARDED:  # it places what it shards
-                    assert model in parallel.DEFERRED, "it was built whole"
-                else:
+                if not parallel.SHARDED:  # that one places what it shards
                     model = dry.to_device(model, torch.device("cuda", 0))
                 return real(model, *rest)
 
@@ -139,24 +144,32 @@ class Run:
                 part = torch.empty(like.shape, dtype=like.dtype)
                 return self.device.pin(part) if self.device.is_pinned(block) else part
 
+            def first_of_all(self: Any, world: Any = None, real: Any = group.__init__) -> None:
+                real(self, world)
+                self.is_first = True
+
             for name in ("model", "gpt"):  # the language model's loss in parts, as of many tokens
                 with contextlib.suppress(ModuleNotFoundError):
                     replace(self.module(name), "PART", 2000)
             replace(torch, "compile", compile)
-            if hasattr(self.module("checkpoint.writer"), "part_of"):  # which has no memory to share
-                replace(self.module("checkpoint.writer"), "part_of", part_of)
+            with contextlib.suppress(ModuleNotFoundError):  # which has no memory to share
+                replace(self.module("checkpoint.staging"), "part_of", part_of)
             replace(parallel, "agree_on_buffers", agree_on_buffers)
             if self.ranks > 1:
                 stack.enter_context(dry.one_rank_of(self.ranks, RANK))
                 replace(dist, "new_group", lambda *a, **k: None)
                 replace(dist, "barrier", lambda *a, **k: None)
                 replace(dist, "all_gather_object", gather)
-                replace(group, "from_first", lambda self, action: action())
+                replace(group, "__init__", first_of_all)
+                replace(group, "broadcast", lambda self, value: value)
+                replace(group, "gather", lambda self, value: [value])
+                replace(group, "any", lambda self, flag: flag)
                 replace(group, "maximum", lambda self, values: lambda: values)
                 replace(parallel, "DistributedDataParallel", Replica)
                 replace(parallel, "wrap", wrap)
-                if parallel.SHARDED:  # all is fake already
-                    replace(self.module("distributed.deferred"), "Deferred", mock.MagicMock)
+                if parallel.SHARDED:  # all is fake already, and cannot be on `meta` as well
+                    replace(parallel, "build_on_meta", lambda make: make())
+                    replace(parallel, "can_be_filled", lambda it: not isinstance(it, DTensor))
                 if hasattr(parallel, "build_mesh"):
                     mesh, really = parallel.build_mesh, unset_fake_temporarily
                     replace(parallel, "build_mesh", lambda *given: _outside(mesh, really, given))
@@ -173,7 +186,7 @@ class Run:
             state = self.state = self.loop.setup(self.config, world)
             assert {p.device.type for p in state.model.parameters()} == {"cuda"}
             groups = [dict(group) for group in state.optimizer.param_groups]
-            saves = self.loop.start(state, self.folder, group)
+            saves = self.loop.resume(state, self.folder, group)
             for one, before in zip(state.optimizer.param_groups, groups, strict=True):
                 one.update(before)  # what was read are numbers of fake tensors
             assert state.step == int(bool(saves.restored))
@@ -224,7 +237,7 @@ class Run:
         planned: set[str] = set()
         events: list[int] = []
         copied: set[Any] = set()  # by which streams
-        before, pinned = writer.before_optimizer_step, len(device.pinned)
+        before, pinned = writer.wait_until_staged, len(device.pinned)
         if background:
             writer.thread = Later()
 
@@ -232,7 +245,7 @@ class Run:
             written.update(tensors)
             if hasattr(writer, "saver"):  # how DCP would write this rank's part
                 planner = dcp.DefaultSavePlanner()
-                planner.set_up_planner(module.nested(tensors), is_coordinator=False)
+                planner.set_up_planner(self.module("checkpoint.tensors").nested(tensors))
                 planned.update(item.index.fqn for item in planner.create_local_plan().items)
             return []
 
@@ -244,9 +257,9 @@ class Run:
             copied.update(device.written[device.key(part)][0] for part in parts)
             return device.host_reads(parts)
 
-        def before_optimizer_step(tensors: Any) -> None:
+        def wait_until_staged() -> None:
             count = device.events
-            before(tensors)
+            before()
             events.append(device.events - count)
 
         saver = (writer.saver, "write") if hasattr(writer, "saver") else (module, "write_tensors")
@@ -256,7 +269,7 @@ class Run:
                 (*saver, write),
                 (*publish, lambda step, write, facts: write(self.folder)),
                 (module, "refuse_nan", judge),
-                (writer, "before_optimizer_step", before_optimizer_step),
+                (writer, "wait_until_staged", wait_until_staged),
             ):
                 stack.enter_context(mock.patch.object(owner, name, value))
             saves.last_good = None

@@ -128,42 +128,42 @@ BREAKAGES = {
         *("torch.zeros(parameter.shape)", "assign a gradient"),
     ),
     "staging_in_pageable_memory": (
-        *(PLAIN, "checkpoint/writer.py", "pinned=bool(self.stream)", "pinned=False"),
+        *(PLAIN, "checkpoint/staging.py", "pinned=self.stream is not None", "pinned=False"),
         "a copy in pageable memory",
     ),
     "pinned_memory_allocated_in_a_save": (
-        *(PLAIN, "checkpoint/checkpointer.py", "self.tensors if known else dict"),
-        *("dict", "pinned"),
+        *(PLAIN, "checkpoint/checkpointer.py", "self.writer.prepare(self.tensors())"),
+        *("pass", "pinned"),
     ),
     "staging_blocks": (
-        *(PLAIN, "checkpoint/writer.py", "(targets, sources, non_blocking=True)"),
+        *(PLAIN, "checkpoint/staging.py", "(targets, sources, non_blocking=True)"),
         *("(targets, sources)", "a blocking copy"),
     ),
     "staging_waited_for": (
-        *(PLAIN, "checkpoint/writer.py", "self.event = self.stream.record_event()"),
+        *(PLAIN, "checkpoint/staging.py", "self.event = self.stream.record_event()"),
         *("self.event = self.stream.record_event(); self.event.synchronize()", "Event.synchronize"),
     ),
     "staging_on_the_training_stream": (
-        *(PLAIN, "checkpoint/writer.py", "with torch.cuda.stream(self.stream):"),
-        *("with contextlib.nullcontext():", "Race"),
+        *(PLAIN, "checkpoint/staging.py", "with torch.cuda.stream(self.stream):"),
+        *("with torch.no_grad():", "Race"),
     ),
     "staging_before_the_step_is_done": (
-        *(PLAIN, "checkpoint/writer.py"),
+        *(PLAIN, "checkpoint/staging.py"),
         *("self.stream.wait_stream(torch.cuda.current_stream(self.device))", "pass", "Race"),
     ),
     "host_waits_for_the_staging": (
         *(PLAIN, "checkpoint/writer.py"),
-        "torch.cuda.current_stream(self.device).wait_event(self.event)",
-        *("self.event.synchronize()", "Waits"),
+        "torch.cuda.current_stream(self.device).wait_event(self.buffers.event)",
+        *("self.buffers.event.synchronize()", "Waits"),
     ),
     "optimizer_ahead_of_the_staging": (
         *(PLAIN, "checkpoint/writer.py"),
-        "torch.cuda.current_stream(self.device).wait_event(self.event)",
+        "torch.cuda.current_stream(self.device).wait_event(self.buffers.event)",
         *("pass", "Race"),
     ),
     "written_before_it_is_copied": (
-        *(PLAIN, "checkpoint/writer.py", "                self.event.synchronize()"),
-        *("                pass", "Race"),
+        *(PLAIN, "checkpoint/staging.py", "            self.event.synchronize()"),
+        *("            pass", "Race"),
     ),
     "validation_reads_each_batch": (
         *(PLAIN, "train.py", "sums = sums + loss_vector(loss) * share.weight"),

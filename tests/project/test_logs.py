@@ -136,9 +136,10 @@ def broken():
     raise ZeroDivisionError("on this rank")
 logs.log_to_console()
 with logs.logging_in(Path(), Group()):
-    for agree in (Group().agree, Group().from_first):
+    for _ in range(2):
         try:
-            agree(broken)
+            with Group().together():
+                broken()
         except RankError as error:
             print("told:", error)
 """
@@ -218,7 +219,7 @@ class Group:
         self.theirs: Sequence[float] = (0.0,) * 4  # seconds of each
         self.sent: list[float] = []
 
-    def agree(self, action: Any) -> list[str]:
+    def gather(self, value: str) -> list[str]:
         return ["a", "b", "c", "d"]
 
     def maximum(self, values: list[float]) -> Callable[[], list[float]]:

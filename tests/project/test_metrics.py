@@ -7,10 +7,12 @@ import os
 import signal
 import tracemalloc
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -112,6 +114,49 @@ def test_figures_of_callbacks_are_numbers_of_the_validation(
     assert (line["validation_auc"], line["validation_f1"]) == (0.5, 0.75) and line["loss"] > 1
 
 
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        *((0, 0.0), (3, 3.0), (True, 1.0), (np.float32(0.5), 0.5), (np.int64(2), 2.0)),
+        *((torch.tensor(0.25), 0.25), (torch.tensor([4]), 4.0), (Decimal("0.5"), 0.5)),
+        *((math.inf, math.inf), (math.nan, math.nan)),
+        *((value, None) for value in (None, "0.5", torch.ones(2), np.ones(2), [1.0], {})),
+    ],
+    ids=repr,
+)
+def test_a_figure_of_a_callback_is_a_float_or_refused_by_name(
+    project: Project, value: Any, number: float | None
+) -> None:
+    """It is saved, and compared with others, as a float; 0 once made a checkpoint unreadable."""
+    figures = project.module("run.journal").validation_figures
+    if number is None:
+        with pytest.raises(
+            project.module("errors").UserError, match="figure 'recall' is .* no numb"
+        ):
+            figures({"recall": value})
+        return
+    recorded = figures({"recall": value, "validation_loss": 1})
+    assert recorded.keys() == {"validation_recall", "validation_loss"}
+    assert all(type(figure) is float for figure in recorded.values())
+    assert repr(recorded["validation_recall"]) == repr(number)
+
+
+def test_a_checkpoint_with_a_score_of_zero_is_good(project: Project, tmp_path: Path) -> None:
+    """Also one that an earlier release has written, with the whole number 0."""
+    none = {"after_validation": lambda state, figures: figures.update(errors=0)}
+    changes = {"checkpoint__best": "validation_errors"}
+    train(project, tmp_path, none, train__steps=4, **changes)
+    path = tmp_path / "checkpoints/step_00000004/manifest.json"
+    manifest = json.loads(path.read_text())
+    assert str(manifest["score"]) == "['min validation_errors', 0.0]"
+    del manifest["digest"]
+    manifest["score"][1] = 0
+    path.write_bytes(project.module("checkpoint.manifest").sealed(manifest))
+    result = train(project, tmp_path, none, train__steps=5, **changes)
+    assert result.step == 5 and not [*tmp_path.glob("checkpoints/*damaged*")]
+    assert project.module("checkpoint.manifest").verify(path.parent)[1] == []
+
+
 @pytest.mark.parametrize("peak, flops", [(1e9, 10), (1e9, None), (None, 10)])
 def test_the_share_of_the_peak_is_told_where_both_are_known(
     project: Project,
@@ -198,14 +243,13 @@ def test_a_validation_cut_short_is_made_up_for(
     steps = []
 
     def add(state: Any, figures: dict[str, Any]) -> None:
-        figures |= {"own": torch.tensor(0.5), "own_nan": math.nan, "own_text": "a note"}
+        figures |= {"own": torch.tensor(0.5), "own_nan": math.nan}
 
     begun = {"before_step": lambda state: steps.append(len(lines(run_dir)))}
     result = train(project, run_dir, {**begun, "after_validation": add})
     assert steps == list(range(step, STEPS))
     made_up = lines(run_dir)[step - 1]
     assert (made_up["validation_own"], made_up["validation_own_nan"]) == (0.5, None)
-    assert result.validation.pop("validation_own_text") == "a note"
     assert result.validation.pop("validation_own") == 0.5
     assert math.isnan(result.validation.pop("validation_own_nan"))
     assert (result.status, result.validation) == ("finished", undisturbed.validation)

@@ -25,15 +25,12 @@ class Group:
 
     rank, size, process_group, elsewhere = 0, 1, None, False
 
-    def agree(self, action: Any) -> list[bool]:
-        return [action(), self.elsewhere]
-
-    def from_first(self, action: Any) -> Any:
-        return action()
+    def any(self, flag: bool) -> bool:
+        return flag or self.elsewhere
 
 
 def read(project: Project, folder: Path) -> dict[str, torch.Tensor]:
-    reader = project.module("checkpoint.reader")
+    reader = project.module("checkpoint.dcp")
     source = reader.DcpDirectory(folder, [path.name for path in folder.iterdir()])
     found = {name: torch.empty(f.shape, dtype=f.dtype) for name, f in source.forms.items()}
     with warnings.catch_warnings():
@@ -45,7 +42,7 @@ def read(project: Project, folder: Path) -> dict[str, torch.Tensor]:
 def test_plans_are_kept_while_nothing_has_changed(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writing, group = project.module("checkpoint.writer"), Group()
+    writing, group = project.module("checkpoint.dcp"), Group()
     saver, number, planned = writing.DcpSaver(group, 2), iter(range(100)), []
     create = dcp.DefaultSavePlanner._create_global_plan
     monkeypatch.setattr(
@@ -87,7 +84,7 @@ def test_what_is_large_is_divided_among_files(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many bytes in each; but no more files than tensors."""
-    writing = project.module("checkpoint.writer")
+    writing = project.module("checkpoint.dcp")
     tensors = {f"model.{n}": torch.randn(100) for n in range(8)}
 
     def files(name: str, tensors: Any, threads: int = 0) -> list[str]:
@@ -115,7 +112,7 @@ def test_an_error_of_any_thread_fails_the_save(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that a thread meets outside of its file: DCP loses both."""
-    writing = project.module("checkpoint.writer")
+    writing = project.module("checkpoint.dcp")
     monkeypatch.setattr(writing, "LARGE", 400)
     tensors = {f"model.{n}": torch.randn(100) for n in range(8)}
     error, opened = project.module("errors").RankError, Path.open
@@ -148,7 +145,7 @@ def test_an_error_of_any_thread_fails_the_save(
 def test_a_save_that_failed_is_no_pattern_for_the_next(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writing = project.module("checkpoint.writer")
+    writing = project.module("checkpoint.dcp")
     saver, tensors = writing.DcpSaver(Group()), {"model.w": torch.ones(3)}
     folders = [tmp_path / str(number) for number in range(3)]
     for folder in folders:
@@ -175,7 +172,7 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool
 def test_host_buffers_share_blocks_and_nothing_else(staged: Project, forms: list[Any]) -> None:
     """Each has the form of its tensor and a storage of that size; no two have a byte in common."""
     likes = {str(n): torch.empty(shape, dtype=dtype) for n, (shape, dtype) in enumerate(forms)}
-    buffers = staged.module("checkpoint.writer").in_blocks(likes, pinned=False)
+    buffers = staged.module("checkpoint.staging").in_blocks(likes, pinned=False)
     assert buffers.keys() == likes.keys()
     for name, like in likes.items():
         assert (buffers[name].shape, buffers[name].dtype) == (like.shape, like.dtype)
@@ -187,7 +184,7 @@ def test_host_buffers_share_blocks_and_nothing_else(staged: Project, forms: list
 
 def blocks_for(project: Project, likes: dict[str, torch.Tensor]) -> list[int]:
     """The sizes of the blocks that would be allocated."""
-    writing, blocks = project.module("checkpoint.writer"), list[int]()
+    writing, blocks = project.module("checkpoint.staging"), list[int]()
 
     def empty(size: int, **how: Any) -> torch.Tensor:
         blocks.append(size)
@@ -230,11 +227,11 @@ def test_buffers_are_made_when_the_optimizer_has_its_state(staged: Project, tmp_
     """Of all that is saved; an entry without values, as some optimizers make, is no state yet."""
     loop, config = staged.module("train"), staged.config(run_dir=tmp_path)
     state = loop.setup(config)
-    saves = loop.start(state, tmp_path, staged.module("distributed").Group(state.world))
+    saves = loop.resume(state, tmp_path, staged.module("distributed").Group(state.world))
     assert [state.optimizer.state[parameter] for parameter in state.model.parameters()]
     saves.before_optimizer_step()
-    assert not saves.writer.buffers
+    assert not saves.writer.staged_bytes
     loop.train_step(state, state.loader.next())
     saves.before_optimizer_step()
-    assert saves.writer.buffers.keys() == saves.tensors().keys()
+    assert saves.writer.buffers.buffers.keys() == saves.tensors().keys()
     saves.close()

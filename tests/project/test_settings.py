@@ -159,7 +159,7 @@ def test_a_store_has_the_settings_of_its_run(store: Project, tmp_path: Path, loc
 
 
 def test_settings_in_a_store_that_cannot_be_used(store: Project, tmp_path: Path) -> None:
-    """One line with the way out; what is none at all, as in earlier releases, counts as none."""
+    """One line with the way out; none at all, as in earlier releases, is no error."""
     url = f"file://{tmp_path}/store"
     words = (*SMALL, "--checkpoint.url", url, "--run-dir")
     store("train", *words, str(tmp_path / "one"), "--train.steps", "2")
@@ -174,12 +174,11 @@ def test_settings_in_a_store_that_cannot_be_used(store: Project, tmp_path: Path)
             line.endswith(f"(of {url}: give all settings by --config FILE.json)")
             and "\n" not in line
         )
-    for number, odd in enumerate(([1], None, "x")):
-        path.write_bytes(sealed({**content, "config": odd}))
-        store("train", *words, str(tmp_path / f"other{number}"), "--train.steps", "2")
-        to = tmp_path / f"whole{number}"
-        store("export", "--source", str(tmp_path / "store/step_00000002"), "--to", str(to))
-        assert not (to / "config.json").exists()
+    path.write_bytes(sealed({**content, "config": None}))
+    store("train", *words, str(tmp_path / "other"), "--train.steps", "2")
+    to = tmp_path / "whole"
+    store("export", "--source", str(tmp_path / "store/step_00000002"), "--to", str(to))
+    assert not (to / "config.json").exists()
 
 
 def test_a_store_does_not_choose_what_is_read(store: Project, tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def resume(findings: Findings, target: Target, rng: random.Random) -> None:
         with training.RunDirectory(copy, group) as run_dir:
             found = {}
             with contextlib.suppress(errors):  # of damage that was not found, but met
-                checkpointer = training.start(state, run_dir.path, group)
+                checkpointer = training.resume(state, run_dir.path, group)
                 found = dict(flat(target, checkpointer.tensors()))
                 checkpointer.close()
         aside = [path.name for path in copy.glob("checkpoints/*.damaged-1")]

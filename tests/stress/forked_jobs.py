@@ -251,7 +251,7 @@ class _Watch:
         state = importlib.import_module(f"{self.package}.checkpoint.checkpointer")
         publish = importlib.import_module(f"{self.package}.checkpoint.publish")
         writer = importlib.import_module(f"{self.package}.checkpoint.writer")
-        step, save, write = training.train_step, state.Checkpointer.save, writer.Writer.save
+        step, save, stage = training.train_step, state.Checkpointer.save, writer.Writer.begin
         number = [0]
 
         def train_step(now: Any, batches: Any) -> None:
@@ -265,28 +265,22 @@ class _Watch:
             number[0] = of
             save(checkpointer, of, *arguments)
 
-        def begin_to_write(*arguments: Any) -> None:
+        def begin_to_stage(*arguments: Any) -> None:
             self.mine[SAVING] = number[0]  # the save before is over, and this one is not skipped
-            write(*arguments)
-
-        def stage(holder: Any, *arguments: Any) -> Any:
             self.enter("staging", MAIN)
-            copies, copy = begin(holder, *arguments)
+            stage(*arguments)
             self.mine[MAIN] = PHASES.index("training")
-            holder = type("", (), {"copy": staticmethod(copy)})
-            self.mark(holder, "copy", "staging")
-            return copies, holder.copy
 
         training.train_step, state.Checkpointer.save = train_step, begin_save
-        writer.Writer.save = begin_to_write
-        if begin := getattr(writer.Writer, "_stage", None):
-            writer.Writer._stage = stage
+        writer.Writer.begin = begin_to_stage
+        if hasattr(writer, "HostBuffers"):
+            self.mark(writer.HostBuffers, "finish", "staging")
         self.mark(training, "setup", "setting up")
         self.mark(training, "validate", "validating")
         storage = importlib.import_module(f"{self.package}.checkpoint.storage")
         for publisher in (publish.Publisher, getattr(storage, "StorePublisher", None)):
             if publisher:
-                self.mark(publisher, "write_files", "hashing")  # writing, too
+                self.mark(publisher, "make_durable", "hashing")
                 self.mark(publisher, "commit", "renaming")
         self.mark(publish.Publisher, "prune", "pruning")
         restored = lambda step, _: self.note(RESTORED, step + 1)  # noqa: E731

@@ -90,7 +90,7 @@ class Reader:
         self.state = self.training.setup(config)
         group = self.control.Group(self.state.world)
         with self.training.RunDirectory(self.run, group) as run_dir:
-            self.training.start(self.state, run_dir.path, group).close()
+            self.training.resume(self.state, run_dir.path, group).close()
         self.facts = self.state.checkpointer.facts
 
     def module(self, name: str) -> Any:

@@ -26,11 +26,11 @@ def module(package: str, name: str) -> Any:
 
 
 def _hides_errors(package: str) -> None:
-    module(package, "checkpoint.writer").naming = lambda path: contextlib.nullcontext()
+    module(package, "checkpoint.dcp").naming = lambda path: contextlib.nullcontext()
 
 
 def _loses_threads(package: str) -> None:
-    writer = module(package, "checkpoint.writer").DcpWriter
+    writer = module(package, "checkpoint.dcp").DcpWriter
     writer.errors = property(lambda self: [], lambda self, errors: None)
 
 
@@ -56,14 +56,14 @@ def _publishes_what_failed(package: str) -> None:
 
 def _leaks_descriptors(package: str) -> None:
     publisher = module(package, "checkpoint.publish").Publisher
-    write_files = publisher.write_files
+    make_durable = publisher.make_durable
 
-    def leaky(self: Any, reserved: str, write: Any) -> Any:
-        entries = write_files(self, reserved, write)
+    def leaky(self: Any, reserved: str, names: Any) -> Any:
+        entries = make_durable(self, reserved, names)
         KEPT.extend((self.directory / reserved / name).open() for name in entries)
         return entries
 
-    publisher.write_files = leaky
+    publisher.make_durable = leaky
 
 
 def _never_stops(package: str) -> None:
@@ -111,14 +111,14 @@ def _says_nothing(package: str) -> None:
 
 def _leaks_copies(package: str) -> None:
     writer = module(package, "checkpoint.writer").Writer
-    save = writer.save
+    begin = writer.begin
 
     def leaky(self: Any, *rest: Any) -> Any:
-        KEPT.append(self.buffers)
-        self.buffers = {}
-        return save(self, *rest)
+        KEPT.append(self.buffers.buffers)
+        self.buffers.buffers = {}
+        return begin(self, *rest)
 
-    writer.save = leaky
+    writer.begin = leaky
 
 
 def _leaks_each_step(package: str) -> None:
@@ -129,13 +129,13 @@ def _leaks_each_step(package: str) -> None:
 
 def _leaks_threads(package: str) -> None:
     publisher = module(package, "checkpoint.publish").Publisher
-    write_files = publisher.write_files
+    make_durable = publisher.make_durable
 
-    def leaky(self: Any, reserved: str, write: Any) -> Any:
+    def leaky(self: Any, reserved: str, names: Any) -> Any:
         threading.Thread(target=threading.Event().wait, daemon=True).start()
-        return write_files(self, reserved, write)
+        return make_durable(self, reserved, names)
 
-    publisher.write_files = leaky
+    publisher.make_durable = leaky
 
 
 def _ends_at_a_signal(package: str) -> None:
@@ -153,15 +153,15 @@ def _is_impatient(package: str) -> None:
         module(package, "checkpoint.publish").Publisher,
         module(package, "checkpoint.manifest").CheckpointError,
     )
-    write_files = publisher.write_files
+    make_durable = publisher.make_durable
 
-    def impatient(self: Any, reserved: str, write: Any) -> Any:
-        began, entries = time.monotonic(), write_files(self, reserved, write)
+    def impatient(self: Any, reserved: str, names: Any) -> Any:
+        began, entries = time.monotonic(), make_durable(self, reserved, names)
         if time.monotonic() - began > 0.5:
             raise error("this takes too long")
         return entries
 
-    publisher.write_files = impatient
+    publisher.make_durable = impatient
 
 
 FULL, ONCE = Fault(errno.ENOSPC), Fault(errno.EIO, once=True)

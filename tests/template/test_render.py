@@ -122,8 +122,9 @@ CONDITIONAL: dict[str, Condition] = {
         lambda a: stages(a) and ranks(a),
     ),
     **dict.fromkeys(every(f"{PACKAGE}/distributed", "world agreement watchdog launch"), ranks),
+    f"{PACKAGE}/checkpoint/dcp.py": lambda a: a["checkpoint"] != "torch_save",
+    f"{PACKAGE}/checkpoint/staging.py": lambda a: a["checkpoint"] == "dcp_async",
     f"{PACKAGE}/distributed/stragglers.py": lambda a: ranks(a) and a["cluster"] != "none",
-    f"{PACKAGE}/distributed/deferred.py": lambda a: a["parallelism"] == "fsdp",
     **dict.fromkeys(
         every(f"{PACKAGE}/checkpoint", "object_store"),
         lambda a: a["storage"] == "object_store",
@@ -180,12 +181,12 @@ OWNERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         every(
             f"{PACKAGE}/distributed",
-            "parallel world agreement watchdog launch deferred",
+            "parallel world agreement watchdog launch",
         ),
         ("parallelism",),
     ),
     **dict.fromkeys(every(f"{PACKAGE}/distributed", "__init__ stragglers"), RANKS_AND_CLUSTER),
-    **dict.fromkeys(every(f"{PACKAGE}/checkpoint", "reader writer"), ("checkpoint",)),
+    **dict.fromkeys(every(f"{PACKAGE}/checkpoint", "reader writer dcp staging"), ("checkpoint",)),
     **dict.fromkeys(
         every(f"{PACKAGE}/checkpoint", "storage paths object_store"),
         ("storage",),

@@ -14,7 +14,7 @@ RESERVED = "in a folder of the publisher's, made anew under a random name"
 EXCEPTIONS = {
     ("files.py", "open(path, mode, opener=regular, **options)"): "the one function",
     ("checkpoint/publish.py", "open(reservation / MANIFEST, 'wb')"): RESERVED,
-    ("checkpoint/writer.py", "path.open(mode)"): RESERVED,
+    ("checkpoint/dcp.py", "path.open(mode)"): RESERVED,
     ("checkpoint/writer.py", "path.open('wb')"): RESERVED,
     ("checkpoint/transfer.py", "open(temporary, 'xb')"): "a name from `replacing`",
     ("checkpoint/paths.py", "path.open('r+')"): "to lock it, and nothing is written",

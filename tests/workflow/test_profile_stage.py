@@ -162,10 +162,8 @@ def test_what_is_no_trace_is_refused(project: Project, traces: Any, tmp_path: Pa
     path, group = tmp_path / "trace.json.gz", project.module("distributed").Group()
     for content in (b"", b"{}", whole[:-3], bytes(flipped), gzip.compress(b"[]"), whole):
         path.write_bytes(content)
-        with pytest.raises(project.module("errors").RankError):
-            group.agree(
-                lambda: project.module("workflow.profile").breakdown(traces.read_trace(path))
-            )
+        with pytest.raises(project.module("errors").RankError), group.together():
+            project.module("workflow.profile").breakdown(traces.read_trace(path))
     with pytest.raises(ValueError, match="no step"):
         traces.breakdown(traces.read_trace(path))
 

@@ -253,7 +253,14 @@ def test_a_model_without_blocks_is_told_to_name_some(
     sharded: Project, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     parallel = sharded.module("distributed.parallel")
-    for name in ("check_ranks", "build_mesh", "fully_shard", "place", "require_same"):
+    for name in (
+        "check_ranks",
+        "build_mesh",
+        "fully_shard",
+        "place",
+        "require_same",
+        "check_replaced",
+    ):
         monkeypatch.setattr(parallel, name, lambda *args, **options: None)
     for rank, named in ((0, True), (1, False)):
         caplog.clear()

@@ -68,8 +68,12 @@ def wrap(
     model.to(world.device)
     if not world.distributed:
         return model
+    called = Called(model)
+    # DDP cannot send sparse buffers. Each rank has built the same ones.
+    sparse = [name for name, buffer in called.named_buffers() if buffer.layout != torch.strided]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(called, sparse)
     module = DistributedDataParallel(
-        Called(model),
+        called,
         bucket_cap_mb=config.bucket_mb,
         find_unused_parameters=config.find_unused_parameters,
         gradient_as_bucket_view=True,

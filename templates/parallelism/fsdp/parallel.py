@@ -6,17 +6,21 @@ runs without one, as one rank, unsharded.
 """
 
 import contextlib
+import gc
+import itertools
 import logging
 import os
+import random
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -31,9 +35,6 @@ from .world import World
 
 log = logging.getLogger(__name__)
 SHARDED = True  # in place, with hooks on the modules
-# Tensors that are not sharded yet, and of no subclass with rules of its own.
-PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
-DEFERRED = weakref.WeakKeyDictionary[nn.Module, Any]()  # how their tensors get their values
 
 
 @dataclass(frozen=True)
@@ -58,59 +59,60 @@ def check_ranks(config: ParallelConfig, ranks: int) -> None:
 
 
 def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
-    """The model that `make` builds, without memory: `wrap` gives each part its values in turn.
+    """The model that `make` builds: whole on rank 0, its shapes on the others until `wrap`.
 
-    Changes of its tensors in between are lost: `build_model` is their place.
+    So only rank 0 ever holds the whole model. A model that cannot be built on torch's `meta` device
+    is built whole on each rank, with a warning.
     """
     if world.size == 1:
         return make()
-    from .deferred import Deferred, tensors
-
-    deferred = Deferred()
-    try:
-        with deferred:
+    problem = ""
+    if world.rank == 0:
+        model = make()
+    else:
+        try:
+            model = build_on_meta(make)
+        except Exception as error:  # of the user's code, whatever it is
+            problem = f"{type(error).__name__}: {error}".partition("\n")[0]
             model = make()
-        deferred.settle(model)
-        if world.rank:
-            deferred.calls.clear()  # only rank 0 computes values
-        DEFERRED[model] = deferred
-        return model
-    except Exception as error:  # of the user's code, whatever it is
-        if world.rank == 0 and not isinstance(error, UserError):  # which comes again
-            log.warning("building without memory failed: each rank builds it whole: %s", error)
-    deferred.undo()
-    model = make()
-    leaves = tensors([[*vars(module).values()] for module in model.modules()])
-    if any(isinstance(leaf, FakeTensor) for leaf in leaves):
-        raise UserError("build_model (model.py) reuses tensors of an earlier call: make them anew")
+    problems = [""] * world.size
+    dist.all_gather_object(problems, problem)
+    if world.rank == 0 and any(problems):
+        text = "each rank builds the whole model, since its shapes cannot be built on `meta`: %s"
+        log.warning(text, max(problems))
     return model
 
 
-def place(module: nn.Module, world: World, buffers: dict[Any, torch.Tensor], deferred: Any) -> None:
-    """Move what is not sharded yet to this rank's device, with rank 0's values; ties stay."""
-    parameters: dict[Any, torch.Tensor] = {}
-    own_names: Any = {"recurse": False, "remove_duplicate": False}
-    slots = [
-        (part, name, tensor)
-        for part in module.modules()
-        for name, tensor in (*part.named_parameters(**own_names), *part.named_buffers(**own_names))
-    ]
-    new = dict.fromkeys(t for *_, t in slots if type(t) in PLAIN and t not in buffers)
-    values_of = dict(
-        zip(new, deferred.values([*new]) if deferred and world.rank == 0 else new, strict=True)
-    )
-    for part, name, tensor in slots:
-        own = isinstance(tensor, nn.Parameter)
-        placed = parameters if own else buffers
-        if tensor in values_of:
-            here = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
-            value = values_of.pop(tensor)
-            if world.rank == 0:
-                here.copy_(value.detach())
-            dist.broadcast(here.view(-1).view(torch.uint8), 0)  # gloo knows few dtypes
-            here = nn.Parameter(here, tensor.requires_grad) if own else here
-            placed |= {tensor: here, here: here}
-        setattr(part, name, placed.get(tensor, tensor))
+def build_on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    """The model with tensors that have no memory; ValueError if that leaves out some of them.
+
+    Random numbers are as before.
+    """
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+            model = make()
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+    held: set[int] = set()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not can_be_filled(tensor):
+            raise ValueError(f"{name} is a {type(tensor).__name__} ({tensor.layout})")
+        held |= {id(tensor), id(tensor._base)}  # a view keeps what it is a view of
+    # Only parameters and buffers get values. Another tensor, in a list or in an object of the
+    # user's, would stay without: no module knows of it, but Python's garbage collector does.
+    gc.collect()
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.Tensor) and each.is_meta and id(each) not in held:
+            raise ValueError(f"a tensor {list(each.shape)} is no parameter or buffer of a module")
+    return model
+
+
+def can_be_filled(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all in its elements: it is no subclass, not sparse, not sharded yet."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
 
 
 def wrap(
@@ -120,7 +122,10 @@ def wrap(
     world: World,
     compute_dtype: torch.dtype,
 ) -> nn.Module:
-    """Shard each block, then the rest, in place; returns the module to call."""
+    """Shard each block, then the rest, in place; returns the module to call.
+
+    UserError, by name, for what FSDP would train in another way than DDP.
+    """
     if not world.distributed:
         return model.to(world.device)
     check_ranks(config, world.size)
@@ -128,37 +133,162 @@ def wrap(
     if compute_dtype != torch.float32:
         # reduce_dtype is stated, since its default differs between releases: sums are in float32.
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    mesh, reshard, buffers = build_mesh(config, world), config.reshard_after_forward, {}
-    deferred = next((DEFERRED[each] for each in model.modules() if each in DEFERRED), None)
-    units = [block for block in blocks if [*block.parameters()]]
+    mesh = build_mesh(config, world)
+    units = units_of(model, blocks)
     check_shardable(model, units)
+    check_memory(model)
     forms = [(n, t.shape, t.dtype) for n, t in (*model.named_parameters(), *model.named_buffers())]
     require_same({"the model (a digest of its shapes)": fingerprint(str(forms))}, world)
     if not units and world.rank == 0:
         advice = "return its largest parts, as in [*model.layers]"
         log.warning("blocks(model) in model.py names no layer: all is gathered at once; %s", advice)
-    for block in units:
-        place(block, world, buffers, deferred)
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    place(model, world, buffers, deferred)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    if deferred:  # a fake tensor that was missed would turn the whole forward fake
-        deferred.fake.allow_non_fake_inputs = False
+
+    originals = references(model)
+    buffers: dict[torch.Tensor, torch.Tensor] = {}
+    for unit in [*units, model]:
+        place(unit, world, buffers)
+        attributes = {name: dict(vars(p)) for name, p in unit.named_parameters()}
+        # The root is needed again at once, in backward.
+        reshard = config.reshard_after_forward if unit is not model else None
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        for name, parameter in unit.named_parameters():
+            keep_attributes(attributes[name], parameter)
+    buffers.clear()
+    check_replaced(originals)
     return model
 
 
+def units_of(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """The blocks that have parameters, each once; a block within another comes before it."""
+    wanted = {block for block in blocks if any(True for _ in block.parameters())} - {model}
+    units = [(path, module) for path, module in model.named_modules() if module in wanted]
+    units.sort(key=lambda unit: -unit[0].count("."))  # the deepest first
+    return [module for _, module in units]
+
+
+def place(module: nn.Module, world: World, buffers: dict[torch.Tensor, torch.Tensor]) -> None:
+    """Move what is not sharded yet to this rank's device, with rank 0's values; ties stay.
+
+    `buffers` has those that were moved with another unit.
+    """
+    parameters: dict[torch.Tensor, torch.Tensor] = {}
+    for part in module.modules():
+        for name, parameter in named_tensors(part, "_parameters"):
+            if can_be_filled(parameter) and parameter not in parameters:
+                new = nn.Parameter(filled(parameter, world), parameter.requires_grad)
+                keep_attributes(vars(parameter), new)
+                parameters |= {parameter: new, new: new}
+            setattr(part, name, parameters.get(parameter, parameter))
+        for name, buffer in named_tensors(part, "_buffers"):
+            if can_be_filled(buffer) and buffer not in buffers:
+                new = filled(buffer, world)
+                buffers |= {buffer: new, new: new}
+            setattr(part, name, buffers.get(buffer, buffer))
+
+
+def keep_attributes(attributes: dict[str, Any], parameter: torch.Tensor) -> None:
+    """Give a parameter the attributes of the one that it replaces, such as `_no_weight_decay`."""
+    for name, value in attributes.items():
+        vars(parameter).setdefault(name, value)
+
+
+def named_tensors(module: nn.Module, kind: str) -> list[tuple[str, torch.Tensor]]:
+    """A module's own "_parameters" or "_buffers", by name."""
+    return [(name, value) for name, value in getattr(module, kind).items() if value is not None]
+
+
+def filled(tensor: torch.Tensor, world: World) -> torch.Tensor:
+    """A tensor like this one on this rank's device, with the values that rank 0 has; collective."""
+    new = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
+    if world.rank == 0:
+        new.copy_(tensor.detach())
+    dist.broadcast(new.view(-1).view(torch.uint8), 0)  # as bytes: gloo knows few dtypes
+    return new
+
+
 def check_shardable(model: nn.Module, units: list[nn.Module]) -> None:
-    """UserError, by name, for parameters that FSDP cannot shard."""
-    unit_of = {p: unit for unit in units for p in unit.parameters()}
-    first: dict[Any, tuple[str, torch.dtype]] = {}
-    for name, p in model.named_parameters():
-        if p.ndim == 0:
-            raise UserError(f"FSDP cannot shard the scalar {name}: give it the shape [1]")
-        unit = unit_of.get(p) if p.requires_grad else p  # a frozen one may have any dtype
-        other, dtype = first.setdefault(unit, (name, p.dtype))
-        if p.dtype != dtype:
-            why = f"FSDP shards a block as one dtype: {name} is {p.dtype}, {other} is {dtype}. Give"
-            raise UserError(f"{why} them the same, or let blocks() return the module of one, too")
+    """UserError, by name, for parameters that FSDP cannot shard, or would train otherwise."""
+    path_of = {module: path for path, module in model.named_modules()}
+    first: dict[torch.Tensor, tuple[str, nn.Module]] = {}  # where a parameter was met first
+    dtypes: dict[Any, tuple[str, torch.dtype]] = {}
+    for unit in [*units, model]:
+        for module in own_modules(unit, units):
+            for last_name, p in named_tensors(module, "_parameters"):
+                name = f"{path_of[module]}.{last_name}".removeprefix(".")
+                if p.ndim == 0:
+                    raise UserError(f"FSDP cannot shard the scalar {name}: give it the shape [1]")
+                if p._backward_hooks or p._post_accumulate_grad_hooks:
+                    raise UserError(
+                        f"FSDP would lose the gradient hook of {name}: do its work in forward "
+                        "(as in weight * mask), or render with parallelism=ddp"
+                    )
+                other, other_unit = first.setdefault(p, (name, unit))
+                if other_unit is not unit:
+                    raise UserError(
+                        f"FSDP would untie {other} and {name}, one weight in two of blocks(model) "
+                        "(model.py): leave their modules out, or return one that has both"
+                    )
+                # All trained ones of a unit have one dtype; a frozen one may have any.
+                other, dtype = dtypes.setdefault(unit if p.requires_grad else p, (name, p.dtype))
+                if p.dtype != dtype:
+                    raise UserError(
+                        f"FSDP shards a block as one dtype: {name} is {p.dtype}, {other} is "
+                        f"{dtype}. Give them the same, or let blocks() return the module of one, "
+                        "too"
+                    )
+
+
+def own_modules(unit: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+    """The modules of a unit, without those of the units in it."""
+    inside = {*unit.modules()}
+    of_others: set[nn.Module] = set()
+    for other in units:
+        if other is not unit and other in inside:
+            of_others |= {*other.modules()}
+    return [module for module in unit.modules() if module not in of_others]
+
+
+def check_memory(model: nn.Module) -> None:
+    """UserError for a parameter whose memory another parameter or a buffer has, too."""
+    by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if can_be_filled(tensor):
+            by_storage.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
+    for held in by_storage.values():
+        for (name, one), (other, two) in itertools.combinations(held, 2):
+            either_is_trained = isinstance(one, nn.Parameter) or isinstance(two, nn.Parameter)
+            if either_is_trained and overlap(one, two):
+                raise UserError(
+                    f"FSDP would part {name} and {other}, which have one memory: make them one "
+                    "parameter, or compute one of them in forward"
+                )
+
+
+def overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two views of one storage have an element in common."""
+    if one.dtype != two.dtype:
+        return True
+    size = one.untyped_storage().nbytes() // one.itemsize
+    marks = torch.zeros(size, dtype=torch.bool)
+    marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(marks.as_strided(two.shape, two.stride(), two.storage_offset()).any())
+
+
+def references(model: nn.Module) -> dict[str, weakref.ref[torch.Tensor]]:
+    """Weak references to what `place` replaces."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: weakref.ref(tensor) for name, tensor in named if can_be_filled(tensor)}
+
+
+def check_replaced(originals: dict[str, weakref.ref[torch.Tensor]]) -> None:
+    """UserError for a tensor that something still holds, though the modules have another now."""
+    gc.collect()
+    left = [name for name, original in originals.items() if original() is not None]
+    if left:
+        raise UserError(
+            f"FSDP replaces parameters and buffers, but something holds {left[0]} besides its "
+            "module, such as a list, an object or a function: let it hold the module instead"
+        )
 
 
 def copies_of_the_model(config: ParallelConfig) -> int:

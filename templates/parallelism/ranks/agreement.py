@@ -5,12 +5,13 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,26 +24,22 @@ from .world import PHASE_LIMIT, World
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 LOADED = "the checksum of what was loaded, which a bad disk or memory changes,"
-
-
-def _attempt(action: Callable[[], T]) -> tuple[T | None, UserError | RankError | None]:
-    """The result of `action` and its error, by its message: not every error can be sent."""
-    try:
-        return action(), None
-    except (UserError, RankError) as error:
-        return None, (UserError if isinstance(error, UserError) else RankError)(str(error))
-    except Exception as error:
-        log.debug("the other ranks only get the message of this error", exc_info=True)
-        return None, RankError(f"{type(error).__name__}: {error}")
+_block = threading.local()  # `open`: whether this thread is inside a `together` block
 
 
 class Group:
-    """Agreement between the ranks' host sides; on one plain process everything is immediate."""
+    """The ranks' host sides: how they share values, and learn of each other's errors.
+
+    All ranks call the methods that say so together, in the same order. On one plain process each
+    of them returns at once.
+    """
 
     console: TextIO | None = None  # of a rank whose stderr is redirected into its log
 
     def __init__(self, world: World | None = None) -> None:
-        self.rank, self.size = (world.rank, world.size) if world else (0, 1)
+        self.rank = world.rank if world else 0
+        self.size = world.size if world else 1
+        self.is_first = self.rank == 0  # it does what only one rank has to do
         self.step_limit = world.step_limit if world else PHASE_LIMIT
         self.phases, self.resumed = 1, 0.0  # start-up, until the watchdog has seen a first step
         self.maxima: Callable[[], list[float]] | None = None
@@ -87,46 +84,88 @@ class Group:
             self.resumed = time.monotonic()  # first, for the watchdog's thread
             self.phases, self.doing = self.phases - 1, "step"
 
-    def agree(self, action: Callable[[], T]) -> list[T]:
-        """Run `action` on every rank; rank 0 gets all results, the others their own in a list.
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """A block of host work; an error in it, on any rank, is raised on all ranks at its end.
 
-        RankError on every rank, naming those that failed, when it failed on any.
+            with group.together():
+                if group.is_first:
+                    write_manifest()
+
+        All ranks enter it together. A UserError of any rank is raised as it is; other errors
+        become one RankError, which names the ranks. KeyboardInterrupt and SystemExit leave at once:
+        the other ranks find that this one is gone.
+
+        A block holds no collective, of this class or of torch.distributed: a rank that failed would
+        never get to it. Those of this class raise RuntimeError in a block.
         """
-        outcome: Any = _attempt(action)
-        gathered: Any = [outcome]
-        if self.process_group is not None:
-            gathered = [outcome] * self.size if self.rank == 0 else None
-            dist.gather_object(outcome, gathered, group_dst=0, group=self.process_group)
-        failures = {rank: error for rank, (_, error) in enumerate(gathered or []) if error}
-        _raise_if(self._broadcast(failures))
-        return [result for result, _ in gathered or [outcome]]
+        _require_outside("together")
+        error: Exception | None = None
+        _block.open = True
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        finally:
+            _block.open = False
+        if self.any(error is not None):
+            self._raise_on_all(error)
 
-    def from_first(self, action: Callable[[], T]) -> T:
-        """Run `action` on rank 0 only and give its result to all; RankError on all if it failed."""
-        result, error = self._broadcast(_attempt(action) if self.rank == 0 else None)
-        _raise_if({0: error} if error else {})
-        return result
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's `value` on all ranks; collective."""
+        _require_outside("broadcast")
+        if self.process_group is None:
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, group_src=0, group=self.process_group)
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks on rank 0, and only its own on any other; collective."""
+        _require_outside("gather")
+        if self.process_group is None:
+            return [value]
+        gathered: Any = [None] * self.size if self.is_first else None
+        dist.gather_object(value, gathered, group_dst=0, group=self.process_group)
+        return gathered if self.is_first else [value]
+
+    def any(self, flag: bool) -> bool:
+        """Return whether `flag` is set on any rank; collective."""
+        _require_outside("any")
+        if self.process_group is None:
+            return flag
+        flags = torch.tensor([int(flag)])
+        dist.all_reduce(flags, dist.ReduceOp.MAX, self.process_group)
+        return bool(flags.item())
+
+    def _raise_on_all(self, error: Exception | None) -> NoReturn:
+        """Raise on all ranks what `error` is on some of them; collective."""
+        failures = self.broadcast(self.gather(_as_sent(error)))
+        for failure in failures:
+            if isinstance(failure, UserError):
+                raise failure from error
+        raise RankError(_in_one_line(failures)) from error
 
     def prove_shared(self, folder: Path) -> None:
-        """Each rank must find a file that rank 0 has just written to a folder (UserError)."""
-        nonce = folder / f".nonce-{self.from_first(lambda: uuid.uuid4().hex)}"
+        """Check that each rank finds a file that rank 0 has just written to a folder (UserError).
 
-        def write() -> None:
-            for left in folder.glob(".nonce-*"):  # by a start that was killed
-                left.unlink()
-            with naming(nonce), open_to_write(nonce) as file:
-                file.write("shared\n")
-
-        def look() -> None:
+        Collective.
+        """
+        nonce = folder / f".nonce-{self.broadcast(uuid.uuid4().hex)}"
+        with self.together():
+            if self.is_first:
+                for left in folder.glob(".nonce-*"):  # by a start that was killed
+                    left.unlink()
+                with naming(nonce), open_to_write(nonce) as file:
+                    file.write("shared\n")
+        with self.together():
+            # Listing a folder makes a network file system refresh its cache.
             with contextlib.suppress(FileNotFoundError):
-                os.listdir(folder)  # a network file system then refreshes its cache
+                os.listdir(folder)
             if not nonce.exists():
                 problem = f"{socket.gethostname()} does not see what rank 0 writes to {folder}"
                 raise UserError(f"{problem}: put --run-dir where all machines see the same files")
-
-        self.from_first(write)
-        self.agree(look)
-        if self.rank == 0:
+        if self.is_first:
             with contextlib.suppress(OSError):  # else the next start removes it
                 nonce.unlink()
 
@@ -164,12 +203,35 @@ class Group:
 
         return wait
 
-    def _broadcast(self, value: Any) -> Any:
-        if self.process_group is None:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, group_src=0, group=self.process_group)
-        return box[0]
+
+def _require_outside(name: str) -> None:
+    """RuntimeError in a `together` block."""
+    if getattr(_block, "open", False):
+        raise RuntimeError(f"Group.{name} is a collective, which may not be in a together() block")
+
+
+def _as_sent(error: Exception | None) -> Exception | None:
+    """An error as the other ranks get it: by its message, since not every error can be pickled."""
+    if error is None:
+        return None
+    if isinstance(error, UserError):
+        return UserError(str(error))
+    if isinstance(error, RankError):
+        return RankError(str(error))
+    log.debug("the other ranks only get the message of this error", exc_info=error)
+    return RankError(f"{type(error).__name__}: {error}")
+
+
+def _in_one_line(failures: Sequence[Exception | None]) -> str:
+    """The different errors of the ranks, each with the first rank that had it; four at most."""
+    first_rank: dict[str, int] = {}
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            first_rank.setdefault(str(failure), rank)
+    texts = [f"rank {rank}: {text}" for text, rank in first_rank.items()]
+    if len(texts) > 4:
+        texts[4:] = [f"and {len(texts) - 4} more"]
+    return "; ".join(texts)
 
 
 def _print_to(out: int, err: int) -> None:
@@ -178,19 +240,6 @@ def _print_to(out: int, err: int) -> None:
         with contextlib.suppress(OSError):
             stream.flush()
         os.dup2(target, number)
-
-
-def _raise_if(errors: dict[int, UserError | RankError]) -> None:
-    """Raise the same error on all ranks: of the user first, else all different ones."""
-    if not errors:
-        return
-    error = next((one for one in errors.values() if isinstance(one, UserError)), None)
-    if error is None:
-        first = {str(error): rank for rank, error in reversed(errors.items())}
-        texts = [f"rank {rank}: {text}" for text, rank in first.items()][::-1]
-        texts[4:] = [f"and {len(texts) - 4} more"] if len(texts) > 4 else []
-        error = RankError("; ".join(texts))
-    raise error
 
 
 def agree_on_buffers(running: Any, step: int, world: World) -> None:

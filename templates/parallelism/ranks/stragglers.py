@@ -56,7 +56,7 @@ class Stragglers:
 
     def __enter__(self) -> "Stragglers":
         """Learn the ranks' hosts; watch forward under DDP."""
-        self.hosts = self.group.agree(socket.gethostname)
+        self.hosts = self.group.gather(socket.gethostname())
         if isinstance(self.module, DistributedDataParallel):
             self.hook = self.module.register_forward_hook(
                 lambda module, *_: self._arrive() if module.training else None

@@ -52,7 +52,7 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         """Start the thread."""
-        stamp = self.group.from_first(lambda: time.strftime("%Y%m%d-%H%M%S", time.gmtime()))
+        stamp = self.group.broadcast(time.strftime("%Y%m%d-%H%M%S", time.gmtime()))
         self.folder = self.run_dir / f"hang-{stamp}"
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self

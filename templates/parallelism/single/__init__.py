@@ -27,9 +27,10 @@ class World:
 
 
 class Group:
-    """Where several processes would agree: the action runs, and what failed is a RankError."""
+    """What several processes would do together: one process returns at once."""
 
     rank, size, process_group = 0, 1, None
+    is_first = True
     doing = "step"
 
     def __init__(self, world: World | None = None) -> None:
@@ -48,18 +49,27 @@ class Group:
     def prove_shared(self, folder: Path) -> None:
         """Nobody else has to see what this process writes."""
 
-    def agree(self, action: Callable[[], T]) -> list[T]:
-        """The result of `action`, in a list; RankError when it failed."""
-        return [self.from_first(action)]
-
-    def from_first(self, action: Callable[[], T]) -> T:
-        """The result of `action`; RankError when it failed, except by an error of the user."""
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """A block of host work; its errors become a RankError, except those of the user."""
         try:
-            return action()
+            yield
         except (UserError, RankError):
             raise
         except Exception as error:
             raise RankError(f"{type(error).__name__}: {error}") from error
+
+    def broadcast(self, value: T) -> T:
+        """The value itself."""
+        return value
+
+    def gather(self, value: T) -> list[T]:
+        """The value of the one process."""
+        return [value]
+
+    def any(self, flag: bool) -> bool:
+        """The flag itself."""
+        return flag
 
     def exchange(self, flags: list[int]) -> list[int]:
         """The flags themselves."""

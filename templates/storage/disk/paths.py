@@ -11,7 +11,7 @@ from typing import Any
 from ..distributed import Group
 from ..errors import UserError
 from ..files import read_json
-from . import PUBLISHED
+from . import PUBLISHED, step_name
 
 Place = Path
 DAMAGED = re.compile(r"step_\d{8,}\.damaged-\d+")
@@ -38,8 +38,9 @@ def checkpoints_of(run: Path) -> Path:
 
 def published(directory: Path) -> list[Path]:
     """Published checkpoints, oldest first, good or not."""
-    names = filter(PUBLISHED.fullmatch, os.listdir(directory) if directory.is_dir() else ())
-    return [directory / name for name in sorted(names, key=lambda name: int(name[5:]))]
+    names = os.listdir(directory) if directory.is_dir() else []
+    steps = [int(name.removeprefix("step_")) for name in names if PUBLISHED.fullmatch(name)]
+    return [directory / step_name(step) for step in sorted(steps)]
 
 
 def damaged(directory: Path) -> list[str]:

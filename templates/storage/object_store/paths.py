@@ -17,7 +17,7 @@ from typing import Any
 from ..distributed import Group
 from ..errors import UserError
 from ..files import read_json
-from . import MANIFEST, PUBLISHED
+from . import MANIFEST, PUBLISHED, step_name
 from .object_store import URL, RemotePath, remote, remote_of
 
 Place = Any  # a Path or a RemotePath, by the settings: either has what a checkpoint needs
@@ -56,8 +56,9 @@ def names_in(folder: Place) -> list[str]:
 
 def steps(directory: Place) -> list[Place]:
     """The folders of checkpoints, oldest first, finished or not."""
-    names = filter(PUBLISHED.fullmatch, names_in(directory))
-    return [directory / name for name in sorted(names, key=lambda name: int(name[5:]))]
+    names = [name for name in names_in(directory) if PUBLISHED.fullmatch(name)]
+    steps = [int(name.removeprefix("step_")) for name in names]
+    return [directory / step_name(step) for step in sorted(steps)]
 
 
 def published(directory: Place) -> list[Place]:
@@ -103,10 +104,15 @@ def local_copy(
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if group or path not in copies:
         release_copies()
-        folders = own.agree(lambda: "" if rank else str(make_scratch()))
-        folder = Path(own.from_first(lambda: folders)[own.rank - rank])
+        made = ""
+        with own.together():
+            if rank == 0:  # of this machine, whose other ranks learn of its folder
+                made = str(make_scratch())
+        folders = own.broadcast(own.gather(made))
+        folder = Path(folders[own.rank - rank])
         copies[path] = folder / path.name if not manifest and path.is_file() else folder
-        own.agree(lambda: fetch(path, manifest, folder, rank, ranks))
+        with own.together():
+            fetch(path, manifest, folder, rank, ranks)
     return copies[path], rank, ranks
 
 

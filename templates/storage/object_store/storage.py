@@ -104,36 +104,50 @@ class StorePublisher(Publisher):
         """`identity`: the run's, if a store with another run's is to be refused."""
         super().__init__(directory, retention, group)
         self.identity, self.token = identity, uuid.uuid4().hex
+        self.scratch: Path | None = None  # of this rank, during a save
 
     def newest_good(self, after: int = -1) -> Found | None:
         """The newest good checkpoint, once this process owns the store, which all ranks see.
 
         A run that is still active somewhere else stops at its next save.
         """
-        token = self.group.from_first(self._take_over)
-
-        def look() -> None:
+        group = self.group
+        with group.together():
+            if group.is_first:
+                self._take_over()
+        token = group.broadcast(self.token)
+        with group.together():
             if self._owner() != token:
                 raise UserError(
                     f"{socket.gethostname()} does not see what rank 0 writes to {self.directory}: "
                     "give all machines the same endpoint and the same rights"
                 )
-
-        self.group.agree(look)
         return super().newest_good(after)
 
     def reserve(self, step: int) -> str:
         """The name of a folder that nobody has written to."""
         return f"{step_name(step)}/{uuid.uuid4().hex[:8]}"
 
-    def write_files(self, reserved: str, write: Write) -> dict[str, dict[str, Any]]:
-        """Write this rank's files on disk and send them; their entries in the manifest."""
-        folder = paths.make_scratch()
+    def publish(self, step: int, write: Write, facts: dict[str, Any]) -> Place:
+        """Save one checkpoint; each rank writes its files on disk first, and then sends them."""
         try:
-            entries = Publisher(folder, self.retention, self.group).write_files("", write)
-            self.send(folder, entries, reserved)
+            with self.group.together():
+                self.scratch = paths.make_scratch()
+            return super().publish(step, write, facts)
         finally:
-            paths.remove_scratch(folder)
+            if self.scratch:
+                paths.remove_scratch(self.scratch)
+            self.scratch = None
+
+    def folder_of(self, reserved: str) -> Path:
+        """Where this rank writes its files: on its own disk."""
+        assert self.scratch, "`publish` has made it"
+        return self.scratch
+
+    def make_durable(self, reserved: str, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """Hash this rank's files and send them; their entries in the manifest."""
+        entries = super().make_durable(reserved, names)
+        self.send(self.folder_of(reserved), entries, reserved)
         return entries
 
     def send(self, folder: Path, names: Iterable[str], reserved: str) -> None:
@@ -209,7 +223,7 @@ class StorePublisher(Publisher):
                 "stops, and has not touched its checkpoints"
             )
 
-    def _take_over(self) -> str:
+    def _take_over(self) -> None:
         """Write who the owner is; UserError if the newest checkpoint is of another run."""
         with explaining(self.directory):
             for path in reversed(published(self.directory) if self.identity else ()):
@@ -223,7 +237,6 @@ class StorePublisher(Publisher):
             note = {"token": self.token, "process": f"{os.getpid()} on {socket.gethostname()}"}
             (self.directory / OWNER).write(json.dumps(note, indent=1).encode())
             self.directory.abort_uploads()
-        return self.token
 
     def _owner(self) -> str | None:
         for pause in (0.0, *object_store.PAUSES):  # a store, or a proxy before it, may err once
@@ -251,7 +264,9 @@ class UploadingPublisher(Publisher):
     def publish(self, step: int, write: Write, facts: dict[str, Any]) -> Path:
         """Save one checkpoint on disk, and begin to upload it."""
         path = super().publish(step, write, facts)
-        self.group.from_first(lambda: self.submit(path))
+        with self.group.together():
+            if self.group.is_first:
+                self.submit(path)
         return path
 
     def newest_good(self, after: int = -1) -> Found | None:
@@ -272,7 +287,9 @@ class UploadingPublisher(Publisher):
     def close(self) -> None:
         """Wait until the newest has arrived; RankError, on every rank, if it has not."""
         try:
-            self.group.from_first(self._arrive)
+            with self.group.together():
+                if self.group.is_first:
+                    self._arrive()
         except RankError as error:
             where = f"the newest checkpoint is good, but {self.store.directory} does not have it"
             raise CheckpointError(f"{where}: {error}. The same command tries again") from error
@@ -334,21 +351,28 @@ def open_storage(run_dir: Path, config: StorageConfig, group: Group, identity: A
     here = run_dir / "checkpoints"
     url: Any = storage_path(config.url) if config.url else here
 
-    def refuse_to_forget() -> None:
-        for before in {checkpoints_of(run_dir), here} - {url, here if config.local_first else url}:
-            if published(before) and not published(url):
-                text = f"this run has its checkpoints in {before}, and none are in {url}: stay"
-                raise UserError(f"{text} there (--checkpoint.url), copy them, or type a new --name")
-
-        if isinstance(before := checkpoints_of(run_dir), RemotePath) and not config.url:
-            text = "this run was uploaded to %s, and is no more: type --checkpoint.url for that"
-            log.warning(text, before)
-
-    group.from_first(refuse_to_forget)
+    with group.together():
+        if group.is_first:
+            refuse_to_forget(run_dir, config, url)
     if not config.url:
         return Publisher(here, config, group)
     store = StorePublisher(url, config, group, identity)
     return UploadingPublisher(here, store) if config.local_first else store
+
+
+def refuse_to_forget(run_dir: Path, config: StorageConfig, url: Place) -> None:
+    """UserError if the run's checkpoints are elsewhere than its settings say now."""
+    before, here = checkpoints_of(run_dir), run_dir / "checkpoints"
+    now = {url}
+    if config.local_first:
+        now.add(here)
+    for elsewhere in {before, here} - now:
+        if published(elsewhere) and not published(url):
+            text = f"this run has its checkpoints in {elsewhere}, and none are in {url}: stay"
+            raise UserError(f"{text} there (--checkpoint.url), copy them, or type a new --name")
+    if isinstance(before, RemotePath) and not config.url:
+        text = "this run was uploaded to %s, and is no more: type --checkpoint.url for that"
+        log.warning(text, before)
 
 
 def on_disk(config: Any) -> Any:

@@ -22,7 +22,7 @@ from ..distributed import Group, World, join, leave, parallel
 from ..errors import UserError, exit_code
 from ..files import fingerprint, write_json
 from ..run.logs import log_to_console
-from ..train import State, run, setup, start, train_step
+from ..train import State, resume, run, setup, train_step
 from .stage import PACKAGE, StageConfig
 from .timing import record_steps, spread
 
@@ -103,7 +103,7 @@ def reload(config: Config, world: World, timed: bool) -> dict[str, Any]:
         with torch.no_grad():
             for tensor in state.model.state_dict().values():
                 tensor.fill_(7)
-        start(state, config.directory, group).close()
+        resume(state, config.directory, group).close()
     except UserError as error:  # as where it is too large for so few ranks
         return {"refused": str(error)}
     result = {"step": state.step, "digests": digests_of(state, group)}
@@ -120,7 +120,7 @@ def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
     Of a save: what it blocks training, as the checkpointer counts, and until it is published,
     while training takes one step.
     """
-    checkpointer = start(state, run_dir, group)
+    checkpointer = resume(state, run_dir, group)
     quiet = record_steps(state, QUIET_STEPS).seconds[1:]
     blocked, published = seconds = np.zeros((2, SAVES))
     for save in range(SAVES):
@@ -135,7 +135,7 @@ def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
     checkpointer.restore()
     restored = time.perf_counter() - began
     checkpointer.close()
-    ranks = group.agree(lambda: (seconds[:, 1:], restored))  # the first save warms up
+    ranks = group.gather((seconds[:, 1:], restored))  # the first save warms up
     blocked, published = np.max([saves for saves, _ in ranks], axis=0)  # of the slowest rank
     return {
         "blocked_seconds": spread(blocked),
@@ -155,7 +155,7 @@ def digests_of(state: State, group: Group) -> Digests:
     for name, tensor in state.checkpointer.tensors().items():
         full = parallel.full_tensor(tensor).detach().cpu().contiguous()
         digests[name] = fingerprint(full.flatten().view(torch.uint8).numpy())
-    ranks = group.agree(lambda: digests)
+    ranks = group.gather(digests)
     return {name: " ".join(sorted({other[name] for other in ranks})) for name in digests}
 
 

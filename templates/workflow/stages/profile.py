@@ -92,10 +92,15 @@ def measure(config: Config) -> int:
         print("     tracing some steps, then timing steps without a trace ...", flush=True)
     tracer = trace_steps(config.profile, config.directory / "traces", state)
     trace, averages = tracer.written[-1], tracer.profile.key_averages()
+    group = Group(world)
+    ranks: list[Breakdown] = []
+    problem = ""
     try:
-        ranks, problem = Group(world).agree(lambda: breakdown(read_trace(trace), averages)), ""
+        with group.together():
+            own = breakdown(read_trace(trace), averages)
+        ranks = group.gather(own)
     except RankError as error:
-        ranks, problem = [], f"not a whole trace: {error}"
+        problem = f"not a whole trace: {error}"
     steps = spread(record_steps(state, UNTRACED).seconds)
     state.loader.close()
     if world.rank == 0:

@@ -179,10 +179,10 @@ def examine(config: Config, world: World) -> dict[str, Any]:
     state, group = setup(config, world), Group(world)
     usual = record_steps(state, 3).seconds[-1]
     # Ranks must take equally many steps.
-    steps = int(np.clip(SECONDS / group.from_first(lambda: usual), 10, TIMED))
+    steps = int(np.clip(SECONDS / group.broadcast(usual), 10, TIMED))
     strong = weak = time_steps(state, steps)
     # Before the larger batch and float32, which take more.
-    peak = max(group.agree(lambda: peak_memory(world.device)))
+    peak = max(group.gather(peak_memory(world.device)))
     del state
     gc.collect()
     if world.size > 1:

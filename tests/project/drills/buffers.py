@@ -125,7 +125,7 @@ def misread(training: Any, settings: Any, world: Any) -> str:
     training.Checkpointer.restore = wrongly
     state = training.setup(settings, world)
     try:
-        training.start(state, settings.directory, training.Group(world))
+        training.resume(state, settings.directory, training.Group(world))
     except RuntimeError as error:
         return str(error)
     finally:

@@ -86,10 +86,10 @@ def main(task: str, folder: Path, packages: list[str]) -> None:
             state.optimizer.state.clear()
             run = folder / written.stem
             try:
-                checkpointer = package.start(state, run, group)
+                checkpointer = package.resume(state, run, group)
             except ValueError as error:
                 assert name.endswith("torch_save") and "saved in parts" in str(error)
-                checkpointer = package.start(state, folder / f"converted/{written.stem}", group)
+                checkpointer = package.resume(state, folder / f"converted/{written.stem}", group)
             assert state.step == STEPS, written
             assert digest(state) == json.loads(written.read_text()), f"{name} read {written.stem}"
             checkpointer.close()

@@ -64,8 +64,7 @@ def main(folder: Path, ddp: str, fsdp: str) -> None:
                 if package == fsdp:  # it saves in the background, every fifth step and at the end
                     state.checkpointer.save(STEPS)
                     state.checkpointer.settle()
-                    copies = state.checkpointer.writer.buffers.values()
-                    staged = torch.tensor(sum(copy.nbytes for copy in copies))
+                    staged = torch.tensor(state.checkpointer.writer.staged_bytes)
                     torch.distributed.all_reduce(staged)
                     needed = 0
                     for p in held:
@@ -93,7 +92,7 @@ def main(folder: Path, ddp: str, fsdp: str) -> None:
                 for parameter in group["params"]:
                     parameter.data.fill_(7)
             state.optimizer.state.clear()
-            training.start(state, folder / other, training.Group(world)).close()
+            training.resume(state, folder / other, training.Group(world)).close()
             assert digest(state) == digests[other], f"{name} read {other}"
         del state
     if world.rank == 0:

@@ -27,7 +27,7 @@ def look(name: str, folder: Path, world: Any) -> Any:
     check, verified = manifest.check_file, []
     manifest.check_file = lambda path, entry: (verified.append(path.name), check(path, entry))[1]
     state = package.setup(settings, world)
-    checkpointer = package.start(state, folder / name, package.Group(world))
+    checkpointer = package.resume(state, folder / name, package.Group(world))
     print(f"{name} rank {world.rank} step {state.step} verified {sorted(verified)}\n")
     checkpointer.close()
     return world

@@ -170,7 +170,7 @@ def load(path: Path, kind: type[C] = Config, start: C | None = None) -> C:
         # A setting that it lacks is newer, and has its default; a preset may have changed since.
         changes = {n: value for n, value in changes.items() if n not in OF_ONE_RUN}
         return on_disk(override(kind(), changes, lenient=True))
-    except UserError as error:
+    except (UserError, RecursionError) as error:
         raise UserError(f"{path}: {error}") from None
 
 

@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -53,8 +52,6 @@ def to_json(settings: Any) -> dict[str, Any]:
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Settings by their dotted names, from nested dictionaries."""
-    if prefix.count(".") > 99:
-        raise UserError("settings are nested too deep")
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{key}.")
@@ -68,11 +65,12 @@ def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str,
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ValueError("it is no regular file")  # a reader would wait at a pipe
         # Some editors write a byte order mark.
-        content = parse(text := path.read_text("utf-8").removeprefix("\ufeff"))
-        if not isinstance(content, dict) or re.search(r"\d{309}", text):
-            raise ValueError("it holds no object, or a number that no float holds")
+        content = parse(path.read_text("utf-8").removeprefix("\ufeff"))
+        if not isinstance(content, dict):
+            raise ValueError("it does not hold settings by name")
     except (OSError, ValueError, RecursionError) as error:
-        reason, kind = getattr(error, "strerror", None) or error, path.suffix[1:].upper() or "JSON"
+        reason = getattr(error, "strerror", None) or error
+        kind = path.suffix[1:].upper() or "JSON"
         raise UserError(f"{path} cannot be read as {kind}: {reason}") from None
     return content
 

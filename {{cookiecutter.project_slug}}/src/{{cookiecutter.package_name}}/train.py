@@ -1,4 +1,4 @@
-"""The training loop, to be read from top to bottom: `setup`, `train_step`, `validate`, `run`."""
+"""The training loop, from top to bottom: `setup`, `resume`, `train_step`, `validate`, `run`."""
 
 import contextlib
 import logging
@@ -6,6 +6,7 @@ import math
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 if not __package__:
@@ -17,7 +18,8 @@ from torch.utils.data import Subset
 
 from . import callbacks as own
 from . import sampling
-from .checkpoint.checkpointer import Checkpointer, start
+from .checkpoint.checkpointer import Checkpointer
+from .checkpoint.tensors import require_same_identity, shapes_and_dtypes
 from .compile import checkpoint_activations, compile_model
 from .config import Config, override, spec_to_json
 from .data import build_datasets
@@ -26,15 +28,15 @@ from .distributed import Group, World, join, leave, monitors, parallel
 from .distributed.stop import FINISH, Stop
 from .ema import averaged_weights, keep_average
 from .errors import UserError
-from .files import to_json, write_json
+from .files import flatten, to_json, write_json
 from .loss import LossSum, check_model, judge_step, loss_vector, means, returned
 from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer
 from .run import hardware
 from .run.bad_steps import RunningBuffers, step_unless, try_step
 from .run.callback_runner import built_in, enter, methods
-from .run.directory import RunDirectory
-from .run.journal import Journal, introduce, metric_names, validated_at
+from .run.directory import OF_ONE_START, RunDirectory
+from .run.journal import Journal, introduce, metric_names, validated_at, validation_figures
 from .sampling import STEP, Loader, Share, fetch, fixed_subset, seed_random, shares
 from .schedule import set_schedule
 
@@ -122,6 +124,51 @@ def setup(config: Config, world: World | None = None) -> State:
         keep_average(optimizer)
     parts = config, world, spec, model, module, optimizer, plan, loader, validation, dtype
     return State(*parts, peak, flops, RunningBuffers(model))
+
+
+def resume(state: State, run_dir: Path, group: Group) -> Checkpointer:
+    """Continue from the run's newest good checkpoint, or begin; `state` gets its step.
+
+    UserError when the checkpoints are of another run, or the ranks are not of the same one.
+    """
+    config = state.config
+    identity = {  # what must be equal for a resume
+        "seed": config.train.seed,
+        "global_batch_size": config.train.global_batch_size,
+        "training_samples": state.loader.size,
+        "data": state.spec.fingerprint,
+        "parameters": shapes_and_dtypes(state.model),
+    }
+    settings = to_json(config)
+    of_one_rank = OF_ONE_START | {"data.path"}
+    shared = {name: value for name, value in flatten(settings) if name not in of_one_rank}
+    require_same_identity({**identity, "settings": shared}, group)
+
+    facts = {
+        "identity": identity,
+        "schedule": {**settings["optim"], "steps": config.train.steps},
+        "config": settings,  # for machines that have nothing in common but an object store
+    }
+    checkpointer = Checkpointer(
+        run_dir,
+        config.checkpoint,
+        state.world,
+        state.model,
+        state.optimizer,
+        facts,
+        state.loader.position,
+    )
+    state.checkpointer = checkpointer
+    state.step = checkpointer.restore(config.reset_optimizer)
+    if state.step == 0 and config.init_from:
+        from .checkpoint.transfer import load_weights
+
+        report = load_weights(config.init_from, state.model, None, group, config.init_strict)
+        log.info("weights: %s", report)
+    if state.step > 0 or config.init_from:
+        parallel.compare_loaded(checkpointer.tensors().values(), state.world)
+    state.loader.resume(state.step, checkpointer.restored, group)
+    return checkpointer
 
 
 def train_step(state: State, batches: list[Any]) -> None:
@@ -242,16 +289,24 @@ def _run(config: Config, world: World, own_callbacks: Iterable[Any]) -> Result:
         # The watchdog also watches the restore, which waits for the other ranks.
         watching, after_journal = monitors(state, run_dir.path, group)
         callbacks = [*enter([hardware.MemoryUse(), *watching], stack)]
-        checkpointer = stack.enter_context(start(state, run_dir.path, group))
-        validation = group.from_first(lambda: validated_at(run_dir.path, state.step))
+        checkpointer = stack.enter_context(resume(state, run_dir.path, group))
+        validation: dict[str, float] = {}
+        ended = False
+        with group.together():
+            if group.is_first:
+                validation = validated_at(run_dir.path, state.step)
+                ended = directory.ended(state.step, config.train.steps)
+        validation, ended = group.broadcast((validation, ended))
         # Did a stop signal interrupt the validation of the step that the run resumes from?
         done = validation or checkpointer.restored.get("validation_loss") is not None
         owed = state.step > 0 and not done and is_due(state, config.train.validate_every)
-        ended = group.from_first(lambda: directory.ended(state.step, config.train.steps))
         if (state.step >= config.train.steps or ended) and not owed:
             checkpointer.close()
-            settings = run_dir.path / "config.json"  # which names the store of its checkpoints
-            group.from_first(lambda: settings.exists() or write_json(settings, to_json(config)))
+            with group.together():
+                # It names the store of the run's checkpoints, if they are in one.
+                settings = run_dir.path / "config.json"
+                if group.is_first and not settings.exists():
+                    write_json(settings, to_json(config))
             run_dir.record_status("finished", state.step)
             return Result("already finished", state.step, validation)
         state.finish = stop.finish
@@ -289,8 +344,7 @@ def _loop(
             figures = validate_averaged(state, lambda: stop.poll(saves.writer.failed)[0] % FINISH)
             for call in after_validation if figures else ():
                 call(state, figures)
-        # Yours among them: training may have figures of the same name.
-        return {f"validation_{n.removeprefix('validation_')}": v for n, v in figures.items()}
+        return validation_figures(figures)
 
     # `owed`: a stop signal interrupted the validation of the step that the run resumes from.
     validation = evaluate() if owed else {}

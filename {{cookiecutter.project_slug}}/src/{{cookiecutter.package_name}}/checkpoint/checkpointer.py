@@ -1,8 +1,11 @@
 """When a run saves, what it restores, and which checkpoints it may resume from.
 
-A `Checkpointer` owns a writer (writer.py) and a publisher (publish.py). The loop calls `save`. The
-writer copies the tensors, at once or in the background, then gives the publisher a function that
-writes this rank's files.
+A save, from `Checkpointer.save` on: the writer (writer.py) stages the tensors, at once or by a copy
+in the background; `_publish` waits for that and lets the publisher (publish.py) have this rank's
+files written, hashed and published. With checkpoint=dcp_async `_publish` runs in a thread.
+
+A restore: the publisher finds and verifies the newest good checkpoint; `restore` compares whose it
+is; `load` fits its tensors to the optimizer and reads them.
 """
 
 import contextlib
@@ -12,26 +15,21 @@ import platform
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from ..distributed import Group, World, parallel
+from ..distributed import Group, World
 from ..ema import EMA
 from ..errors import RankError, UserError, command_for, printable
-from ..files import flatten, to_json
-from ..run.directory import OF_ONE_START
 from . import CheckpointError
 from .paths import Place, release_copies
-from .publish import Write
 from .reader import open_tensors
 from .storage import open_storage
 from .tensors import (
     Tensors,
-    agree_on_identity,
     create_optimizer_state,
     identity_differences,
     offer_weights,
@@ -87,34 +85,45 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def save(self, step: int, figures: Mapping[str, float] | None = None) -> None:
         """Save a checkpoint of `step`, once; RankError, on every rank, when any rank failed.
 
-        The optimizer must not step before `before_optimizer_step()` has returned.
+        `figures`: those of the validation at this step, if there was one. The optimizer must not
+        step before `before_optimizer_step()` has returned.
         """
         self.settle()  # a save is never skipped: this waits for the one before
         if step == self.last_good:
             return
-        figures, best = figures or {}, self.config.best
+        facts = self._facts_of(step, figures or {})
+        with self._blocking():
+            self.writer.begin(self.tensors(), self._publish, step, facts)
+
+    def _publish(self, step: int, facts: dict[str, Any]) -> None:
+        """Write what was staged, and publish it; in a thread with checkpoint=dcp_async."""
+        # Before DCP's collectives, where a rank that is missing would make the others wait.
+        with self.group.together():
+            self.writer.complete()
+        self.publisher.publish(step, self.writer.write, facts)
+        self.last_good = step
+
+    def _facts_of(self, step: int, figures: Mapping[str, float]) -> dict[str, Any]:
+        """What the manifest says beside its files."""
+        best = self.config.best
         score = figures.get(best)
         if score is None and "validation_loss" in figures:
             log.warning("--checkpoint.best %s: the validation has no such figure", best)
-        facts = {
+        callbacks: dict[str, Any] = {}
+        for name, callback in self.remembered.items():
+            # Copied: it may change before a save in the background writes it.
+            callbacks[name] = copy.deepcopy(callback.state_dict())
+        return {
             **self.facts,
             **self.facts_now(),
-            # Copied: it may change before a save in the background writes it.
-            "callbacks": {n: copy.deepcopy(c.state_dict()) for n, c in self.remembered.items()},
+            "callbacks": callbacks,
             "samples": step * self.facts["identity"]["global_batch_size"],
             "world_size": self.world.size,
             "validation_loss": figures.get("validation_loss"),
-            "score": [f"{self.config.best_is} {best}", score and float(score)],
+            "score": [f"{self.config.best_is} {best}", score],
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
-
-        def publish(write: Write) -> None:
-            self.publisher.publish(step, write, facts)
-            self.last_good = step
-
-        with self._blocking():
-            self.writer.save(self.tensors(), publish)
 
     def settle(self) -> None:
         """Wait for a save in flight; fails as `save` does."""
@@ -125,8 +134,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """Wait until a save in flight no longer needs the weights as they are."""
         with self._blocking():
             # An optimizer has its state from its first step on.
-            known = any(self.optimizer.state.values())
-            self.writer.before_optimizer_step(self.tensors if known else dict)
+            if not self.writer.prepared and any(self.optimizer.state.values()):
+                self.writer.prepare(self.tensors())
+            self.writer.wait_until_staged()
 
     def close(self) -> None:
         """Settle, and end what runs in the background."""
@@ -156,13 +166,16 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     def tensors(self) -> Tensors:
         """All that is saved, sharing memory with the model and the optimizer."""
-        # In this order: state_dict() is what brings FSDP's parameters back to their shards.
-        model = self.model.state_dict().items()
-        optimizer = optimizer_tensors(self.model, self.optimizer).items()
-        return {f"model.{n}": t for n, t in model} | {f"optimizer.{n}": t for n, t in optimizer}
+        tensors: Tensors = {}
+        # The model first: state_dict() is what brings FSDP's parameters back to their shards.
+        for name, tensor in self.model.state_dict().items():
+            tensors[f"model.{name}"] = tensor
+        for name, tensor in optimizer_tensors(self.model, self.optimizer).items():
+            tensors[f"optimizer.{name}"] = tensor
+        return tensors
 
     def restore(self, reset_optimizer: bool = False) -> int:
-        """Load the newest good checkpoint; its step, or 0 when there is none to load.
+        """Find, verify and load the newest good checkpoint; its step, or 0 when there is none.
 
         It is verified as a whole before anything is loaded. UserError if another run saved it, or
         if optimizer state would be lost; `reset_optimizer` drops that state instead.
@@ -173,7 +186,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         path, manifest = newest
         if problems := identity_differences(manifest.get("identity"), self.facts["identity"]):
             raise UserError(self._other_run(path, problems, self.publisher.start_over))
-        self._load(path, manifest, reset_optimizer)
+        self.load(path, manifest, reset_optimizer)
         release_copies()
         log.info("resuming from %s", path)
         for change in identity_differences(manifest.get("schedule"), self.facts["schedule"]):
@@ -181,6 +194,59 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self.last_good = manifest["step"]
         self.restored = manifest
         return manifest["step"]
+
+    def load(self, path: Place, manifest: dict[str, Any], reset_optimizer: bool = False) -> None:
+        """Load the tensors of a verified checkpoint into the model and the optimizer.
+
+        Collective. UserError if optimizer state would be lost, unless `reset_optimizer`.
+        """
+        create_optimizer_state(self.optimizer)
+        with self.group.together():
+            source = open_tensors(path, manifest)
+        tensors = self.tensors()
+        # What the optimizer has now and the checkpoint has not, and the other way round.
+        missing = {n for n in tensors.keys() - source.forms.keys() if n.startswith("optimizer.")}
+        lost = {n for n in source.forms.keys() - tensors.keys() if STATE.fullmatch(n)}
+        if missing:
+            lost |= self._remove_unsaved_state(missing)
+        if lost and not reset_optimizer:
+            self._refuse_to_lose(lost, path, manifest)
+        for names, fate in (missing, "not saved and start afresh"), (lost, "saved and left out"):
+            if names:
+                one = printable(min(names))
+                log.warning("%d tensors of the optimizer %s, e.g. %s", len(names), fate, one)
+
+        source.read({n: t for n, t in tensors.items() if n not in missing}, self.group)
+        # The optimizer's plain numbers were read into tensors made for that.
+        for name, holder, key in optimizer_slots(self.model, self.optimizer):
+            if isinstance(value := holder[key], int | float):
+                holder[key] = type(value)(tensors[f"optimizer.{name}"].item())
+
+    def _remove_unsaved_state(self, missing: set[str]) -> set[str]:
+        """Let the optimizer begin afresh with parameters whose state is not all in a checkpoint.
+
+        `missing` are the names that it lacks. Returns the names that it has and that are not used.
+        """
+        unused: set[str] = set()
+        for name, parameter in self.model.named_parameters():
+            state = self.optimizer.state.get(parameter, {})
+            new = {key for key in state if f"optimizer.{name}.{key}" in missing}
+            if new == {EMA}:
+                del state[EMA]
+            elif new:  # the parameter may never have had a gradient
+                unused |= {f"optimizer.{name}.{key}" for key in state.keys() - new}
+                del self.optimizer.state[parameter]
+        return unused
+
+    def _refuse_to_lose(self, lost: set[str], path: Place, manifest: dict[str, Any]) -> NoReturn:
+        """UserError: a resume would lose state of the optimizer."""
+        problems: list[str] = []
+        for change in identity_differences(manifest.get("schedule"), self.facts["schedule"]):
+            if change.startswith("name:"):
+                problems.append(f"optim.{change}")
+        problems.append(f"the optimizer would lose {len(lost)} tensors, e.g. {min(lost)}")
+        way_out = "add --reset-optimizer, which loses these and keeps the weights"
+        raise UserError(self._other_run(path, problems, way_out))
 
     def _other_run(self, path: Place, problems: list[str], way_out: str) -> str:
         """Why this run cannot resume from a checkpoint, and the ways out."""
@@ -192,38 +258,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             f"{offer_weights(path, problems)}; or {way_out}."
         )
         return printable("\n".join(lines))  # names in a file may be crafted
-
-    def _load(self, path: Place, manifest: dict[str, Any], reset_optimizer: bool = False) -> None:
-        """Load the tensors of a verified checkpoint into the model and the optimizer."""
-        create_optimizer_state(self.optimizer)
-        opened = []  # together: where a rank fails alone, the others wait for it
-        self.group.agree(lambda: opened.append(open_tensors(path, manifest)))
-        (source,) = opened
-        tensors = self.tensors()
-        missing = {n for n in tensors.keys() - source.forms.keys() if n.startswith("optimizer.")}
-        lost = {n for n in source.forms.keys() - tensors.keys() if STATE.fullmatch(n)}
-        for name, parameter in self.model.named_parameters() if missing else ():
-            state = self.optimizer.state.get(parameter, {})
-            new = {key for key in state if f"optimizer.{name}.{key}" in missing}
-            if new == {EMA}:
-                del state[EMA]
-            elif new:  # the parameter may never have had a gradient
-                lost |= {f"optimizer.{name}.{key}" for key in state.keys() - new}
-                del self.optimizer.state[parameter]
-        if lost and not reset_optimizer:
-            changes = identity_differences(manifest.get("schedule"), self.facts["schedule"])
-            problems = [f"optim.{change}" for change in changes if change.startswith("name:")]
-            problems.append(f"the optimizer would lose {len(lost)} tensors, e.g. {min(lost)}")
-            way_out = "add --reset-optimizer, which loses these and keeps the weights"
-            raise UserError(self._other_run(path, problems, way_out))
-        for names, fate in (missing, "not saved and start afresh"), (lost, "saved and left out"):
-            if names:
-                one = printable(min(names))
-                log.warning("%d tensors of the optimizer %s, e.g. %s", len(names), fate, one)
-        source.read({n: t for n, t in tensors.items() if n not in missing}, self.group)
-        for name, holder, key in optimizer_slots(self.model, self.optimizer):
-            if isinstance(value := holder[key], int | float):
-                holder[key] = type(value)(tensors[f"optimizer.{name}"].item())
 
     @contextlib.contextmanager
     def _blocking(self) -> Iterator[None]:
@@ -238,37 +272,3 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 log.warning("%s; training continues, earlier checkpoints are untouched", error)
         finally:
             self.blocked_seconds += time.perf_counter() - started
-
-
-def start(state: Any, run_dir: Path, group: Group) -> Checkpointer:
-    """Resume from the newest good checkpoint, or begin; UserError when the run is another one."""
-    config, settings = state.config, state.config.train
-    tensors = state.model.state_dict()
-    if odd := [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]:
-        raise UserError(f"only tensors can be checkpointed; {odd[0]} is extra state of a module")
-    forms = {n: [*t.shape, str(t.dtype).removeprefix("torch.")] for n, t in tensors.items()}
-    identity = {  # what must be equal for a resume
-        "seed": settings.seed,
-        "global_batch_size": settings.global_batch_size,
-        "training_samples": state.loader.size,
-        "data": state.spec.fingerprint,
-        "parameters": forms,  # the shape and dtype of each
-    }
-    mine = OF_ONE_START | {"data.path"}  # what ranks may have of their own
-    shared = {n: v for n, v in flatten(to_json(config)) if n not in mine}
-    agree_on_identity({**identity, "settings": shared}, group)
-    facts = {"identity": identity, "schedule": to_json(config.optim) | {"steps": settings.steps}}
-    facts["config"] = to_json(config)  # for machines that share a store alone
-    checkpointer = state.checkpointer = Checkpointer(
-        *(run_dir, config.checkpoint, state.world, state.model, state.optimizer, facts),
-        partial(state.loader.position, group),
-    )
-    state.step, origin = checkpointer.restore(config.reset_optimizer), config.init_from
-    if state.step == 0 and origin:
-        from .transfer import load_weights
-
-        log.info("weights: %s", load_weights(origin, state.model, None, group, config.init_strict))
-    if state.step or origin:
-        parallel.compare_loaded(checkpointer.tensors().values(), state.world)
-    state.loader.resume(state.step, checkpointer.restored, group)
-    return checkpointer

@@ -7,6 +7,7 @@ detects corruption, not tampering. A manifest can name only plain files beside i
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -64,7 +65,7 @@ def reading(path: Place) -> Iterator[None]:
 
 
 def read_manifest(path: Place) -> dict[str, Any]:
-    """Read and check the manifest of a checkpoint; CheckpointError says what is wrong."""
+    """Read the manifest of a checkpoint; CheckpointError says what is wrong with it."""
     try:
         with open_regular(path / MANIFEST) as file:
             content = file.read()
@@ -74,26 +75,37 @@ def read_manifest(path: Place) -> dict[str, Any]:
     if digest != SEAL % hashlib.sha256(text).hexdigest().encode():
         raise CheckpointError(f"{MANIFEST} does not match its own digest")
     try:
-        manifest = json.loads(content)
-        version, name = manifest["format_version"], step_name(manifest["step"])
-        names = [*manifest["files"], manifest.get("folder", "x")]
-        plain = all(map(FILE_NAME.fullmatch, names)) and not {".", "..", MANIFEST} & {*names}
-        if not isinstance(manifest.get("config"), dict):  # of an earlier release
-            manifest["config"] = {}
-        if any(type(entry["size"]) is not int for entry in manifest["files"].values()):
-            raise TypeError("a size is no integer")
-        loss = manifest.get("validation_loss")  # all that earlier releases have of a validation
-        rule, score = manifest.setdefault("score", ["min validation_loss", loss])
-        if not (isinstance(rule, str) and {type(loss), type(score)} <= {float, type(None)}):
-            raise TypeError("a figure of the validation is no number")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        manifest = _as_written_here(json.loads(content))
+    except CheckpointError:
+        raise
+    except Exception as error:  # sealed, but by other code, or with other content
         raise CheckpointError(f"{MANIFEST} is not a manifest ({type(error).__name__})") from error
-    if type(version) is not int or version != FORMAT_VERSION:  # True == 1
-        raise CheckpointError(f"{MANIFEST} has format {version}; this code reads {FORMAT_VERSION}")
-    if not plain or not manifest["files"]:
-        raise CheckpointError(f"{MANIFEST} names a file outside its own directory, or none at all")
+    name = step_name(manifest["step"])
     if PUBLISHED.fullmatch(path.name) and path.name != name:
         raise CheckpointError(f"{MANIFEST} belongs to {name}")
+    return manifest
+
+
+def _as_written_here(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest with what earlier releases left out; any exception if it is something else."""
+    version = manifest["format_version"]
+    if version != FORMAT_VERSION:
+        problem = f"{MANIFEST} has format {version}; this code reads {FORMAT_VERSION}"
+        raise CheckpointError(problem)
+    manifest["step"] = int(manifest["step"])
+    manifest["files"] = {
+        name: {"size": int(entry["size"]), "sha256": str(entry["sha256"])}
+        for name, entry in manifest["files"].items()
+    }
+    manifest["config"] = dict(manifest.get("config") or {})
+    # Earlier releases had the loss of the validation only.
+    rule, score = manifest.get("score") or ["min validation_loss", manifest.get("validation_loss")]
+    manifest["score"] = [str(rule), None if score is None else float(score)]
+    for name in [*manifest["files"], manifest.get("folder", "x")]:
+        if not FILE_NAME.fullmatch(name) or name in (".", "..", MANIFEST):
+            raise CheckpointError(f"{MANIFEST} names a file outside its own directory: {name!a}")
+    if not manifest["files"]:
+        raise CheckpointError(f"{MANIFEST} names no file")
     return manifest
 
 
@@ -115,39 +127,57 @@ def check_file(path: Path, entry: dict[str, Any]) -> str | None:
 
 
 def verify(path: Place, group: Group | None = None) -> Verified:
-    """Verify a checkpoint, every byte, the work divided among the ranks.
+    """Verify a checkpoint, every byte, the work divided among the ranks; collective.
 
     Returns the manifest ({} if it is bad) and the problems; the same on every rank. The files of a
     checkpoint in an object store are copied for that (`local_copy`).
     """
     group = group or Group()
-
-    def manifest_or_problem() -> Verified:
-        try:
-            return read_manifest(path), []
-        except CheckpointError as error:
-            return {}, [str(error)]
-
-    def check_files() -> list[str]:
-        folder, rank, size = local_copy(path, manifest, group)
-
-        def check() -> list[str | None]:
-            mine = shared_out(manifest, rank, size)
-            # Hashing lets go of Python's lock: a file for each core that this rank may use.
-            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-                return list(pool.map(lambda item: check_file(folder / item[0], item[1]), mine))
-
-        texts = (text for part in group.agree(check) for text in part if text)
-        return group.from_first(lambda: [*dict.fromkeys(texts)])
-
     # All is read twice: one wrong read must not cost a good checkpoint its name.
-    read = group.from_first(manifest_or_problem)
-    manifest, problems = read if read[0] else group.from_first(manifest_or_problem)
-    return manifest, problems or (check_files() and check_files())
+    manifest, problems = _read_on_first(path, group)
+    if problems:
+        manifest, problems = _read_on_first(path, group)
+    if not problems:
+        problems = _check_files(path, manifest, group)
+        if problems:
+            problems = _check_files(path, manifest, group)
+    return manifest, problems
+
+
+def _read_on_first(path: Place, group: Group) -> Verified:
+    """The manifest as rank 0 reads it, and what is wrong with it; collective."""
+    manifest: dict[str, Any] = {}
+    problems: list[str] = []
+    with group.together():
+        if group.is_first:
+            try:
+                manifest = read_manifest(path)
+            except CheckpointError as error:
+                problems = [str(error)]
+    return group.broadcast((manifest, problems))
+
+
+def _check_files(path: Place, manifest: dict[str, Any], group: Group) -> list[str]:
+    """What is wrong with the files of a checkpoint; collective."""
+    folder, rank, size = local_copy(path, manifest, group)
+    problems: list[str] = []
+    with group.together():
+        # Hashing releases Python's lock: a file for each core that this rank may use.
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            checks = [
+                pool.submit(check_file, folder / name, entry)
+                for name, entry in shared_out(manifest, rank, size)
+            ]
+        problems = [problem for check in checks if (problem := check.result())]
+    # Two ranks may have met the same problem.
+    found = itertools.chain.from_iterable(group.gather(problems))
+    return group.broadcast(list(dict.fromkeys(found)))
 
 
 def shared_out(manifest: dict[str, Any], rank: int, size: int) -> list[tuple[str, dict[str, Any]]]:
     """The files, with their entries, that one of `size` ranks takes: each about as many bytes."""
-    largest_first = sorted(manifest["files"].items(), key=lambda item: -item[1]["size"])
-    # Dealt there and back, so that the ranks' sums are near each other.
-    return largest_first[rank :: 2 * size] + largest_first[2 * size - 1 - rank :: 2 * size]
+    sizes = {name: entry["size"] for name, entry in manifest["files"].items()}
+    names = sorted(sizes, key=sizes.__getitem__, reverse=True)
+    # In snake order (ranks 0 to n, then n to 0), which balances the bytes per rank.
+    mine = names[rank :: 2 * size] + names[2 * size - 1 - rank :: 2 * size]
+    return [(name, manifest["files"][name]) for name in mine]

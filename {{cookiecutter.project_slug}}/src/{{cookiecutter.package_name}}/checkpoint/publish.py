@@ -18,7 +18,6 @@ The file system must be POSIX and shared by all ranks; rename must be atomic and
 
 import contextlib
 import hashlib
-import itertools
 import logging
 import math
 import os
@@ -39,7 +38,7 @@ from .paths import Place, damaged, published
 log = logging.getLogger(__name__)
 RESERVED = ".saving-"
 DISCARDED = ".discarded-"
-Write = Callable[[Place], Iterable[str]]  # writes a rank's files into a folder, and names them
+Write = Callable[[Path], Iterable[str]]  # writes a rank's files into a folder, and names them
 Found = tuple[Place, dict[str, Any]]  # a checkpoint and its manifest
 
 
@@ -71,7 +70,8 @@ class RetentionConfig:
 class Publisher:
     """The checkpoints of one run, in `directory`.
 
-    All ranks call `publish`, `newest_good` and `close` together; rank 0 alone does the rest.
+    All ranks call `publish`, `newest_good` and `close` together. In them rank 0 does the rest, but
+    for `make_durable`, which each rank does for its own files.
     """
 
     start_over = "start over with --fresh, which sets the old run aside"
@@ -79,48 +79,79 @@ class Publisher:
 
     def __init__(self, directory: Place, retention: RetentionConfig, group: Group) -> None:
         self.directory, self.retention, self.group = directory, retention, group
-        self.scores: dict[Place, Any] = {}  # of the checkpoints that retention counts
+        self.scores: dict[Place, list[Any]] = {}  # of the checkpoints that retention counts
         self.synced = False  # whether the names of the directory and its parents are durable
 
     def publish(self, step: int, write: Write, facts: dict[str, Any]) -> Place:
-        """Save one checkpoint; `write(folder)` writes this rank's files and names them.
+        """Save one checkpoint: the six steps above. Returns where it is.
 
-        `facts` goes into the manifest. CheckpointError, on every rank, when any rank failed; then
-        nothing of the attempt is left.
+        `write(folder)` writes this rank's files and names them; all ranks call it together, and it
+        raises on all of them. `facts` go into the manifest. CheckpointError, on every rank, when
+        any rank failed; then nothing of the attempt is left.
         """
-        group, reserved = self.group, ""
+        group = self.group
+        reserved = ""
         try:
-            reserved = group.from_first(lambda: self.reserve(step))
-            written = group.agree(lambda: self.write_files(reserved, write))
-            files = {name: entry for part in written for name, entry in part.items()}
+            with group.together():
+                if group.is_first:
+                    reserved = self.reserve(step)
+            reserved = group.broadcast(reserved)
+
+            folder = self.folder_of(reserved)
+            names = write(folder)
+
+            with group.together():
+                entries = self.make_durable(reserved, names)
+
+            files: dict[str, Any] = {}
+            for of_one_rank in group.gather(entries):
+                files.update(of_one_rank)
             manifest = {"format_version": FORMAT_VERSION, "step": step, "files": files, **facts}
-            group.from_first(lambda: self.commit(reserved, manifest))
-        except RankError as error:
-            if group.rank == 0 and reserved:
+            with group.together():
+                if group.is_first:
+                    self.commit(reserved, manifest)
+        except (RankError, OSError) as error:
+            if group.is_first and reserved:
                 self.abandon(reserved)
             raise CheckpointError(f"checkpoint of step {step} was not saved: {error}") from error
-        if group.rank == 0:
+        path = self.directory / step_name(step)
+        if group.is_first:
+            if "score" in facts:
+                self.scores[path] = facts["score"]  # so that it is not read back
             self.prune()
-        return self.directory / step_name(step)
+        return path
 
     def newest_good(self, after: int = -1) -> Found | None:
         """The newest checkpoint that verifies, later than step `after`; None if there is none.
 
-        Damaged ones are renamed to `step_….damaged-<n>`. CheckpointError if only damaged ones are
-        there: a person must decide whether to start over. RankError if one cannot be read, which
-        is no damage: a retry may succeed.
+        Collective. Damaged ones are renamed to `step_….damaged-<n>`. CheckpointError if only
+        damaged ones are there: a person must decide whether to start over. RankError if one cannot
+        be read, which is no damage: a retry may succeed.
         """
-        self.group.from_first(self.remove_leftovers)
-        for path in reversed(self.group.from_first(lambda: published(self.directory))):
+        group = self.group
+        paths: list[Place] = []
+        with group.together():
+            if group.is_first:
+                self.remove_leftovers()
+                paths = published(self.directory)
+        for path in reversed(group.broadcast(paths)):
             if int(path.name[5:]) <= after:
                 return None
-            manifest, problems = verify(path, self.group)
+            manifest, problems = verify(path, group)
             if not problems:
                 return path, manifest
-            moved = self.group.from_first(lambda path=path: str(self.set_aside(path)))
+            aside = ""
+            with group.together():
+                if group.is_first:
+                    aside = str(self.set_aside(path))
             text = "DAMAGED CHECKPOINT %s: %s. Moved to %s; going back to the one before it."
-            log.warning(text, path, "; ".join(problems), moved)
-        if names := self.group.from_first(lambda: damaged(self.directory)):
+            log.warning(text, path, "; ".join(problems), group.broadcast(aside))
+
+        names: list[str] = []
+        with group.together():
+            if group.is_first:
+                names = damaged(self.directory)
+        if names := group.broadcast(names):
             raise CheckpointError(
                 f"no good checkpoint is left in {self.directory} ({', '.join(names)}). "
                 f"Look at them, or {self.start_over}."
@@ -132,18 +163,20 @@ class Publisher:
 
     def prune(self) -> None:
         """Remove what retention does not keep, and reservations that nobody writes to."""
-        # One with a damaged manifest is neither counted nor removed: a person should see it.
-        keep, every = self.retention.keep, self.retention.keep_every
         try:
-            old, self.scores = self.scores, {}
+            known, self.scores = self.scores, {}
             for path in published(self.directory):
-                with contextlib.suppress(RankError, OSError):  # damaged, or not to be read just now
-                    self.scores[path] = old[path] if path in old else read_manifest(path)["score"]
+                # One with a damaged manifest is neither counted nor removed: a person should see
+                # it. Nor is one that cannot be read just now.
+                with contextlib.suppress(RankError, OSError):
+                    score = known[path] if path in known else read_manifest(path)["score"]
+                    self.scores[path] = score
             good = list(self.scores)
-            kept = {*good[-keep:], best_by_validation(self.scores)}
-            kept |= {path for path in good if every and int(path.name[5:]) % every == 0}
+            kept = {*good[-self.retention.keep :], best_by_validation(self.scores)}
             for path in good:
-                if path not in kept:
+                every = self.retention.keep_every
+                for_good = every > 0 and int(path.name[5:]) % every == 0
+                if path not in kept and not for_good:
                     self.discard(path)
             self.remove_leftovers()
         except (OSError, RankError, UserError) as error:
@@ -170,10 +203,14 @@ class Publisher:
         (self.directory / name).mkdir()
         return name
 
-    def write_files(self, reserved: str, write: Write) -> dict[str, dict[str, Any]]:
-        """Write this rank's files and make them durable; their entries in the manifest."""
-        folder, entries = self.directory / reserved, {}
-        for name in write(folder):
+    def folder_of(self, reserved: str) -> Path:
+        """Where the ranks write the files of a reservation."""
+        return self.directory / reserved
+
+    def make_durable(self, reserved: str, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """Sync this rank's files to disk and hash them; their entries in the manifest."""
+        folder, entries = self.folder_of(reserved), {}
+        for name in names:
             with naming(folder / name), open(folder / name, "rb", buffering=0) as written:
                 os.fsync(written.fileno())
                 sha256 = hashlib.file_digest(written, "sha256").hexdigest()
@@ -205,8 +242,9 @@ class Publisher:
 
     def set_aside(self, path: Path) -> Path:
         """Rename a damaged checkpoint, so that it is never counted again."""
-        asides = (path.with_name(f"{path.name}.damaged-{n}") for n in itertools.count(1))
-        aside = next(aside for aside in asides if not os.path.lexists(aside))
+        number = 1
+        while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
+            number += 1
         os.rename(path, aside)
         sync_directory(self.directory)
         return aside
@@ -228,10 +266,19 @@ class Publisher:
                 shutil.rmtree(self.directory / name, ignore_errors=True)
 
 
-def best_by_validation(scores: Mapping[Place, Any]) -> Place | None:
-    """The best by the rule of the newest score, such as ("min validation_loss", 1.2 or None)."""
-    rule = [("", None), *scores.values()][-1][0]
-    alike = {path: value for path, (name, value) in scores.items() if name == rule}
-    measured = {p: x for p, x in alike.items() if isinstance(x, float) and math.isfinite(x)}
-    choose: Any = max if rule.startswith("max ") else min
-    return choose(reversed(measured), key=measured.__getitem__, default=None)
+def best_by_validation(scores: Mapping[Place, list[Any]]) -> Place | None:
+    """The best by the rule of the newest score, such as ["min validation_loss", 1.2 or None].
+
+    Scores by another rule do not count; of equal ones the newest is the best.
+    """
+    best: Place | None = None
+    best_value = math.nan
+    rule = ""
+    for path, (other_rule, value) in reversed([*scores.items()]):
+        rule = rule or other_rule
+        if other_rule != rule or value is None or not math.isfinite(value):
+            continue
+        better = value > best_value if rule.startswith("max ") else value < best_value
+        if best is None or better:
+            best, best_value = path, value
+    return best

@@ -1,1 +1,1 @@
-# {% include "checkpoint/read_" ~ ("files" if cookiecutter.checkpoint == "torch_save" else "parts") ~ ".py" %}
+# {% include "checkpoint/reader_" ~ ("torch_save" if cookiecutter.checkpoint == "torch_save" else "dcp") ~ ".py" %}

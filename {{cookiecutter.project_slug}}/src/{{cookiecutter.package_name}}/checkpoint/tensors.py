@@ -76,13 +76,10 @@ class OneFile:
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
         """Copy into live tensors, of sharded ones the parts that are here; a collective call."""
-
-        def copy() -> None:
+        with group.together():
             check_shapes(self.forms, targets)
             for name, target in targets.items():
                 target.copy_(parallel.shard_like(self.forms[name], target))
-
-        group.agree(copy)
 
 
 def load_file(path: Path) -> Iterable[tuple[str, torch.Tensor]]:
@@ -170,6 +167,16 @@ def refuse_nan(tensors: Tensors, model: nn.Module) -> None:
             raise CheckpointError(f"{name} is not finite")
 
 
+def shapes_and_dtypes(model: nn.Module) -> dict[str, list[Any]]:
+    """The shape and dtype of each tensor that a model saves; UserError for what is no tensor."""
+    result: dict[str, list[Any]] = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise UserError(f"only tensors can be checkpointed; {name} is extra state of a module")
+        result[name] = [*value.shape, str(value.dtype).removeprefix("torch.")]
+    return result
+
+
 def identity_differences(
     saved: Any, ours: dict[str, Any], there: str = "saved", here: str = "now"
 ) -> list[str]:
@@ -190,18 +197,15 @@ def identity_differences(
     return differences
 
 
-def agree_on_identity(identity: dict[str, Any], group: Group) -> None:
+def require_same_identity(identity: dict[str, Any], group: Group) -> None:
     """UserError, on every rank, when one has other data or another model than rank 0."""
-    first = group.from_first(lambda: identity)
-
-    def compare() -> None:
+    first = group.broadcast(identity)
+    with group.together():
         if problems := identity_differences(first, identity, "on rank 0", "here"):
             raise UserError(
                 f"rank {group.rank} is not of the same run as rank 0: {'; '.join(problems)}. All "
                 "machines need the same code, settings and data"
             )
-
-    group.agree(compare)
 
 
 def offer_weights(path: Any, differences: list[str]) -> str:

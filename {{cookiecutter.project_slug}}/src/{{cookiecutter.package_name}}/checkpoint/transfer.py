@@ -31,7 +31,7 @@ from .manifest import reading, verify
 from .paths import Place, checkpoints_of, damaged, published, release_copies, storage_path
 from .publish import Found, Publisher, RetentionConfig, best_by_validation
 from .reader import Source, open_tensors
-from .tensors import SAFETENSORS, OneFile, Tensors, agree_on_identity, nested
+from .tensors import SAFETENSORS, OneFile, Tensors, nested, require_same_identity
 from .writer import write_tensors
 
 log = logging.getLogger(__name__)
@@ -135,22 +135,12 @@ def find_checkpoint(where: Place, step: int | None = None, group: Group | None =
     or of DCP: these have the manifest {}, and are not verified. Nothing is changed.
     """
     group, where = group or Group(), storage_path(where)
-
-    def candidates() -> tuple[list[Place], bool]:
-        if not where.exists():
-            raise UserError(f"there is nothing at {where}")
-        if (where / MANIFEST).exists():
-            return [where], True
-        if where.is_file() or (where / DCP_INDEX).exists():
-            return [where], False
-        directory = checkpoints_of(where)
-        steps = published(directory)[::-1] if step is None else [directory / step_name(step)]
-        a_run = steps or not isinstance(where, Path) or (where / "status.json").exists()
-        if not a_run and [*where.glob(f"*{SAFETENSORS}")]:
-            return [where], False
-        return steps, True
-
-    paths, have_manifests = group.from_first(candidates)
+    paths: list[Place] = []
+    have_manifests = True
+    with group.together():
+        if group.is_first:
+            paths, have_manifests = candidates(where, step)
+    paths, have_manifests = group.broadcast((paths, have_manifests))
     if not have_manifests:
         log.warning("%s has no manifest: whether it is whole cannot be verified", where)
         return paths[0], {}
@@ -164,6 +154,25 @@ def find_checkpoint(where: Place, step: int | None = None, group: Group | None =
     hint = f"there are steps {there}" if there else "train first"
     of_step = f" of step {step}" if step is not None else ""
     raise UserError(f"there is no good checkpoint{of_step} in {where}: {hint}")
+
+
+def candidates(where: Place, step: int | None) -> tuple[list[Place], bool]:
+    """What `find_checkpoint` may take, the best first; and whether these have manifests."""
+    if not where.exists():
+        raise UserError(f"there is nothing at {where}")
+    if (where / MANIFEST).exists():
+        return [where], True
+    if where.is_file() or (where / DCP_INDEX).exists():
+        return [where], False
+    directory = checkpoints_of(where)
+    if step is not None:
+        steps = [directory / step_name(step)]
+    else:
+        steps = published(directory)[::-1]
+    is_a_run = steps or not isinstance(where, Path) or (where / "status.json").exists()
+    if not is_a_run and any(where.glob(f"*{SAFETENSORS}")):
+        return [where], False
+    return steps, True
 
 
 def load_weights(
@@ -180,12 +189,11 @@ def load_weights(
     when a tensor has another shape or when nothing fits. A model may rename (`from_transformers`).
     """
     path, manifest = find_checkpoint(where, step, group)
-    opened: list[Source] = []
     rename = getattr(model, "from_transformers", dict)
-    group.agree(lambda: opened.append(open_tensors(path, manifest, rename)))
-    (source,) = opened
+    with group.together():
+        source = open_tensors(path, manifest, rename)
     files = sorted(file for file in source.path.glob("*") if file.is_file()) or [source.path]
-    agree_on_identity({f"content of {path}": fingerprint_files(source.path, files)}, group)
+    require_same_identity({f"content of {path}": fingerprint_files(source.path, files)}, group)
     ours = model.state_dict()
     saved = with_averages(weight_names(source.forms, ours), source, weights)
     common = [name for name in ours if name in saved]

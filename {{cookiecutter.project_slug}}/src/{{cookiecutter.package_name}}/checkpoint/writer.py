@@ -1,1 +1,1 @@
-# {% include "checkpoint/" ~ cookiecutter.checkpoint ~ ".py" %}
+# {% include "checkpoint/writer_" ~ cookiecutter.checkpoint ~ ".py" %}

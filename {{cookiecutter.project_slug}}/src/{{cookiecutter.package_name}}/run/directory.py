@@ -44,7 +44,7 @@ def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
         names = flatten(read_json(where) if saved is None else saved)
         taken = {n: v for n, v in names if not {n, n.partition(".")[0]} & OF_ONE_START}
         result = read(taken)
-    except UserError as error:
+    except (UserError, RecursionError) as error:
         raise UserError(f"{error} (of {where}: {way_out})") from None
     old, new = (dict(flatten(to_json(each))) for each in (config, result))
     # Another line says how many steps there are.
@@ -72,11 +72,15 @@ class RunDirectory:
 
     def __enter__(self) -> "RunDirectory":
         """Lock the directory; UserError when another run has it, or not all ranks see it."""
-        launchers = [str(name) for name in self.group.agree(launcher) if name]
-        self.group.from_first(lambda: self._take(launchers))
+        group = self.group
+        launchers = [name for name in group.gather(launcher()) if name]
+        with group.together():
+            if group.is_first:
+                self._take(launchers)
         if not self.apart:
-            self.group.prove_shared(self.path)
-        self.group.agree(lambda: self.logs.enter_context(logging_in(self.path / LOGS, self.group)))
+            group.prove_shared(self.path)
+        with group.together():
+            self.logs.enter_context(logging_in(self.path / LOGS, group))
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, *rest: Any) -> None:
@@ -93,9 +97,11 @@ class RunDirectory:
     def begin(self, state: Any, stop: Stop, spec: dict[str, Any]) -> None:
         """Write the settings, the data's spec, and that the run is under way; or RankError."""
         self.origin = {"ranks": self.group.size, **where_measured(state.world.device)}
-        self.group.from_first(lambda: write_json(self.path / "config.json", to_json(state.config)))
-        self.group.from_first(lambda: write_json(self.path / "spec.json", spec))
-        self.group.from_first(lambda: self._write_status("running", step=state.step))
+        with self.group.together():
+            if self.group.is_first:
+                write_json(self.path / "config.json", to_json(state.config))
+                write_json(self.path / "spec.json", spec)
+                self._write_status("running", step=state.step)
         self.running = state, stop
 
     def ended(self, step: int, steps: int) -> bool:

@@ -45,7 +45,9 @@ class Journal:
 
         A validation's figures, if any, are added to the line of that step.
         """
-        self.group.from_first(lambda: self._cut(figures))
+        with self.group.together():
+            if self.group.is_first:
+                self._cut(figures)
         self.mark[1] = time.perf_counter()
 
     def record(self, state: Any) -> dict[str, Any]:
@@ -123,6 +125,25 @@ class Journal:
         shown = [f"{n[11:].replace('_', ' ')} {v:.4f}" for n, v in validation_of(record).items()]
         if shown:
             log.info("validation at step %d: %s", record["step"], ", ".join(shown))
+
+
+def validation_figures(figures: dict[str, Any]) -> dict[str, float]:
+    """Figures of a validation as they are recorded: floats, by names that begin "validation_".
+
+    Callbacks may have added some. UserError, by name, for one that is no number.
+    """
+    recorded: dict[str, float] = {}
+    for name, value in figures.items():
+        try:
+            if not hasattr(value, "__float__"):  # a text may have digits, and is no number
+                raise TypeError
+            number = float(value)
+        except Exception:  # such as of a tensor with several elements
+            problem = f"the validation figure {name!a} is {value!r:.60}, which is no number"
+            raise UserError(f"{problem}: correct the callback that sets it") from None
+        # Training may have a figure of the same name.
+        recorded[f"validation_{name.removeprefix('validation_')}"] = number
+    return recorded
 
 
 def as_line(record: dict[str, Any]) -> bytes:

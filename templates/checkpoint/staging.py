@@ -1,0 +1,132 @@
+"""Staging: copies of this rank's tensors in host buffers, which a thread then writes.
+
+The buffers (pinned for CUDA) live as long as the run, since the first touch of fresh memory costs
+fifty times the copy. Which stream waits for which, on CUDA:
+
+1. the copying stream waits for the training stream, whose last step wrote the tensors;
+2. the training stream waits, before the optimizer steps, for the event that ends the copies;
+3. the thread waits for that event on the host, before it reads the buffers.
+
+On a CPU the thread itself copies.
+"""
+
+import torch
+from torch import nn
+
+from ..distributed import parallel
+from .tensors import Tensors
+
+# numpy does not know every dtype, but only bits are moved: a dtype of the same size will do.
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+class HostBuffers:
+    """Buffers on the host for the tensors of a save: `copy`, then `finish` in the thread."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self.buffers: Tensors = {}
+        self.rest: list[tuple[torch.Tensor, torch.Tensor]] = []  # targets and sources
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.event: torch.Event | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    def allocate(self, tensors: Tensors) -> None:
+        """Make buffers for tensors that have none of their shape and dtype."""
+        missing: Tensors = {}
+        for name, tensor in tensors.items():
+            local = parallel.local_part(tensor)
+            buffer = self.buffers.get(name)
+            if buffer is None or (buffer.shape, buffer.dtype) != (local.shape, local.dtype):
+                missing[name] = local
+        if missing:
+            self.buffers |= in_blocks(missing, pinned=self.stream is not None)
+
+    def copy(self, tensors: Tensors) -> Tensors:
+        """Begin to copy; returns the copies, which are complete after `finish`.
+
+        The model's buffers are copied at once, since the next forward changes them.
+        """
+        self.allocate(tensors)
+        parameters = {f"model.{name}" for name, _ in self.model.named_parameters()}
+        copies: Tensors = {}
+        later: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, tensor in tensors.items():
+            source = parallel.local_part(tensor).detach()
+            target = self.buffers[name]
+            copies[name] = parallel.with_local_part(tensor, target)
+            if name.startswith("model.") and name not in parameters:
+                # On CUDA in the order of the training stream, hence before the next forward.
+                target.copy_(source, non_blocking=self.stream is not None)
+            else:
+                later.append((target, source))
+
+        targets = [target for target, _ in later]
+        sources = [source for _, source in later]
+        if self.device.type == "cpu":
+            self.rest = later
+        elif self.stream is None:  # a device without streams to order a second thread by
+            torch._foreach_copy_(targets, sources)
+        else:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self.stream):
+                if targets:
+                    torch._foreach_copy_(targets, sources, non_blocking=True)
+                self.event = self.stream.record_event()
+        return copies
+
+    def finish(self) -> None:
+        """Make the copies complete: for the thread, which waits for the device or copies itself."""
+        if self.event is not None:
+            self.event.synchronize()
+        # On one core, by numpy, which releases Python's lock. A torch copy on a second thread would
+        # start a second pool of OpenMP threads; with more of them than cores, every later step of
+        # training is slower (by a third on two cores).
+        for target, source in self.rest:
+            bits = BITS[source.itemsize]
+            target.view(bits).numpy()[...] = source.view(bits).numpy()
+        self.rest = []
+
+    def begin_thread(self) -> None:
+        """Set the device of a new thread, which would otherwise work on GPU 0."""
+        if self.stream is not None:
+            torch.cuda.set_device(self.device)
+
+
+def in_blocks(tensors: Tensors, pinned: bool) -> Tensors:
+    """Host tensors like these, in a few blocks of memory, since each allocation takes long.
+
+    The pinned allocator rounds a block up to a power of two, so blocks have such sizes: at least
+    1 MB, at least the largest tensor, and at most what is left to place, so that all but the last
+    one are full. Each block takes the largest tensors that still fit.
+    """
+    placed: Tensors = {}
+    left = sorted(tensors.items(), key=lambda item: -item[1].nbytes)
+    while left:
+        total = sum(tensor.nbytes + 64 for _, tensor in left)
+        largest = left[0][1].nbytes
+        bits = max(20, total.bit_length() - 1, (largest - 1).bit_length())
+        block = torch.empty(1 << bits, dtype=torch.uint8, pin_memory=pinned)
+        used = 0
+        too_large = []
+        for name, like in left:
+            if used + like.nbytes > block.nbytes:
+                too_large.append((name, like))
+            else:
+                placed[name] = part_of(block, used, like)
+                used += -(-like.nbytes // 64) * 64  # the next multiple of a cache line
+        left = too_large
+    return placed
+
+
+def part_of(block: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
+    """A tensor like `like` in a block of bytes, by numpy with a storage of its own size.
+
+    DCP would first copy one that is only a part of a storage.
+    """
+    part = torch.from_numpy(block.numpy()[start : start + like.nbytes])
+    return part.view(like.dtype).view(like.shape)
