@@ -1,8 +1,9 @@
 """Checkpoints of earlier releases load and are gone on from: those in parts where parts are saved.
 
 `fixtures/` holds what version 0.1.0 wrote at ed90adf with each answer, on one rank and on two,
-`fixtures/73d225d/` the same of that commit (with Muon, an average of the weights, and one run that
-saved at intervals of its own choice), and the sha256 of each tensor, as those versions read it.
+`fixtures/73d225d/` and `fixtures/1ec93ac/` the same of those commits (with Muon, an average of the
+weights, and in the former one run that saved at intervals of its own choice), and the sha256 of
+each tensor, as those versions read it.
 """
 
 import hashlib
