@@ -120,6 +120,12 @@ class Task:
         """The learning rate of a step."""
         return self.rates.learning_rate(self.config.optim, step, STEPS)
 
+    def set_rate(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Set the learning rate of a step by hand."""
+        rate = self.rate(step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+
     def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
         """The same rates by PyTorch's scheduler, for frameworks that want one."""
         peak = self.config.optim.learning_rate
@@ -132,6 +138,22 @@ class Task:
         return F.cross_entropy(model(features), labels)
 
 
+class LoggedLoss:
+    """A sum of losses on the device, which is read every LOG_EVERY steps as for a line of a log."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(())
+        self.steps = 0
+
+    def add(self, loss: Tensor) -> None:
+        """Add the loss of a step."""
+        self.total += loss.detach()
+        self.steps += 1
+        if self.steps % LOG_EVERY == 0:
+            self.total.item()
+            self.total.zero_()
+
+
 def endless(loader: Any) -> Iterator[Any]:
     """Epoch after epoch."""
     return itertools.chain.from_iterable(itertools.repeat(loader))
@@ -142,20 +164,15 @@ def hand_written(task: Task, tick: Tick) -> None:
     model = task.model().train()
     optimizer = task.optimizer(model)
     parameters = list(model.parameters())
-    total = torch.zeros(())
+    logged = LoggedLoss()
     for step, batch in enumerate(endless(task.loader())):
+        task.set_rate(optimizer, step)
         loss = task.loss(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        rate = task.rate(step)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        total += loss.detach()
-        if (step + 1) % LOG_EVERY == 0:
-            total.item()
-            total.zero_()
+        logged.add(loss)
         tick()
 
 
@@ -176,18 +193,15 @@ def accelerate(task: Task, tick: Tick) -> None:
     model, optimizer, loader, schedule = accelerator.prepare(
         model, optimizer, task.loader(), task.schedule(optimizer)
     )
-    total = torch.zeros(())
-    for step, batch in enumerate(endless(loader)):
+    logged = LoggedLoss()
+    for batch in endless(loader):
         loss = task.loss(model, batch)
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
-        total += loss.detach()
-        if (step + 1) % LOG_EVERY == 0:
-            total.item()
-            total.zero_()
+        logged.add(loss)
         tick()
 
 
@@ -199,20 +213,15 @@ def fabric(task: Task, tick: Tick) -> None:
     model = task.model().train()
     model, optimizer = fabric.setup(model, task.optimizer(model))
     loader = fabric.setup_dataloaders(task.loader())
-    total = torch.zeros(())
+    logged = LoggedLoss()
     for step, batch in enumerate(endless(loader)):
         loss = task.loss(model, batch)
         fabric.backward(loss)
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
-        rate = task.rate(step)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        task.set_rate(optimizer, step)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        total += loss.detach()
-        if (step + 1) % LOG_EVERY == 0:
-            total.item()
-            total.zero_()
+        logged.add(loss)
         tick()
 
 
@@ -223,15 +232,12 @@ def trainer(task: Task, tick: Tick) -> None:
     class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model, self.total, self.steps = task.model(), torch.zeros(()), 0
+            self.model = task.model()
+            self.logged = LoggedLoss()
 
         def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
             loss = task.loss(self.model, batch)
-            self.total += loss.detach()
-            self.steps += 1
-            if self.steps % LOG_EVERY == 0:
-                self.total.item()
-                self.total.zero_()
+            self.logged.add(loss)
             return loss
 
         def on_train_batch_end(self, *arguments: Any) -> None:

@@ -3,8 +3,8 @@
 python -m benchmarks.sharded_start [--smoke]
 
 What each rank holds at most while `setup` builds a model of 302 million parameters (1.2 GB), beyond
-what it held before, and the seconds of the slowest rank. As rendered, only rank 0 builds the
-whole model; *whole on each rank* is how FSDP usually begins. All figures are of a CPU, where a rank's
+what it held before, and the seconds of the slowest rank. As rendered, only rank 0 builds the whole
+model; *whole on each rank* is how FSDP usually begins. All figures are of a CPU, where a rank's
 shards stay in host memory, too.
 """
 

@@ -55,6 +55,7 @@ PRIVATE = (
     "torch._inductor.utils.fresh_cache",
     "torch._subclasses.fake_tensor",
     "torch.UntypedStorage._cdata",
+    "torch._ops.OpOverload",
     "torch._utils.ExceptionWrapper",
     "torch.autograd._profiler_enabled",
     "torch.distributed.ProcessGroup._get_sequence_number_for_group",

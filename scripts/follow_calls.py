@@ -4,9 +4,9 @@ python scripts/follow_calls.py PACKAGE      in a render's folder, with its src o
 
 Prints JSON: {"batch": {"calls": [[file, function], …], "frames": 5}, "save": …, "restore": …}:
 every function of the package that is entered, lambdas and functions inside others included, in the
-order of the first entries, those of the main thread before those of the others, whose turns differ from
-time to time. Each function counts once. "frames" is how many of them are entered within each other
-at most. One plain process trains the tiny preset.
+order of the first entries, those of the main thread before those of the others, whose turns differ
+from time to time. Each function counts once. "frames" is how many of them are entered within each
+other at most. One plain process trains the tiny preset.
 
 - batch: from `Loader.next` to `compute_loss`;
 - save: from `Checkpointer.save` until the checkpoint is published and older ones are pruned;

@@ -204,6 +204,17 @@ def _signals_as_before() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Let torch compute on one thread: on a busy machine tiny models are far slower on more."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _templates_compiled_once() -> Iterator[None]:
     """Some hundred renders compile the same templates, which takes four fifths of their time."""
@@ -225,6 +236,11 @@ def recipe(language: str, word: str) -> str:
     text = (ROOT / "docs/how-do-i.md").read_text("utf-8")
     blocks = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
     return next(block for block in blocks if word in block)
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def copy_template(folder: Path) -> Path:
@@ -374,6 +390,22 @@ class Project:
         with contextlib.chdir(self.folder):
             assert self.module("__main__").dispatch(list(words)) == 0
 
+    def python(
+        self, *words: str, cwd: Path | None = None, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run Python in a process of its own that can import the render, by default in its folder.
+
+        `words` are Python's arguments, `variables` are added to the environment.
+        """
+        return subprocess.run(
+            [sys.executable, *words],
+            cwd=cwd or self.folder,
+            env={**os.environ, "PYTHONPATH": str(self.folder / "src"), **variables},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
     def module(self, name: str) -> Any:
         """Import from the render."""
         return importlib.import_module(f"{self.name}.{name}")
@@ -385,6 +417,17 @@ class Project:
         ground = {"device": "cpu", "data.path": self.folder / "text.txt"}
         tiny = stage.StageConfig(**vars(config.preset("tiny")))
         return config.override(tiny, ground | named)
+
+    def train_on(self, patch: pytest.MonkeyPatch, dataset: Any) -> None:
+        """Replace the training data of all runs by `dataset`."""
+        training = self.module("train")
+        build_datasets = training.build_datasets
+
+        def replaced(config: Any) -> Any:
+            _, validation, spec = build_datasets(config)
+            return dataset, validation, spec
+
+        patch.setattr(training, "build_datasets", replaced)
 
     def refuses(self, *words: str) -> str:
         """The one line that bad input gets."""

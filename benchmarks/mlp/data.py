@@ -15,6 +15,7 @@ class DataConfig:
     """Random vectors with a random class each."""
 
     samples: int = 65_536
+    """Training samples; 64 others are for validation."""
     features: int = 32
     classes: int = 10
 
@@ -23,9 +24,9 @@ class DataConfig:
 class Spec:
     """What the model has to know of the data, and what identifies it."""
 
+    fingerprint: str
     features: int
     classes: int
-    fingerprint: str
 
 
 class Vectors:
@@ -53,4 +54,5 @@ def build_datasets(config: "Config") -> tuple[Vectors, Vectors, Spec]:
     data = config.data
     train = Vectors(data.samples, data.features, data.classes)
     validation = Vectors(64, data.features, data.classes)
-    return train, validation, Spec(data.features, data.classes, "random vectors")
+    spec = Spec(fingerprint="random vectors", features=data.features, classes=data.classes)
+    return train, validation, spec

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from ..distributed import Group, parallel
 from ..files import naming
 from . import DCP_INDEX, CheckpointError
-from .manifest import reading
+from .manifest import reading, reason_of
 from .paths import open_regular
 from .tensors import Tensors, check_shapes, nested
 
@@ -38,13 +38,25 @@ FILES = 4  # of a rank
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit")
 
 # What an index of DCP consists of.
-DCP = "torch.distributed.checkpoint"
-DCP_CLASSES = "MetadataIndex Metadata StorageMeta TensorProperties TensorStorageMetadata "
-DCP_CLASSES += "BytesStorageMetadata ChunkStorageMetadata _MEM_FORMAT_ENCODING"
-ALLOWED = {f"{DCP}.metadata.{name}" for name in DCP_CLASSES.split()}
-ALLOWED |= {f"{DCP}.filesystem._StorageInfo", "torch.serialization._get_layout", "torch.Size"}
-ALLOWED |= {"collections.OrderedDict", "pathlib.PosixPath"}
-ALLOWED |= {f"torch.{n}" for n, value in vars(torch).items() if type(value) is torch.dtype}
+DCP_CLASSES = (
+    "MetadataIndex",
+    "Metadata",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)
+ALLOWED = {
+    *(f"torch.distributed.checkpoint.metadata.{name}" for name in DCP_CLASSES),
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.serialization._get_layout",
+    "torch.Size",
+    "collections.OrderedDict",
+    "pathlib.PosixPath",
+    *(f"torch.{name}" for name, value in vars(torch).items() if type(value) is torch.dtype),
+}
 
 
 class DcpSaver:
@@ -77,9 +89,7 @@ class DcpSaver:
                 no_dist=self.group.process_group is None,
             )
         except dcp.CheckpointException as error:  # no Exception; DCP raises it on all ranks
-            rank, failure = first_failure(error)
-            problem = f"rank {rank}: writing {folder}: {type(failure).__name__}: {failure}"
-            raise CheckpointError(problem) from error
+            raise CheckpointError(f"writing {folder}: {failures_of(error)}") from error
         self.forms = forms
         return writer.names
 
@@ -123,11 +133,13 @@ class DcpWriter(dcp.FileSystemWriter):
         return results
 
 
-def first_failure(error: dcp.CheckpointException) -> tuple[int, BaseException]:
-    """The lowest rank that failed, and its error."""
-    rank = min(error.failures)
-    exception, _ = error.failures[rank]
-    return rank, exception
+def failures_of(error: dcp.CheckpointException) -> str:
+    """The different errors of the ranks, each with the lowest rank that had it; four at most."""
+    texts: dict[str, str] = {}
+    for rank, (failure, _) in sorted(error.failures.items()):
+        text = reason_of(failure)
+        texts.setdefault(text, f"rank {rank}: {text}")
+    return "; ".join([*texts.values()][:4])
 
 
 def forget_plans(cache: str) -> None:
@@ -207,8 +219,8 @@ class DcpDirectory:
                     no_dist=group.process_group is None,
                 )
             except dcp.CheckpointException as error:  # no Exception; DCP raises it on all ranks
-                _, failure = first_failure(error)
-                raise failure from error
+                text = f"reading {self.path} was refused: {failures_of(error)}"
+                raise CheckpointError(text) from error
 
     def _read_metadata(self, *arguments: Any, **options: Any) -> Any:
         return self.index

@@ -26,7 +26,7 @@ class HostBuffers:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
         self.buffers: Tensors = {}
-        self.rest: list[tuple[torch.Tensor, torch.Tensor]] = []  # targets and sources
+        self.to_copy: list[tuple[torch.Tensor, torch.Tensor]] = []  # targets and sources, on a CPU
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.event: torch.Event | None = None
 
@@ -68,7 +68,7 @@ class HostBuffers:
         targets = [target for target, _ in later]
         sources = [source for _, source in later]
         if self.device.type == "cpu":
-            self.rest = later
+            self.to_copy = later
         elif self.stream is None:  # a device without streams to order a second thread by
             torch._foreach_copy_(targets, sources)
         else:
@@ -86,10 +86,10 @@ class HostBuffers:
         # On one core, by numpy, which releases Python's lock. A torch copy on a second thread would
         # start a second pool of OpenMP threads; with more of them than cores, every later step of
         # training is slower (by a third on two cores).
-        for target, source in self.rest:
+        for target, source in self.to_copy:
             bits = BITS[source.itemsize]
             target.view(bits).numpy()[...] = source.view(bits).numpy()
-        self.rest = []
+        self.to_copy = []
 
     def begin_thread(self) -> None:
         """Set the device of a new thread, which would otherwise work on GPU 0."""

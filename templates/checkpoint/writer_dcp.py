@@ -43,7 +43,10 @@ class Writer:
     def begin(self, tensors: Tensors, job: Callable[..., None], *arguments: Any) -> None:
         """Do the job, which calls `complete` and `write`, while training waits."""
         self.staged = divided(tensors, self.group)
-        job(*arguments)
+        try:
+            job(*arguments)
+        finally:
+            self.staged = {}  # an optimizer may replace its tensors, and these would stay
 
     def complete(self) -> None:
         """Check what is to be written; CheckpointError for a NaN."""

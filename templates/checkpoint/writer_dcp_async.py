@@ -50,7 +50,8 @@ class Writer:
         self.prepared = False
         self.staged: Tensors = {}
         self.copied: Future[None] | None = None  # of the save in flight, or of the last one
-        self.must_wait = False  # whether the optimizer may have to wait for the copies
+        # From `begin` until the optimizer has waited once.
+        self.must_wait = False
         self.writing: Future[None] | None = None
         self.waited, self.warned = 0.0, False  # for the save before, in seconds
         self.thread = ThreadPoolExecutor(1, "checkpoint", self.buffers.begin_thread)

@@ -42,7 +42,10 @@ class Writer:
     def begin(self, tensors: Tensors, job: Callable[..., None], *arguments: Any) -> None:
         """Do the job, which calls `complete` and `write`, while training waits."""
         self.staged = tensors
-        job(*arguments)
+        try:
+            job(*arguments)
+        finally:
+            self.staged = {}  # an optimizer may replace its tensors, and these would stay
 
     def complete(self) -> None:
         """Check what is to be written; CheckpointError for a NaN."""
@@ -65,13 +68,20 @@ class Writer:
 def write_tensors(folder: Path, tensors: Tensors, group: Group) -> list[str]:
     """Write all tensors into one file, on rank 0; the names of this rank's files. Collective."""
     gathered: Tensors = {}
+    error: Exception | None = None
     for name, tensor in tensors.items():
-        # One by one, so that only rank 0 has the whole tensors in memory.
-        whole = parallel.full_tensor(tensor)
-        if group.is_first:
-            gathered[name] = whole.cpu()
+        # One by one, so that only rank 0 has the whole tensors in memory. An error waits for the
+        # block: the other ranks gather on.
+        try:
+            whole = parallel.full_tensor(tensor)
+            if group.is_first:
+                gathered[name] = whole.cpu()
+        except Exception as raised:
+            error = raised
     names: list[str] = []
     with group.together():
+        if error is not None:
+            raise error
         if group.is_first:
             path = folder / WHOLE_FILE
             with naming(path), path.open("wb") as file:

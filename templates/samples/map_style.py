@@ -1,8 +1,8 @@
 """The order of the samples, as a pure function of (seed, position), and the loader of batches.
 
-Training reads one endless stream of samples. Position p is in epoch p // N, at place p % N of the
+Training reads one endless stream of samples. Position p is in epoch p // N, at index p % N of the
 permutation of (seed, epoch); global batch k has the positions k * B ... (k + 1) * B - 1. No index
-array is built and no loader state is saved: any batch of any data costs the same.
+array is built and no loader state is saved: reading any batch of any dataset costs the same.
 """
 
 import contextlib
@@ -11,9 +11,9 @@ import random
 import signal
 import threading
 import time
-from functools import partial
+from collections.abc import Iterator
 from multiprocessing.queues import Queue
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,14 +25,32 @@ from .distributed import Group, World
 from .distributed.stop import Stop
 from .errors import STOP_SIGNALS, UserError
 
-PATIENCE = 20.0  # seconds that a batch may take after a stop signal: it comes before the save
-WAITING = "waiting for data"  # the loader's part of a step in a trace
-GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the increment of SplitMix64
+if TYPE_CHECKING:
+    from .config import TrainConfig
+
+# Seconds that a batch may take after a stop signal. The save comes after it.
+PATIENCE = 20.0
+# The name of the loader's part of a step in a trace.
+WAITING = "waiting for data"
+
+# Random numbers of different purposes have nothing to do with each other, even with one seed: the
+# purpose is a word of their key. Validation's draws in train.py have 6.
+ORDER = 0
+AUGMENTATION = 1
+STEP = 2
+SUBSET = 3
+MIXTURE = 4
+DRAWS = 5
+
+# The increment of SplitMix64: 2^64 / golden ratio.
+GOLDEN = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
-ROUNDS = 6  # four are measurably biased on small domains
-TABLE_BELOW = 4096  # under this a sorted table is cheaper than a cipher and exactly uniform
-STEP = 2  # purpose of the random numbers of a step
-BLOCK = 16384  # positions computed at once: about 10 ns each, against 300 ns one batch at a time
+# Rounds of the cipher. Four are measurably biased on small domains.
+ROUNDS = 6
+# Below this size a sorted table is cheaper than a cipher, and exactly uniform.
+TABLE_BELOW = 4096
+# Positions whose ids are computed at once: about 10 ns each, against 300 ns one batch at a time.
+BLOCK = 16384
 
 
 def mix(values: np.ndarray) -> np.ndarray:
@@ -45,7 +63,8 @@ def mix(values: np.ndarray) -> np.ndarray:
 def stream_key(*words: int) -> int:
     """Fold integers into one 64-bit key; any change of any word gives an unrelated key."""
     key = 0
-    for word in words:  # Python integers: numpy is ten times slower on single words
+    # Python integers, since numpy is ten times slower on single words.
+    for word in words:
         key = (key + GOLDEN + word) & MASK
         key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9 & MASK
         key = (key ^ (key >> 27)) * 0x94D049BB133111EB & MASK
@@ -53,16 +72,26 @@ def stream_key(*words: int) -> int:
     return key
 
 
+def random_words(key: int, indices: np.ndarray) -> np.ndarray:
+    """Compute the random 64-bit words of a key at these indices (uint64), as SplitMix64 does."""
+    return mix(indices * np.uint64(GOLDEN) + np.uint64(key))
+
+
 def sample_keys(seed: int, positions: np.ndarray) -> np.ndarray:
-    """One random 64-bit word per sample, a function of (seed, position), for augmentation."""
-    return mix(positions.astype(np.uint64) * np.uint64(GOLDEN) + np.uint64(stream_key(seed, 1)))
+    """Compute a random 64-bit word per sample from (seed, position), for augmentation."""
+    return random_words(stream_key(seed, AUGMENTATION), positions.astype(np.uint64))
 
 
 def seed_random(*words: int, device: torch.device | None = None) -> None:
-    """Make random numbers a function of these words: no state is saved."""
+    """Make random numbers a function of these words, so that no generator's state is saved.
+
+    With a device, those of torch on the CPU and there; without one, those that a dataset may draw:
+    of torch on the CPU, NumPy and Python.
+    """
     key = stream_key(*words) >> 1
-    torch.default_generator.manual_seed(key)  # torch.manual_seed takes a hundred times as long
-    if device is None:  # for all that data may draw
+    # torch.manual_seed seeds all devices, which takes a hundred times as long.
+    torch.default_generator.manual_seed(key)
+    if device is None:
         np.random.seed(key & 0xFFFFFFFF)
         random.seed(key)
     elif device.type == "cuda":
@@ -74,32 +103,46 @@ def seed_random(*words: int, device: torch.device | None = None) -> None:
 class Permutation:
     """A keyed bijection of 0 ... size - 1, computed only at the positions that are read.
 
-    A balanced Feistel network over the next even number of bits (Luby and Rackoff, 1988), walked
-    until it lands inside the domain (Black and Rogaway, 2002: fewer than four walks on average).
+    A balanced Feistel network over the next even number of bits (Luby and Rackoff, 1988), repeated
+    until its result is inside the domain (Black and Rogaway, 2002: fewer than four times on
+    average).
     """
 
     def __init__(self, size: int, key: int) -> None:
         self.size = size
-        count = size if ROUNDS < size < TABLE_BELOW else ROUNDS
-        words = mix(np.arange(count, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(key))
-        self.table = np.argsort(words[:size], kind="stable") if size < TABLE_BELOW else None
-        self.keys = words[:ROUNDS]
+        self.table: np.ndarray | None = None
+        if size < TABLE_BELOW:
+            # The order that sorts random words is a random permutation.
+            words = random_words(key, np.arange(size, dtype=np.uint64))
+            self.table = np.argsort(words, kind="stable")
+            return
+        self.keys = random_words(key, np.arange(ROUNDS, dtype=np.uint64))
         half = ((size - 1).bit_length() + 1) // 2
-        self.half, self.mask = np.uint64(half), np.uint64((1 << half) - 1)
+        self.half = np.uint64(half)
+        self.mask = np.uint64((1 << half) - 1)
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """Map places (int64, any shape of one axis) to sample ids (int64)."""
+        """Map positions in an epoch (int64, one axis) to sample ids (int64)."""
         if self.table is not None:
             return self.table[positions]
+        # The cipher permutes 0 ... 4^half - 1, up to four times as many values as `size`. A result
+        # outside is encrypted again until one is inside. Two positions never get the same id,
+        # since the cycles of a permutation do not join.
         values = self._encrypt(positions.astype(np.uint64))
-        while (outside := np.flatnonzero(values >= self.size)).size:
+        outside = np.flatnonzero(values >= self.size)
+        while outside.size:
             values[outside] = self._encrypt(values[outside])
+            outside = np.flatnonzero(values >= self.size)
         return values.astype(np.int64)
 
     def _encrypt(self, values: np.ndarray) -> np.ndarray:
-        left, right = values >> self.half, values & self.mask
+        # A round replaces (left, right) by (right, left ^ f(right)). Whatever f is, that can be
+        # undone, so the whole is a bijection. Here f keeps the top bits of two multiplications.
+        left = values >> self.half
+        right = values & self.mask
         for key in self.keys:
-            scrambled = right ^ key  # in place from here: the cost is passes over memory
+            # In place after the first operation, since the cost is the passes over memory.
+            scrambled = right ^ key
             scrambled *= np.uint64(0xBF58476D1CE4E5B9)
             scrambled ^= scrambled >> np.uint64(32)
             scrambled *= np.uint64(0x94D049BB133111EB)
@@ -110,21 +153,27 @@ class Permutation:
 
 
 class GlobalBatches:
-    """The sample ids of every global batch, the same whatever the number of ranks."""
+    """The sample ids of every global batch, the same whatever the number of ranks.
 
-    # Those of another `purpose` have nothing to do with these.
+    Orders of different `purpose` are independent, even with the same seed.
+    """
+
     def __init__(self, size: int, batch_size: int, seed: int, *purpose: int) -> None:
-        self.size, self.batch_size, self.seed = size, batch_size, seed
-        self.purpose = purpose or (0,)
+        self.size = size
+        self.batch_size = batch_size
+        self.seed = seed
+        self.purpose = purpose or (ORDER,)
+        # Ids are computed for a block of batches at a time; the last block is kept.
         self.per_block = max(1, BLOCK // batch_size)
-        self.block, self.ids_of_block = -1, np.empty(0, np.int64)  # the last one that was read
+        self.block = -1
+        self.ids_of_block = np.empty(0, np.int64)
 
     def positions(self, step: int) -> np.ndarray:
-        """Positions in the endless stream of global batch `step`, int64 of shape [batch_size]."""
+        """Return the stream positions of global batch `step`, int64 of shape [batch_size]."""
         return np.arange(step * self.batch_size, (step + 1) * self.batch_size, dtype=np.int64)
 
     def ids(self, step: int) -> np.ndarray:
-        """Sample ids of global batch `step`, int64 of shape [batch_size]."""
+        """Return the sample ids of global batch `step`, int64 of shape [batch_size]."""
         block, row = divmod(step, self.per_block)
         if block != self.block:
             length = self.per_block * self.batch_size
@@ -133,51 +182,67 @@ class GlobalBatches:
         return self.ids_of_block[row * self.batch_size : (row + 1) * self.batch_size]
 
     def drawn(self, step: int) -> dict[str, int]:
-        """Samples of each source in the batches before `step`; {} without several sources."""
+        """Count the samples of each source before `step`; {} without several sources."""
         return {}
 
     def ids_at(self, start: int, stop: int) -> np.ndarray:
-        """The ids at positions start ... stop - 1, int64: one permutation an epoch."""
-        parts = [np.empty(0, np.int64)]
+        """Return the sample ids at positions start ... stop - 1, int64."""
+        chunks = [np.empty(0, np.int64)]
         while start < stop:
+            # Each epoch has its own permutation; a batch may span several epochs.
             epoch, offset = divmod(start, self.size)
             count = min(stop - start, self.size - offset)
             permutation = Permutation(self.size, stream_key(self.seed, *self.purpose, epoch))
-            parts.append(permutation(np.arange(offset, offset + count, dtype=np.int64)))
+            chunks.append(permutation(np.arange(offset, offset + count, dtype=np.int64)))
             start += count
-        return np.concatenate(parts)
+        return np.concatenate(chunks)
 
 
 def fixed_subset(size: int, count: int) -> np.ndarray:
-    """The same `count` ids of 0 ... size - 1 each time, in no order (0: all of them)."""
-    return Permutation(size, stream_key(0, 3))(np.arange(min(count or size, size)))
+    """Choose the same `count` ids of 0 ... size - 1 each time, shuffled (0: all of them)."""
+    return Permutation(size, stream_key(0, SUBSET))(np.arange(min(count or size, size)))
 
 
 class Share(NamedTuple):
-    """A micro-batch: places within the global batch, and whether they count (1.0) or pad (0.0)."""
+    """A micro-batch: a slice of the global batch, and its weight: 1.0, or 0.0 for padding."""
 
     places: slice
     weight: float
 
 
 def shares(size: int, micro_batch_size: int, rank: int, ranks: int, first: int = 0) -> list[Share]:
-    """A rank's micro-batches of a global batch, or of `size` samples of it from `first` on."""
-    # All are near-equal: 9 samples in micro-batches of up to 8 are 5 and 4, as batch statistics of
-    # one sample would fail. Every rank gets the same number of micro-batches, since collectives
-    # inside forward and backward must match: a rank with nothing left, which has none larger than
-    # one sample, puts one through at weight zero.
-    start, stop = (first + size * r // ranks for r in (rank, rank + 1))
-    padding = Share(slice(first, first + 1), 0.0)
-    count = -(-size // (ranks * micro_batch_size))  # rounded up, as the cuts are
-    cuts = [start - (start - stop) * i // count for i in range(count + 1)]
-    pairs = itertools.pairwise(cuts)
-    return [Share(slice(low, high), 1.0) if low < high else padding for low, high in pairs]
+    """Divide a batch of `size` samples, from index `first` on; return this rank's micro-batches."""
+    # The ranks take consecutive slices of near-equal size, and cut each into near-equal
+    # micro-batches: 9 samples in micro-batches of up to 8 are 5 and 4. With 8 and 1 the batch
+    # statistics of the single sample would fail.
+    start = first + size * rank // ranks
+    stop = first + size * (rank + 1) // ranks
+    # Forward and backward may contain collectives, which every rank must enter. So every rank gets
+    # the same number of micro-batches: as many as the largest slice needs.
+    count = divide_up(size, ranks * micro_batch_size)
+    cuts = [start + divide_up((stop - start) * i, count) for i in range(count + 1)]
+    result: list[Share] = []
+    for low, high in itertools.pairwise(cuts):
+        if low < high:
+            result.append(Share(slice(low, high), 1.0))
+        else:
+            # This rank has fewer samples than micro-batches. It pads with the batch's first sample
+            # at weight 0, which adds nothing to the loss, the gradients or the counts. Its other
+            # micro-batches have one sample each, so padding costs no more than they do.
+            result.append(Share(slice(first, first + 1), 0.0))
+    return result
+
+
+def divide_up(numerator: int, denominator: int) -> int:
+    """Divide two integers, and round up."""
+    return -(-numerator // denominator)
 
 
 def check_dataset(dataset: Any, name: str) -> None:
-    """UserError unless it is a map-style dataset with at least one sample."""
-    by_number = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
-    if isinstance(dataset, IterableDataset) or not (by_number and hasattr(dataset, "__len__")):
+    """Check that it is a map-style dataset with at least one sample (UserError)."""
+    has_items = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+    is_map_style = has_items and hasattr(dataset, "__len__")
+    if isinstance(dataset, IterableDataset) or not is_map_style:
         raise UserError(
             f"the {name} data (build_datasets in data.py) is a {type(dataset).__name__}: it needs "
             "__len__, and __getitem__ or __getitems__. Write a stream to files first, or render "
@@ -188,45 +253,60 @@ def check_dataset(dataset: Any, name: str) -> None:
 
 
 def fetch(
-    dataset: Any, ids: np.ndarray, keys: np.ndarray | None = None, draws: tuple[int, ...] = ()
+    dataset: Any,
+    ids: np.ndarray,
+    keys: np.ndarray | None = None,
+    draws: tuple[int, int] | None = None,
 ) -> Any:
     """Read samples as one batch of tensors.
 
     `dataset.__getitems__(ids)` may return a finished batch, or a list of samples to collate; a
     dataset with `__getitem__` alone works too. With `keys` (uint64, one per sample), the dataset's
-    `augment(batch, keys)` changes the batch. `draws` (a key, the first position) seeds the global
-    random numbers, for 10 us a sample or `__getitems__`, unless the dataset says `draws = False`.
+    `augment(batch, keys)` changes the batch. `draws` (a key, the first sample's position) seeds the
+    global random numbers, unless the dataset says `draws = False`, which saves 10 us a sample, or
+    a batch with `__getitems__`.
     """
+    # The seed is a function of the position, not of the rank, the worker or what was read before.
+    # So a sample gets the same random numbers on any number of ranks and workers, and after a
+    # resume.
+    is_seeded = draws is not None and getattr(dataset, "draws", True)
     key, position = draws or (0, 0)
-    seed = seed_random if draws and getattr(dataset, "draws", True) else lambda *words: None
     if hasattr(dataset, "__getitems__"):
-        seed(key, position)
+        if is_seeded:
+            seed_random(key, position)
         batch = dataset.__getitems__(ids.tolist())
     else:
         batch = []
-        for place, number in enumerate(ids.tolist(), position):
-            seed(key, place)
-            batch.append(dataset[number])
-    try:
-        batch = default_collate(batch) if isinstance(batch, list) else batch
-    except RuntimeError as error:
-        raise UserError(f"the samples of a batch cannot be stacked: {error}") from None
-    return batch if keys is None else dataset.augment(batch, keys)
+        for sample_position, sample_id in enumerate(ids.tolist(), position):
+            if is_seeded:
+                seed_random(key, sample_position)
+            batch.append(dataset[sample_id])
+    if isinstance(batch, list):
+        try:
+            batch = default_collate(batch)
+        except RuntimeError as error:
+            raise UserError(f"the samples of a batch cannot be stacked: {error}") from None
+    if keys is None:
+        return batch
+    return dataset.augment(batch, keys)
 
 
 class _MicroBatches(Dataset):
-    """Micro-batches by (step, share), so that no sample's number is sent to loader workers."""
+    """Micro-batches by (step, share): loader workers compute the sample ids themselves."""
 
     def __init__(self, dataset: Any, order: GlobalBatches) -> None:
-        self.dataset, self.order = dataset, order
-        self.draws = stream_key(order.seed, 5)
+        self.dataset = dataset
+        self.order = order
+        self.draws = stream_key(order.seed, DRAWS)
 
     def __getitem__(self, item: tuple[int, Share]) -> Any:
-        step, (places, _) = item
-        keys, draws = None, (self.draws, step * self.order.batch_size + places.start)
+        step, share = item
+        keys = None
         if hasattr(self.dataset, "augment"):
-            keys = sample_keys(self.order.seed, self.order.positions(step)[places])
-        return fetch(self.dataset, self.order.ids(step)[places], keys, draws)
+            keys = sample_keys(self.order.seed, self.order.positions(step)[share.places])
+        ids = self.order.ids(step)[share.places]
+        first_position = step * self.order.batch_size + share.places.start
+        return fetch(self.dataset, ids, keys, draws=(self.draws, first_position))
 
 
 class Loader:
@@ -236,13 +316,17 @@ class Loader:
         self, dataset: Any, order: GlobalBatches, plan: list[Share], workers: int, pin: bool
     ) -> None:
         self.source = _MicroBatches(dataset, order)
-        self.size = len(dataset) if hasattr(dataset, "__len__") else None  # None of a stream
-        self.plan, self.workers, self.pin = plan, workers, pin
-        self.step, self.seconds = 0, 0.0
+        # The number of samples, None for a stream.
+        self.size = len(dataset) if hasattr(dataset, "__len__") else None
+        self.plan = plan
+        self.workers = workers
+        self.pin = pin
+        self.step = 0
+        self.seconds = 0.0
         self.iterator: Any = None
 
     def position(self) -> dict[str, Any]:
-        """What a manifest must say to resume the loader: nothing, as any step is sought at once."""
+        """Return what a manifest must hold to resume here: nothing, the step is enough."""
         return {}
 
     def resume(self, step: int, manifest: dict[str, Any], group: Group) -> None:
@@ -251,78 +335,101 @@ class Loader:
         self.step = step
 
     def next(self) -> list[Any]:
-        """The micro-batches of one step, in the order of the plan."""
+        """Return the micro-batches of the next step, in the order of the plan."""
         started = time.perf_counter()
         with annotated(WAITING):
             if self.workers:
                 batches = [self._wait() for _ in self.plan]
             else:
-                batches = [self.source[self.step, share] for share in self.plan]
+                batches = self.of(self.step, self.plan)
         self.step += 1
         self.seconds += time.perf_counter() - started
         return batches
 
     def of(self, step: int, plan: list[Share]) -> list[Any]:
-        """The micro-batches of any step by any plan, read at once."""
+        """Read the micro-batches of any step by any plan, in this process."""
         return [self.source[step, share] for share in plan]
 
     def _wait(self) -> Any:
-        """The workers' next batch; a stop signal ends the wait for it after `PATIENCE`."""
+        """Return the workers' next batch; after a stop signal, wait for `PATIENCE` at most."""
         if self.iterator is None:
-            loader = DataLoader(
-                self.source,
-                batch_size=None,
-                sampler=((at, share) for at in itertools.count(self.step) for share in self.plan),
-                num_workers=self.workers,
-                timeout=5,  # looks for stop signals meanwhile
-                pin_memory=self.pin,
-                worker_init_fn=_set_up_worker,
-                generator=torch.Generator(),  # else it draws from the trainer's random numbers
-            )
-            self.iterator = iter(loader)
+            self.iterator = iter(self._start_workers())
         asked = time.monotonic()
         while True:
             try:
                 return next(self.iterator)
-            except UserError as error:  # its text begins with the worker's whole traceback
+            except UserError as error:
+                # DataLoader puts the worker's traceback in front of the message.
                 raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
-            except RuntimeError as error:  # of the loader's timeout, or of a worker
+            except RuntimeError as error:
+                # DataLoader's timeout is the time to look for a stop signal; then it waits again.
+                # Any other error ends the run, and so does a pinning thread that has died, which
+                # DataLoader does not notice when it has a timeout.
                 pinning = getattr(self.iterator, "_pin_memory_thread", threading.main_thread())
                 if not str(error).startswith("DataLoader timed out") or not pinning.is_alive():
                     raise
                 if time.monotonic() - max(Stop.since, asked) > PATIENCE:
                     raise KeyboardInterrupt("the loader workers do not answer") from None
 
+    def _start_workers(self) -> DataLoader:
+        return DataLoader(
+            self.source,
+            batch_size=None,
+            sampler=self._items(self.step),
+            num_workers=self.workers,
+            # Seconds after which `_wait` looks for a stop signal.
+            timeout=5,
+            pin_memory=self.pin,
+            worker_init_fn=_set_up_worker,
+            # Otherwise it would draw a seed from the trainer's random numbers.
+            generator=torch.Generator(),
+        )
+
+    def _items(self, step: int) -> Iterator[tuple[int, Share]]:
+        """Yield (step, share) for the workers to read, from a step on, without end."""
+        for each in itertools.count(step):
+            for share in self.plan:
+                yield each, share
+
     def close(self) -> None:
         """Stop the workers; `next` starts them again."""
-        # Its finaliser does so too, but a traceback can keep the iterator alive, and Python waits
-        # at exit for workers, which ignore its signal.
+        # The iterator's finaliser would stop them too, but a traceback can keep the iterator alive.
+        # Then Python waits at exit for the workers, which ignore its signal.
         if self.iterator is not None:
-            with contextlib.ExitStack() as stack:  # also after Ctrl-C
-                for worker in self.iterator._workers:
-                    stack.callback(worker.kill)  # one that still hangs
+            try:
                 self.iterator._shutdown_workers()
+            finally:
+                # A worker may still hang, and Ctrl-C may have ended the wait for it.
+                for worker in self.iterator._workers:
+                    worker.kill()
         self.iterator = None
 
 
 def _set_up_worker(worker: int) -> None:
-    # torchrun signals the whole session, and a dead worker fails the step before the last save.
+    # torchrun signals the whole session. A worker that died of it would fail the step that comes
+    # before the last save.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
 
 
 def _send_error(queue: Queue, error: Exception, item: tuple[int, Any]) -> None:
-    """Send this in place of a batch that cannot be sent; else the trainer would wait for ever."""
+    """Send an error in place of a batch that cannot be sent: the trainer would wait for ever."""
+    index, _ = item
     ways_out = "set TMPDIR to a short path, or --train.loader-workers 0"
     problem = UserError(f"a loader worker cannot send a batch: {error}: {ways_out}")
-    with contextlib.suppress(ValueError):  # closed: the run ends, and nobody waits for a batch
-        queue.put((item[0], ExceptionWrapper((UserError, problem, None))))
+    # A closed queue (ValueError) means that the run ends: nobody waits for this batch.
+    with contextlib.suppress(ValueError):
+        queue.put((index, ExceptionWrapper((UserError, problem, None))))
 
 
-def open_loader(dataset: Any, train: Any, plan: list[Share], world: World) -> Loader:
-    """The loader of a training set; UserError unless it is a map-style dataset."""
+def open_loader(dataset: Any, train: "TrainConfig", plan: list[Share], world: World) -> Loader:
+    """Build the loader of a training set; UserError unless it is a map-style dataset."""
     check_dataset(dataset, "training")
-    own_order = getattr(dataset, "order", None)  # a dataset may bring one
-    order = (own_order or partial(GlobalBatches, len(dataset)))(train.global_batch_size, train.seed)
+    # A dataset may bring an order, as a mixture does.
+    own_order = getattr(dataset, "order", None)
+    if own_order:
+        order = own_order(train.global_batch_size, train.seed)
+    else:
+        order = GlobalBatches(len(dataset), train.global_batch_size, train.seed)
     return Loader(dataset, order, plan, train.loader_workers, pin=world.device.type == "cuda")

@@ -1,7 +1,7 @@
-"""Mixtures of data: several sources in stated proportions, exact in every stretch of the order.
+"""Mixtures of data: several sources in stated proportions, exact in any window of the order.
 
-Position k of the endless stream of samples is of one source, and has the n-th sample of it; both
-are functions of (weights, k), found in constant time. Each source has epochs of its own.
+Position k of the endless stream of samples holds the n-th sample of one source. Source and n are
+functions of (weights, k), computed in constant time. Each source has its own epochs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,48 +14,54 @@ import torch
 from torch import Tensor
 
 from .errors import UserError
-from .sampling import GlobalBatches
+from .sampling import MIXTURE, GlobalBatches, divide_up
 
-LONGEST = 10_000  # a pattern after which the sources take turns as before
+# The most positions in a pattern of sources, which then repeats.
+LONGEST = 10_000
 
 
 def parse(text: str) -> dict[str, int]:
-    """Whole-numbered weights by name, from "code=0.7,books=0.3"; UserError if it is not that."""
+    """Parse "code=0.7,books=0.3" into integer weights by name; UserError if it is not that."""
     weights: dict[str, Fraction] = {}
     try:
-        for part in text.split(","):
-            name, weight = part.split("=")
+        for item in text.split(","):
+            name, weight = item.split("=")
             weights[name.strip()] = Fraction(weight.strip())
     except (ValueError, ZeroDivisionError):
         raise UserError(f"--data.mix {text!r}: wanted NAME=WEIGHT,NAME=WEIGHT,...") from None
-    if len(weights) != text.count("=") or not all(
-        name and weight > 0 for name, weight in weights.items()
-    ):
+    # A repeated name has replaced the one before it.
+    is_repeated = len(weights) < text.count("=")
+    if is_repeated or "" in weights or min(weights.values()) <= 0:
         raise UserError(f"--data.mix {text!r}: wanted each name once, and weights above 0")
-    common = lcm(*(weight.denominator for weight in weights.values()))
-    whole = {name: int(weight * common) for name, weight in weights.items()}
-    whole = {name: weight // gcd(*whole.values()) for name, weight in whole.items()}
-    if sum(whole.values()) > LONGEST:
+    denominator = lcm(*(weight.denominator for weight in weights.values()))
+    numerators = {name: int(weight * denominator) for name, weight in weights.items()}
+    divisor = gcd(*numerators.values())
+    smallest = {name: numerator // divisor for name, numerator in numerators.items()}
+    if sum(smallest.values()) > LONGEST:
         raise UserError(f"--data.mix {text!r}: give weights of fewer digits (four, of a sum of 1)")
-    return whole
+    return smallest
 
 
 def pattern(weights: Sequence[int]) -> np.ndarray:
-    """The source of each position, of one period: sum(weights) of them, int64.
+    """Return the source of each position in one period of sum(weights) positions, int64.
 
-    Of the first k positions each source has its part of k, less or more by below 1: its n-th
-    sample has a window of time, and the window that closes first goes first (Liu and Layland, 1973:
-    earliest deadline; Baruah et al., 1996: proportionate progress).
+    Among the first k positions each source has its fraction of k, to within less than one sample.
+    The n-th sample of a source has a window of positions, and each position goes to the open window
+    that closes first (Liu and Layland, 1973: earliest deadline; Baruah et al., 1996: proportionate
+    progress).
     """
-    period, counts = sum(weights), [0] * len(weights)
+    period = sum(weights)
+    counts = [0] * len(weights)
     sources = np.empty(period, np.int64)
     for position in range(period):
-        open_now = [
-            (-(-(count + 1) * period // weight), source)
-            for source, (weight, count) in enumerate(zip(weights, counts, strict=True))
-            if count * period // weight <= position and count < weight
-        ]
-        _, source = min(open_now)
+        # Of each open window: where it closes, and its source. At a tie the first source wins.
+        windows: list[tuple[int, int]] = []
+        for source, (weight, count) in enumerate(zip(weights, counts, strict=True)):
+            opens = count * period // weight
+            closes = divide_up((count + 1) * period, weight)
+            if opens <= position and count < weight:
+                windows.append((closes, source))
+        _, source = min(windows)
         counts[source] += 1
         sources[position] = source
     return sources
@@ -64,7 +70,7 @@ def pattern(weights: Sequence[int]) -> np.ndarray:
 class MixedBatches(GlobalBatches):
     """The sample ids of every global batch of a mixture, the same whatever the number of ranks.
 
-    The samples of the first source come first in the ids' count, then those of the second.
+    The samples of the first source have the first ids, then come those of the second.
     """
 
     def __init__(
@@ -72,59 +78,74 @@ class MixedBatches(GlobalBatches):
     ) -> None:
         super().__init__(sum(sizes), batch_size, seed)
         self.weights = weights
-        self.sources = [GlobalBatches(size, 1, seed, 4, i) for i, size in enumerate(sizes)]
-        self.pattern = pattern([*weights.values()])
-        chosen = self.pattern[:, None] == np.arange(len(sizes))
-        self.before = np.concatenate([np.zeros((1, len(sizes)), np.int64), np.cumsum(chosen, 0)])
+        self.sources: list[GlobalBatches] = []
+        for index, size in enumerate(sizes):
+            self.sources.append(GlobalBatches(size, 1, seed, MIXTURE, index))
+        self.pattern = pattern(list(weights.values()))
+        # Row k counts the samples of each source among the first k positions of a period.
+        is_chosen = self.pattern[:, None] == np.arange(len(sizes))
+        none = np.zeros((1, len(sizes)), np.int64)
+        self.before = np.concatenate([none, np.cumsum(is_chosen, axis=0)])
 
     def counts(self, position: int) -> np.ndarray:
-        """Samples of each source among the first `position` of the stream, int64."""
-        periods, place = divmod(position, len(self.pattern))
-        return periods * np.array([*self.weights.values()]) + self.before[place]
+        """Count the samples of each source among the first `position` of the stream, int64."""
+        periods, offset = divmod(position, len(self.pattern))
+        return periods * np.array(list(self.weights.values())) + self.before[offset]
 
     def drawn(self, step: int) -> dict[str, int]:
-        """Samples of each source in the batches before `step`."""
+        """Count the samples of each source in the batches before `step`."""
         counts = self.counts(step * self.batch_size).tolist()
         return dict(zip(self.weights, counts, strict=True))
 
     def ids_at(self, start: int, stop: int) -> np.ndarray:
-        """The ids at positions start ... stop - 1, int64."""
+        """Return the sample ids at positions start ... stop - 1, int64."""
         sources = self.pattern[np.arange(start, stop) % len(self.pattern)]
-        ids, first = np.empty(stop - start, np.int64), 0
-        bounds = zip(self.counts(start).tolist(), self.counts(stop).tolist(), strict=True)
-        for number, (source, (low, high)) in enumerate(zip(self.sources, bounds, strict=True)):
-            ids[sources == number] = first + source.ids_at(low, high)
-            first += source.size
+        ids = np.empty(stop - start, np.int64)
+        # The range of samples that these positions take from each source, in its own order.
+        starts = self.counts(start).tolist()
+        stops = self.counts(stop).tolist()
+        first_id = 0
+        for index, source in enumerate(self.sources):
+            ids[sources == index] = first_id + source.ids_at(starts[index], stops[index])
+            first_id += source.size
         return ids
 
 
 class Joined:
     """Datasets one after the other; as training data, mixed by `weights`."""
 
-    def __init__(self, parts: Sequence[Any], weights: Mapping[str, int]) -> None:
-        self.parts, self.weights = parts, weights
-        self.ends = np.cumsum([len(part) for part in parts])
-        self.draws = any(getattr(part, "draws", True) for part in parts)
-        if hasattr(parts[0], "augment"):
-            self.augment = parts[0].augment
+    def __init__(self, datasets: Sequence[Any], weights: Mapping[str, int]) -> None:
+        self.datasets = datasets
+        self.weights = weights
+        # One more than the last id of each dataset.
+        self.ends = np.cumsum([len(dataset) for dataset in datasets])
+        self.draws = any(getattr(dataset, "draws", True) for dataset in datasets)
+        if hasattr(datasets[0], "augment"):
+            self.augment = datasets[0].augment
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
     def __getitems__(self, ids: list[int]) -> dict[str, Tensor]:
-        """A batch, as of a part."""
-        places = np.asarray(ids)
-        which = np.searchsorted(self.ends, places, side="right")
-        batches, positions = [], []
-        for number in np.unique(which):
-            positions.append(np.flatnonzero(which == number))
-            first = self.ends[number] - len(self.parts[number])
-            batches.append(
-                self.parts[number].__getitems__((places[positions[-1]] - first).tolist())
-            )
-        back = torch.from_numpy(np.argsort(np.concatenate(positions)))
-        return {name: torch.cat([batch[name] for batch in batches])[back] for name in batches[0]}
+        """Read a batch, with one call of each dataset that has samples in it."""
+        all_ids = np.asarray(ids)
+        dataset_indices = np.searchsorted(self.ends, all_ids, side="right")
+        batches: list[dict[str, Tensor]] = []
+        positions: list[np.ndarray] = []
+        for index in np.unique(dataset_indices):
+            dataset = self.datasets[index]
+            first_id = self.ends[index] - len(dataset)
+            chosen = np.flatnonzero(dataset_indices == index)
+            batches.append(dataset.__getitems__((all_ids[chosen] - first_id).tolist()))
+            positions.append(chosen)
+        # Sorting the positions brings the samples back into the order of `ids`.
+        order = torch.from_numpy(np.argsort(np.concatenate(positions)))
+        joined: dict[str, Tensor] = {}
+        for name in batches[0]:
+            joined[name] = torch.cat([batch[name] for batch in batches])[order]
+        return joined
 
     def order(self, batch_size: int, seed: int) -> MixedBatches:
-        """The order in which they are mixed."""
-        return MixedBatches([len(part) for part in self.parts], self.weights, batch_size, seed)
+        """Return the order in which the datasets are mixed."""
+        sizes = [len(dataset) for dataset in self.datasets]
+        return MixedBatches(sizes, self.weights, batch_size, seed)

@@ -1,14 +1,14 @@
 """The loader of training samples: of a map-style dataset (map_style.py), or of a stream.
 
 A stream is an iterable with `state_dict` and `load_state_dict`, like torchdata's nodes and Hugging
-Face's streaming data sets. Each rank reads its own, and the manifest has each rank's position.
+Face's streaming datasets. Each rank reads its own stream, and the manifest has each position.
 """
 
 import copy
 import json
 import logging
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import IterableDataset
@@ -31,6 +31,9 @@ from .map_style import seed_random as seed_random
 from .map_style import shares as shares
 from .map_style import stream_key as stream_key
 
+if TYPE_CHECKING:
+    from .config import TrainConfig
+
 log = logging.getLogger(__name__)
 WAYS_OUT = (
     "give it both, as torchdata's nodes and Hugging Face's streaming data sets have them, or write "
@@ -39,87 +42,108 @@ WAYS_OUT = (
 
 
 class StreamOrder(GlobalBatches):
-    """The numbers of a stream's samples: their positions in it."""
+    """The sample ids of a stream: positions."""
 
     def ids(self, step: int) -> np.ndarray:
-        """Numbers of the samples of global batch `step`, int64 of shape [batch_size]."""
+        """Return the sample ids of global batch `step`, int64 of shape [batch_size]."""
         return self.positions(step)
 
 
 class StreamLoader(Loader):
-    """This rank's micro-batches, step after step: what comes next in its stream.
+    """This rank's micro-batches, step after step: the next samples of its stream.
 
-    At its end the stream starts over. It is read at most one step ahead, and only before the first
-    step, so at a save its position is that of the samples that were trained on.
+    At its end the stream starts over. It is read ahead only before the first step, for
+    measurements. So at a save its position is right behind the samples of the last step.
     """
 
-    def __init__(self, stream: Any, train: Any, plan: list[Share], world: World) -> None:
+    def __init__(self, stream: Any, train: "TrainConfig", plan: list[Share], world: World) -> None:
         order = StreamOrder(0, train.global_batch_size, train.seed)
         super().__init__(_FirstSamples(self), order, plan, workers=0, pin=False)
-        self.stream, self.world, self.epoch = stream, world, 0
+        self.stream = stream
+        self.world = world
+        self.epoch = 0
         self.group: Group | None = None
-        self.iterating: Any = None
-        self.first: list[Any] = []  # samples; measurements use them again and again
+        self.stream_iterator: Any = None
+        # This rank's samples of three steps: the first one, which measurements use again and
+        # again, the next one, if it was read ahead, and the last one.
+        self.first: list[Any] = []
         self.ahead: list[Any] = []
         self.last: list[Any] = []
 
     def next(self) -> list[Any]:
-        """The micro-batches of one step, in the order of the plan."""
-        started, first = time.perf_counter(), not self.last
+        """Return the micro-batches of the next step, in the order of the plan."""
+        started = time.perf_counter()
+        is_first = not self.last
         with annotated(WAITING):
             batches = self.of(self.step, self.plan)
-        self.last, self.ahead = self.ahead, []
+        self.last = self.ahead
+        self.ahead = []
         self.step += 1
         self.seconds += time.perf_counter() - started
-        if first:
-            self.stream_state()  # to refuse at once what no checkpoint could hold
+        # Refuse a state that no checkpoint can hold now, rather than at the first save.
+        if is_first:
+            self.stream_state()
         return batches
 
     def of(self, step: int, plan: list[Share]) -> list[Any]:
-        """Micro-batches of the step before or, without reading further, of the next one."""
-        samples = self.last if step < self.step and self.last else self._peek()
+        """Return micro-batches of the last step or, without training on them, of the next one."""
+        if step < self.step and self.last:
+            samples = self.last
+        else:
+            samples = self._peek()
+        # A plan indexes the global batch; this rank holds its own slice of it alone.
         start = self.plan[0].places.start
-        places = (slice(share.places.start - start, share.places.stop - start) for share in plan)
-        return [fetch(samples[place], np.arange(len(samples[place]))) for place in places]
+        batches: list[Any] = []
+        for share in plan:
+            chosen = samples[share.places.start - start : share.places.stop - start]
+            batches.append(fetch(chosen, np.arange(len(chosen))))
+        return batches
 
     def _peek(self) -> list[Any]:
+        # What the stream draws for a step depends on seed, step and rank, so a resumed run draws
+        # the same.
         if not self.ahead:
             seed_random(self.source.draws, self.step, self.world.rank)
         while len(self.ahead) < self.source.order.batch_size // self.world.size:
             self.ahead.append(self._read())
-        self.first = self.first or self.ahead
+        if not self.first:
+            self.first = self.ahead
         return self.ahead
 
     def _read(self) -> Any:
-        if self.iterating is None:
-            self.iterating = iter(self.stream)
-        for sample in self.iterating:
+        if self.stream_iterator is None:
+            self.stream_iterator = iter(self.stream)
+        for sample in self.stream_iterator:
             return sample
+        # The stream is at its end: an epoch begins.
         self._set_epoch(self.epoch + 1)
-        self.iterating = iter(self.stream)
-        for sample in self.iterating:
+        self.stream_iterator = iter(self.stream)
+        for sample in self.stream_iterator:
             return sample
         raise UserError("the training stream (build_datasets in data.py) has no samples")
 
     def _set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-        if hasattr(self.stream, "set_epoch"):  # another order, where the stream has one
+        # A stream with `set_epoch` has another order in each epoch.
+        if hasattr(self.stream, "set_epoch"):
             self.stream.set_epoch(epoch)
 
     def position(self) -> dict[str, Any]:
-        """Each rank's position in its stream, for the manifest; collective, after `resume`."""
+        """Gather each rank's position for the manifest; collective, after `resume`."""
         assert self.group, "`resume` is called before training"
         with self.group.together():
             state = self.stream_state()
         return {"streams": self.group.gather(state)}
 
     def resume(self, step: int, manifest: dict[str, Any], group: Group) -> None:
-        """Continue with global batch `step`; UserError where the streams cannot."""
+        """Continue with global batch `step`; UserError if the streams cannot."""
         self.group = group
         if step:
             positions = manifest.get("streams")
+            before = "no stream"
+            if isinstance(positions, list):
+                before = f"{len(positions)} ranks"
             if not isinstance(positions, list) or len(positions) != group.size:
-                before = f"{len(positions)} ranks" if isinstance(positions, list) else "no stream"
                 raise UserError(
                     f"the checkpoint has the stream positions of {before}, and this run has "
                     f"{group.size}. Resume with as many ranks, or start a new run from its weights "
@@ -130,7 +154,7 @@ class StreamLoader(Loader):
         self.step = step
 
     def stream_state(self) -> dict[str, Any]:
-        """This rank's position, as JSON holds it; UserError for what JSON does not hold."""
+        """Return this rank's position; UserError if JSON cannot hold it."""
         state = copy.deepcopy(self.stream.state_dict())
         try:
             if json.loads(json.dumps(state)) == state:
@@ -148,29 +172,32 @@ class StreamLoader(Loader):
         try:
             self._set_epoch(position["epoch"])
             self.stream.load_state_dict(position["state"])
-        except Exception as error:  # whatever the stream raises
+        # A stream may raise anything.
+        except Exception as error:
             raise UserError(
                 f"the training stream cannot resume at its position: {error!r}"
             ) from error
-        self.ahead = []  # what was measured before training is not the next batch
-        self.iterating = None  # `_read` starts it, once its random numbers are seeded
+        # The samples that measurements have read ahead are not the next batch.
+        self.ahead = []
+        # `_read` starts the stream, once `_peek` has seeded its random numbers.
+        self.stream_iterator = None
 
 
 class _FirstSamples:
-    """A stream's first samples by number, over and over, for what is measured before training."""
+    """A stream's first samples by id, repeated without end, for measurements before training."""
 
     def __init__(self, loader: StreamLoader) -> None:
         self.loader = loader
 
     def __getitems__(self, ids: list[int]) -> list[Any]:
         first = self.loader.first or self.loader._peek()
-        return [first[i % len(first)] for i in ids]
+        return [first[sample_id % len(first)] for sample_id in ids]
 
 
-def open_loader(dataset: Any, train: Any, plan: list[Share], world: World) -> Loader:
-    """The loader of a training set; UserError if it is neither map-style nor a stream."""
-    map_style_dataset = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
-    if map_style_dataset and not isinstance(dataset, IterableDataset):
+def open_loader(dataset: Any, train: "TrainConfig", plan: list[Share], world: World) -> Loader:
+    """Build the loader of a training set; UserError if it is neither map-style nor a stream."""
+    has_items = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+    if has_items and not isinstance(dataset, IterableDataset):
         return map_style.open_loader(dataset, train, plan, world)
     kind = f"the training stream (build_datasets in data.py) is a {type(dataset).__name__}"
     if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
@@ -190,11 +217,13 @@ def open_loader(dataset: Any, train: Any, plan: list[Share], world: World) -> Lo
     return StreamLoader(dataset, train, plan, world)
 
 
-def has_shuffle_buffer(part: Any) -> bool:
-    """Whether a Hugging Face stream, or a part of one, shuffles in a buffer."""
-    if "Shuffle" in type(part).__name__ and getattr(part, "buffer_size", 0) > 1:
+def has_shuffle_buffer(stream: Any) -> bool:
+    """Tell whether a Hugging Face stream, or one that it reads from, shuffles in a buffer."""
+    if "Shuffle" in type(stream).__name__ and getattr(stream, "buffer_size", 0) > 1:
         return True
-    names = ("dataset", "_ex_iterable", "ex_iterable")
-    sources = [getattr(part, name, None) for name in names]
-    sources += getattr(part, "ex_iterables", None) or ()
-    return any(has_shuffle_buffer(it) for it in sources if it is not None and it is not part)
+    sources: list[Any] = list(getattr(stream, "ex_iterables", None) or ())
+    for name in ("dataset", "_ex_iterable", "ex_iterable"):
+        source = getattr(stream, name, None)
+        if source is not None:
+            sources.append(source)
+    return any(has_shuffle_buffer(source) for source in sources if source is not stream)

@@ -1,4 +1,4 @@
-"""Text to tokens and back: a token is a byte. Tokens of your own files are numbers here."""
+"""Convert text to tokens and back: a token is a byte. Tokens of your own files are numbers here."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,17 +19,17 @@ class TextConfig:
 
 
 def described(folder: Path, data: "DataConfig") -> tuple["DataConfig", str]:
-    """The settings of token files, as they are given, and what their tokens are: not known."""
+    """Return the settings of token files as they are, and no encoding: it is not known."""
     return data, ""
 
 
 def fingerprint_of_text(config: TextConfig, spec: "Spec") -> str:
-    """The fingerprint of the data, which `TextConfig` does not change."""
+    """Return the fingerprint of the data, which `TextConfig` does not change."""
     return spec.fingerprint
 
 
 def encode(text: str, spec: "Spec") -> list[int]:
-    """The tokens of a text; of files of tokens a text like "15496 11 995"; UserError."""
+    """Return the tokens of a text; for token files, of a text like "15496 11 995". UserError."""
     if spec.encoding == "bytes":
         return list(text.encode() or b"\n")
     words = text.split()
@@ -39,9 +39,12 @@ def encode(text: str, spec: "Spec") -> list[int]:
 
 
 def decode(tokens: Iterable[int], spec: "Spec") -> Iterator[bytes]:
-    """The text of tokens, UTF-8, as they come; of files of tokens their numbers."""
+    """Yield the text of tokens, UTF-8, one by one; for token files, the tokens as numbers."""
     for token in tokens:
-        yield bytes([token]) if spec.encoding == "bytes" else f"{token} ".encode()
+        if spec.encoding == "bytes":
+            yield bytes([token])
+        else:
+            yield f"{token} ".encode()
 
 
 # {% include "text/splits.py" %}

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .gpt import GPT, Attention, rotate
+from .gpt import GPT, Attention
 from .gpt import PRESETS as PRESETS
 from .gpt import ModelConfig as ModelConfig
 from .gpt import blocks as blocks
@@ -23,9 +23,16 @@ if TYPE_CHECKING:
 
 
 # Our names of modules, and transformers'. `qkv` is three matrices there, one for each letter.
-NAMES = {"embedding": "embed_tokens", "blocks": "layers", "attention": "self_attn", "out": "o_proj"}
-NAMES |= {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
-NAMES |= {"up": "mlp.up_proj", "down": "mlp.down_proj"}
+NAMES = {
+    "embedding": "embed_tokens",
+    "blocks": "layers",
+    "attention": "self_attn",
+    "out": "o_proj",
+    "norm1": "input_layernorm",
+    "norm2": "post_attention_layernorm",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
 
 
 class NamedGPT(GPT):
@@ -47,7 +54,8 @@ class NamedGPT(GPT):
             "num_attention_heads": first.attention.heads,
             "num_key_value_heads": first.attention.heads,
             "max_position_embeddings": self.get_buffer("table").shape[1],
-            "rope_theta": 10_000.0,  # of transformers 4
+            # transformers 4 reads this one, transformers 5 the next.
+            "rope_theta": 10_000.0,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
             "rms_norm_eps": torch.finfo(torch.float32).eps,
             "tie_word_embeddings": True,
@@ -55,10 +63,11 @@ class NamedGPT(GPT):
         }
         weights: dict[str, Tensor] = {}
         for name, value in self.state_dict().items():
-            path = ".".join(["model", *(NAMES.get(part, part) for part in name.split("."))])
+            words = [NAMES.get(word, word) for word in name.split(".")]
+            path = ".".join(["model", *words])
             if "qkv" in path:
-                parts = zip("qkv", value.chunk(3), strict=True)
-                weights |= {path.replace("qkv", f"{x}_proj"): part for x, part in parts}
+                for letter, matrix in zip("qkv", value.chunk(3), strict=True):
+                    weights[path.replace("qkv", f"{letter}_proj")] = matrix
             else:
                 weights[path] = value
         return settings, weights
@@ -72,26 +81,32 @@ class NamedGPT(GPT):
         back = {theirs.rpartition(".")[2]: ours for ours, theirs in NAMES.items()}
         renamed: dict[str, Tensor] = {}
         for name, value in tensors.items():
-            if name == "lm_head.weight" and torch.equal(value, embedding):  # tied
+            # The output layer is the embedding here, and may be stored twice there.
+            if name == "lm_head.weight" and torch.equal(value, embedding):
                 continue
-            parts = [back.get(p, p) for p in name.split(".") if p not in ("model", "mlp")]
-            if "q_proj" in parts:
-                others = [tensors[name.replace("q_proj", f"{x}_proj")] for x in "kv"]
-                value, parts[-2] = torch.cat([value, *others]), "qkv"
-            if not {"k_proj", "v_proj"} & {*parts}:
-                renamed[".".join(parts)] = value
+            words = [back.get(word, word) for word in name.split(".")]
+            words = [word for word in words if word not in ("model", "mlp")]
+            if "q_proj" in words:
+                k = tensors[name.replace("q_proj", "k_proj")]
+                v = tensors[name.replace("q_proj", "v_proj")]
+                words[-2] = "qkv"
+                renamed[".".join(words)] = torch.cat([value, k, v])
+            # `q_proj` has brought these two along.
+            elif "k_proj" not in words and "v_proj" not in words:
+                renamed[".".join(words)] = value
         return renamed
 
 
 def own_documents(tokens: Tensor, end_of_text: int, create_block_mask: Any = None) -> Any:
-    """The mask of tokens [batch, time]: each sees itself and those before it in its document.
+    """Build the mask of tokens [batch, time]: each sees itself and earlier ones of its document.
 
-    True where it sees, [batch, 1, time, time]; on CUDA a BlockMask, if there is what creates one,
-    whose kernels skip what is masked. Rotary positions are relative, so a document need not begin
-    at position 0.
+    The mask is True where a token sees another, [batch, 1, time, time]. On CUDA, with a
+    `create_block_mask`, it is a BlockMask, whose kernels skip what is masked. Rotary positions are
+    relative, so a document need not begin at position 0.
     """
     ends = (tokens == end_of_text).long()
-    documents = ends.cumsum(1) - ends  # an end belongs to the document that it ends
+    # An end belongs to the document that it ends.
+    documents = ends.cumsum(1) - ends
     if not tokens.is_cuda or create_block_mask is None:
         return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
 
@@ -107,28 +122,26 @@ class MaskedAttention(Attention):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        from torch.nn.attention.flex_attention import flex_attention  # imports torch's compiler
+        # Not at the top, since it imports torch's compiler.
+        from torch.nn.attention.flex_attention import flex_attention
 
         self.flex_attention = torch.compile(flex_attention)
 
     def forward(self, x: Tensor, table: Any) -> Tensor:
-        """Attend as `own_documents` says; `table`: the rotary one and its mask."""
-        table, mask = table
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(x).chunk(3, dim=-1)
-        )
-        q, k = rotate(q, table), rotate(k, table)
+        """Attend within documents; `table` is the rotary table and a mask of `own_documents`."""
+        rotary_table, mask = table
+        q, k, v = self.heads_of(x, rotary_table)
         if isinstance(mask, Tensor):
             dropout = self.dropout if self.training else 0.0
-            y = F.scaled_dot_product_attention(q, k, v, mask, dropout)
-        else:  # FlexAttention has no dropout
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        else:
+            # FlexAttention has no dropout.
             y = self.flex_attention(q, k, v, block_mask=mask)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
 class DocumentGPT(NamedGPT):
-    """A GPT in which no token sees what is before the last `end_of_text`."""
+    """A GPT in which tokens do not see earlier documents; each ends with `end_of_text`."""
 
     attention = MaskedAttention
 
@@ -137,23 +150,26 @@ class DocumentGPT(NamedGPT):
         from torch.nn.attention.flex_attention import create_block_mask
 
         self.end_of_text = end
-        # Not compiled, it would first make the mask of every pair of tokens.
+        # Without the compiler it would first build the mask of every pair of tokens.
         self.create_block_mask = torch.compile(create_block_mask)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits [batch, time, vocabulary] for tokens [batch, time]; with targets, their loss."""
+        """Compute logits [batch, time, vocabulary] of tokens [batch, time], or the summed loss."""
         x = self.embedding(tokens)
-        # Not for a text that is generated: kernels would be compiled for each of its lengths.
-        create = None if targets is None else self.create_block_mask
-        table = self.table, own_documents(tokens, self.end_of_text, create)
+        # No block mask while text is generated: kernels would be compiled for each of its lengths.
+        create_block_mask = None
+        if targets is not None:
+            create_block_mask = self.create_block_mask
+        mask = own_documents(tokens, self.end_of_text, create_block_mask)
         for block in self.blocks:
-            x = block(x, table)
+            x = block(x, (self.table, mask))
         return self.output(self.norm(x), self.embedding.weight, targets)
 
 
 def build_model(config: "Config", spec: "Spec") -> nn.Module:
-    """The model, on the CPU, initialised from torch's global random numbers."""
-    size = config.model, spec.vocabulary, config.data.context
+    """Build the model, on the CPU, initialised from torch's global random numbers."""
+    context = config.data.context
     if config.data.documents == "separate":
-        return DocumentGPT(*size, end_of_text(config.data, spec))
-    return NamedGPT(*size)
+        end = end_of_text(config.data, spec)
+        return DocumentGPT(config.model, spec.vocabulary, context, end)
+    return NamedGPT(config.model, spec.vocabulary, context)

@@ -1,6 +1,6 @@
 """Export to a folder that Hugging Face's transformers loads: `export --to hf`.
 
-transformers need not be installed: `to_transformers` in model.py has the names.
+transformers need not be installed: `to_transformers` in model.py maps the names.
 """
 
 import json
@@ -27,7 +27,10 @@ from .files import replace_file, to_json, write_json
 from .run.journal import validated_at
 from .text import end_of_text, tokenizer_of
 
-LARGEST = 5_000_000_000  # bytes in one file of weights
+# The most bytes in one file of weights.
+LARGEST = 5_000_000_000
+# The settings that a model card lists.
+SECTIONS = ("model", "train", "optim")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +44,12 @@ class ExportConfig(transfer.ExportConfig):
 
 
 def export(run_dir: Path, options: ExportConfig) -> str:
-    """Write a run's model as a folder for transformers; a line about what was written.
+    """Write a run's model as a folder for transformers; return a line that says so.
 
-    Any target but a directory named so is left to `transfer.export`.
+    `transfer.export` writes any target that is not named hf or …-hf.
     """
-    target, source = options.to, options.source or run_dir
+    target = options.to
+    source = options.source or run_dir
     if not re.fullmatch(r"(.*[-_.])?hf", target.name):
         return transfer.export(run_dir, options)
     if target.exists():
@@ -67,22 +71,28 @@ def export(run_dir: Path, options: ExportConfig) -> str:
         end = end_of_document(config, spec)
         write_json(temporary / "config.json", {**settings, "eos_token_id": end})
         write_json(temporary / "generation_config.json", {"eos_token_id": end})
-        tokenizer = write_tokenizer(temporary, config, spec, end)
-        figures = validated_at(source, manifest["step"])
-        facts = f"step {manifest['step']} of {config.train.steps}, {options.weights} weights"
-        card = model_card(target.name, model, spec, config, facts, figures, tokenizer)
+        has_tokenizer = write_tokenizer(temporary, config, spec, end)
+        card = model_card(
+            name=target.name,
+            model=model,
+            spec=spec,
+            config=config,
+            origin=f"step {manifest['step']} of {config.train.steps}, {options.weights} weights",
+            metrics=validated_at(source, manifest["step"]),
+            has_tokenizer=has_tokenizer,
+        )
         replace_file(temporary / "README.md", card)
         os.rename(temporary, target)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{target} cannot be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    without = "" if tokenizer else "; no tokenizer, as these token files have none"
+    without = "" if has_tokenizer else "; no tokenizer, as these token files have none"
     return f"{target}: step {manifest['step']} from {path} for transformers{without}"
 
 
 def end_of_document(config: Config, spec: Spec) -> int | None:
-    """The token that ends a document, if it is known."""
+    """Return the token that ends a document, if it is known."""
     try:
         return end_of_text(config.data, spec)
     except UserError:
@@ -92,22 +102,25 @@ def end_of_document(config: Config, spec: Spec) -> int | None:
 def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
     """Write model.safetensors or, above `LARGEST`, several files and their index."""
     shards: list[dict[str, Tensor]] = [{}]
+    shard_size = 0
     for name, value in weights.items():
-        if sum(each.nbytes for each in shards[-1].values()) + value.nbytes > LARGEST and shards[-1]:
+        if shards[-1] and shard_size + value.nbytes > LARGEST:
             shards.append({})
+            shard_size = 0
         shards[-1][name] = value
-    many = len(shards) > 1
-    names = [
-        f"model-{number:05}-of-{len(shards):05}.safetensors" if many else "model.safetensors"
-        for number in range(1, len(shards) + 1)
-    ]
-    for file, shard in zip(names, shards, strict=True):
+        shard_size += value.nbytes
+    if len(shards) == 1:
+        replace_file(folder / "model.safetensors", save(weights, {"format": "pt"}))
+        return
+    file_of: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         replace_file(folder / file, save(shard, {"format": "pt"}))
-    if many:
-        places = {n: file for file, shard in zip(names, shards, strict=True) for n in shard}
-        total = {"total_size": sum(value.nbytes for value in weights.values())}
-        index = {"metadata": total, "weight_map": places}
-        write_json(folder / "model.safetensors.index.json", index)
+        for name in shard:
+            file_of[name] = file
+    total_size = sum(value.nbytes for value in weights.values())
+    index = {"metadata": {"total_size": total_size}, "weight_map": file_of}
+    write_json(folder / "model.safetensors.index.json", index)
 
 
 def write_tokenizer(folder: Path, config: Config, spec: Spec, end: int | None) -> bool:
@@ -120,27 +133,29 @@ def write_tokenizer(folder: Path, config: Config, spec: Spec, end: int | None) -
     }
     if spec.encoding == "bytes":
         tokenizer = bytes_tokenizer()
-    elif own := tokenizer_of(spec):
-        tokenizer = own
+    else:
+        tokenizer = tokenizer_of(spec)
+        if tokenizer is None:
+            return False
         if end is not None:
             settings["eos_token"] = tokenizer.id_to_token(end)
-    else:
-        return False
     replace_file(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     write_json(folder / "tokenizer_config.json", settings)
     return True
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """A byte-level BPE without merges, whose tokens are the bytes themselves."""
-    # GPT-2's letters for bytes: those that print are their own, the others follow from 256 on.
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    letters = {chr(byte): byte for byte in plain}
-    rest = [byte for byte in range(256) if byte not in plain]
-    letters |= {chr(256 + place): byte for place, byte in enumerate(rest)}
-    tokenizer = Tokenizer(models.BPE(letters, []))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, decoders.ByteLevel()
+    """Build a byte-level BPE without merges, whose tokens are the bytes themselves."""
+    # GPT-2's characters for bytes: a printable byte stands for itself, the others take the
+    # characters from 256 on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    vocabulary = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in printable]
+    for offset, byte in enumerate(others):
+        vocabulary[chr(256 + offset)] = byte
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
@@ -149,42 +164,67 @@ def model_card(
     model: nn.Module,
     spec: Spec,
     config: Config,
-    facts: str,
-    figures: dict[str, float],
-    tokenizer: bool,
+    origin: str,
+    metrics: dict[str, float],
+    has_tokenizer: bool,
 ) -> str:
-    """A README.md for the folder: what was measured, and how to use it."""
-    project, licence = Path(__file__).parents[2] / "pyproject.toml", None
-    if project.exists():  # not where the package is installed without it
-        licence = tomllib.loads(project.read_text("utf-8")).get("project", {}).get("license")
-    head = ["library_name: transformers", "pipeline_tag: text-generation"]
-    head += [f"license: {licence.lower()}"] if isinstance(licence, str) else []
+    """Write a README.md for the folder: what was measured, and how to use it."""
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    license_name = project_license()
+    if license_name is not None:
+        lines.append(f"license: {license_name.lower()}")
     size = sum(parameter.numel() for parameter in model.parameters())
-    kind = spec.encoding if spec.encoding == "bytes" else "tokens"
-    settings = {part: to_json(getattr(config, part)) for part in ("model", "train", "optim")}
-    measured = [f"- {n.replace('_', ' ')}: {value:.4f}" for n, value in figures.items()]
-    separate = []
+    kind = "bytes" if spec.encoding == "bytes" else "tokens"
+    lines += [
+        "---",
+        "",
+        f"# {config.name}",
+        "",
+        f"A language model of {size:,} parameters over {spec.vocabulary:,} {kind}, with a",
+        f"context of {config.data.context}: {origin}.",
+    ]
     if config.data.documents == "separate":
-        separate = ["It was trained without attention across documents: give it one at a time."]
-    code = [
+        lines.append("It was trained without attention across documents: give it one at a time.")
+    lines += ["", "## Measured", ""]
+    for metric, value in metrics.items():
+        lines.append(f"- {metric.replace('_', ' ')}: {value:.4f}")
+    if not metrics:
+        lines.append("This step was not validated.")
+    lines += ["", "## Use", "", "```python", *usage(name, has_tokenizer), "```", ""]
+    settings = {section: to_json(getattr(config, section)) for section in SECTIONS}
+    lines += [
+        "## Training",
+        "",
+        f"Fingerprint of the data: `{spec.fingerprint}`. Settings:",
+        "",
+        "```json",
+        json.dumps(settings, indent=2),
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def project_license() -> str | None:
+    """Read the licence from pyproject.toml, which an installed package does not have beside it."""
+    path = Path(__file__).parents[2] / "pyproject.toml"
+    if not path.exists():
+        return None
+    project = tomllib.loads(path.read_text("utf-8")).get("project", {})
+    license_name = project.get("license")
+    return license_name if isinstance(license_name, str) else None
+
+
+def usage(name: str, has_tokenizer: bool) -> list[str]:
+    """Return the lines of Python that load the model, and those that continue a text."""
+    load_model = f'model = AutoModelForCausalLM.from_pretrained("{name}")'
+    if not has_tokenizer:
+        return ["from transformers import AutoModelForCausalLM", "", load_model]
+    return [
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
-        f'model = AutoModelForCausalLM.from_pretrained("{name}")',
+        load_model,
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
         'inputs = tokenizer("def ", return_tensors="pt")',
         "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))",
     ]
-    if not tokenizer:
-        code = ["from transformers import AutoModelForCausalLM", "", code[2]]
-    return "\n".join(
-        [
-            *("---", *head, "---", "", f"# {config.name}", ""),
-            f"A language model of {size:,} parameters over {spec.vocabulary:,} {kind}, with a",
-            f"context of {config.data.context}: {facts}.",
-            *separate,
-            *("", "## Measured", "", *(measured or ["This step was not validated."])),
-            *("", "## Use", "", "```python", *code, "```", "", "## Training", ""),
-            f"Fingerprint of the data: `{spec.fingerprint}`. Settings:",
-            *("", "```json", json.dumps(settings, indent=2), "```", ""),
-        ]
-    )

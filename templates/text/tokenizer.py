@@ -1,6 +1,6 @@
-"""Text to tokens and back, as the data has it: by the tokenizer beside it, in bytes, or in numbers.
+"""Convert text to tokens and back: by the tokenizer beside the data, as bytes, or as numbers.
 
-A tokenizer is a tokenizer.json of the package of that name, which the command `tokens` leaves.
+A tokenizer is a tokenizer.json of the package `tokenizers`, which the command `tokens` writes.
 """
 
 import hashlib
@@ -19,6 +19,8 @@ from .files import fingerprint, read_json, warn_left_out
 if TYPE_CHECKING:
     from .data import DataConfig, Spec
 
+NAME = "tokenizer.json"
+
 
 @dataclass(frozen=True)
 class TextConfig:
@@ -31,27 +33,32 @@ class TextConfig:
 
 
 def described(folder: Path, data: "DataConfig") -> tuple["DataConfig", str]:
-    """The settings, with what a tokens.json beside token files says of these; their encoding."""
+    """Complete the settings of token files by the tokens.json beside them.
+
+    Returns the settings and the encoding, which names the tokenizer and the token that ends a
+    document ("" without tokens.json).
+    """
     path = (folder if folder.is_dir() else folder.parent) / "tokens.json"
     if not path.exists():
         return data, ""
     note = read_json(path)
     try:
-        count = max(note["vocabulary"], data.vocabulary)  # for a round number, which is faster
-        kind = note["token_type"]
+        # A setting above it pads the embedding to a round number, which is faster.
+        vocabulary = max(note["vocabulary"], data.vocabulary)
+        token_type = note["token_type"]
     except (KeyError, TypeError):
         raise UserError(f"{path} does not describe tokens: it has no vocabulary") from None
     encoding = f"{note.get('tokenizer')} {note.get('end_of_text')}"
-    return replace(data, vocabulary=count, token_type=kind), encoding
+    return replace(data, vocabulary=vocabulary, token_type=token_type), encoding
 
 
 def end_of_text(config: TextConfig, spec: "Spec") -> int:
-    """The token that ends a document; UserError if it is not known."""
-    end, note = config.end_of_text, spec.folder / "tokens.json"
+    """Return the token that ends a document; UserError if it is not known."""
+    end = config.end_of_text
     if spec.encoding == "bytes":
         end = 0
     elif spec.encoding:
-        end = read_json(note).get("end_of_text")
+        end = read_json(spec.folder / "tokens.json").get("end_of_text")
     if type(end) is not int or not 0 <= end < spec.vocabulary:
         raise UserError(
             "--data.documents separate needs the token that ends a document: give "
@@ -61,21 +68,23 @@ def end_of_text(config: TextConfig, spec: "Spec") -> int:
 
 
 def fingerprint_of_text(config: TextConfig, spec: "Spec") -> str:
-    """The fingerprint of the data, another one with separate documents."""
+    """Return the fingerprint of the data, a different one with separate documents."""
     if config.documents == "together":
         return spec.fingerprint
     return fingerprint(spec.fingerprint, end_of_text(config, spec))
 
 
 def encode(text: str, spec: "Spec") -> list[int]:
-    """The tokens of a text; without a tokenizer a text like "15496 11 995"; UserError."""
+    """Return the tokens of a text; without a tokenizer, of one like "15496 11 995". UserError."""
     if spec.encoding == "bytes":
         return list(text.encode() or b"\n")
-    if tokenizer := tokenizer_of(spec):
-        tokenizer.encode_special_tokens = True  # what reads like a special token is text
-        return tokenizer.encode(text, add_special_tokens=False).ids or [
-            end_of_text(TextConfig(), spec)
-        ]
+    tokenizer = tokenizer_of(spec)
+    if tokenizer:
+        # What reads like a special token is text.
+        tokenizer.encode_special_tokens = True
+        tokens = tokenizer.encode(text, add_special_tokens=False).ids
+        # A model needs one token at least.
+        return tokens or [end_of_text(TextConfig(), spec)]
     words = text.split()
     if not words or not all(w.isdecimal() and int(w) < spec.vocabulary for w in words):
         raise UserError(f'--prompt: wanted tokens below {spec.vocabulary}, as in --prompt "1 2 3"')
@@ -83,40 +92,45 @@ def encode(text: str, spec: "Spec") -> list[int]:
 
 
 def decode(tokens: Iterable[int], spec: "Spec") -> Iterator[bytes]:
-    """The text of tokens, UTF-8, as they come; without a tokenizer their numbers."""
+    """Yield the text of tokens, UTF-8, one by one; without a tokenizer, the tokens as numbers."""
     if spec.encoding == "bytes":
-        yield from (bytes([token]) for token in tokens)
-    elif tokenizer := tokenizer_of(spec):
+        for token in tokens:
+            yield bytes([token])
+        return
+    tokenizer = tokenizer_of(spec)
+    if tokenizer:
+        # Several tokens may be one character: the stream returns None until it is complete.
         stream = DecodeStream(skip_special_tokens=False)
-        for token in tokens:  # several may be one letter
-            yield (stream.step(tokenizer, token) or "").encode()
-    else:
-        yield from (f"{token} ".encode() for token in tokens)
+        for token in tokens:
+            text = stream.step(tokenizer, token) or ""
+            yield text.encode()
+        return
+    for token in tokens:
+        yield f"{token} ".encode()
 
 
 def tokenizer_of(spec: "Spec") -> Tokenizer | None:
-    """The tokenizer of a run's data, if it has one; UserError for another one."""
+    """Return the tokenizer of a run's data, if it has one; UserError for a different one."""
     if not spec.encoding:
         return None
-    tokenizer = read_tokenizer(path := spec.folder / NAME)
+    path = spec.folder / NAME
+    tokenizer = read_tokenizer(path)
     if digest_of(tokenizer) != spec.encoding.split()[0]:
         raise UserError(f"{path} is not the one that made the tokens beside it")
     return tokenizer
 
 
-NAME = "tokenizer.json"
-
-
 def read_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer from its file; UserError."""
+    """Read a tokenizer from its file; UserError."""
     try:
         return Tokenizer.from_str(path.read_text("utf-8"))
-    except Exception as error:  # the package raises plain ones
+    # The package raises plain exceptions.
+    except Exception as error:
         raise UserError(f"{path} cannot be read as a tokenizer: {error}") from None
 
 
 def digest_of(tokenizer: Tokenizer) -> str:
-    """What tells a tokenizer from another one, in 16 letters."""
+    """Hash a tokenizer, in 16 hexadecimal digits."""
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:16]
 
 

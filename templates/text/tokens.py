@@ -1,8 +1,8 @@
 """The command `tokens`: text into files of tokens, with their tokenizer, for `--data.path`.
 
-The text is cut into shards by its size. Each is written whole or not at all, into a folder
-`….partial` until everything is there: the same command continues where it was stopped. The package
-`tokenizers` encodes on all cores (RAYON_NUM_THREADS bounds them).
+The text is cut into shards by its size. Each is written atomically, into a folder `….partial` until
+all are there: after an interruption the same command continues. The package `tokenizers` encodes
+on all cores (RAYON_NUM_THREADS limits them).
 """
 
 import codecs
@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -36,12 +36,15 @@ from .files import (
 from .text import NAME, digest_of, read_tokenizer, splits_of
 
 log = logging.getLogger(__name__)
-SHARD = 1 << 26  # bytes of text in one, or a thousandth of all, if that is more
-SAMPLE = 100_000_000  # bytes of text that a tokenizer is trained on
-BATCH = 1 << 24  # letters that are encoded at the same time
-# Without names that say what files are for one document in so many, by a hash of the name of its
-# file or, in JSON lines, its text.
-VALIDATION_SHARE = 20
+# Bytes of text in a shard, or a thousandth of all text, if that is more.
+SHARD = 1 << 26
+# Bytes of text that a tokenizer is trained on.
+SAMPLE = 100_000_000
+# Characters that are encoded at the same time.
+BATCH = 1 << 24
+# One document in so many is for validation if the names of the files do not say what they are for.
+# A hash decides: of the name of its file or, in JSON lines, of its text.
+VALIDATE_ONE_IN = 20
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,12 @@ class Piece(NamedTuple):
     path: Path
     start: int
     stop: int
-    validation: bool | None  # what it is for (None: JSON lines, each by its text)
+    # Whether it is for validation; None: it has JSON lines, and the text of each decides.
+    validation: bool | None
 
 
-class Part(NamedTuple):
-    """A stretch of a document."""
+class Chunk(NamedTuple):
+    """Consecutive text of a document; `last` if the document ends with it."""
 
     validation: bool
     text: str
@@ -85,8 +89,9 @@ class Part(NamedTuple):
 
 
 def write_tokens(options: TokensConfig) -> str:
-    """Make the folder of tokens, or continue; a line that says what is in it. UserError."""
-    folder, partial = options.to, options.to.with_name(f"{options.to.name}.partial")
+    """Write the folder of tokens, or continue; return a summary line. UserError."""
+    folder = options.to
+    partial = folder.with_name(f"{folder.name}.partial")
     if not options.text.exists():
         raise UserError(f"--text: there is nothing at {options.text.absolute()}")
     if folder.resolve().is_relative_to(options.text.resolve()):
@@ -94,10 +99,15 @@ def write_tokens(options: TokensConfig) -> str:
     if os.path.lexists(folder):
         raise UserError(f"--to {folder} is there already: remove it, or choose another place")
     root, pieces = divide(options.text)
+    given = None
+    if options.tokenizer:
+        given = read_tokenizer(options.tokenizer)
+        if given.token_to_id(options.end_of_text) is None:
+            message = f"the tokenizer has no token {options.end_of_text!r}: give --end-of-text"
+            raise UserError(message)
+    # A path for each file, in their order, though a file may have several pieces.
     files = list(dict.fromkeys(piece.path for piece in pieces))
-    given = options.tokenizer and read_tokenizer(options.tokenizer)
-    if given and given.token_to_id(options.end_of_text) is None:
-        raise UserError(f"the tokenizer has no token {options.end_of_text!r}: give --end-of-text")
+    # What the tokens depend on. The same command may continue an interrupted one; another may not.
     plan = {
         "text": fingerprint_files(root, files, options.field, options.end_of_text),
         "made_by": digest_of(given) if given else options.vocabulary,
@@ -108,14 +118,12 @@ def write_tokens(options: TokensConfig) -> str:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"another process is at work in {partial}") from None
-        note = plan | dict.fromkeys(("shards", "documents", "bytes", "train", "val"), 0)
-        if (partial / "tokens.json").exists():
-            note = read_json(partial / "tokens.json")
-            if not note.items() >= plan.items():
-                raise UserError(f"{partial} was begun with other text or settings: remove it")
-        else:
+        note = read_progress(partial, plan)
+        if note is None:
             with replacing(partial / NAME) as temporary:
-                (given or train_tokenizer(pieces, options)).save(str(temporary))
+                tokenizer = given or train_tokenizer(pieces, options)
+                tokenizer.save(str(temporary))
+            note = plan | dict.fromkeys(("shards", "documents", "bytes", "train", "val"), 0)
         note = encode_all(partial, pieces, options, note)
         sync_directory(partial)
         partial.rename(folder)
@@ -128,36 +136,65 @@ def write_tokens(options: TokensConfig) -> str:
     )
 
 
+def read_progress(partial: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
+    """Read tokens.json of an interrupted command; None at the start; UserError for another plan."""
+    if not (partial / "tokens.json").exists():
+        return None
+    note = read_json(partial / "tokens.json")
+    if not note.items() >= plan.items():
+        raise UserError(f"{partial} was begun with other text or settings: remove it")
+    return note
+
+
 def divide(text: Path) -> tuple[Path, list[Piece]]:
-    """The folder of the text, and its pieces in a fixed order; UserError for no text."""
+    """Return the folder of the text, and its pieces in a fixed order; UserError for no text."""
     root = text if text.is_dir() else text.parent
-    texts: list[Path] = []
-    left_out: list[Path] = []
-    for path in [text] if text.is_file() else sorted(text.rglob("*")):
-        if path.is_dir() or any(part[0] == "." for part in path.relative_to(text).parts):
-            continue
-        check_regular([path])
-        with open(path, "rb") as file:
-            (left_out if b"\0" in file.read(8192) else texts).append(path)
-    warn_left_out(left_out, "not UTF-8 text (NUL bytes, as UTF-16 has)")
-    names = [path.relative_to(root) for path in texts]
+    paths = text_files(text)
+    names = [path.relative_to(root) for path in paths]
     pieces: list[Piece] = []
-    for name, split in zip(names, splits_of(names), strict=True):
-        path = root / name
-        lines, size = path.suffix == ".jsonl", path.stat().st_size
-        hashed = bool(pieces) and zlib.crc32(name.as_posix().encode()) % VALIDATION_SHARE == 0
-        chosen = split == "val" if split else None if lines else hashed
-        step = SHARD if lines else max(size, 1)
-        if split != "test":
-            bounds = ((at, min(at + step, size)) for at in range(0, size, step))
-            pieces += [Piece(path, *ends, chosen) for ends in bounds]
+    for path, name, split in zip(paths, names, splits_of(names), strict=True):
+        if split == "test":
+            continue
+        size = path.stat().st_size
+        is_lines = path.suffix == ".jsonl"
+        if split:
+            validation = split == "val"
+        elif is_lines:
+            validation = None
+        else:
+            # The first file is for training, so that there is something to train on.
+            hashed = zlib.crc32(name.as_posix().encode()) % VALIDATE_ONE_IN == 0
+            validation = bool(pieces) and hashed
+        # A text file is one document, hence one piece.
+        step = SHARD if is_lines else max(size, 1)
+        for start in range(0, size, step):
+            pieces.append(Piece(path, start, min(start + step, size), validation))
     if not pieces:
         raise UserError(f"--text {text}: there is no text in it")
     return root, pieces
 
 
+def text_files(text: Path) -> list[Path]:
+    """List the files of text, in a fixed order, without hidden ones and those that are binary."""
+    texts: list[Path] = []
+    left_out: list[Path] = []
+    for path in [text] if text.is_file() else sorted(text.rglob("*")):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(text).parts)
+        if path.is_dir() or is_hidden:
+            continue
+        check_regular([path])
+        with open(path, "rb") as file:
+            is_binary = b"\0" in file.read(8192)
+        if is_binary:
+            left_out.append(path)
+        else:
+            texts.append(path)
+    warn_left_out(left_out, "not UTF-8 text (NUL bytes, as UTF-16 has)")
+    return texts
+
+
 def train_tokenizer(pieces: list[Piece], options: TokensConfig) -> Tokenizer:
-    """Byte pairs, merged as they are frequent (BPE: Sennrich et al., 2016), over all 256 bytes."""
+    """Train a byte-level BPE tokenizer (Sennrich et al., 2016) on a sample of the text."""
     log.info("training a tokenizer of %d tokens", options.vocabulary)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
@@ -173,50 +210,71 @@ def train_tokenizer(pieces: list[Piece], options: TokensConfig) -> Tokenizer:
 
 
 def sample(pieces: list[Piece], field: str) -> Iterator[str]:
-    """Text from all over the pieces, SAMPLE bytes in all."""
-    left, total = SAMPLE, sum(piece.stop - piece.start for piece in pieces)
-    for piece in pieces[:: -(-total // SAMPLE)]:
-        for part in parts(piece, field):
-            yield part.text
-            if (left := left - len(part.text)) <= 0:
+    """Yield text from all over the pieces, SAMPLE bytes in all."""
+    total = sum(piece.stop - piece.start for piece in pieces)
+    left = SAMPLE
+    # Every n-th piece, with n rounded up: these have SAMPLE bytes at most if pieces are alike.
+    step = -(-total // SAMPLE)
+    for piece in pieces[::step]:
+        for chunk in read_chunks(piece, field):
+            yield chunk.text
+            left -= len(chunk.text)
+            if left <= 0:
                 return
 
 
-def parts(piece: Piece, field: str) -> Iterator[Part]:
-    """The documents of a piece, about a megabyte at a time; UserError for a line without text."""
+def read_chunks(piece: Piece, field: str) -> Iterator[Chunk]:
+    """Read the documents of a piece, about a megabyte at a time; UserError for a bad JSON line."""
     with open(piece.path, "rb") as file:
-        if piece.path.suffix != ".jsonl":
-            decoder = codecs.getincrementaldecoder("utf-8")("replace")
-            while content := file.read(1 << 20) + file.readline(1 << 16):  # to the end of a line
-                yield Part(bool(piece.validation), decoder.decode(content), last=False)
-            yield Part(bool(piece.validation), decoder.decode(b"", final=True), last=True)
+        if piece.path.suffix == ".jsonl":
+            yield from read_json_lines(file, piece, field)
             return
-        if piece.start:
-            file.seek(piece.start - 1)
-            file.readline()  # of a line that begins in the piece before
-        while (place := file.tell()) < piece.stop:
-            if not (line := file.readline()).strip():
-                continue
-            try:
-                content = json.loads(line)[field].encode(errors="replace")  # half a letter is none
-            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                where = f"{piece.path}, the line at byte {place:,}"
-                raise UserError(f"{where}: wanted JSON with a text in {field!r}") from None
-            chosen = piece.validation
-            if chosen is None:
-                chosen = zlib.crc32(content) % VALIDATION_SHARE == 0
-            yield Part(chosen, content.decode(), last=True)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        while True:
+            # Up to the end of a line, where tokens end anyway.
+            content = file.read(1 << 20) + file.readline(1 << 16)
+            if not content:
+                break
+            yield Chunk(bool(piece.validation), decoder.decode(content), last=False)
+        yield Chunk(bool(piece.validation), decoder.decode(b"", final=True), last=True)
+
+
+def read_json_lines(file: BinaryIO, piece: Piece, field: str) -> Iterator[Chunk]:
+    """Read the JSON lines that begin in a piece, each a document; UserError."""
+    # A line that began in the piece before belongs to that one.
+    if piece.start:
+        file.seek(piece.start - 1)
+        file.readline()
+    while True:
+        offset = file.tell()
+        if offset >= piece.stop:
+            return
+        line = file.readline()
+        if not line.strip():
+            continue
+        try:
+            # JSON can hold half of a surrogate pair, which UTF-8 cannot: it becomes "?".
+            content = json.loads(line)[field].encode(errors="replace")
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            where = f"{piece.path}, the line at byte {offset:,}"
+            raise UserError(f"{where}: wanted JSON with a text in {field!r}") from None
+        validation = piece.validation
+        if validation is None:
+            validation = zlib.crc32(content) % VALIDATE_ONE_IN == 0
+        yield Chunk(validation, content.decode(), last=True)
 
 
 def encode_all(
     folder: Path, pieces: list[Piece], options: TokensConfig, note: dict[str, Any]
 ) -> dict[str, Any]:
-    """Encode the shards that `note` does not count yet; what tokens.json says in the end."""
+    """Encode the shards that `note` does not count yet; return the content of tokens.json."""
     sizes = [piece.stop - piece.start for piece in pieces]
-    shard = max(SHARD, sum(sizes) // 1000)
-    numbers = np.cumsum([0, *sizes[:-1]]) // shard  # of the shard that a piece begins in
+    shard_size = max(SHARD, sum(sizes) // 1000)
+    # The shard of each piece: the one that its first byte is in.
+    shards = (np.cumsum([0, *sizes[:-1]]) // shard_size).tolist()
     tokenizer = read_tokenizer(folder / NAME)
-    tokenizer.encode_special_tokens = True  # what reads like a special token is text
+    # What reads like a special token is text.
+    tokenizer.encode_special_tokens = True
     vocabulary = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     note |= {
         "vocabulary": vocabulary,
@@ -225,12 +283,13 @@ def encode_all(
         "tokenizer": digest_of(tokenizer),
     }
     with tqdm(total=sum(sizes), unit="B", unit_scale=True) as bar:
-        for number in range(numbers[-1] + 1):
-            own = [piece for piece, n in zip(pieces, numbers, strict=True) if n == number]
-            if own and number >= note["shards"]:
-                counts = encode(folder, number, own, tokenizer, options.field, note)
-                note |= {name: note[name] + count for name, count in counts.items()}
-                write_json(folder / "tokens.json", note | {"shards": int(number) + 1})
+        for shard in range(shards[-1] + 1):
+            own = [piece for piece, n in zip(pieces, shards, strict=True) if n == shard]
+            if own and shard >= note["shards"]:
+                counts = encode(folder, shard, own, tokenizer, options.field, note)
+                for name, count in counts.items():
+                    note[name] += count
+                write_json(folder / "tokens.json", note | {"shards": shard + 1})
             bar.update(sum(piece.stop - piece.start for piece in own))
     return note
 
@@ -238,24 +297,27 @@ def encode_all(
 def encode(
     folder: Path, shard: int, pieces: list[Piece], tokenizer: Tokenizer, field: str, note: Any
 ) -> dict[str, int]:
-    """Write the token files of a shard, for training and for validation; counts of what is in."""
+    """Write the token files of a shard, for training and for validation; return counts by name."""
     counts: Counter[str] = Counter()
     paths = {name: folder / f"{name}_{shard:05}.bin" for name in ("train", "val")}
+    files: dict[str, IO[Any]] = {}
     with contextlib.ExitStack() as stack:
-        names = {name: stack.enter_context(replacing(path)) for name, path in paths.items()}
-        files = {
-            name: stack.enter_context(open_to_write(path, "wb")) for name, path in names.items()
-        }
+        # All temporary files are closed before the first one is renamed.
+        temporaries = {name: stack.enter_context(replacing(path)) for name, path in paths.items()}
+        for name, temporary in temporaries.items():
+            files[name] = stack.enter_context(open_to_write(temporary, "wb"))
         for batch in batches(pieces, field):
-            texts = [part.text for part in batch]
+            texts = [chunk.text for chunk in batch]
             encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            for part, encoding in zip(batch, encoded, strict=True):
-                tokens = encoding.ids + [note["end_of_text"]] * part.last
-                name = "val" if part.validation else "train"
+            for chunk, encoding in zip(batch, encoded, strict=True):
+                tokens = encoding.ids
+                if chunk.last:
+                    tokens = [*tokens, note["end_of_text"]]
+                    counts["documents"] += 1
+                name = "val" if chunk.validation else "train"
                 files[name].write(np.array(tokens, note["token_type"]).tobytes())
                 counts[name] += len(tokens)
-                counts["documents"] += part.last
-                counts["bytes"] += len(part.text.encode())
+                counts["bytes"] += len(chunk.text.encode())
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -265,12 +327,16 @@ def encode(
     return counts
 
 
-def batches(pieces: list[Piece], field: str) -> Iterator[list[Part]]:
-    """The parts of some pieces, as many together as BATCH says."""
-    batch, length = [], 0
-    for part in (part for piece in pieces for part in parts(piece, field)):
-        batch.append(part)
-        if (length := length + len(part.text)) >= BATCH:
-            yield batch
-            batch, length = [], 0
+def batches(pieces: list[Piece], field: str) -> Iterator[list[Chunk]]:
+    """Yield the chunks of some pieces in lists of about BATCH characters."""
+    batch: list[Chunk] = []
+    length = 0
+    for piece in pieces:
+        for chunk in read_chunks(piece, field):
+            batch.append(chunk)
+            length += len(chunk.text)
+            if length >= BATCH:
+                yield batch
+                batch = []
+                length = 0
     yield batch

@@ -7,12 +7,18 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..files import flatten, to_json, write_json
 
-STATUS = {"preempted": "KILLED", "failed": "FAILED"}  # else FINISHED
+if TYPE_CHECKING:
+    from ..config import Config
+
+# MLflow's words for how a run ended; any other status is FINISHED.
+STATUS = {"preempted": "KILLED", "failed": "FAILED"}
+# MLflow takes this many parameters in one request.
+PARAMETERS_AT_ONCE = 100
 
 
 @dataclass(frozen=True)
@@ -34,39 +40,31 @@ class TrackerConfig:
 class Tracker:
     """The log of a run; it has the records up to step `logged`.
 
-    MLflow changes nothing that it has: steps that were rolled back keep their first figures, and
+    MLflow never changes what was logged: steps that were rolled back keep their first metrics, and
     parameters their first values (the artifact config.json has the newest).
     """
 
-    def __init__(self, config: Any, run_dir: Path, step: int) -> None:
+    def __init__(self, config: "Config", run_dir: Path, step: int) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # else it reports each table it makes
-        from mlflow.entities import Metric, Param
-        from mlflow.exceptions import MlflowException
+        # On a lower level it reports each table of a new database.
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        from mlflow.entities import Metric
         from mlflow.tracking import MlflowClient
 
-        self.metric, settings = Metric, to_json(config)
-        home = run_dir.resolve().parent
+        self.metric = Metric
         uri = config.tracker.uri or os.environ.get("MLFLOW_TRACKING_URI")
-        artifacts = None if uri else (home / "mlflow-artifacts").as_uri()
-        # A question mark would end the address of the file.
-        folder = f"/proc/self/fd/{os.open(home, os.O_RDONLY)}" if "?" in str(home) else home
-        self.client = MlflowClient(uri or f"sqlite:///{folder}/mlflow.db")
+        home = run_dir.resolve().parent
+        self.client = MlflowClient(uri or _database(home))
+        settings = to_json(config)
         note = run_dir / "mlflow.json"
-        run = None
-        if note.exists():
-            with contextlib.suppress(MlflowException):  # it is in another store
-                run = self.client.get_run(json.loads(note.read_text("utf-8"))["id"])
+        run = self._find(note)
         if run is None:
-            experiment: str = os.environ.get("MLFLOW_EXPERIMENT_NAME") or config.tracker.experiment
-            known = self.client.get_experiment_by_name(experiment)
-            number = known and known.experiment_id
-            number = number or self.client.create_experiment(experiment, artifacts)
-            run = self.client.create_run(number, run_name=run_dir.name)
+            # A server stores artifacts itself.
+            artifacts = None if uri else (home / "mlflow-artifacts").as_uri()
+            experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or config.tracker.experiment
+            run = self._create(experiment, artifacts, run_dir.name)
             write_json(note, {"id": run.info.run_id})
-            params = [Param(name, str(value)) for name, value in flatten(settings)]
-            for start in range(0, len(params), 100):
-                self.client.log_batch(run.info.run_id, params=params[start : start + 100])
+            self._log_parameters(run.info.run_id, settings)
         self.id = run.info.run_id
         self.client.update_run(self.id, "RUNNING")
         self.client.log_dict(self.id, settings, "config.json")
@@ -74,9 +72,13 @@ class Tracker:
         self.logged = samples // config.train.global_batch_size
 
     def scalars(self, step: int, values: dict[str, float], time: float) -> None:
-        """Log the line of a step, taken at `time` (seconds since 1970)."""
-        named = {re.sub(r"[^\w./ :-]", "_", name): value for name, value in values.items()}
-        metrics = [self.metric(name, value, int(time * 1e3), step) for name, value in named.items()]
+        """Log the metrics of a step, taken at `time` (seconds since 1970)."""
+        milliseconds = int(time * 1e3)
+        metrics = []
+        for name, value in values.items():
+            # MLflow refuses other characters in a name.
+            allowed = re.sub(r"[^\w./ :-]", "_", name)
+            metrics.append(self.metric(allowed, value, milliseconds, step))
         self.client.log_batch(self.id, metrics=metrics)
 
     def sample(self, path: Path, step: int) -> None:
@@ -86,3 +88,41 @@ class Tracker:
     def close(self, status: str) -> None:
         """End the log with the run's status."""
         self.client.set_terminated(self.id, STATUS.get(status, "FINISHED"))
+
+    def _find(self, note: Path) -> Any:
+        """Return MLflow's run that an earlier start has noted, None if there is none."""
+        from mlflow.exceptions import MlflowException
+
+        if not note.exists():
+            return None
+        number = json.loads(note.read_text("utf-8"))["id"]
+        # The run may be in another database.
+        with contextlib.suppress(MlflowException):
+            return self.client.get_run(number)
+        return None
+
+    def _create(self, experiment: str, artifacts: str | None, name: str) -> Any:
+        """Return a new run in an experiment, which is created if it does not exist."""
+        existing = self.client.get_experiment_by_name(experiment)
+        if existing and existing.experiment_id:
+            number = existing.experiment_id
+        else:
+            number = self.client.create_experiment(experiment, artifacts)
+        return self.client.create_run(number, run_name=name)
+
+    def _log_parameters(self, number: str, settings: dict[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        parameters = [Param(name, str(value)) for name, value in flatten(settings)]
+        for start in range(0, len(parameters), PARAMETERS_AT_ONCE):
+            chunk = parameters[start : start + PARAMETERS_AT_ONCE]
+            self.client.log_batch(number, params=chunk)
+
+
+def _database(folder: Path) -> str:
+    """Return the address of the database in a folder."""
+    # A question mark would end the address. The folder's descriptor, which stays open, has none.
+    if "?" in str(folder):
+        descriptor = os.open(folder, os.O_RDONLY)
+        return f"sqlite:////proc/self/fd/{descriptor}/mlflow.db"
+    return f"sqlite:///{folder}/mlflow.db"

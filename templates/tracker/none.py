@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-TRACKERS: tuple[Any, ...] = ()  # the callbacks that log to the tracker
+# The callbacks that log to the tracker.
+TRACKERS: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,14 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..files import read_json, to_json, write_json
+
+if TYPE_CHECKING:
+    from ..config import Config
 
 
 @dataclass(frozen=True)
@@ -18,21 +21,23 @@ class TrackerConfig:
 class Tracker:
     """The log of a run, cut off after `step`; it has the records up to step `logged`."""
 
-    def __init__(self, config: Any, run_dir: Path, step: int) -> None:
+    def __init__(self, config: "Config", run_dir: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run_dir / "tensorboard"
-        self.note, self.settings = folder / "logged.json", to_json(config)
-        known = read_json(self.note) if self.note.exists() else {}
-        self.logged = min(step, known.get("step", 0))
+        # The last step and the settings that an earlier start has logged.
+        self.note = folder / "logged.json"
+        earlier = read_json(self.note) if self.note.exists() else {}
+        self.settings = to_json(config)
+        self.logged = min(step, earlier.get("step", 0))
         # Readers then ignore this step and later ones in the files of earlier starts.
         self.writer: Any = SummaryWriter(folder, purge_step=self.logged + 1)
-        if known.get("settings") != self.settings:
+        if earlier.get("settings") != self.settings:
             self._text("config", json.dumps(self.settings, indent=2), 0)
         self._flush(self.logged)
 
     def scalars(self, step: int, values: dict[str, float], time: float) -> None:
-        """Log the line of a step, taken at `time` (seconds since 1970)."""
+        """Log the metrics of a step, taken at `time` (seconds since 1970)."""
         for name, value in values.items():
             self.writer.add_scalar(name, value, step, walltime=time)
         self._flush(step)
@@ -42,7 +47,8 @@ class Tracker:
         if path.suffix == ".txt":
             self._text("sample", path.read_text("utf-8", "replace"), step)
         else:
-            from PIL import Image  # which TensorBoard brings along
+            # TensorBoard depends on it, so it is installed.
+            from PIL import Image
 
             picture = np.asarray(Image.open(path).convert("RGB"))
             self.writer.add_image("sample", picture, step, dataformats="HWC")
@@ -53,7 +59,8 @@ class Tracker:
         self.writer.close()
 
     def _text(self, tag: str, text: str, step: int) -> None:
-        indented = text.replace("\n", "\n    ")  # which is code to Markdown
+        # TensorBoard shows Markdown, in which indented lines are shown as they are.
+        indented = text.replace("\n", "\n    ")
         self.writer.add_text(tag, f"    {indented}", step)
 
     def _flush(self, step: int) -> None:

@@ -1,18 +1,17 @@
 """Logs a run to its experiment tracker, which never stops training nor holds it up.
 
-Only one thread, a daemon, calls the tracker. What fails there is a warning, once; the next records
+Only one thread, a daemon, calls the tracker. A failure there is a warning, once. The next records
 are logged all the same, and the next start logs the lines after the tracker's last one.
 """
 
 import contextlib
-import itertools
 import logging
 import queue
 import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..files import read_json
@@ -21,10 +20,16 @@ from .logs import ONLY_IN_FILES
 from .samples import samples_of
 from .tracker_adapter import Tracker, TrackerConfig
 
+if TYPE_CHECKING:
+    from ..config import Config
+    from ..train import State
+
 __all__ = ["TRACKERS", "TrackerConfig"]
 log = logging.getLogger(__name__)
-PERFORMANCE = re.compile("[a-z_]+_(seconds|per_second|bytes)|mfu")  # figures of the system
-LIMIT = 20.0  # seconds to wait for a tracker to open, and to close
+# The metrics of the system rather than of the model.
+PERFORMANCE = re.compile("[a-z_]+_(seconds|per_second|bytes)|mfu")
+# How many seconds to wait for a tracker to open, and to close.
+LIMIT = 20.0
 
 
 class Tracking:
@@ -32,11 +37,15 @@ class Tracking:
 
     harmless = True
 
-    def __init__(self, config: Any, run_dir: Path, step: int) -> None:
-        self.config, self.run_dir, self.step = config, run_dir, step
+    def __init__(self, config: "Config", run_dir: Path, step: int) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.step = step
         self.status = "preempted"
+        # None ends the thread.
         self.records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self.opened, self.warned = threading.Event(), False
+        self.opened = threading.Event()
+        self.warned = False
         self.thread = threading.Thread(target=self._work, daemon=True)
 
     def __enter__(self) -> "Tracking":
@@ -46,51 +55,86 @@ class Tracking:
             self._warn(f"it did not open within {LIMIT:.0f} s; records wait for it")
         return self
 
-    def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
+    def after_step(self, state: "State", record: dict[str, Any] | None) -> None:
         """Hand over the record of a step, if it has one."""
-        if record and self.thread.is_alive():
+        if record is not None and self.thread.is_alive():
             self.records.put(dict(record))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        with contextlib.suppress(UserError):
-            if kind or read_json(self.run_dir / "status.json").get("status") == "finished":
-                self.status = "failed" if kind else "finished"
+        if kind is not None:
+            self.status = "failed"
+        elif self._has_finished():
+            self.status = "finished"
         self.records.put(None)
-        self.thread.join(LIMIT)  # one that opens late gets all records now
+        # A tracker that opens late gets all records now.
+        self.thread.join(LIMIT)
         if self.thread.is_alive():
             self._warn(f"it did not close within {LIMIT:.0f} s")
 
+    def _has_finished(self) -> bool:
+        with contextlib.suppress(UserError):
+            return read_json(self.run_dir / "status.json").get("status") == "finished"
+        return False
+
     def _work(self) -> None:
+        """Log the records of earlier starts, then those of this one; runs on the thread."""
         tracker = self._attempt(Tracker, self.config, self.run_dir, self.step)
         self.opened.set()
-        if not tracker:
+        if tracker is None:
             return
-        earlier = read_records(self.run_dir, self.step)  # by the starts before
-        for record in itertools.chain(earlier, iter(self.records.get, None)):
-            if (step := record["step"]) > tracker.logged:
-                for path in samples_of(self.run_dir, step):
-                    self._attempt(tracker.sample, path, step)
-                self._attempt(tracker.scalars, step, scalars(record), record["time"])
+        for record in read_records(self.run_dir, self.step):
+            self._log(tracker, record)
+        record = self.records.get()
+        while record is not None:
+            self._log(tracker, record)
+            record = self.records.get()
         self._attempt(tracker.close, self.status)
 
+    def _log(self, tracker: Tracker, record: dict[str, Any]) -> None:
+        """Log a record and the samples of its step, unless the tracker has them already."""
+        step = record["step"]
+        if step <= tracker.logged:
+            return
+        # The samples come first, since a tracker may end the step with its metrics.
+        for path in samples_of(self.run_dir, step):
+            self._attempt(tracker.sample, path, step)
+        self._attempt(tracker.scalars, step, scalars(record), record["time"])
+
     def _attempt(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of the tracker; an error is a warning, and the result None."""
         try:
             return call(*arguments)
-        except BaseException as error:  # a tracker may even call sys.exit
-            self._warn(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+        except BaseException as error:
+            # Not only Exception, since a tracker may even call sys.exit.
+            first_line = next(iter(str(error).splitlines()), "")
+            self._warn(f"{type(error).__name__}: {first_line}")
 
     def _warn(self, problem: str) -> None:
         """Warn of the first problem; the others are in the log file only."""
-        level, extra = (logging.INFO, ONLY_IN_FILES) if self.warned else (logging.WARNING, None)
+        text = "tracker error, training continues: %s"
+        if self.warned:
+            log.info(text, problem, extra=ONLY_IN_FILES)
+        else:
+            log.warning(text, problem)
         self.warned = True
-        log.log(level, "tracker error, training continues: %s", problem, extra=extra)
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """The finite figures of a record by tag: train/loss, validation/loss, perf/step_seconds."""
-    figures = {n: v for n in record.keys() - {"step", "time"} for v in finite(record[n])}
-    tags = {n: f"{'perf' if PERFORMANCE.fullmatch(n) else 'train'}/{n}" for n in figures}
-    return {re.sub("^train/validation_", "validation/", tags[n]): figures[n] for n in figures}
+    """Return the finite metrics of a record by tag: train/loss, perf/step_seconds, ..."""
+    tagged: dict[str, float] = {}
+    for name, value in record.items():
+        if name not in ("step", "time") and finite(value):
+            tagged[_tag(name)] = float(value)
+    return tagged
+
+
+def _tag(name: str) -> str:
+    """Return the name under which a tracker groups a metric."""
+    if PERFORMANCE.fullmatch(name):
+        return f"perf/{name}"
+    if name.startswith("validation_"):
+        return f"validation/{name.removeprefix('validation_')}"
+    return f"train/{name}"
 
 
 TRACKERS = (Tracking,)

@@ -7,9 +7,12 @@ import shutil
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..files import to_json, write_json
+
+if TYPE_CHECKING:
+    from ..config import Config
 
 
 @dataclass(frozen=True)
@@ -27,43 +30,28 @@ class Tracker:
     """The log of a run; it has the records up to step `logged`.
 
     An offline log cannot be continued (one `wandb sync` of a run replaces the one before), so each
-    start writes the whole log anew; at the end only the newest is left. A server changes nothing
-    that it has: steps that were rolled back keep their first figures.
+    start writes the whole log again; at the end only the newest is left. A server never changes
+    what was logged: steps that were rolled back keep their first metrics.
     """
 
-    def __init__(self, config: Any, run_dir: Path, step: int) -> None:
+    def __init__(self, config: "Config", run_dir: Path, step: int) -> None:
         import wandb
 
-        # By their variables, since one that the user has set wins.
-        mode = os.environ.get("WANDB_MODE", config.tracker.mode)
-        ours = {
-            "PROJECT": ("project", config.tracker.project),
-            "ENTITY": ("entity", config.tracker.entity),
-            "NAME": ("run_name", run_dir.name),
-            "RUN_GROUP": ("run_group", run_dir.parent.name),  # "runs", or the folder of a sweep
-            "DIR": ("root_dir", str(run_dir)),
-            "CONSOLE": ("console", "off"),
-            "SILENT": ("silent", True),
-            "INIT_TIMEOUT": ("init_timeout", 20),
-            "FINISH_TIMEOUT": ("finish_timeout", 15),
-        }
-        unset = [ours[name] for name in ours if f"WANDB_{name}" not in os.environ]
-        options: dict[str, Any] = {"mode": mode, **dict(unset)}
-        note = run_dir / "wandb.json"
-        if not note.exists():
-            write_json(note, {"id": uuid.uuid4().hex[:12]})
-        name = os.environ.get("WANDB_RUN_ID") or json.loads(note.read_text("utf-8"))["id"]
-        # Without a key it would ask for one, and training would wait.
-        if mode == "online" and not wandb.login(prompt=False):
+        options = _options(config.tracker, run_dir)
+        number = _run_id(run_dir / "wandb.json")
+        # Without a key wandb would ask for one, and training would wait.
+        if options["mode"] == "online" and not wandb.login(prompt=False):
             raise RuntimeError("--tracker.mode online needs `wandb login` first")
-        self.run = wandb.init(id=name, resume="allow", settings=wandb.Settings(**options))
+        settings = wandb.Settings(**options)
+        self.run = wandb.init(id=number, resume="allow", settings=settings)
         folder = Path(self.run.dir).parent
-        self.older = set(folder.parent.glob(f"offline-run-*-{name}*")) - {folder}
+        # The offline logs of earlier starts.
+        self.older = set(folder.parent.glob(f"offline-run-*-{number}*")) - {folder}
         self.run.config.update(to_json(config), allow_val_change=True)
         self.logged = self.run.starting_step - 1
 
     def scalars(self, step: int, values: dict[str, float], time: float) -> None:
-        """Log the line of a step, taken at `time` (seconds since 1970)."""
+        """Log the metrics of a step, taken at `time` (seconds since 1970)."""
         self.run.log({**values, "_timestamp": time}, step=step, commit=True)
 
     def sample(self, path: Path, step: int) -> None:
@@ -73,12 +61,44 @@ class Tracker:
         if path.suffix == ".png":
             sample: Any = Image(str(path))
         else:
-            sample = Html(f"<pre>{html.escape(path.read_text('utf-8', 'replace'))}</pre>")
+            text = html.escape(path.read_text("utf-8", "replace"))
+            sample = Html(f"<pre>{text}</pre>")
+        # The metrics of the step follow, and commit both.
         self.run.log({"sample": sample}, step=step, commit=False)
 
     def close(self, status: str) -> None:
         """End the log with the run's status."""
         self.run.summary["status"] = status
-        self.run.finish(exit_code=int(status == "failed"))
-        for older in self.older:
-            shutil.rmtree(older)
+        self.run.finish(exit_code=1 if status == "failed" else 0)
+        for folder in self.older:
+            shutil.rmtree(folder)
+
+
+def _options(config: TrackerConfig, run_dir: Path) -> dict[str, Any]:
+    """Return the settings of wandb, except those that the user's environment sets."""
+    options: dict[str, Any] = {"mode": os.environ.get("WANDB_MODE", config.mode)}
+    defaults: dict[str, dict[str, Any]] = {
+        "WANDB_PROJECT": {"project": config.project},
+        "WANDB_ENTITY": {"entity": config.entity},
+        "WANDB_NAME": {"run_name": run_dir.name},
+        # The folder of the run: "runs", or that of a sweep.
+        "WANDB_RUN_GROUP": {"run_group": run_dir.parent.name},
+        "WANDB_DIR": {"root_dir": str(run_dir)},
+        "WANDB_CONSOLE": {"console": "off"},
+        "WANDB_SILENT": {"silent": True},
+        "WANDB_INIT_TIMEOUT": {"init_timeout": 20},
+        "WANDB_FINISH_TIMEOUT": {"finish_timeout": 15},
+    }
+    # In wandb itself a setting would win over its variable.
+    for variable, setting in defaults.items():
+        if variable not in os.environ:
+            options |= setting
+    return options
+
+
+def _run_id(note: Path) -> str:
+    """Return wandb's name of the run, the same at each start."""
+    if not note.exists():
+        write_json(note, {"id": uuid.uuid4().hex[:12]})
+    number = os.environ.get("WANDB_RUN_ID")
+    return number or json.loads(note.read_text("utf-8"))["id"]

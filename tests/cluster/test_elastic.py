@@ -38,17 +38,18 @@ def test_who_stops_waits_to_be_told_where_machines_come_and_go(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, group = project.module("distributed.world"), project.module("distributed").Group()
-    with project.module("distributed.stop").Stop(group) as stop:
+    stops = project.module("distributed.stop")
+    with stops.Stop(group) as stop:
         monkeypatch.setattr(world, "TOLD_WITHIN", 0.05)
         monkeypatch.setenv("NNODES", "1:3")
-        assert stop.outcome(0) == "finished"
-        assert stop.outcome(signal.SIGTERM) == "regrouping"
+        assert stop.outcome(stops.Agreed()) == "finished"
+        assert stop.outcome(stops.Agreed(signal.SIGTERM)) == "regrouping"
         monkeypatch.setenv("NNODES", "3")
-        assert stop.outcome(signal.SIGTERM) == "preempted"
+        assert stop.outcome(stops.Agreed(signal.SIGTERM)) == "preempted"
         monkeypatch.setattr(world, "TOLD_WITHIN", 60)
         monkeypatch.setenv("NNODES", "1:3")
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        assert stop.outcome(signal.SIGTERM) == "preempted"
+        assert stop.outcome(stops.Agreed(signal.SIGTERM)) == "preempted"
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_who_stops_hears_no_more_but_its_children_do(project: Project) -> None:
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         with stops.Stop(group) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
-            assert stop.poll() == (signal.SIGTERM, False)
+            assert stop.poll() == stops.Agreed(signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
     finally:
         signal.signal(signal.SIGTERM, before)

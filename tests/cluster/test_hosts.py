@@ -11,17 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import bake
-from tests.project.test_life import (
-    TINY,
-    environment,
-    finish,
-    launch,
-    make_slow,
-    manifest,
-    records,
-    write_noise,
-)
+from tests.project.test_life import TINY, bake_slow, environment, finish, launch, manifest, records
 from tests.stress.jobs import rank_of
 
 STEPS = 100
@@ -170,15 +160,10 @@ class Hosts:
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    project = bake(tmp_path, tracker="none")
-    make_slow(project)
-    write_noise(project / "text.txt")
+    project = bake_slow(tmp_path, tracker="none")
     (tmp_path / "hosts").mkdir()
-    found = Hosts(tmp_path / "hosts", project)
-    try:
-        yield found
-    finally:
-        found.close()
+    with contextlib.closing(Hosts(tmp_path / "hosts", project)) as hosts:
+        yield hosts
 
 
 def test_a_job_survives_its_hosts_and_their_cables(hosts: Hosts) -> None:

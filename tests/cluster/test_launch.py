@@ -13,15 +13,14 @@ import pytest
 
 from tests.conftest import bake
 from tests.project.test_life import (
+    bake_slow,
     environment,
     finish,
     launch,
-    make_slow,
     manifest,
     records,
     start,
     trainers,
-    write_noise,
 )
 
 PACKAGE = "launched"
@@ -146,9 +145,7 @@ def test_a_frozen_process_does_not_keep_a_launcher_from_its_end(tmp_path: Path) 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux ends orphans")
 def test_ranks_end_with_their_launcher_and_save_at_one_ctrl_c(tmp_path: Path) -> None:
-    project, slow = bake(tmp_path / "project"), tmp_path / "slow"
-    make_slow(project)
-    write_noise(project / "text.txt")
+    project, slow = bake_slow(tmp_path / "project"), tmp_path / "slow"
     slow.touch()
     options = ("--train.steps", "100000", "--train.log-every", "1", "--data.path", "text.txt")
     options += ("--checkpoint.every", "3")

@@ -16,17 +16,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common import free_ports
-from tests.conftest import bake
 from tests.project.test_life import (
     TINY,
+    bake_slow,
     environment,
     finish,
     hashes,
     launch,
-    make_slow,
     manifest,
     records,
-    write_noise,
 )
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue")
@@ -153,9 +151,7 @@ class Slurm:
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[Slurm]:
-    project = bake(tmp_path, cluster="slurm", tracker="none")
-    make_slow(project)
-    write_noise(project / "text.txt")
+    project = bake_slow(tmp_path, cluster="slurm", tracker="none")
     (tmp_path / "slurm").mkdir()
     cluster = Slurm(tmp_path / "slurm", project)
     try:

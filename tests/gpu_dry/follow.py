@@ -150,7 +150,7 @@ class Run:
 
             for name in ("model", "gpt"):  # the language model's loss in parts, as of many tokens
                 with contextlib.suppress(ModuleNotFoundError):
-                    replace(self.module(name), "PART", 2000)
+                    replace(self.module(name), "MAX_LOGITS", 2000)
             replace(torch, "compile", compile)
             with contextlib.suppress(ModuleNotFoundError):  # which has no memory to share
                 replace(self.module("checkpoint.staging"), "part_of", part_of)
@@ -160,6 +160,7 @@ class Run:
                 replace(dist, "new_group", lambda *a, **k: None)
                 replace(dist, "barrier", lambda *a, **k: None)
                 replace(dist, "all_gather_object", gather)
+                replace(dist, "broadcast_object_list", lambda *a, **k: None)
                 replace(group, "__init__", first_of_all)
                 replace(group, "broadcast", lambda self, value: value)
                 replace(group, "gather", lambda self, value: [value])
@@ -207,9 +208,17 @@ class Run:
         self.journal = self.module("run.journal").Journal(self.folder, state, group)
         yours = (*self.loop.own.callbacks(self.config, self.folder), self.journal, *after)
         with mock.patch.object(self.module("profiler"), "profile"):
-            rest = runner.built_in(state, self.loop.train_step, self.folder, group, yours)
-            everyone = [hardware.MemoryUse(), *before, *rest]
-        self.before_steps, self.after_steps, _ = runner.methods(everyone)
+            profiler = self.module("profiler").Profiler
+            everyone = [
+                hardware.MemoryUse(),
+                *before,
+                self.loop.BadSteps(self.config.train, self.loop.train_step, group),
+                *yours,
+                *(tracker(self.config, self.folder, 0) for tracker in self.loop.TRACKERS),
+                profiler(self.config.profile, self.folder / "traces", state),
+            ]
+        self.before_steps = runner.methods_named("before_step", everyone)
+        self.after_steps = runner.methods_named("after_step", everyone)
         self.group = group
 
     def step(self, recorded: bool = False) -> list[str]:

@@ -51,15 +51,15 @@ BREAKAGES = {
         *(PLAIN, "train.py", "state.grad_norm = norm", "state.grad_norm = norm.cpu()", "Waits"),
     ),
     "batch_on_the_host": (
-        *(PLAIN, "train.py", "state, move(batch, world.device))\n                returned("),
-        "state, batch)\n                returned(",
+        *(PLAIN, "train.py", "state, move(batch, world.device))\n                require_type("),
+        "state, batch)\n                require_type(",
         "FakeTensorDeviceMismatchError",
     ),
     "bad_step_read": (
         *(PLAIN, "run/bad_steps.py", "    if isinstance(bad, torch.Tensor) and getattr("),
         *("    if not bad and getattr(", "Waits"),
     ),
-    "not_fused": (PLAIN, "optim.py", "**rates, fused=have", "**rates, fused=not have", "Waits"),
+    "not_fused": (PLAIN, "optim.py", "fused=supports", "fused=not supports", "Waits"),
     "pageable_batch": (PLAIN, "device.py", "batch = batch.pin_memory()", "pass", "Waits"),
     "blocking_copy_of_a_batch": (
         *(PLAIN, "device.py", "batch.to(device, non_blocking=True)", "batch.to(device)", "Waits"),
@@ -68,14 +68,14 @@ BREAKAGES = {
         *(PLAIN, "loss.py", "clip / (size + 1e-6)", "clip / (float(size) + 1e-6)", "Waits"),
     ),
     "count_made_on_the_host": (
-        *(PLAIN, "loss.py", "total.new_full((), v)", "torch.tensor(v, device=total.device)"),
-        "Waits",
+        *(PLAIN, "loss.py", "total.new_full((), value)"),
+        *("torch.tensor(value, device=total.device)", "Waits"),
     ),
     "bad_step_by_isfinite": (
         *(PLAIN, "loss.py", "(judged - judged) != 0", "not torch.isfinite(judged)", "Waits"),
     ),
     "mask_made_on_the_host": (
-        *(PLAIN, "model.py", "k, v, None, dropout, is_causal=True"),
+        *(PLAIN, "model.py", "k, v, dropout_p=dropout, is_causal=True"),
         *("k, v, torch.ones(32, 32).tril().bool().to(x.device), dropout", "Waits"),
     ),
     "angles_made_on_the_host": (
@@ -90,8 +90,8 @@ BREAKAGES = {
         *(
             PLAIN,
             "model.py",
-            "of_weight += gradients[1]  #",
-            "of_weight += gradients[1] * gradients[1].any().item()  #",
+            "weight_gradient += of_weight\n",
+            "weight_gradient += of_weight * of_weight.any().item()\n",
         ),
         "Waits",
     ),
@@ -101,15 +101,15 @@ BREAKAGES = {
         *('tokens = batch["tokens"].long()\n    tokens = tokens[tokens.any(1)]', "Dynamic"),
     ),
     "average_read": (
-        *(PLAIN, "ema.py", "(1 if bad is None else 1 - bad)", "(0 if bad else 1)", "Waits"),
+        *(PLAIN, "ema.py", "fraction * (1 - is_bad)", "fraction * (0 if is_bad else 1)", "Waits"),
     ),
     "muon_reads_the_flag": (
         *(MUON, "optim.py", "rate * (1.0 - found_inf)", "rate * (1.0 - found_inf.item())"),
         "Waits",
     ),
     "muon_looks_for_gradients": (
-        *(MUON, "optim.py", 'group["matrices"] and p.grad is not None]'),
-        *('group["matrices"] and p.grad is not None and p.grad.any()]', "Waits"),
+        *(MUON, "optim.py", 'group["params"] if p.grad is not None]'),
+        *('group["params"] if p.grad is not None and p.grad.any()]', "Waits"),
     ),
     "statistics_put_back_by_the_host": (
         *("batch_statistics", "run/bad_steps.py", "if isinstance(bad, torch.Tensor):"),
@@ -170,8 +170,8 @@ BREAKAGES = {
         *("sums = sums + loss_vector(loss).cpu() * share.weight", "validation"),
     ),
     "record_reads_each_figure": (
-        *(PLAIN, "run/journal.py", "torch.cat([state.sums, *scalars]).tolist()"),
-        "[x.item() for x in torch.cat([state.sums, *scalars])]",
+        *(PLAIN, "run/journal.py", "torch.cat([state.sums, bad_steps, grad_norm]).tolist()"),
+        "[x.item() for x in torch.cat([state.sums, bad_steps, grad_norm])]",
         "record",
     ),
     "memory_waits_for_each_step": (
@@ -180,11 +180,11 @@ BREAKAGES = {
         "Waits",
     ),
     "profiler_waits_for_each_step": (
-        *(PLAIN, "profiler.py", "if left in (self.config.active - 1, self.period - 1):"),
+        *(PLAIN, "profiler.py", "if records_from_next or window_ended:"),
         *("if True:", "Waits"),
     ),
     "bad_steps_looked_for_at_each_step": (
-        *(PLAIN, "run/bad_steps.py", "if self.stop and (", "if (", "Waits"),
+        *(PLAIN, "run/bad_steps.py", "if self.stop:", "if True:", "Waits"),
     ),
     "stragglers_timed_by_the_host": (
         *(PLAIN, "distributed/stragglers.py", "event.record()", "event.synchronize()", "Waits"),

@@ -137,16 +137,13 @@ assert dispatch(["--help"]) == 0
 print({{"torch", "numpy", "tyro"}} & {{*sys.modules}} or "none of them")
 """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    output = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(project.folder / "src")},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    outcome = project.python("-c", code)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert output.startswith(f"usage: python -m {project.name} COMMAND [--help] [options]\n")
-    assert output.endswith("\nnone of them\n")
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stdout.startswith(
+        f"usage: python -m {project.name} COMMAND [--help] [options]\n"
+    )
+    assert outcome.stdout.endswith("\nnone of them\n")
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
 
 
@@ -157,13 +154,19 @@ def help_of(project: Project, name: str, capsys: pytest.CaptureFixture[str]) -> 
     return capsys.readouterr().out
 
 
+def options_in(help_text: str) -> list[str]:
+    """The options of a help, which has to begin with the common ones."""
+    options = re.findall(r"^[^\w\n]*--([a-z][\w.-]+)", help_text, re.MULTILINE)
+    assert options[:6] == ["preset", "config", "name", "run-dir", "fresh", "device"]
+    return options
+
+
 def test_help_begins_with_the_common_options(
     project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = help_of(project, "train", capsys)
-    options = re.findall(r"^[^\w\n]*--([a-z][\w.-]+)", text, re.MULTILINE)
-    assert options[:6] == ["preset", "config", "name", "run-dir", "fresh", "device"]
+    options = options_in(text)
     assert options[10:12] == ["train.steps", "train.epochs"]
     parts = list(dict.fromkeys(name.partition(".")[0] for name in options if "." in name))
     assert parts[:4] == ["train", "data", "model", "optim"]
@@ -175,9 +178,7 @@ def test_help_of_a_stage_ends_with_the_options_of_the_stages(
     project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    text = help_of(project, "scale", capsys)
-    options = re.findall(r"^[^\w\n]*--([a-z][\w.-]+)", text, re.MULTILINE)
-    assert options[:6] == ["preset", "config", "name", "run-dir", "fresh", "device"]
+    options = options_in(help_of(project, "scale", capsys))
     assert "train.steps" in options and options[-1].startswith("workflow.")
 
 
@@ -198,7 +199,8 @@ def test_help_whose_reader_is_gone_says_nothing(project: Project) -> None:
 
 def test_a_command_that_is_not_there_gets_the_usage(project: Project) -> None:
     line, usage, *_ = project.refuses("trian").splitlines()
-    assert line == "there is no command 'trian'" and usage.startswith("usage: ")
+    assert line == "there is no command 'trian': did you mean train?"
+    assert usage.startswith("usage: ")
 
 
 DEBUG = """

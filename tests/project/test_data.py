@@ -192,22 +192,18 @@ def test_what_is_not_text_in_utf_8_is_left_out_and_named(
 
 
 @pytest.mark.parametrize(
-    ("training_file", "validation_file", "test_file"),
+    "files",
     [
-        ("train.txt", "val.txt", "test.txt"),
-        ("train/a.txt", "valid/a.txt", "test/a.txt"),
-        ("training_00.txt", "Validation_00.txt", "test_00.txt"),
-        ("wiki.train.raw", "wiki.valid.raw", "wiki.test.raw"),
+        "train.txt val.txt test.txt",
+        "train/a.txt valid/a.txt test/a.txt",
+        "training_00.txt Validation_00.txt test_00.txt",
+        "wiki.train.raw wiki.valid.raw wiki.test.raw",
     ],
 )
 def test_text_may_be_divided_already(
-    text: Project,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    training_file: str,
-    validation_file: str,
-    test_file: str,
+    text: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture, files: str
 ) -> None:
+    training_file, validation_file, test_file = files.split()
     others = ("trainer.txt", "validators.py", "contest.txt", "docs/val.txt")
     names = {"a": training_file, "b": validation_file, "c": test_file}
     names |= {f"other{i}": name for i, name in enumerate(others)}

@@ -67,11 +67,11 @@ def test_a_process_keeps_to_the_cores_beside_its_gpu(
     monkeypatch.setattr(hardware, "Path", lambda _, *rest: tmp_path.joinpath(*rest))
     monkeypatch.setattr(hardware, "usable_cores", lambda: (os.cpu_count() or 1) - (not free))
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: chosen.append(cores))
-    hardware.run_beside(GPU)
+    hardware.pin_to_numa_node(GPU)
     assert chosen == ([kept] if kept else [])
     (tmp_path / "0000:1b:02.0/local_cpulist").unlink()  # as in many containers
-    hardware.run_beside(GPU)
-    hardware.run_beside(torch.device("cpu"))
+    hardware.pin_to_numa_node(GPU)
+    hardware.pin_to_numa_node(torch.device("cpu"))
     assert len(chosen) == bool(kept)
 
 
@@ -87,7 +87,7 @@ def test_a_run_sets_its_process_up_before_it_builds_the_model(
         return build(*given)
 
     monkeypatch.setattr(training, "build_model", built)
-    monkeypatch.setattr(training.hardware, "run_beside", beside.append)
+    monkeypatch.setattr(training.hardware, "pin_to_numa_node", beside.append)
     training.setup(project.config(train__precision=precision))
     torch.set_float32_matmul_precision(before)
     assert found == [(products, [torch.device("cpu")])]

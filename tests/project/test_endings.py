@@ -60,14 +60,7 @@ def test_a_second_ctrl_c_says_what_is_saved(
     project: Project, tmp_path: Path, where: str, saved: int
 ) -> None:
     words = ["train", *project.settings, "--run-dir", str(tmp_path / "run"), "--checkpoint.every"]
-    outcome = subprocess.run(
-        [sys.executable, "-c", TWICE, *words, "4", where],
-        cwd=project.folder,
-        env={**os.environ, "PYTHONPATH": str(project.folder / "src")},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    outcome = project.python("-c", TWICE, *words, "4", where)
     assert outcome.returncode == 130, outcome.stderr
     assert "Traceback" not in outcome.stderr
     assert f"step {saved} is saved. To resume: the same command again" in outcome.stderr
@@ -309,14 +302,7 @@ def test_a_temporary_folder_of_a_long_name_ends_the_run(project: Project, tmp_pa
     """A worker's socket stands in it, and its name may have some hundred letters."""
     (folder := tmp_path / ("scratch_of_user_" * 7)).mkdir()
     words = ("-m", project.name, "train", *project.settings, "--run-dir", str(tmp_path / "run"))
-    outcome = subprocess.run(
-        [sys.executable, *words, "--train.loader-workers", "2"],
-        cwd=project.folder,
-        env={**os.environ, "PYTHONPATH": str(project.folder / "src"), "TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    outcome = project.python(*words, "--train.loader-workers", "2", TMPDIR=str(folder))
     *_, line = outcome.stderr.splitlines()
     assert outcome.returncode == 2, outcome.stderr
     assert line.startswith("error: a loader worker cannot send a batch: AF_UNIX path too long")

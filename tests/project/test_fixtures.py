@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Project
+from tests.conftest import Project, records
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TENSORS = json.loads((FIXTURES / "tensors.json").read_text())
@@ -54,8 +54,7 @@ def test_an_old_checkpoint_is_read_and_gone_on_from(
     assert len(left_out) <= 1
     if is_oldest := "/" not in written:
         assert "checkpoint.url" in left_out[0]
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [7, 8]
+    assert [record["step"] for record in records(run)] == [7, 8]
     name = "adamw" if is_oldest else "muon"  # an old run has no name; the presets' is another now
     assert project.module("config").load(run).optim.name == name
     project("verify", "--run-dir", str(run))

@@ -169,9 +169,16 @@ def make_slow(project: Path) -> None:
         file.write(SLOWLY)
 
 
-def write_noise(file: Path) -> None:
-    """Write a text that no model learns by heart: each batch keeps a loss of its own."""
-    file.write_text("".join(random.Random(0).choices("abcdefgh ", k=4000)))
+def bake_slow(folder: Path, **answers: str) -> Path:
+    """Render a project that `make_slow` changed, with a text to train on.
+
+    No model learns the text by heart: each batch keeps a loss of its own.
+    """
+    project = bake(folder, **answers)
+    make_slow(project)
+    noise = random.Random(0).choices("abcdefgh ", k=4000)
+    (project / "text.txt").write_text("".join(noise))
+    return project
 
 
 def test_a_killed_worker_changes_nothing(tmp_path: Path) -> None:

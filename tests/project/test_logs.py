@@ -5,7 +5,6 @@ import io
 import itertools
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -107,14 +106,7 @@ def test_a_crash_leaves_its_stacks_in_the_log(project: Project, tmp_path: Path, 
     """Behind what stood there before; the verdict on a hang is on the console in any case."""
     file = tmp_path / ("rank_1.log" if rank else "train.log")
     file.write_text("of the start before\n")
-    outcome = subprocess.run(
-        [sys.executable, "-u", "-c", CRASH],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(project.folder / "src"), "RANK": str(rank)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    outcome = project.python("-u", "-c", CRASH, cwd=tmp_path, RANK=str(rank))
     assert outcome.returncode < 0
     lines = file.read_text().splitlines()
     assert lines[0] == "of the start before"
@@ -148,14 +140,7 @@ with logs.logging_in(Path(), Group()):
 def test_an_error_told_by_its_message_leaves_its_traceback_where_it_happened(
     project: Project, tmp_path: Path
 ) -> None:
-    outcome = subprocess.run(
-        [sys.executable, "-c", BROKEN],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(project.folder / "src")},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    outcome = project.python("-c", BROKEN, cwd=tmp_path)
     assert outcome.stdout == "told: rank 0: ZeroDivisionError: on this rank\n" * 2, outcome.stderr
     assert outcome.stderr == ""
     text = (tmp_path / "train.log").read_text()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import Project, project_fixture
+from tests.conftest import Project, project_fixture, records
 
 project = project_fixture("of_manifests", parallelism="single", checkpoint="torch_save")
 
@@ -119,8 +119,7 @@ def test_the_time_that_saves_take_is_told_by_the_line_and_in_all(
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     run = tmp_path / "run"
     project("train", *project.settings, "--run-dir", str(run), *words)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    each = [line["checkpoint_blocked_seconds"] for line in lines]
+    each = [record["checkpoint_blocked_seconds"] for record in records(run)]
     status = json.loads((run / "status.json").read_text())
     assert 0 < sum(each) < status["checkpoint_blocked_seconds"]
 

@@ -130,9 +130,8 @@ def test_a_figure_of_a_callback_is_a_float_or_refused_by_name(
     """It is saved, and compared with others, as a float; 0 once made a checkpoint unreadable."""
     figures = project.module("run.journal").validation_figures
     if number is None:
-        with pytest.raises(
-            project.module("errors").UserError, match="figure 'recall' is .* no numb"
-        ):
+        told = r"figure 'recall' is .*, which is no number"
+        with pytest.raises(project.module("errors").UserError, match=told):
             figures({"recall": value})
         return
     recorded = figures({"recall": value, "validation_loss": 1})

@@ -129,7 +129,7 @@ def test_a_refused_resume_says_what_to_type(project: Project, tmp_path: Path, na
     assert "seed: 0 saved, 1 now" in said
 
     (line,) = re.findall("Resume with the saved settings: (.*)", said)
-    assert f"--config {run}/config.json" in line
+    assert line.endswith("train --name refused" if named else f"train --run-dir {run}")
     typed(project, line)
     assert status(project, run) == before, "it was finished"
     typed(project, f"{line} --train.steps 4")
@@ -216,10 +216,7 @@ def test_a_command_that_is_suggested_has_the_settings_of_its_run(project: Projec
         assert line[:4] == ["python", "-m", HERE, name]
         config = main.parse(name, stages.StageConfig, line[4:])
         assert config.optim.learning_rate == 0.003 and config.directory == project.folder / run
-    assert (
-        errors.command_for("train", Path("runs/new"))
-        == f"python -m {HERE} train --run-dir runs/new"
-    )
+    assert errors.command_for("train", Path("runs/new")) == f"python -m {HERE} train --name new"
 
 
 def test_what_is_no_optimizer_is_one_line(
@@ -246,9 +243,6 @@ def test_an_optimizer_that_takes_several_losses_a_step_is_one_line(
 def test_samples_of_different_shapes_are_one_line(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: str
 ) -> None:
-    training = project.module("train")
-    build = training.build_datasets
-
     class Ragged:
         def __len__(self) -> int:
             return 100
@@ -256,7 +250,7 @@ def test_samples_of_different_shapes_are_one_line(
         def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
             return {"tokens": torch.zeros(3 + number % 2)}
 
-    monkeypatch.setattr(training, "build_datasets", lambda config: (Ragged(), *build(config)[1:]))
+    project.train_on(monkeypatch, Ragged())
     words = (*project.settings, "--run-dir", str(tmp_path / "run"))
     said = project.refuses("train", *words, "--train.loader-workers", workers)
     assert said.startswith("the samples of a batch cannot be stacked: ")
@@ -555,7 +549,7 @@ from {HERE} import __main__, errors, train
 def step(*given):
     raise torch.OutOfMemoryError({shown!r})
 train.train_step = step
-raise SystemExit(errors.exit_code(lambda: __main__.dispatch({["train", *TINY, "--name", "oom"]})))
+raise SystemExit(errors.run_main(lambda: __main__.dispatch({["train", *TINY, "--name", "oom"]})))
 """
     command = f"python -m {HERE} fit"
     (line,) = told(project.folder, sys.executable, "-c", broken, code=1)[-1:]

@@ -1,6 +1,5 @@
 """Mixtures of data: exact proportions anywhere, the same samples however one gets there."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import Project, bake, drill, project_fixture
+from tests.conftest import Project, bake, drill, project_fixture, records
 
 project = project_fixture(
     "mixture_project", samples="mixture", parallelism="single", checkpoint="dcp"
@@ -114,7 +113,7 @@ def test_a_run_sees_what_was_asked_for(project: Project, texts: Path, tmp_path: 
     settings |= {"train__micro_batch_size": 8, "run_dir": tmp_path / "run"}
     project.module("train").run(project.config(**settings), [Counting()])
     assert seen == {"letters": 60, "digits": 20}
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = records(tmp_path / "run")
     assert (lines[-1]["samples_of_letters"], lines[-1]["samples_of_digits"]) == (60, 20)
     other = ("--run-dir", str(tmp_path / "run"), "--data.path", str(texts))
     words = ("train", "--preset", "tiny", "--device", "cpu", *other)
@@ -122,7 +121,7 @@ def test_a_run_sees_what_was_asked_for(project: Project, texts: Path, tmp_path: 
     assert "letters=3,digits=1' saved" in line and "letters=2,digits=1 now" in line
     # The same mixture, written otherwise.
     project(*words, *MORE, "--data.mix", "letters=0.75, digits=0.25")
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = records(tmp_path / "run")
     assert (lines[-1]["step"], lines[-1]["samples_of_letters"]) == (20, 120)
     assert "there is nothing at " in project.refuses(*words, "--data.mix", "letters=2,none=1")
 

@@ -193,7 +193,7 @@ def test_the_loss_never_holds_all_logits(text: Project, monkeypatch: pytest.Monk
 
     *wanted, largest = taken(plain)
     assert largest == count * vocabulary
-    monkeypatch.setattr(module, "PART", 7 * vocabulary + 3)
+    monkeypatch.setattr(module, "MAX_LOGITS", 7 * vocabulary + 3)
     *found, largest = taken(module.Output())
     assert largest <= max(7 * vocabulary, weight.numel()), "more logits than a part's at a time"
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
@@ -213,7 +213,7 @@ def test_parts_of_a_loss_are_rounded_no_more_than_all_at_once(
     targets = torch.randint(vocabulary, (count,))
 
     def gradient(part: int, dtype: torch.dtype, autocast: bool) -> torch.Tensor:
-        monkeypatch.setattr(module, "PART", part * vocabulary)
+        monkeypatch.setattr(module, "MAX_LOGITS", part * vocabulary)
         own = weight.to(dtype).detach().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             module.Output()(x.to(dtype), own, targets).backward()
@@ -247,7 +247,7 @@ def test_the_loss_is_compiled_with_its_logits(
         seen.append((torch.compiler.is_compiling(), len(logits)))
         return formula(logits, *rest, **named)
 
-    monkeypatch.setattr(module, "PART", 100)
+    monkeypatch.setattr(module, "MAX_LOGITS", 100)
     monkeypatch.setattr(F, "cross_entropy", watched)
     changes = {"compile__mode": mode, "compile__backend": "eager"}
     state = text.module("train").setup(text.config(**changes))

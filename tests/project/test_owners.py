@@ -69,7 +69,7 @@ EDITS: dict[str, Edit] = {
             "data.py": [
                 ("        if not self.max_shift:", ADDED + "        if not self.max_shift:")
             ],
-            "model.py": [("    logits, labels =", USED + "    logits, labels =")],
+            "model.py": [("    labels = batch", USED + "    labels = batch")],
         },
         0,
     ),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from tests.conftest import ROOT, Project, bake, project_fixture, recipe, run
+from tests.conftest import ROOT, Project, bake, project_fixture, recipe, records, run
 
 ANSWERS = {"parallelism": "single", "checkpoint": "torch_save", "tracker": "none"}
 text = project_fixture("text_recipes", **ANSWERS)
@@ -29,11 +29,6 @@ def classes(project: Project, *words: str) -> dict[str, Any]:
     for word in words:
         exec(recipe("python", f"class {word}"), names)
     return names
-
-
-def records(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_metric_over_the_whole_validation_and_early_stopping_by_it(

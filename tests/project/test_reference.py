@@ -52,12 +52,12 @@ BREAKAGES = {
         "sums = sums + loss_vector(loss)",
     ),
     "attention_not_causal": ("model.py", "is_causal=True", "is_causal=False"),
-    "targets_equal_to_inputs": ("model.py", ":-1], tokens[:, 1:]", ":-1], tokens[:, :-1]"),
-    "residuals_not_scaled": ("model.py", " if into_residual else 1.0", " if False else 1.0"),
+    "targets_equal_to_inputs": ("model.py", "targets = tokens[:, 1:]", "targets = tokens[:, :-1]"),
+    "residuals_not_scaled": ("model.py", "std /= math.sqrt(2 * config.layers)", "pass"),
     "gradient_of_the_mean_of_ranks": ("loss.py", "scale = ranks / count", "scale = 1 / count"),
 }
 IN_PARTS = "in_parts"  # no breakage: the loss of the language model, a few logits at a time
-EDITS = BREAKAGES | {IN_PARTS: ("model.py", "PART = 2**26", "PART = 2000")}
+EDITS = BREAKAGES | {IN_PARTS: ("model.py", "MAX_LOGITS = 2**26", "MAX_LOGITS = 2000")}
 # Of the render's own tests, the one that notices it.
 PLAIN = "test_training.py::test_the_loop_does_what_a_plain_one_does"
 RANKS = "test_ranks.py::test_two_ranks_do_what_one_does"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Project, project_fixture
+from tests.conftest import Project, project_fixture, records
 
 ANSWERS = {"parallelism": "single", "checkpoint": "torch_save", "tracker": "none"}
 text = project_fixture("text_settings", **ANSWERS)
@@ -20,11 +20,6 @@ SMALL = ("--preset", "tiny", "--device", "cpu", "--data.path", "text.txt")
 def saved(run_dir: Path) -> dict[str, Any]:
     """What config.json says."""
     return json.loads((run_dir / "config.json").read_text("utf-8"))
-
-
-def records(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_start_takes_the_settings_of_its_run(
@@ -294,9 +289,6 @@ def test_one_batch_is_learned_by_heart(image: Project, tmp_path: Path, workers: 
 def test_a_stream_has_no_number_of_samples(
     stream: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
-    train = stream.module("train")
-    build = train.build_datasets
-
     class Endless:
         """The first sample, for ever."""
 
@@ -313,14 +305,12 @@ def test_a_stream_has_no_number_of_samples(
         def load_state_dict(self, state: dict[str, Any]) -> None:
             pass
 
-    def built(config: Any) -> Any:
-        training, validation, spec = build(config)
-        return Endless(training), validation, spec
-
-    monkeypatch.setattr(train, "build_datasets", built)
-    changes = {"run_dir": tmp_path / "run", f"train__{setting}": 1}
+    config = stream.config(run_dir=tmp_path / "run")
+    training_data, _, _ = stream.module("data").build_datasets(config)
+    stream.train_on(monkeypatch, Endless(training_data))
+    config = stream.module("config").override(config, {f"train.{setting}": 1})
     with pytest.raises(stream.module("errors").UserError, match="no number of samples"):
-        train.run(stream.config(**changes))
+        stream.module("train").run(config)
 
 
 class Judge:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import Project, bake, drill, project_fixture
+from tests.conftest import Project, bake, drill, project_fixture, records
 
 image = project_fixture(
     "steps_of_images", task="image_classifier", parallelism="single", checkpoint="torch_save"
@@ -125,12 +125,15 @@ def test_random_numbers_of_a_step_stay_what_they_were(image: Project) -> None:
 
 
 def test_waiting_for_data_is_counted(image: Project, tmp_path: Path) -> None:
-    training = image.module("train")
+    training, sampling = image.module("train"), image.module("sampling")
+    fetch = sampling.fetch
+
+    def slowly(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.02)
+        return fetch(*arguments, **options)
+
     with pytest.MonkeyPatch.context() as patch:
-        fetch = image.module("sampling").fetch
-        patch.setattr(
-            image.module("sampling"), "fetch", lambda *given: (time.sleep(0.02), fetch(*given))[1]
-        )
+        patch.setattr(sampling, "fetch", slowly)
         state = training.setup(image.config(data__path=None))
         for _ in range(3):
             state.loader.next()
@@ -203,16 +206,21 @@ def test_a_failed_save_ends_the_run_long_before_the_next(text: Project, tmp_path
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
 
 
-def test_what_a_save_costs_is_counted(image: Project, tmp_path: Path) -> None:
-    storage = image.module("checkpoint.publish").Publisher
-    publish = storage.publish
+def publish_slowly(project: Project, patch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let each checkpoint take so much longer to be published."""
+    publisher = project.module("checkpoint.publish").Publisher
+    publish = publisher.publish
 
     def slowly(*arguments: Any) -> Any:
-        time.sleep(0.2)
+        time.sleep(seconds)
         return publish(*arguments)
 
+    patch.setattr(publisher, "publish", slowly)
+
+
+def test_what_a_save_costs_is_counted(image: Project, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "publish", slowly)
+        publish_slowly(image, patch, seconds=0.2)
         settings = {"train__steps": 4, "checkpoint__every": 2, "data__path": None}
         image.module("train").run(image.config(run_dir=tmp_path, **settings))
     status = json.loads((tmp_path / "status.json").read_text())
@@ -346,19 +354,11 @@ def test_peaks_are_those_of_the_data_sheets(
 
 
 def test_waiting_for_saves_is_that_of_the_line(image: Project, tmp_path: Path) -> None:
-    storage = image.module("checkpoint.publish").Publisher
-    publish = storage.publish
-
-    def slowly(*arguments: Any) -> Any:
-        time.sleep(0.1)
-        return publish(*arguments)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "publish", slowly)
+        publish_slowly(image, patch, seconds=0.1)
         settings = {"train__steps": 6, "checkpoint__every": 2, "train__log_every": 1}
         image.module("train").run(image.config(run_dir=tmp_path, data__path=None, **settings))
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    waited = [line["checkpoint_blocked_seconds"] for line in lines]
+    waited = [record["checkpoint_blocked_seconds"] for record in records(tmp_path)]
     assert all(0 <= seconds < 5 for seconds in waited)
     assert [seconds >= 0.1 for seconds in waited] == [False, False, True, False, True, False]
     status = json.loads((tmp_path / "status.json").read_text())
@@ -456,7 +456,7 @@ def test_a_harmless_callback_is_left_out_when_it_fails(
 ) -> None:
     runner, callback = image.module("run.callback_runner"), Watched(fails)
     with contextlib.ExitStack() as stack:
-        _, steps, _ = runner.methods([*runner.enter([callback], stack)])
+        steps = runner.methods_named("after_step", runner.enter([callback], stack))
         for _ in range(2):
             for step in steps:
                 step(None, None)
@@ -506,8 +506,7 @@ def test_a_log_that_cannot_be_written_is_told_once(
     warned = [text for text in caplog.messages if "metrics.jsonl cannot be written" in text]
     assert len(warned) == 2
     assert seen == [0] * 5 + [5, 6] + [7] * 8 + [*range(15, 20)]
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [*range(1, 21)]
+    assert [record["step"] for record in records(tmp_path)] == [*range(1, 21)]
 
 
 def test_what_is_set_aside_has_the_first_free_name(image: Project, tmp_path: Path) -> None:

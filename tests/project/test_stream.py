@@ -47,15 +47,10 @@ class Stream:
 
 def train(project: Project, stream: Any, run_dir: Path, **changes: Any) -> Any:
     """Train on a stream, 8 samples a step."""
-    training = project.module("train")
-    build, loop = training.build_datasets, training.run
-
-    def build_datasets(config: Any) -> Any:
-        return (stream, *build(config)[1:])
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "build_datasets", build_datasets)
-        return loop(project.config(run_dir=run_dir, checkpoint__every=1, **changes))
+        project.train_on(patch, stream)
+        config = project.config(run_dir=run_dir, checkpoint__every=1, **changes)
+        return project.module("train").run(config)
 
 
 def test_a_resume_reads_on(project: Project, tmp_path: Path) -> None:
@@ -201,6 +196,7 @@ def test_the_baseline_measures_a_stream(project: Project, tmp_path: Path) -> Non
     training = project.module("train")
     build = training.build_datasets
     with pytest.MonkeyPatch.context() as patch:
+        # Each of its runs reads a stream from the start.
         patch.setattr(training, "build_datasets", lambda c: (Stream(), *build(c)[1:]))
         tuning = project.module("workflow.tuning")
         patch.setattr(tuning, "workers_to_try", lambda *_: pytest.fail("it reads by itself"))

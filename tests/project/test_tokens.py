@@ -226,7 +226,7 @@ def test_every_line_is_in_one_piece(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SHARD", shard)
         _, pieces = module.divide(path)
-    found = [part.text for piece in pieces for part in module.parts(piece, "body")]
+    found = [part.text for piece in pieces for part in module.read_chunks(piece, "body")]
     assert found == texts
 
 
@@ -245,7 +245,7 @@ def test_any_bytes_are_some_text(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "open", shorter, raising=False)
-        found = "".join(p.text for p in module.parts(module.Piece(path, 0, 9, False), "text"))
+        found = "".join(p.text for p in module.read_chunks(module.Piece(path, 0, 9, False), "text"))
     assert found == content.decode(errors="replace")
 
 

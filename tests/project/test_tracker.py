@@ -517,20 +517,30 @@ def test_settings_of_the_users_own_win(home: Path, monkeypatch: pytest.MonkeyPat
         assert found.client.get_experiment(found.run.info.experiment_id).name == "theirs"
 
 
-def test_only_the_first_rank_of_a_tracked_run_has_one(project: Project) -> None:
-    distributed, runner = project.module("distributed"), project.module("run.callback_runner")
+@pytest.mark.parametrize(("track", "expected"), [(True, 1), (False, 0)])
+def test_a_run_has_a_tracker_unless_it_wants_none(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, track: bool, expected: int
+) -> None:
+    """On the first rank only: the others write nothing."""
+    training = project.module("train")
+    made: list[int] = []
 
-    def trackers(rank: int, **changes: Any) -> int:
-        world = distributed.World(rank, 2, torch.device("cpu"))
-        saves = SimpleNamespace(remember=list)
-        state = SimpleNamespace(config=project.config(**changes), world=world, step=0)
-        state.checkpointer = saves
-        group = distributed.Group()
-        folder = project.folder / "runs/nothing"
-        callbacks = runner.built_in(state, lambda *step: None, folder, group, ())
-        return sum(type(callback).__name__ == "Tracking" for callback in callbacks)
+    class Tracker:
+        def __init__(self, config: Any, run_dir: Path, step: int) -> None:
+            made.append(step)
 
-    assert (trackers(0), trackers(1), trackers(0, track=False)) == (1, 0, 0)
+    monkeypatch.setattr(training, "TRACKERS", (Tracker,))
+    training.run(project.config(run_dir=tmp_path / "first", track=track, train__steps=1))
+    assert len(made) == expected
+    group_of = training.Group.__init__
+
+    def of_another_rank(group: Any, world: Any = None) -> None:
+        group_of(group, world)
+        group.is_first = False
+
+    monkeypatch.setattr(training.Group, "__init__", of_another_rank)
+    training.run(project.config(run_dir=tmp_path / "other", track=track, train__steps=1))
+    assert len(made) == expected
 
 
 def test_an_address_with_a_password_is_refused(home: Path) -> None:

@@ -58,6 +58,10 @@ class Findings:
         self.tallies.append(Tally(promise, unit))
         return self.tallies[-1]
 
+    def violated(self, promise: str) -> bool:
+        """Whether a try has broken this promise."""
+        return any(tally.violations for tally in self.tallies if tally.promise == promise)
+
 
 def run_topic(topic: str, attempt: Callable[[Findings], None]) -> None:
     """Run a topic's command line: try everything in a temporary folder, write `<topic>.json`."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata
 
+from .mutations import random_entry
 from .pickle_payloads import payloads
 
 INDEX, SHARD, WHOLE, MANIFEST = ".metadata", "__0_0.distcp", "state.pt", "manifest.json"
@@ -179,7 +180,7 @@ def manifests() -> Iterator[tuple[str, Change]]:
         yield f"an entry is {what}", edited(files=entry)
         yield f"a size is {what}", edited(files={INDEX: {"size": value, "sha256": "0" * 64}})
         yield f"a hash is {what}", edited(files={INDEX: {"size": 1, "sha256": value}})
-        if value is not None and type(value) is not float:
+        if value is not None and not isinstance(value, int | float):
             yield f"validation_loss is {what}", edited(validation_loss=value)
             yield f"a score is {what}", edited(score=["min validation_loss", value])
         yield f"the rule of a score is {what}", edited(score=[[value], None])
@@ -397,15 +398,8 @@ def mutated_manifest(rng: random.Random) -> Case:
 
         values = (None, True, -1, 1e300, "", "x", [], {}, [1], {"a": 1}, 10**30, "é\x00", "3")
         for _ in range(local.choice((1, 1, 2, 4))):
-            node: Any = content
-            while True:
-                keys = list(node) if isinstance(node, dict) else list(range(len(node)))
-                key = local.choice(keys)
-                if isinstance(node[key], dict | list) and node[key] and local.random() < 0.7:
-                    node = node[key]
-                    continue
-                node[key] = copy.deepcopy(local.choice(values))
-                break
+            node, key = random_entry(content, local, deeper=0.7)
+            node[key] = copy.deepcopy(local.choice(values))
         sealed = import_module("hostile_dcp.checkpoint.manifest").sealed
         (folder / MANIFEST).write_bytes(sealed(content))
 

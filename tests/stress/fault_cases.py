@@ -182,7 +182,7 @@ def slow(variant: Variant, seconds: float, hits: Counter[str]) -> None:
             return publish(self, number, lambda at: (time.sleep(seconds), write(at))[1], facts)
 
         state = importlib.import_module(f"{variant.package}.checkpoint.checkpointer")
-        settle, save, waited = state.Checkpointer.settle, state.Writer.save, [0.0]
+        settle, save, waited = state.Checkpointer.settle, state.Writer.begin, [0.0]
 
         def measure(self: Any) -> None:
             before = self.blocked_seconds
@@ -195,7 +195,7 @@ def slow(variant: Variant, seconds: float, hits: Counter[str]) -> None:
                     file.write(f"{waited[0]}\n")
             save(self, *arguments)
 
-        state.Checkpointer.settle, state.Writer.save = measure, note
+        state.Checkpointer.settle, state.Writer.begin = measure, note
         if os.environ.get("RANK", "0") == str(slowest):
             if seconds < 1:
                 training.train_step = lambda *a: (time.sleep(0.02), step(*a))[1]

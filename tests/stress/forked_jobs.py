@@ -199,7 +199,7 @@ def _train(plan: Plan, config: Any, board: Board, rank: int, line: int) -> None:
         watch.enter("ending", MAIN)
         return 0
 
-    code = errors.exit_code(run)
+    code = errors.run_main(run)
     sys.stderr.flush()
     os._exit(code)
 

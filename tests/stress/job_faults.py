@@ -132,8 +132,9 @@ def wait_for_a_signal(mark: Path) -> None:
 def poisoned(fetch: Callable[..., Any], bad: int) -> Callable[..., Any]:
     """Batches say whether they have the sample."""
 
-    def marked(dataset: Any, ids: Any, *keys: Any) -> Any:
-        return fetch(dataset, ids, *keys) | {"bad": torch.tensor([bad in ids.tolist()])}
+    def marked(dataset: Any, ids: Any, *keys: Any, **options: Any) -> Any:
+        batch = fetch(dataset, ids, *keys, **options)
+        return batch | {"bad": torch.tensor([bad in ids.tolist()])}
 
     return marked
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from . import kill_storm_pruning, own_code
 from .common import Findings
+from .mutants import count_mutant
 from .storm import ENDS, EVERY, LOST, NEWEST, ORPHANS, STOPPED, WHOLE, Storm, plan_of
 
 OWN, STOP = ", own", "a stop"
@@ -154,7 +155,7 @@ def attempt(findings: Findings, sources: dict[str, Path]) -> None:
         for _ in range(3):  # a kill that comes late, on a busy machine, tells nothing
             with contextlib.redirect_stderr(io.StringIO()):
                 storm.kill(1)
-            if noticed := any(it.violations for it in own.tallies if it.promise == promise):
+            noticed = own.violated(promise)
+            if noticed:
                 break
-        problem = None if noticed else f"nothing was noticed of {sabotage.__name__}"
-        findings.tally(NOTICED, "ways to break one").count(problem)
+        count_mutant(findings, sabotage, noticed, promise=NOTICED)

@@ -67,15 +67,9 @@ def changed_json(content: bytes, rng: random.Random) -> bytes:
     """JSON with other values, keys, depths or another encoding; not always JSON any more."""
     tree = json.loads(content)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        node: Any = tree
-        while node:
-            keys = list(node) if isinstance(node, dict) else list(range(len(node)))
-            key = rng.choice(keys)
-            if isinstance(node[key], dict | list) and node[key] and rng.random() < 0.8:
-                node = node[key]
-                continue
+        if tree:
+            node, key = random_entry(tree, rng, deeper=0.8)
             change_entry(node, key, rng)
-            break
     if rng.random() < 0.05:
         tree = rng.choice((*copy.deepcopy(ODD), [tree], {"x": tree}))
     text = json.dumps(tree, ensure_ascii=rng.random() < 0.5)
@@ -94,6 +88,22 @@ def changed_json(content: bytes, rng: random.Random) -> bytes:
         case 4:
             text = text[: rng.randrange(len(text) + 1)]
     return text.encode("utf-8", "surrogatepass")
+
+
+def random_entry(tree: Any, rng: random.Random, deeper: float) -> tuple[Any, Any]:
+    """Choose an object or a list of a tree that is not empty, and a key or an index in it.
+
+    Where the entry is itself an object or a list, `deeper` is the probability of going into it.
+    """
+    node = tree
+    while True:
+        keys = list(node) if isinstance(node, dict) else list(range(len(node)))
+        key = rng.choice(keys)
+        entry = node[key]
+        has_entries = isinstance(entry, dict | list) and len(entry) > 0
+        if not has_entries or rng.random() >= deeper:
+            return node, key
+        node = entry
 
 
 def change_entry(node: Any, key: Any, rng: random.Random) -> None:

@@ -10,13 +10,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from . import fault_cases
 from .common import Findings
 from .faulty_saves import COSTLESS, GOES_ON, SAID, TIDY, WHOLE, Fault, Variant
+from .mutants import count_mutant, publish_failed_saves
 
-NOTICED = "code that breaks one of these promises is found out"
 KEPT: list[Any] = []
 
 
@@ -39,19 +40,11 @@ def _leaves_rubbish(package: str) -> None:
 
 
 def _publishes_what_failed(package: str) -> None:
-    publisher = module(package, "checkpoint.publish").Publisher
-    manifest, publish = module(package, "checkpoint.manifest"), publisher.publish
+    def write_manifest(path: Path) -> None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text('{"files": {}}')
 
-    def hasty(self: Any, step: int, *rest: Any) -> Any:
-        try:
-            return publish(self, step, *rest)
-        except manifest.CheckpointError:
-            target = self.directory / manifest.step_name(step)
-            target.mkdir(exist_ok=True)
-            (target / manifest.MANIFEST).write_text('{"files": {}}')
-            raise
-
-    publisher.publish = hasty
+    publish_failed_saves(package, write_manifest)
 
 
 def _leaks_descriptors(package: str) -> None:
@@ -217,7 +210,7 @@ def attempt(variants: list[Variant], findings: Findings, hits: Counter[str]) -> 
             own = variant.findings = Findings(findings.bounded, findings.folder)
             with contextlib.redirect_stderr(io.StringIO()):
                 try_it(variant)
-            if noticed := any(it.violations for it in own.tallies if it.promise == promise):
+            noticed = own.violated(promise)
+            if noticed:
                 break
-        problem = None if noticed else f"nothing was noticed of {sabotage.__name__}"
-        findings.tally(NOTICED, "ways to break one").count(problem)
+        count_mutant(findings, sabotage, noticed)

@@ -115,8 +115,9 @@ def poison(render: Render, bad: set[int], in_loss: bool) -> Iterator[None]:
     sampling, training = render.module("sampling"), render.module("train")
     fetch, loss, build = sampling.fetch, training.compute_loss, training.build_model
 
-    def fetch_marked(dataset: Any, ids: Any, *keys: Any) -> Any:
-        return fetch(dataset, ids, *keys) | {"bad": torch.tensor([i in bad for i in ids.tolist()])}
+    def fetch_marked(dataset: Any, ids: Any, *keys: Any, **options: Any) -> Any:
+        batch = fetch(dataset, ids, *keys, **options)
+        return batch | {"bad": torch.tensor([i in bad for i in ids.tolist()])}
 
     def compute_marked(model: Any, batch: Any) -> Any:
         marked = batch.pop("bad", None)

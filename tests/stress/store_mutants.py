@@ -10,8 +10,7 @@ from typing import Any
 
 from . import store_cases as cases
 from .common import Findings
-
-NOTICED = "code that breaks one of these promises is found out"
+from .mutants import count_mutant, publish_failed_saves
 
 
 def module(package: str, name: str) -> Any:
@@ -36,19 +35,11 @@ def _leaves_rubbish(package: str) -> None:
 
 
 def _publishes_what_failed(package: str) -> None:
-    publisher = module(package, "publish").Publisher
-    manifest, publish = module(package, "manifest"), publisher.publish
+    def write_manifest(path: Any) -> None:
+        with contextlib.suppress(OSError):
+            path.write(b'{"files": {}}')
 
-    def hasty(self: Any, step: int, *rest: Any) -> Any:
-        try:
-            return publish(self, step, *rest)
-        except manifest.CheckpointError:
-            path = self.directory / manifest.step_name(step)
-            with contextlib.suppress(OSError):
-                (path / manifest.MANIFEST).write(b'{"files": {}}')
-            raise
-
-    publisher.publish = hasty
+    publish_failed_saves(package, write_manifest)
 
 
 def _waits_for_ever(package: str) -> None:
@@ -81,6 +72,4 @@ def attempt(variant: cases.Variant, findings: Findings, hits: Counter[str]) -> N
         variant.sabotage = sabotage
         with contextlib.redirect_stderr(io.StringIO()):
             try_it(variant)
-        noticed = any(it.violations for it in own.tallies if it.promise == promise)
-        problem = None if noticed else f"nothing was noticed of {sabotage.__name__}"
-        findings.tally(NOTICED, "ways to break one").count(problem)
+        count_mutant(findings, sabotage, own.violated(promise))

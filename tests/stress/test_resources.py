@@ -9,7 +9,8 @@ import pytest
 from tests.conftest import run_module
 from tests.stress import fault_cases, fault_injection
 from tests.stress.faulty_saves import COSTLESS, GOES_ON, SAID, TIDY, WHOLE
-from tests.stress.resource_mutants import BREAKS, NOTICED
+from tests.stress.mutants import NOTICED
+from tests.stress.resource_mutants import BREAKS
 
 
 def test_troubles_of_saves_are_told_and_survived(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.conftest import run_module
 from tests.stress import store_cases as cases
-from tests.stress.store_mutants import NOTICED
+from tests.stress.mutants import NOTICED
 
 
 def test_runs_survive_their_store(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,17 @@ def test_refusal_comes_right_after_its_own_prompt(mini: Path, tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
+def examples(*values: str) -> Callable[[Any], Any]:
+    """Let hypothesis try each of these values, too."""
+
+    def decorate(test: Any) -> Any:
+        for value in reversed(values):
+            test = example(value)(test)
+        return test
+
+    return decorate
+
+
 @given(answer=text, key=st.sampled_from(sorted(answers._RULES)))
 @example("{{{{", "project_name")
 @example("&#99999999999;", "project_slug")
@@ -233,11 +245,7 @@ def test_what_a_refusal_suggests_is_accepted(answer: str, key: str) -> None:
 
 
 @given(name=accepted("project_name"))
-@example("学習")
-@example("🚀")
-@example("Test")
-@example("C:\\")
-@example("x" * 80)
+@examples("学習", "🚀", "Test", "C:\\", "x" * 80)
 def test_any_project_name_derives_good_names(name: str) -> None:
     slug = answers.slug(name)
     assert answers.check(slug, "project_slug") == ""
@@ -246,11 +254,7 @@ def test_any_project_name_derives_good_names(name: str) -> None:
 
 
 @given(slug=accepted("project_slug"))
-@example("test")
-@example("class")
-@example("2fast")
-@example("tests")
-@example("0" * 40)
+@examples("test", "class", "2fast", "tests", "0" * 40)
 def test_any_slug_derives_a_good_package(slug: str) -> None:
     package = answers.package(slug)
     assert answers.check(package, "package_name") == ""

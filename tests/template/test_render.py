@@ -5,6 +5,7 @@ import filecmp
 import functools
 import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -92,7 +93,11 @@ def every(folder: str, names: str, suffix: str = ".py") -> list[str]:
     return [f"{folder}/{name}{suffix}" for name in names.split()]
 
 
-STAGE_FILES = "chain interleaved compile profile recovery drill processes report plots fit"
+# What every answer has to export, for somebody who writes another one.
+EXPORTS = ROOT / "templates/exports.txt"
+STAGE_FILES = (
+    "chain interleaved compile profile trace recovery drill processes report plots fit meter"
+)
 FULL_FILES = "compare expected stages tuning"
 # Every file that only some renders have, and when.
 CONDITIONAL: dict[str, Condition] = {
@@ -354,6 +359,18 @@ def test_all_answers_export_the_same_names(renders: dict[Answers, Path]) -> None
                         signatures.setdefault((target, symbol), {})[found] = project
     assert len(signatures) > 30
     assert {key: found for key, found in signatures.items() if len(found) > 1} == {}
+    lines: list[str] = []
+    file = ""
+    for target, symbol in sorted(signatures):
+        if target != file:
+            file = target
+            lines += ["", target.removeprefix(f"{PACKAGE}/")]
+        lines.append(f"    {next(iter(signatures[target, symbol]))}")
+    listed = EXPORTS.read_text("utf-8")
+    expected = listed.partition("\n\n")[0] + "\n" + "\n".join(lines) + "\n"
+    if os.environ.get("WRITE_EXPORTS"):
+        EXPORTS.write_text(expected)
+    assert listed == expected, "WRITE_EXPORTS=1 lets this test write templates/exports.txt"
 
 
 class Source:

@@ -27,7 +27,7 @@ EXCEPTIONS = {
     ("profiler.py", "finished.export_chrome_trace(str(temporary))"): "a name from `replacing`",
     ("run/tracker_adapter.py", "SummaryWriter(folder)"): "names with the time, host and process",
     ("run/tracker_adapter.py", "Image.open(path)"): "it reads",
-    ("workflow/recovery.py", "open(file, 'r+b')"): "damage, in a run of the drill's own",
+    ("workflow/recovery.py", "open(largest, 'r+b')"): "damage, in a run of the drill's own",
     ("workflow/plots.py", "figure.savefig(out)"): "into memory",
     ("workflow/tuning.py", "Path('/proc/self/clear_refs').write_text('5')"): "of the system",
 }

@@ -180,7 +180,8 @@ def test_the_sum_is_measured_and_written_for_train(
     chain, config = project.module("workflow.chain"), project.module("config")
     given = project.config(run_dir=tmp_path, train__seed=7)
     finished(project, given, "baseline", train__micro_batch_size=4)
-    texts = {"train.micro_batch_size": (4, f"--train.micro-batch-size 4 ({FASTER})")}
+    why = f"--train.micro-batch-size 4 ({FASTER})"
+    texts = {"train.micro_batch_size": chain.Recommendation(4, why)}
     final = config.override(given, {"train.micro_batch_size": 4})
     together = (given, final, texts)
     windows = {"given": [0.3] * 8, "recommended": [0.2] * 8}

@@ -6,7 +6,7 @@ On two ranks, with every process and every kill, it passes in test_whole_workflo
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,12 @@ from hypothesis import strategies as st
 
 from tests.conftest import ROOT, Project, project_fixture
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable")
+# On one thread: each thread that saved would have a pool, more of them than there are cores.
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable"),
+]
 Checks = dict[str, dict[str, str]]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Each thread that saved would have a pool of its own, more of them than there are cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 single = project_fixture("drilled_one", parallelism="single", checkpoint="torch_save")
@@ -338,10 +333,12 @@ def test_the_interval_is_advised(
 
 
 def test_what_kernels_that_are_not_deterministic_can_tell(on_one: Stand) -> None:
-    first = ({1: 3.0, 2: 2.0}, {"w": "b"})
+    outcome = on_one.recovery.Outcome
+    first = outcome({1: 3.0, 2: 2.0}, {"w": "b"})
 
     def same(first: Any, losses: list[float], end: dict[str, str], exact: bool) -> bool:
-        problems, _ = on_one.recovery.compare(first, (dict(enumerate(losses, 1)), end), exact)
+        again = outcome(dict(enumerate(losses, 1)), end)
+        problems, _ = on_one.recovery.compare(first, again, exact)
         return not problems
 
     for exact, shift, near in ((True, 1e-7, False), (False, 1e-7, True), (False, 0.1, False)):
@@ -349,7 +346,7 @@ def test_what_kernels_that_are_not_deterministic_can_tell(on_one: Stand) -> None
         assert same(first, [3.0, 2.0 + shift], {"w": "b"}, exact) == near
         assert same(first, [3.0, 2.0], {"w": "c"}, exact) != exact
         assert not same(first, [3.0], {"w": "b"}, exact), "a line is missing"
-    first = ({1: 3.0, 2: math.nan}, {})
+    first = outcome({1: 3.0, 2: math.nan}, {})
     assert same(first, [3.0, math.nan], {}, False)
     assert not same(first, [3.0 + 1e-7, 2.0], {}, False)  # as where a line is missing
     assert not same(first, [math.nan, math.nan], {}, False)

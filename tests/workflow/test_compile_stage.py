@@ -223,7 +223,8 @@ def test_other_numbers_fail(project: Project, tmp_path: Path, quick, gate, monke
     def wrong(state: Any) -> Any:
         course = first_steps(state)
         if state.config.compile.mode != "none":
-            return course[0], [1.05 * gradient for gradient in course[1]]
+            wrong_gradients = [1.05 * gradient for gradient in course.gradients]
+            return worker.FirstSteps(losses=course.losses, gradients=wrong_gradients)
         return course
 
     monkeypatch.setattr(worker, "first_steps", wrong)
@@ -240,12 +241,12 @@ def test_other_numbers_fail(project: Project, tmp_path: Path, quick, gate, monke
 
 def test_differences_are_relative(project: Project) -> None:
     worker = project.module("workflow.compile")
-    course = [2.0, 1.0], [torch.ones(4), torch.zeros(2)]
+    course = worker.FirstSteps([2.0, 1.0], [torch.ones(4), torch.zeros(2)])
     assert worker.difference(course, course) == {"loss": 0.0, "gradients": 0.0}
-    other = [2.0, 1.1], [torch.ones(4) * 1.5, torch.zeros(2)]
+    other = worker.FirstSteps([2.0, 1.1], [torch.ones(4) * 1.5, torch.zeros(2)])
     assert worker.difference(course, other) == pytest.approx({"loss": 0.1, "gradients": 0.5})
     with pytest.raises(ValueError, match="shorter"):
-        worker.difference(course, (course[0], []))
+        worker.difference(course, worker.FirstSteps(course.losses, []))
 
 
 FIGURES = {

@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -13,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.conftest import Project, project_fixture
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 language = project_fixture("fitted")
 image = project_fixture("fitted_image", task="image_classifier")
 sharded = project_fixture("fitted_fsdp", workflow="full", parallelism="fsdp")
@@ -22,14 +22,6 @@ CHANGES: list[dict[str, Any]] = [
     {"train.activation_checkpointing": True, "optim.ema": 0.9},
     {"train.micro_batch_size": 32, "train.global_batch_size": 32, "model.layers": 3},
 ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def config_of(project: Project, **changes: Any) -> Any:

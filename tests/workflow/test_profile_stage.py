@@ -3,9 +3,6 @@
 import contextlib
 import gzip
 import json
-import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -33,7 +30,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
 
 @pytest.fixture(scope="module")
 def traces(project: Project) -> Any:
-    return project.module("workflow.profile")
+    return project.module("workflow.trace")
 
 
 def profile(project: Project, name: str, *words: str, code: int = 0) -> dict[str, Any]:
@@ -163,7 +160,7 @@ def test_what_is_no_trace_is_refused(project: Project, traces: Any, tmp_path: Pa
     for content in (b"", b"{}", whole[:-3], bytes(flipped), gzip.compress(b"[]"), whole):
         path.write_bytes(content)
         with pytest.raises(project.module("errors").RankError), group.together():
-            project.module("workflow.profile").breakdown(traces.read_trace(path))
+            traces.breakdown(traces.read_trace(path))
     with pytest.raises(ValueError, match="no step"):
         traces.breakdown(traces.read_trace(path))
 
@@ -220,14 +217,7 @@ def test_windows_that_are_longer_than_their_interval(
 def test_a_run_with_several_windows_prints_no_warning(project: Project, tmp_path: Path) -> None:
     words = ["--train.steps", "9", "--profile.every", "3", "--profile.warmup", "1"]
     words += ["--profile.active", "1", "--run-dir", str(tmp_path)]
-    outcome = subprocess.run(
-        [sys.executable, "-m", project.name, "train", *project.settings, *words],
-        cwd=project.folder,
-        env={**os.environ, "PYTHONPATH": str(project.folder / "src")},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    outcome = project.python("-m", project.name, "train", *project.settings, *words)
     assert outcome.returncode == 0 and outcome.stderr.count("trace of 1 steps") == 3
     assert "WARNING" not in outcome.stderr
 
@@ -261,7 +251,7 @@ def test_advice_knows_what_was_measured(project: Project, traces: Any, tmp_path:
     stage = project.module("workflow.profile")
     stages = project.module("workflow.stage")
     operator = {"name": "aten::mm", "self_seconds": 0.1, "calls": 9, "share": 0.5}
-    empty = traces.Breakdown(np.ones((1, 5)), 0, True, (0.0, "a", "b"), [operator])
+    empty = traces.Breakdown(np.ones((1, 5)), 0, True, traces.NamedGap(0.0, "a", "b"), [operator])
 
     def told(name: str, found: Any = empty, shares: Any = (0.2,) * 5, **changes: Any) -> str:
         named = dict(zip(traces.PARTS, shares, strict=True))
@@ -271,7 +261,7 @@ def test_advice_knows_what_was_measured(project: Project, traces: Any, tmp_path:
     assert "--train.precision bf16" in told("kernel-bound", train__precision="fp32")
     assert "bf16" not in told("kernel-bound", empty._replace(device=False))
     assert "--train.micro-batch-size 8" in told("host-bound")
-    gap = empty._replace(longest_gap=(0.9, "aten::mm", "aten::add"))
+    gap = empty._replace(longest_gap=traces.NamedGap(0.9, "aten::mm", "aten::add"))
     assert "after aten::mm and before aten::add" in told("host-bound", gap)
     assert "Python work" in told("host-bound", gap) and "Python" not in told("host-bound")
     assert "--train.loader-workers 6" in told("input-bound", train__loader_workers=3)
@@ -304,7 +294,7 @@ def test_operators_are_those_of_torch(project: Project, traces: Any) -> None:
                 stack.enter_context(torch.profiler.record_function(name))
             torch.nn.functional.gelu(x @ x).sum().backward()
     averages = finished.key_averages()
-    found = project.module("workflow.profile").operators_of(averages, False, 2.0)
+    found = traces.operators_of(averages, False, 2.0)
     ours = {operator["name"]: operator for operator in found}
     assert {name for name in names if name in ours} == {names[2]}
     for average in (

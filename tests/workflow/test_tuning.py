@@ -89,9 +89,9 @@ def test_loader_workers_that_end_the_wait_let_the_gate_pass(
     sampling, tuning = project.module("sampling"), project.module("workflow.tuning")
     timing, read, waited = project.module("workflow.timing"), sampling.fetch, 0.0
 
-    def slow(*arguments: Any) -> Any:
+    def slow(*arguments: Any, **options: Any) -> Any:
         time.sleep(0.05)
-        return read(*arguments)
+        return read(*arguments, **options)
 
     def time_interleaved(ways: dict[str, Any], multiple: int = 1) -> dict[str, list[float]]:
         return {name: 8 * [seconds[name] if multiple > 1 else 1.0] for name in ways}
@@ -159,10 +159,10 @@ def test_data_that_loader_workers_cannot_read_is_no_crash(
     tuning, sampling = project.module("workflow.tuning"), project.module("sampling")
     fetch, here = sampling.fetch, os.getpid()
 
-    def only_here(*arguments: Any) -> Any:
+    def only_here(*arguments: Any, **options: Any) -> Any:
         if os.getpid() != here:
             raise OSError("this cannot be read\nfrom another process")
-        return fetch(*arguments)
+        return fetch(*arguments, **options)
 
     monkeypatch.setattr(sampling, "fetch", only_here)
     config = project.config(run_dir=tmp_path)

@@ -5,7 +5,6 @@ are told to.
 """
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -266,13 +265,7 @@ def test_the_commands_can_be_listed_without_torch(project: Project) -> None:
     listing = (
         f"import sys, {project.name}.workflow as w; print(*w.COMMANDS, 'torch' in sys.modules)"
     )
-    outcome = subprocess.run(
-        [sys.executable, "-c", listing],
-        env={**os.environ, "PYTHONPATH": str(project.folder / "src")},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    outcome = project.python("-c", listing)
     *names, torch_is_imported = outcome.stdout.split()
     assert (
         names[-6:] == ["profile", "scale", "checkpoint", "fit", "workflow", "report"]
@@ -284,7 +277,7 @@ def test_who_is_stopped_twice_leaves_once(project: Project) -> None:
     """As by `timeout`, which tells its child and the group: the second prints nothing."""
     stopped = f"""
 import atexit, os, signal, sys
-from {project.name}.errors import exit_code
+from {project.name}.errors import run_main
 from {project.name}.workflow.processes import leave
 
 def stop():
@@ -300,15 +293,9 @@ def command():
         signal.signal(signal.SIGTERM, leave)  # as a stage does that has started something
 
 atexit.register(stop)
-sys.exit(exit_code(command))
+sys.exit(run_main(command))
 """
-    outcome = subprocess.run(
-        [sys.executable, "-c", stopped],
-        env={**os.environ, "PYTHONPATH": str(project.folder / "src")},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    outcome = project.python("-c", stopped)
     assert (outcome.returncode, outcome.stdout + outcome.stderr) == (143, "put in order\n")
 
 
@@ -439,14 +426,14 @@ def test_whiskers_stay_inside_the_axes(project: Project) -> None:
     """However far above the median the upper end is."""
     plots = project.module("workflow.plots")
 
-    def limits(*rows: tuple[Any, ...]) -> tuple[float, float]:
+    def limits(*rows: Any) -> tuple[float, float]:
         axes = Figure().subplots()
         plots.bars(axes, rows, "samples/s", str)
         return axes.get_xlim()
 
-    least, most = limits(("one", 10.0, 9.0, 11.0), ("two", 12.0, 1.0, 300.0))
+    least, most = limits(plots.Bar("one", 10.0, 9.0, 11.0), plots.Bar("two", 12.0, 1.0, 300.0))
     assert least == 0 and most > 1.1 * 300
-    assert limits(("none", 0.0)) == (0, 1)
+    assert limits(plots.Bar("none", 0.0)) == (0, 1)
 
 
 def test_a_report_of_what_there_is(project: Project, tmp_path: Path) -> None:

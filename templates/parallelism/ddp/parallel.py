@@ -7,7 +7,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from .agreement import agree_on_buffers as agree_on_buffers
 from .agreement import all_reduce as all_reduce
 from .agreement import require_same as require_same
 from .world import World
+
+if TYPE_CHECKING:
+    from ..train import State
 
 SHARDED = False  # in place, with hooks on the modules
 
@@ -45,8 +48,11 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
     return make()
 
 
-class Called(nn.Module):
-    """What DDP wraps: it calls the model, or a function of it, which so gets the model itself."""
+class DdpModule(nn.Module):
+    """What DDP wraps: it calls the model, or a function with the model as its first argument.
+
+    So `compute_loss` gets the user's model, not DDP's wrapper, and may call it several times.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -68,12 +74,12 @@ def wrap(
     model.to(world.device)
     if not world.distributed:
         return model
-    called = Called(model)
+    inner = DdpModule(model)
     # DDP cannot send sparse buffers. Each rank has built the same ones.
-    sparse = [name for name, buffer in called.named_buffers() if buffer.layout != torch.strided]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(called, sparse)
+    sparse = [name for name, buffer in inner.named_buffers() if buffer.layout != torch.strided]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, sparse)
     module = DistributedDataParallel(
-        called,
+        inner,
         bucket_cap_mb=config.bucket_mb,
         find_unused_parameters=config.find_unused_parameters,
         gradient_as_bucket_view=True,
@@ -95,27 +101,29 @@ def warm_up(module: nn.Module, step: Callable[[], object]) -> None:
         step()
 
 
-def forward(compute_loss: Callable[..., Any], state: Any, batch: Any) -> Any:
+def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any:
     """`compute_loss` of the model itself, inside DDP; matrix products in the run's dtype."""
-    module, dtype = state.module, state.compute_dtype
-    low = dtype != torch.float32
-    with torch.autocast(state.world.device.type, dtype) if low else contextlib.nullcontext():
-        if not isinstance(module, DistributedDataParallel):
-            return compute_loss(module, batch)
+    autocast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if state.compute_dtype != torch.float32:
+        autocast = torch.autocast(state.world.device.type, state.compute_dtype)
+    with autocast:
+        if not isinstance(state.module, DistributedDataParallel):
+            return compute_loss(state.module, batch)
         try:
-            return module(batch, function=compute_loss)
-        except RuntimeError as error:  # DDP finds it at the next forward, and has numbers for names
+            return state.module(batch, function=compute_loss)
+        except RuntimeError as error:
+            # DDP finds at the next forward that a parameter got no gradient, and gives its number.
             unused = re.search(r"not receive grad for rank \d+: (\d+)", str(error))
             if not unused:
                 raise
-    name = [n for n, p in state.model.named_parameters() if p.requires_grad][int(unused[1])]
+    trained = [name for name, p in state.model.named_parameters() if p.requires_grad]
     raise UserError(
-        f"the loss of the last step did not depend on {name}: remove or freeze such parameters, "
-        "or add --parallel.find-unused-parameters"
+        f"the loss of the last step did not depend on {trained[int(unused[1])]}: remove or freeze "
+        "such parameters, or add --parallel.find-unused-parameters"
     )
 
 
-def accumulate(state: Any, last: bool) -> contextlib.AbstractContextManager:
+def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
     """Context of one micro-batch's forward and backward; gradients are reduced in the last one."""
     if last or not isinstance(state.module, DistributedDataParallel):
         return contextlib.nullcontext()
@@ -163,18 +171,23 @@ def divide_work(
     like: list[torch.Tensor],
     work: Callable[[list[torch.Tensor]], list[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """`work` on the matrices, which all ranks have; each is worked on by one rank."""
+    """`work` on the matrices, which all ranks have; each is worked on by one rank.
+
+    That rank then sends the result to the others, while the next ones are on their way.
+    """
     if not dist.is_initialized():
         return work(matrices)
     ranks = dist.get_world_size()
+    # Dealt out by size, so that the ranks have about as much to do.
     by_size = sorted(range(len(matrices)), key=lambda index: -matrices[index].numel())
     mine = by_size[dist.get_rank() :: ranks]
     results = [torch.empty_like(m, memory_format=torch.contiguous_format) for m in matrices]
     for index, result in zip(mine, work([matrices[index] for index in mine]), strict=True):
         results[index].copy_(result)
     transfers: list[Any] = []
-    for place, index in enumerate(by_size):
-        transfers.append(dist.broadcast(results[index], place % ranks, async_op=True))
+    for position, index in enumerate(by_size):
+        worker = position % ranks
+        transfers.append(dist.broadcast(results[index], worker, async_op=True))
     for transfer in transfers:
         transfer.wait()
     return results

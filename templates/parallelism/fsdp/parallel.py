@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from .agreement import agree_on_buffers as agree_on_buffers
 from .agreement import all_reduce as all_reduce
 from .agreement import require_same as require_same
 from .world import World
+
+if TYPE_CHECKING:
+    from ..train import State
 
 log = logging.getLogger(__name__)
 SHARDED = True  # in place, with hooks on the modules
@@ -80,34 +83,55 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
     if world.rank == 0 and any(problems):
         text = "each rank builds the whole model, since its shapes cannot be built on `meta`: %s"
         log.warning(text, max(problems))
+    # Only rank 0 has drawn what a build draws: what is drawn from here on is the same on all.
+    states: list[Any] = [random_states()]
+    dist.broadcast_object_list(states, src=0)
+    set_random_states(states[0])
     return model
+
+
+def random_states() -> tuple[Any, Any, Any]:
+    """The states of the generators of torch (on the CPU), NumPy and Python."""
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def set_random_states(states: tuple[Any, Any, Any]) -> None:
+    """Set the generators to what `random_states` has returned."""
+    of_torch, of_numpy, of_python = states
+    torch.set_rng_state(of_torch)
+    np.random.set_state(of_numpy)
+    random.setstate(of_python)
 
 
 def build_on_meta(make: Callable[[], nn.Module]) -> nn.Module:
     """The model with tensors that have no memory; ValueError if that leaves out some of them.
 
-    Random numbers are as before.
+    The generators of random numbers are as before, in case the model is then built whole.
     """
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    known = {id(tensor) for tensor in meta_tensors()}
+    states = random_states()
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             model = make()
     finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-    held: set[int] = set()
+        set_random_states(states)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not can_be_filled(tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__} ({tensor.layout})")
-        held |= {id(tensor), id(tensor._base)}  # a view keeps what it is a view of
+        known |= {id(tensor), id(tensor._base)}  # a view keeps what it is a view of
     # Only parameters and buffers get values. Another tensor, in a list or in an object of the
-    # user's, would stay without: no module knows of it, but Python's garbage collector does.
-    gc.collect()
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor) and each.is_meta and id(each) not in held:
-            raise ValueError(f"a tensor {list(each.shape)} is no parameter or buffer of a module")
+    # user's, would stay without.
+    for tensor in meta_tensors():
+        if id(tensor) not in known:
+            raise ValueError(f"a tensor {list(tensor.shape)} is no parameter or buffer of a module")
     return model
+
+
+def meta_tensors() -> list[torch.Tensor]:
+    """All tensors on `meta` in this process, as Python's garbage collector knows them."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    return [tensor for tensor in tensors if tensor.is_meta]
 
 
 def can_be_filled(tensor: torch.Tensor) -> bool:
@@ -268,10 +292,24 @@ def overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
     """Whether two views of one storage have an element in common."""
     if one.dtype != two.dtype:
         return True
+    start_of_one, end_of_one = extent(one)
+    start_of_two, end_of_two = extent(two)
+    if end_of_one <= start_of_two or end_of_two <= start_of_one:
+        return False
+    # Their ranges meet, but columns of one matrix, say, need not.
     size = one.untyped_storage().nbytes() // one.itemsize
     marks = torch.zeros(size, dtype=torch.bool)
     marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
     return bool(marks.as_strided(two.shape, two.stride(), two.storage_offset()).any())
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The range of a storage's elements that a view reaches into."""
+    start = int(tensor.storage_offset())
+    end = start + 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        end += (size - 1) * stride
+    return start, end
 
 
 def references(model: nn.Module) -> dict[str, weakref.ref[torch.Tensor]]:
@@ -309,7 +347,7 @@ def warm_up(module: nn.Module, step: Callable[[], object]) -> None:
     """Every step, the first one too, sums gradients in the same order."""
 
 
-def forward(compute_loss: Callable[..., Any], state: Any, batch: Any) -> Any:
+def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any:
     """`compute_loss` of a batch: FSDP casts by its own policy, a plain process by autocast."""
     if state.compute_dtype == torch.float32 or state.world.distributed:
         return compute_loss(state.module, batch)
@@ -317,7 +355,7 @@ def forward(compute_loss: Callable[..., Any], state: Any, batch: Any) -> Any:
         return compute_loss(state.module, batch)
 
 
-def accumulate(state: Any, last: bool) -> contextlib.AbstractContextManager:
+def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
     """Context of one micro-batch's forward and backward; gradients are reduced in the last one."""
     if isinstance(state.module, FSDPModule):
         state.module.set_requires_gradient_sync(last or state.config.parallel.reduce_each)
@@ -362,15 +400,16 @@ def replicas(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
 
 
 def compare_loaded(tensors: Iterable[torch.Tensor], world: World) -> None:
-    """RankError, on every rank, if one has loaded other bits of a part that others hold, too."""
-    parts: dict[str, list[torch.Tensor]] = {}
+    """RankError, on every rank, if one has loaded other bits of a shard that others hold, too."""
+    shards: dict[str, list[torch.Tensor]] = {}
     for tensor in tensors:
-        count, index = replicas(tensor, world.rank, world.size)
-        if count > 1:
-            part = world.rank - index * (world.size // count)
-            name = f"{LOADED} (part {part} of {world.size // count})"
-            parts.setdefault(name, []).append(local_part(tensor))
-    require_same({name: bit_sum(part) for name, part in parts.items()}, world, RankError)
+        holders, index = replicas(tensor, world.rank, world.size)
+        if holders > 1:
+            distinct = world.size // holders
+            shard = world.rank - index * distinct
+            name = f"{LOADED} (part {shard} of {distinct})"
+            shards.setdefault(name, []).append(local_part(tensor))
+    require_same({name: bit_sum(held) for name, held in shards.items()}, world, RankError)
 
 
 def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
@@ -385,32 +424,36 @@ def divide_work(
     like: list[torch.Tensor],
     work: Callable[[list[torch.Tensor]], list[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """`work` on matrices of which this rank holds the rows that it holds of those in `like`.
+    """`work` on whole matrices, of which this rank has the rows of its shard of those in `like`.
 
-    Each is gathered by one rank, which works on it and sends the others their rows: a rank has one
-    whole matrix at a time.
+    Each is gathered by one rank, which works on it and sends the others their rows. So a rank has
+    one whole matrix at a time, and nothing is worked out twice.
     """
     if not isinstance(like[0], DTensor):
         return work(matrices)
     mesh = like[0].device_mesh
     group, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    rank = dist.get_rank(group)
     results = [*matrices]
     by_size = sorted(range(len(matrices)), key=lambda index: -like[index].numel())
     for first in range(0, len(matrices), ranks):
-        indices = by_size[first : first + ranks]  # rank i works on the i-th
+        # In each round rank i gathers the i-th of these; in the last one some may have none.
+        indices = by_size[first : first + ranks]
+        works = rank < len(indices)
         sent = torch.cat([matrices[index].flatten() for index in indices])
-        sizes = [matrices[index].numel() for index in indices] + [0] * (ranks - len(indices))
-        rows: list[int] = [0] * ranks
-        mine = dist.get_rank(group)
-        if mine < len(indices):
-            shape = like[indices[mine]].shape
-            parts = torch.empty(shape, device="meta").chunk(ranks)
-            rows[: len(parts)] = [part.numel() for part in parts]
-        received = sent.new_empty(sum(rows))
-        dist.all_to_all_single(received, sent, rows, sizes, group)
-        if mine < len(indices):
+        to_send = [matrices[index].numel() for index in indices]
+        to_send += [0] * (ranks - len(indices))
+        to_receive = [0] * ranks
+        if works:
+            shape = like[indices[rank]].shape
+            # FSDP shards by rows, as `chunk` divides them: the last ranks may have none.
+            shards = torch.empty(shape, device="meta").chunk(ranks)
+            to_receive[: len(shards)] = [shard.numel() for shard in shards]
+        received = sent.new_empty(sum(to_receive))
+        dist.all_to_all_single(received, sent, to_receive, to_send, group)
+        if works:
             received = work([received.view(shape)])[0].flatten()
-        dist.all_to_all_single(sent, received, sizes, rows, group)
-        for index, result in zip(indices, sent.split(sizes), strict=False):
+        dist.all_to_all_single(sent, received, to_send, to_receive, group)
+        for index, result in zip(indices, sent.split(to_send), strict=False):
             results[index] = result.view_as(matrices[index])
     return results

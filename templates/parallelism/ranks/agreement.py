@@ -97,7 +97,8 @@ class Group:
         the other ranks find that this one is gone.
 
         A block holds no collective, of this class or of torch.distributed: a rank that failed would
-        never get to it. Those of this class raise RuntimeError in a block.
+        never get to it. `broadcast`, `gather`, `any`, `maximum` and another block raise
+        RuntimeError there.
         """
         _require_outside("together")
         error: Exception | None = None
@@ -188,6 +189,7 @@ class Group:
 
     def maximum(self, values: Sequence[float]) -> Callable[[], list[float]]:
         """Start an element-wise maximum over the ranks; returns a function that waits for it."""
+        _require_outside("maximum")
         tensor = torch.tensor(values, dtype=torch.float64)
         work: Any = dist.all_reduce(tensor, dist.ReduceOp.MAX, self.process_group, async_op=True)
 
@@ -246,47 +248,67 @@ def agree_on_buffers(running: Any, step: int, world: World) -> None:
     """Give all ranks the same RunningBuffers (run/bad_steps.py), after the forwards of a step.
 
     Only those that forward changes are sent. They are found by value, since batch normalisation
-    counts no versions: at the first step and at each 50th, when the host waits for the device.
+    counts no versions: at the first step and at each 50th, when the host waits for the device. A
+    buffer that begins to change later is found at the next 50th step.
     """
     if world.size == 1 or not running.slots:
         return
     tensors = running.tensors()
     if running.changing is None or step % 50 == 0:
-        pairs = zip(tensors, running.copies, strict=True)
-        changed = torch.stack([(now != then).any() for now, then in pairs]).float()
-        dist.all_reduce(changed)
-        running.changing = {*(running.changing or ()), *changed.nonzero().flatten().tolist()}
-    tensors = [tensors[index] for index in sorted(running.changing)]
-    tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-    for dtype in (torch.float64, torch.int64):  # the mean of fractional ones, rank 0's of others
-        alike = [t for t in tensors if t.is_floating_point() == dtype.is_floating_point]
-        if alike:
-            flat = torch.cat([tensor.flatten().to(dtype) for tensor in alike])
-            flat *= 1 if dtype.is_floating_point or world.rank == 0 else 0
-            dist.all_reduce(flat)
-            flat = flat / world.size if dtype.is_floating_point else flat
-            for tensor, values in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
-                tensor.copy_(values.view_as(tensor))  # back to its own dtype
+        changed = [(now != then).any() for now, then in zip(tensors, running.copies, strict=True)]
+        on_any_rank = torch.stack(changed).float()
+        dist.all_reduce(on_any_rank)
+        known = running.changing or set()
+        running.changing = known | set(on_any_rank.nonzero().flatten().tolist())
+    fractional: list[Tensor] = []
+    others: list[Tensor] = []
+    for index in sorted(running.changing):
+        tensor = tensors[index]
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        (fractional if tensor.is_floating_point() else others).append(tensor)
+    if fractional:
+        # The mean over the ranks, in float64 so that their order does not matter much.
+        values = torch.cat([tensor.flatten().to(torch.float64) for tensor in fractional])
+        dist.all_reduce(values)
+        _scatter(values / world.size, fractional)
+    if others:
+        # Rank 0's counts and flags: the sum, to which the other ranks add zeros.
+        values = torch.cat([tensor.flatten().to(torch.int64) for tensor in others])
+        if world.rank != 0:
+            values.zero_()
+        dist.all_reduce(values)
+        _scatter(values, others)
+
+
+def _scatter(values: Tensor, tensors: list[Tensor]) -> None:
+    """Copy consecutive values into tensors, each of its own dtype."""
+    sizes = [tensor.numel() for tensor in tensors]
+    for tensor, part in zip(tensors, values.split(sizes), strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 def require_same(values: dict[str, Any], world: World, error: Any = UserError) -> None:
     """An error, on every rank, if two ranks have different values of one name."""
-    each: list[Any] = [values] * world.size
+    values_of: list[Any] = [values] * world.size
     if world.distributed:
-        dist.all_gather_object(each, values)
-    first: dict[str, Any] = {}
-    for rank, own in enumerate(each):
-        for name, value in own.items():
-            other, expected = first.setdefault(name, (rank, value))
+        dist.all_gather_object(values_of, values)
+    first: dict[str, tuple[int, Any]] = {}  # the first rank that has a name, and its value
+    for rank, theirs in enumerate(values_of):
+        for name, value in theirs.items():
+            first_rank, expected = first.setdefault(name, (rank, value))
             if value != expected:
                 text = f"{name} must be the same on all ranks: {value} on rank {rank}"
-                raise error(f"{text}, {expected} on rank {other}")
+                raise error(f"{text}, {expected} on rank {first_rank}")
 
 
 def bit_sum(tensors: Iterable[Tensor]) -> int:
-    """A checksum that one other bit changes."""
-    parts = (tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in tensors)
-    return sum(int(part.sum(dtype=torch.int64)) for part in parts)
+    """The sum of all bytes: a change of any one bit changes it."""
+    total = 0
+    for tensor in tensors:
+        content = tensor.detach().contiguous().flatten().view(torch.uint8)
+        total += int(content.sum(dtype=torch.int64))
+    return total
 
 
 def all_reduce(tensor: Tensor, world: World) -> Tensor:

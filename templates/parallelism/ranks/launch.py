@@ -12,7 +12,7 @@
 """
 
 import contextlib
-import functools
+import logging
 import os
 import signal
 import sys
@@ -34,44 +34,55 @@ from .world import LOOPBACK, ON_LOOPBACK, die_with_the_launcher, prefer
 # All ranks leave together, so the torchruns of all machines see it at the same time, except one
 # that was stopped. torchrun would wait 300 s for that one, and react to no signal meanwhile.
 EXIT_SECONDS = 30
-USER_ERROR = 2  # a rank's exit code
-# Lines of torchrun's log that say no more than the ranks, which report stops and errors.
+# The exit code of a rank that ended by an error the user can fix.
+USER_ERROR = 2
+# Beginnings of lines in torchrun's log that repeat what the ranks report of stops and errors.
 REPEATED = ("Sending process", "Received ", "failed (exitcode: ")
 
 
 def only_user_errors(failures: dict[int, ProcessFailure]) -> bool:
-    """Whether some rank failed for an error the user can fix, and none crashed.
-
-    torchrun itself ends the other ranks, with SIGTERM.
-    """
-    codes = {failure.exitcode for failure in failures.values()}
-    return USER_ERROR in codes and all(code >= 0 or code == -signal.SIGTERM for code in codes)
+    """Whether some rank failed for an error the user can fix, and none crashed."""
+    for failure in failures.values():
+        # torchrun itself ends the other ranks, with SIGTERM. Any other signal is a crash.
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            return False
+    return any(failure.exitcode == USER_ERROR for failure in failures.values())
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent; it says which rank ended how, and does not retry what is refused again."""
+    """torchrun's agent, which also says how each rank ended, and does not retry user errors."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        options.setdefault("exit_barrier_timeout", EXIT_SECONDS)
+        super().__init__(*arguments, **options)
 
     def _monitor_workers(self, worker_group: agents.WorkerGroup) -> agents.RunResult:
-        monitor: Any = super()._monitor_workers  # decorated without its signature
+        # torch has decorated it without its signature.
+        monitor: Any = super()._monitor_workers
         result = monitor(worker_group)
-        first = self._remaining_restarts == worker_group.spec.max_restarts
+        most = worker_group.spec.max_restarts
+        left = self._remaining_restarts
         one_machine = os.environ.get("NNODES", "1") == "1"
-        if first and one_machine and only_user_errors(result.failures):
+        if left == most and one_machine and only_user_errors(result.failures):
+            # The ranks have reported the error, and would end by it again.
             self._remaining_restarts = 0
-        elif ended := ", ".join(
-            ending(rank, failure)
-            for rank, failure in result.failures.items()
-            if failure.exitcode != TO_BE_RESTARTED
-        ):
-            most, left = worker_group.spec.max_restarts, self._remaining_restarts
-            again = f": all ranks start again ({most - left + 1} of {most})" if left else ""
-            with contextlib.suppress(OSError):  # the console may be closed
-                print(f"{ended}{again}", file=sys.stderr, flush=True)
+            return result
+        endings = []
+        for rank, failure in result.failures.items():
+            if failure.exitcode != TO_BE_RESTARTED:
+                endings.append(ending(rank, failure))
+        if endings:
+            text = ", ".join(endings)
+            if left:
+                text += f": all ranks start again ({most - left + 1} of {most})"
+            # The console may be closed.
+            with contextlib.suppress(OSError):
+                print(text, file=sys.stderr, flush=True)
         return result
 
 
 def ending(rank: int, failure: ProcessFailure) -> str:
-    """How the process of a rank ended."""
+    """Return how the process of a rank ended."""
     if failure.exitcode < 0:
         return f"rank {rank} was killed by {failure.signal_name()}"
     return f"rank {rank} ended with exit code {failure.exitcode}"
@@ -85,38 +96,60 @@ def stop_once(number: int, frame: types.FrameType | None) -> None:
     raise api.SignalException(f"got {signal.Signals(number).name}", sigval=signal.Signals(number))
 
 
+def is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of torchrun's log says more than the ranks do."""
+    return not record.getMessage().startswith(REPEATED)
+
+
 def on_one_machine(folder: str) -> list[str]:
-    """Options of torchrun for one machine: nothing listens to the network.
+    """Return options of torchrun for one machine, with which nothing listens to the network.
 
     The ranks meet on the loopback interface, and torchrun in a file in `folder`, which only its
     user can read: its own store would listen to everybody and unpickle what it receives.
     """
     prefer(ON_LOOPBACK)
-    words = ["--nnodes", "1", "--local-addr", LOOPBACK]
-    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{folder}/store"]
+    options = ["--nnodes", "1", "--local-addr", LOOPBACK]
+    options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{folder}/store"]
     # Heartbeats are for other machines to see, and the file would grow with each.
-    return [*words, "--rdzv-conf", "store_type=file,keep_alive_interval=86400"]
+    options += ["--rdzv-conf", "store_type=file,keep_alive_interval=86400"]
+    return options
+
+
+def change_torchrun() -> None:
+    """Let torchrun use the functions and the agent of this file."""
+    api._terminate_process_handler = stop_once
+    api.logger.addFilter(is_news)
+    agents.logger.addFilter(is_news)
+    launcher.LocalElasticAgent = Agent
+
+
+def launch(arguments: list[str]) -> None:
+    """Run torchrun with these arguments, on one machine unless they say how many there are."""
+    # The parent may ignore SIGHUP, as nohup does; torchrun would handle it all the same.
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        arguments = [argument.replace("SIGHUP,", "") for argument in arguments]
+    with tempfile.TemporaryDirectory(prefix="rendezvous-") as folder:
+        if "--nnodes" not in arguments:
+            arguments = [*on_one_machine(folder), *arguments]
+        run.main(arguments)
 
 
 if __name__ == "__main__":
-    if os.environ.pop("OF_A_STAGE", ""):  # whose killing must leave nothing behind
+    # A stage of the workflow that is killed must not leave its ranks behind.
+    if os.environ.pop("OF_A_STAGE", ""):
         die_with_the_launcher()
     # For the ranks (world.py): this process may be gone before they look who started them.
-    os.environ |= {"LAUNCHER_PID": str(os.getpid()), "LAUNCHER_STARTED": f"{time.time():.0f}"}
-    api._terminate_process_handler = stop_once
-    for logger in (api.logger, agents.logger):
-        logger.addFilter(lambda record: not record.getMessage().startswith(REPEATED))
-    launcher.LocalElasticAgent = functools.partial(Agent, exit_barrier_timeout=EXIT_SECONDS)
-    words = sys.argv[1:]
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup; torchrun would take it over
-        words = [word.replace("SIGHUP,", "") for word in words]
+    os.environ["LAUNCHER_PID"] = str(os.getpid())
+    os.environ["LAUNCHER_STARTED"] = f"{time.time():.0f}"
+    change_torchrun()
     try:
-        with tempfile.TemporaryDirectory(prefix="rendezvous-") as folder:
-            run.main(words if "--nnodes" in words else [*on_one_machine(folder), *words])
+        launch(sys.argv[1:])
     except ChildFailedError as failed:
+        # The ranks have reported an error the user can fix.
         if only_user_errors(failed.failures):
-            sys.exit(USER_ERROR)  # the ranks have said what it is
-        sys.exit(str(failed))  # which rank failed first, and how; no traceback of torchrun
+            sys.exit(USER_ERROR)
+        # This says which rank failed first, and how; a traceback of torchrun would not help.
+        sys.exit(str(failed))
     except api.SignalException as stop:
         with contextlib.suppress(OSError):
             print(f"torchrun: {stop}", file=sys.stderr, flush=True)

@@ -29,14 +29,18 @@ if TYPE_CHECKING:
 # Limit of start-up, a validation or a save: a slow disk is no reason to end a run.
 PHASE_LIMIT = timedelta(minutes=30)
 
-LOOPBACK = "127.0.0.1"  # where the ranks of one machine meet (launch.py)
-# On one machine: both listen to anyone who can reach them, and nobody else needs to.
-ON_LOOPBACK: dict[str, str] = dict.fromkeys(
-    ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo" if sys.platform == "linux" else "lo0"
-)
+# Where the ranks of one machine meet (launch.py).
+LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
+# gloo and NCCL accept connections from anybody who can reach them. On one machine only its own
+# processes need to.
+ON_LOOPBACK = {
+    "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
+    "NCCL_SOCKET_IFNAME": LOOPBACK_INTERFACE,
+}
 
 NCCL = {
-    # NCCL reports what it cannot do as "unhandled system error"; only so does it print the reason.
+    # NCCL reports many errors as "unhandled system error", and prints the reason only with this.
     "NCCL_DEBUG": "WARN",
     # The flight recorder keeps the last collectives, each with the line that began it. Since 2.9
     # torch does so by default; watchdog.py relies on it.
@@ -47,8 +51,11 @@ NCCL = {
 
 # gloo connects every rank with every other when a group is made: with fewer ranks than these that
 # takes a second or two. From there on it connects two ranks when they first talk.
-MANY_RANKS, ON_MANY_RANKS = 128, {"TORCH_GLOO_LAZY_INIT": "1"}
-TOLD_WITHIN = 5.0  # seconds; torchrun looks for machines that want to join ten times a second
+MANY_RANKS = 128
+ON_MANY_RANKS = {"TORCH_GLOO_LAZY_INIT": "1"}
+# A rank waits this many seconds for torchrun's signal. torchrun looks for machines that want to
+# join ten times a second.
+TOLD_WITHIN = 5.0
 
 
 @dataclass(frozen=True)
@@ -59,17 +66,19 @@ class World:
     size: int
     device: torch.device
     distributed: bool = False
-    step_limit: timedelta = PHASE_LIMIT  # a step that takes longer is a hang (watchdog.py)
+    step_limit: timedelta = PHASE_LIMIT
+    """A step that takes longer is a hang (watchdog.py)."""
 
 
 def launcher() -> str | None:
-    """A name of the torchrun that started this process, the same for as long as it lives.
+    """Return a name of the torchrun that started this process, the same for as long as it lives.
 
     torchrun's own count of restarts leaves out those for a machine that joins.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    since = os.environ.get("LAUNCHER_STARTED", "")  # by launch.py: process numbers are used again
+    # The time, which launch.py sets, is part of the name because process numbers are used again.
+    since = os.environ.get("LAUNCHER_STARTED", "")
     return f"started by {os.getppid()} ({since}) on {socket.gethostname()}"
 
 
@@ -80,50 +89,61 @@ def join(config: "ParallelConfig", device_name: str) -> World:
         torch.cuda.set_device(device)
     if "RANK" not in os.environ:
         return World(0, 1, device)
-    if lacking := {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys():
-        raise UserError(f"RANK is set, but not {min(lacking)}: unset it, or start by ./launch.sh")
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
+        if name not in os.environ:
+            raise UserError(f"RANK is set, but not {name}: unset it, or start by ./launch.sh")
     step_limit = timedelta(minutes=config.timeout_minutes)
     if step_limit <= timedelta():
         raise UserError("--parallel.timeout-minutes must be positive")
     die_with_the_launcher()
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    ranks = int(os.environ["WORLD_SIZE"])
     if ranks >= MANY_RANKS:
         prefer(ON_MANY_RANKS)
     # A save may hold up a collective for longer than a step may take. When a collective times out,
     # NCCL ends the process without an explanation: let the watchdog be first, which names the rank.
     options: dict[str, Any] = {"timeout": max(PHASE_LIMIT, 2 * step_limit)}
-    shared_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # of torchrun
+    # torchrun may share its own store with the ranks.
+    shared_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if os.environ["MASTER_ADDR"] == LOOPBACK and not shared_store:
         options |= {"rank": rank, "world_size": ranks, "store": _store_on_loopback(rank)}
     if device.type == "cuda":
         prefer(NCCL)
-        options["device_id"] = device
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **options)
-    return World(dist.get_rank(), dist.get_world_size(), device, True, step_limit)
+        dist.init_process_group("nccl", device_id=device, **options)
+    else:
+        dist.init_process_group("gloo", **options)
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        device=device,
+        distributed=True,
+        step_limit=step_limit,
+    )
 
 
 def leave(world: World) -> None:
-    """Leave the process group, once nothing refers to the model or the optimizer any more.
-
-    A DDP reducer that is freed after its group can deadlock the interpreter at exit, so collect it
-    first. The barrier keeps a fast rank from closing connections that a slow one still uses.
-    """
+    """Leave the process group, once nothing refers to the model or the optimizer any more."""
     if world.distributed and dist.is_initialized():
+        # A DDP reducer that is freed after its group can deadlock the interpreter at exit.
         gc.collect()
+        # A fast rank must not close connections that a slow one still uses.
         dist.barrier()
         dist.destroy_process_group()
 
 
 def regrouping(told_to_stop: Callable[[], bool]) -> bool:
-    """Whether a rank that stops is to be started again, since only another machine leaves.
+    """Return whether a rank that stops is to be started again, since only another machine leaves.
 
     In an elastic job (NNODES=1:4), when a machine joins or leaves, torchrun starts all ranks again.
     For one that joins, each torchrun stops its own ranks, one a moment after the other. A rank that
     exited before that would count as finished, which ends the job: so wait for the signal. If none
     comes, another machine was stopped, and this rank continues without it.
     """
+    # A range of machines makes a job elastic.
+    if ":" not in os.environ.get("NNODES", ""):
+        return False
     deadline = time.monotonic() + TOLD_WITHIN
-    while ":" in os.environ.get("NNODES", "") and not told_to_stop():
+    while not told_to_stop():
         if time.monotonic() > deadline:
             return True
         time.sleep(0.02)
@@ -133,8 +153,10 @@ def regrouping(told_to_stop: Callable[[], bool]) -> bool:
 def die_with_the_launcher() -> None:
     """Ask the kernel to end this process when torchrun is killed (Linux; else: watchdog.py)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    # It may have been killed before that, while this process imported torch for seconds.
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    # torchrun may have been killed before that, while this process imported torch for seconds.
+    # The process then has another parent.
     parent = str(os.getppid())
     if os.environ.get("LAUNCHER_PID", parent) != parent:
         sys.exit("the launcher is gone")
@@ -147,9 +169,11 @@ def prefer(settings: dict[str, str]) -> None:
 
 
 def _store_on_loopback(rank: int) -> dist.Store:
-    """The ranks' store of a job on one machine: torch's own would listen on all interfaces."""
-    port, options = int(os.environ["MASTER_PORT"]), {}
+    """Return the ranks' store of a job on one machine, which rank 0 serves."""
+    port = int(os.environ["MASTER_PORT"])
+    options: dict[str, Any] = {"timeout": PHASE_LIMIT, "wait_for_workers": False}
     if rank == 0:
+        # The store would open a socket on all interfaces, so it is given one.
         listener = socket.create_server((LOOPBACK, port), backlog=4096)
-        options = {"is_master": True, "master_listen_fd": listener.detach()}
-    return dist.TCPStore(LOOPBACK, port, timeout=PHASE_LIMIT, wait_for_workers=False, **options)
+        options |= {"is_master": True, "master_listen_fd": listener.detach()}
+    return dist.TCPStore(LOOPBACK, port, **options)

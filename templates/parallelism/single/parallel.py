@@ -11,6 +11,7 @@ from torch import nn
 from ..errors import UserError
 
 if TYPE_CHECKING:
+    from ..train import State
     from . import World
 
 SHARDED = False  # in place, with hooks on the modules
@@ -50,7 +51,7 @@ def warm_up(module: nn.Module, step: Callable[[], object]) -> None:
     """Nothing is summed over processes."""
 
 
-def forward(compute_loss: Callable[..., Any], state: Any, batch: Any) -> Any:
+def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any:
     """`compute_loss` of a batch: matrix products in the run's dtype, the rest in float32."""
     if state.compute_dtype == torch.float32:
         return compute_loss(state.module, batch)
@@ -58,7 +59,7 @@ def forward(compute_loss: Callable[..., Any], state: Any, batch: Any) -> Any:
         return compute_loss(state.module, batch)
 
 
-def accumulate(state: Any, last: bool) -> contextlib.AbstractContextManager:
+def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
     """Context of one micro-batch's forward and backward; `last` of its step or not."""
     return contextlib.nullcontext()
 

@@ -72,7 +72,7 @@ class StorageConfig(RetentionConfig):
         directory = storage_path(f"{self.url}")
         with explaining(directory):
             for path in reversed(steps(directory)):
-                with contextlib.suppress(CheckpointError):
+                with contextlib.suppress(CheckpointError, RecursionError):
                     saved = dict(flatten(read_manifest(path)["config"]))
                     ours = {n: v for n, v in saved.items() if not n.startswith(NOT_TAKEN)}
                     return ours if saved.get("name") == name else {}

@@ -1,8 +1,8 @@
-"""Your own callbacks: objects that go along with a run, in every process.
+"""Your own callbacks: objects whose methods the loop calls, in every process.
 
-A callback has any of these methods; the loop calls those that are there (train.py):
+A callback has any of these methods (train.py calls them):
 
-    before_step(state)                  the batch of the next step is loaded
+    before_step(state)                  the batch of the next step has been loaded
     after_step(state, record)           a step is done; `record` is its line of metrics.jsonl,
                                         None at steps without one
     after_validation(state, figures)    e.g. {"validation_loss": 1.2}
@@ -10,10 +10,10 @@ A callback has any of these methods; the loop calls those that are there (train.
 `state` is train.State: model, optimizer, step, config; `state.finish("why")` ends the run. A
 callback may be a context manager, entered before the first step and left after the last one. If it
 has `state_dict()` and `load_state_dict(state)`, checkpoints store its state as JSON. An exception
-in it ends the run, unless its class sets `harmless = True`: then the first one is a warning and
-disables the callback. Numbers that it adds to `record` or `figures` in the first process are in
-metrics.jsonl and in the tracker, those of `figures` as `validation_<name>`. Random numbers drawn
-here do not change the steps' own.
+in a callback ends the run, unless its class sets `harmless = True`: then the first exception is a
+warning and disables the callback. Numbers that it adds to `record` or `figures` on rank 0 go to
+metrics.jsonl and to the tracker, those of `figures` as `validation_<name>`. A callback may draw
+random numbers: those of the steps do not change.
 """
 
 import io
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw
+from torch import Tensor
 
 from .device import move
 from .files import replace_file
@@ -32,60 +33,84 @@ from .sampling import fetch, fixed_subset
 
 if TYPE_CHECKING:
     from .config import Config
+    from .train import State
 
 log = logging.getLogger(__name__)
 
 
 def callbacks(config: "Config", run_dir: Path) -> Iterable[Any]:
-    """The callbacks of a run, in the order in which they are called."""
+    """Build the callbacks of a run, in the order in which they are called."""
     return (WorstMistakes(run_dir),)
 
 
 class WorstMistakes:
     """After each validation, a picture of the images on which the model is most wrong.
 
-    Of as many images as a micro-batch has. All processes take part, since the model may be sharded.
+    It looks at as many images as a micro-batch has.
     """
 
     harmless = True
-    columns, rows, side = 6, 3, 112  # pixels
+    # The most images in a row, and rows in the picture.
+    columns = 6
+    rows = 3
+    # Pixels of an image with its margin, and of the text below it.
+    side = 112
+    text_height = 16
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
 
+    # Compiled, the model would be compiled again for this batch size.
     @torch.no_grad()
-    @torch.compiler.set_stance("force_eager")  # a batch of another size would be compiled anew
-    def after_validation(self, state: Any, figures: dict[str, float]) -> None:
-        """Paint them, each with its class and the model's; for the tracker and the report."""
+    @torch.compiler.set_stance("force_eager")
+    def after_validation(self, state: "State", figures: dict[str, float]) -> None:
+        """Paint the images, each with its class and the model's, for the tracker and the report."""
         chosen = fixed_subset(len(state.validation), state.config.train.micro_batch_size)
         batch = move(fetch(state.validation, chosen), state.world.device)
+        # All ranks run the model, since it may be sharded.
         state.module.eval()
         try:
             logits = state.module(batch["images"]).float()
         finally:
             state.module.train()
         if state.world.rank == 0:
-            guesses, labels = logits.argmax(1), batch["labels"]
+            labels = batch["labels"]
+            guesses = logits.argmax(dim=1)
+            # Images that are classified correctly get a loss of zero: they come last.
             losses = F.cross_entropy(logits, labels, reduction="none") * (guesses != labels)
             worst = losses.argsort(descending=True)[: self.columns * self.rows].tolist()
-            self.paint(state, batch, guesses, [i for i in worst if losses[i] > 0])
+            mistakes = [index for index in worst if losses[index] > 0]
+            self.paint(state, batch, guesses, mistakes)
 
-    def paint(self, state: Any, batch: Any, guesses: torch.Tensor, worst: list[int]) -> None:
-        """Keep the picture; none where there is no mistake."""
-        log.info("mistakes shown at step %d: %d", state.step, len(worst))
-        if not worst:
+    def paint(self, state: "State", batch: Any, guesses: Tensor, mistakes: list[int]) -> None:
+        """Save the picture, unless there is no mistake."""
+        log.info("mistakes shown at step %d: %d", state.step, len(mistakes))
+        if not mistakes:
             return
-        side, names = self.side, state.spec.classes
-        rows = -(-len(worst) // self.columns)
-        picture = Image.new("RGB", (self.columns * side, rows * (side + 16)), "white")
+        names = state.spec.classes
+        # Rounded up.
+        rows = -(-len(mistakes) // self.columns)
+        cell_height = self.side + self.text_height
+        picture = Image.new("RGB", (self.columns * self.side, rows * cell_height), "white")
         draw = ImageDraw.Draw(picture)
-        for place, i in enumerate(worst):
-            x, y = place % self.columns * side, place // self.columns * (side + 16)
-            pixels = batch["images"][i].mul(255).byte().permute(1, 2, 0).cpu().numpy()
-            image = Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels)
-            picture.paste(image.convert("RGB").resize((side - 4, side - 4), 0), (x + 2, y))
-            text = f"{names[batch['labels'][i]]}, not {names[guesses[i]]}"
-            draw.text((x + 2, y + side - 3), text, "black")
-        picture.save(content := io.BytesIO(), "png")
-        (folder := self.run_dir / "samples").mkdir(exist_ok=True)
+        for cell, index in enumerate(mistakes):
+            row, column = divmod(cell, self.columns)
+            x = column * self.side
+            y = row * cell_height
+            image = to_image(batch["images"][index]).resize((self.side - 4, self.side - 4), 0)
+            picture.paste(image, (x + 2, y))
+            text = f"{names[batch['labels'][index]]}, not {names[guesses[index]]}"
+            draw.text((x + 2, y + self.side - 3), text, "black")
+        content = io.BytesIO()
+        picture.save(content, "png")
+        folder = self.run_dir / "samples"
+        folder.mkdir(exist_ok=True)
         replace_file(folder / f"step_{state.step:08}.png", content.getvalue())
+
+
+def to_image(pixels: Tensor) -> Image.Image:
+    """Convert a tensor [channels, height, width] in 0 ... 1, grey or in colour, to an RGB image."""
+    array = pixels.mul(255).byte().permute(1, 2, 0).cpu().numpy()
+    if array.shape[2] == 1:
+        array = array.squeeze(2)
+    return Image.fromarray(array).convert("RGB")

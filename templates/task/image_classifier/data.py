@@ -8,7 +8,7 @@ saves it in spec.json, for `infer` without data. An `augment` is optional.
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -201,7 +201,7 @@ def read_images(path: Path | None) -> tuple[np.ndarray, np.ndarray]:
     if path is None:
         from sklearn.datasets import load_digits
 
-        digits = load_digits()
+        digits: Any = load_digits()  # scikit-learn declares no attributes
         return digits.images.astype(np.uint8)[..., None], digits.target.astype(np.int64)
     check_regular([path])
     try:

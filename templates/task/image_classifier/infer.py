@@ -11,7 +11,8 @@ from .data import Spec, build_datasets
 from .device import move
 from .sampling import fetch
 
-WIDEST = 32  # characters are wide: larger images are drawn smaller
+# The most pixels in a line of text, which has two characters for each; larger images shrink.
+WIDEST = 32
 
 
 @dataclass(frozen=True)
@@ -26,25 +27,34 @@ def infer(model: nn.Module, spec: Spec, config: Config, options: InferConfig) ->
     """Print some validation images with predictions, and the accuracy over all of them."""
     _, validation, _ = build_datasets(config)
     device = next(model.parameters()).device
+    batch_size = config.train.micro_batch_size
     correct = 0
-    for start in range(0, len(validation), config.train.micro_batch_size):
-        ids = np.arange(start, min(start + config.train.micro_batch_size, len(validation)))
+    for start in range(0, len(validation), batch_size):
+        ids = np.arange(start, min(start + batch_size, len(validation)))
         batch = fetch(validation, ids)
         probabilities = model(move(batch, device)["images"]).float().softmax(dim=1).cpu()
         confidence, predicted = probabilities.max(dim=1)
         correct += int((predicted == batch["labels"]).sum())
-        for i in range(max(0, min(options.samples - start, len(ids)))):
-            truth, guess = (spec.classes[int(c[i])] for c in (batch["labels"], predicted))
+        for offset, sample_id in enumerate(ids):
+            if sample_id >= options.samples:
+                break
+            truth = spec.classes[int(batch["labels"][offset])]
+            guess = spec.classes[int(predicted[offset])]
             verdict = "right" if guess == truth else f"wrong, it is {truth}"
-            print(draw(batch["images"][i]))
-            print(f"image {start + i}: {guess} ({confidence[i]:.0%} sure), {verdict}\n")
+            print(draw(batch["images"][offset]))
+            print(f"image {sample_id}: {guess} ({confidence[offset]:.0%} sure), {verdict}\n")
     print(f"{correct} of {len(validation)} right: accuracy {correct / len(validation):.2%}")
 
 
 def draw(image: Tensor) -> str:
-    """A picture [channels, height, width] in 0 ... 1 as text."""
+    """Draw a picture [channels, height, width] in 0 ... 1 as text."""
     shades = " .:-=+*#%@"
-    height, width = (min(side, WIDEST) for side in image.shape[-2:])
+    height = min(image.shape[1], WIDEST)
+    width = min(image.shape[2], WIDEST)
     grey = F.adaptive_avg_pool2d(image, (height, width)).mean(dim=0)
     levels = (grey * (len(shades) - 1)).round().int().tolist()
-    return "\n".join("".join(shades[level] * 2 for level in row) for row in levels)
+    lines: list[str] = []
+    for row in levels:
+        # Two characters, since they are about half as wide as they are high.
+        lines.append("".join(shades[level] * 2 for level in row))
+    return "\n".join(lines)

@@ -73,7 +73,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """One layer; x is [batch, width, height, width of the image]."""
+        """Compute one layer; x is [batch, features, height, width]."""
         y = self.conv1(F.gelu(self.norm1(x)))
         return x + self.conv2(self.dropout(F.gelu(self.norm2(y))))
 
@@ -89,7 +89,7 @@ class ResidualNetwork(nn.Module):
         self.head = nn.Linear(config.width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [batch, classes] for images [batch, channels, height, width] in 0 ... 1."""
+        """Compute logits [batch, classes] of images [batch, channels, height, width] in 0 ... 1."""
         x = self.stem(images)
         for block in self.blocks:
             x = block(x)
@@ -97,18 +97,19 @@ class ResidualNetwork(nn.Module):
 
 
 def build_model(config: "Config", spec: "Spec") -> nn.Module:
-    """The model, on the CPU, initialised from torch's global random numbers."""
+    """Build the model, on the CPU, initialised from torch's global random numbers."""
     return ResidualNetwork(config.model, spec.channels, len(spec.classes))
 
 
 def compute_loss(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
-    """Loss of a batch of {"images": [batch, channels, height, width], "labels": [batch]}."""
-    logits, labels = model(batch["images"]).float(), batch["labels"]
+    """Sum the loss of {"images": [batch, channels, height, width], "labels": [batch]}."""
+    labels = batch["labels"]
+    logits = model(batch["images"]).float()
     total = F.cross_entropy(logits, labels, reduction="sum")
     correct = (logits.detach().argmax(dim=1) == labels).sum()
     return LossSum(total, labels.numel(), {"accuracy": correct})
 
 
-def blocks(model: nn.Module) -> Iterable[nn.Module]:
-    """The repeated layers: units of compilation, sharding and activation checkpointing."""
+def blocks(model: Any) -> Iterable[nn.Module]:
+    """List what is compiled, sharded and recomputed one by one: the repeated layers."""
     return model.blocks

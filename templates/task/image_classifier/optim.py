@@ -28,7 +28,7 @@ class OptimConfig(ScheduleConfig):
 
 
 def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters; matrices decay, biases and norms do not."""
+    """Build AdamW for the trainable parameters; matrices decay, biases and norms do not."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise UserError("the model has no trainable parameter")
@@ -36,10 +36,8 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimi
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        # One kernel for all parameters, but not for complex ones.
-        fused=all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in trainable),
-    )
+    groups = [group for group in groups if group["params"]]
+    # Fused, one kernel updates all parameters. It does not take complex ones.
+    fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in trainable)
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=fused)

@@ -1,8 +1,8 @@
-"""Your own callbacks: objects that go along with a run, in every process.
+"""Your own callbacks: objects whose methods the loop calls, in every process.
 
-A callback has any of these methods; the loop calls those that are there (train.py):
+A callback has any of these methods (train.py calls them):
 
-    before_step(state)                  the batch of the next step is loaded
+    before_step(state)                  the batch of the next step has been loaded
     after_step(state, record)           a step is done; `record` is its line of metrics.jsonl,
                                         None at steps without one
     after_validation(state, figures)    e.g. {"validation_loss": 1.2}
@@ -10,10 +10,10 @@ A callback has any of these methods; the loop calls those that are there (train.
 `state` is train.State: model, optimizer, step, config; `state.finish("why")` ends the run. A
 callback may be a context manager, entered before the first step and left after the last one. If it
 has `state_dict()` and `load_state_dict(state)`, checkpoints store its state as JSON. An exception
-in it ends the run, unless its class sets `harmless = True`: then the first one is a warning and
-disables the callback. Numbers that it adds to `record` or `figures` in the first process are in
-metrics.jsonl and in the tracker, those of `figures` as `validation_<name>`. Random numbers drawn
-here do not change the steps' own.
+in a callback ends the run, unless its class sets `harmless = True`: then the first exception is a
+warning and disables the callback. Numbers that it adds to `record` or `figures` on rank 0 go to
+metrics.jsonl and to the tracker, those of `figures` as `validation_<name>`. A callback may draw
+random numbers: those of the steps do not change.
 """
 
 import logging
@@ -29,40 +29,47 @@ from .sampling import fetch
 
 if TYPE_CHECKING:
     from .config import Config
+    from .train import State
 
 log = logging.getLogger(__name__)
 
 
 def callbacks(config: "Config", run_dir: Path) -> Iterable[Any]:
-    """The callbacks of a run, in the order in which they are called."""
+    """Build the callbacks of a run, in the order in which they are called."""
     return (Sample(run_dir),)
 
 
 class Sample:
-    """After each validation, text by the model, which continues the first validation sample."""
+    """After each validation, let the model continue the first validation sample."""
 
     harmless = True
-    given, length = 32, 128  # tokens; the latter at most a context
+    # Tokens that are given, and tokens to generate (at most a context).
+    prompt_length = 32
+    length = 128
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
 
+    # Compiled, the model would be compiled again for each length of the text.
     @torch.no_grad()
-    @torch.compiler.set_stance("force_eager")  # the length grows, which would be compiled anew
-    def after_validation(self, state: Any, figures: dict[str, float]) -> None:
-        """Generate as `infer` does; for the log, the tracker and the report."""
+    @torch.compiler.set_stance("force_eager")
+    def after_validation(self, state: "State", figures: dict[str, float]) -> None:
+        """Generate as `infer` does, for the log, the tracker and the report."""
         from .infer import InferConfig, decode, generate
 
-        config = state.config
-        options = InferConfig(tokens=min(self.length, config.data.context))
-        start = fetch(state.validation, np.array([0]))["tokens"][0, : self.given].tolist()
+        context = state.config.data.context
+        options = InferConfig(tokens=min(self.length, context))
+        sample = fetch(state.validation, np.array([0]))["tokens"][0]
+        prompt = sample[: self.prompt_length].tolist()
+        # All ranks generate, since the model may be sharded.
         state.module.eval()
-        try:  # in all processes, since the model may be sharded
-            tokens = [*start, *generate(state.module, start, config.data.context, options)]
+        try:
+            tokens = prompt + list(generate(state.module, prompt, context, options))
         finally:
             state.module.train()
         if state.world.rank == 0:
             text = b"".join(decode(tokens, state.spec)).decode(errors="replace")
             log.info("sample at step %d: %r", state.step, text)
-            (folder := self.run_dir / "samples").mkdir(exist_ok=True)
+            folder = self.run_dir / "samples"
+            folder.mkdir(exist_ok=True)
             replace_file(folder / f"step_{state.step:08}.txt", text)

@@ -30,12 +30,13 @@ class InferConfig:
 
 
 def infer(model: nn.Module, spec: Spec, config: Config, options: InferConfig) -> None:
-    """Print the prompt and what the model makes of it, token by token as they come."""
+    """Print the prompt and the model's continuation, token by token."""
     prompt = encode(options.prompt, spec)
     tokens = itertools.chain(prompt, generate(model, prompt, config.data.context, options))
     try:
-        for part in decode(tokens, spec):
-            sys.stdout.buffer.write(part)
+        # Bytes, since one character may come in several tokens.
+        for text in decode(tokens, spec):
+            sys.stdout.buffer.write(text)
             sys.stdout.buffer.flush()
     finally:
         print()
@@ -44,7 +45,7 @@ def infer(model: nn.Module, spec: Spec, config: Config, options: InferConfig) ->
 def generate(
     model: nn.Module, prompt: list[int], context: int, options: InferConfig
 ) -> Iterator[int]:
-    """The tokens that follow a prompt's."""
+    """Yield the tokens that the model generates after a prompt."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(options.seed)
     tokens = torch.tensor([prompt], device=device)
@@ -60,7 +61,8 @@ def sample(logits: Tensor, options: InferConfig, generator: torch.Generator) -> 
     if options.temperature <= 0:
         return logits.argmax()
     if 0 < options.top_k < len(logits):
-        logits = logits.masked_fill(logits < logits.topk(options.top_k).values[-1], -torch.inf)
+        lowest = logits.topk(options.top_k).values[-1]
+        logits = logits.masked_fill(logits < lowest, -torch.inf)
     probabilities = (logits / options.temperature).softmax(dim=0)
     if probabilities.isnan().any():
         raise UserError("the model's output is not finite: take an earlier checkpoint (--step)")

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from .config import Config
     from .data import Spec
 
-PART = 2**26  # logits in memory at the same time, where nothing is compiled: 256 MB in float32
+# The most logits in memory at a time, unless the loss is compiled: 256 MB in float32.
+MAX_LOGITS = 2**26
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def rotary(context: int, size: int) -> Tensor:
-    """Rotation angles as cosines and sines, [2, context, size / 2] (RoPE: Su et al., 2021)."""
+    """Compute cosines and sines of all rotation angles, [2, context, size / 2].
+
+    Rotary position embedding (RoPE): Su et al., 2021.
+    """
     frequencies = 10_000.0 ** -(torch.arange(0, size, 2) / size)
     angles = torch.outer(torch.arange(context), frequencies)
     return torch.stack([angles.cos(), angles.sin()])
@@ -95,7 +99,11 @@ def rotary(context: int, size: int) -> Tensor:
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """Turn pairs of features by their position; x is [batch, heads, time, size]."""
-    cosines, sines = (part[: x.shape[-2]].to(x.dtype) for part in table)
+    # Each slice is contiguous at any length. One slice of both would be so at full length alone,
+    # and an exported program would take no other length.
+    time = x.shape[-2]
+    cosines = table[0, :time].to(x.dtype)
+    sines = table[1, :time].to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cosines - second * sines, first * sines + second * cosines], dim=-1)
 
@@ -105,20 +113,25 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads, self.dropout = config.heads, config.dropout
+        self.heads = config.heads
+        self.dropout = config.dropout
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, table: Any) -> Tensor:
-        """Attend to all positions before; x is [batch, time, width]."""
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(x).chunk(3, dim=-1)
-        )
-        q, k = rotate(q, table), rotate(k, table)
+        """Attend to the same and all earlier positions; x is [batch, time, width]."""
+        q, k, v = self.heads_of(x, table)
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
+
+    def heads_of(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project x to queries, keys (both rotated) and values, each [batch, heads, time, size]."""
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        q = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k = k.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        v = v.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return rotate(q, table), rotate(k, table), v
 
 
 class Block(nn.Module):
@@ -126,71 +139,92 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, attention: type[Attention]) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(config.width), nn.RMSNorm(config.width)
+        self.norm1 = nn.RMSNorm(config.width)
+        self.norm2 = nn.RMSNorm(config.width)
         self.attention = attention(config)
         self.up = nn.Linear(config.width, 4 * config.width, bias=False)
         self.down = nn.Linear(4 * config.width, config.width, bias=False)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, table: Any) -> Tensor:
-        """One layer; x is [batch, time, width]."""
+        """Compute one layer; x is [batch, time, width], `table` is for the attention."""
         x = x + self.dropout(self.attention(self.norm1(x), table))
         hidden = F.relu(self.up(self.norm2(x)))
-        # As good as GELU, and cheap. Autocast would take `square` in float32.
+        # A squared ReLU is as good as GELU, and cheaper. It is a product because autocast would
+        # compute `square` in float32.
         return x + self.dropout(self.down(hidden * hidden))
 
 
 def summed_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The losses of rows x [rows, width], summed in float32."""
+    """Compute the losses of rows x [rows, width], summed in float32."""
     return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
 
 
 class LossInParts(torch.autograd.Function):
-    """`summed_loss` of some rows at a time, each with its gradients, so that no logits stay."""
+    """`summed_loss` in chunks of rows, so that the logits of one chunk are in memory at a time.
+
+    Plain autograd would keep the logits of every chunk until backward. So forward computes the
+    gradients of a chunk as soon as it has the chunk's loss, and backward only scales them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, pairs: list[tuple[Tensor, Tensor]], x: Tensor) -> Tensor:
-        """The loss of `pairs`: parts of `x`, and their targets."""
-        of_x, of_weight, losses = [], torch.zeros_like(weight, dtype=torch.float), []
-        for part, targets in pairs:
-            leaves = part.detach().requires_grad_(), weight.detach().requires_grad_()
+    def forward(ctx: Any, weight: Tensor, chunks: list[tuple[Tensor, Tensor]], x: Tensor) -> Tensor:
+        """Return the loss of `chunks`: rows of x, and their targets."""
+        # Autograd does not look into a list. So `x` is an argument, too: its gradient is returned.
+        losses = []
+        x_gradients = []
+        # The chunks add up in float32: a sum in bfloat16 would lose what the last ones add.
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float)
+        for rows, targets in chunks:
+            # Detached tensors begin a graph of this chunk alone, which `grad` frees.
+            chunk_x = rows.detach().requires_grad_()
+            chunk_weight = weight.detach().requires_grad_()
             with torch.enable_grad():
-                losses.append(summed_loss(*leaves, targets))
-            gradients = torch.autograd.grad(losses[-1], leaves)
-            of_x.append(gradients[0])
-            of_weight += gradients[1]  # in float32
-        ctx.save_for_backward(of_weight.to(weight.dtype), torch.cat(of_x))
+                loss = summed_loss(chunk_x, chunk_weight, targets)
+            of_x, of_weight = torch.autograd.grad(loss, (chunk_x, chunk_weight))
+            losses.append(loss)
+            x_gradients.append(of_x)
+            weight_gradient += of_weight
+        ctx.save_for_backward(weight_gradient.to(weight.dtype), torch.cat(x_gradients))
         return torch.stack(losses).sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, by: Tensor) -> Any:
-        """The gradients, times the one of the loss."""
-        of_weight, of_x = ctx.saved_tensors
-        return of_weight * by, None, of_x * by
+    def backward(ctx: Any, loss_gradient: Tensor) -> Any:
+        """Scale the gradients by the gradient of the loss."""
+        weight_gradient, x_gradient = ctx.saved_tensors
+        return weight_gradient * loss_gradient, None, x_gradient * loss_gradient
 
 
 class Output(nn.Module):
     """Logits of the next token, or their loss. It has no parameters: the weight is passed in."""
 
-    recompute = False  # by activation checkpointing: all the work is done in forward
+    # Activation checkpointing leaves it alone: it would compute the loss a second time.
+    recompute = False
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
-        """Logits [..., vocabulary] of x [..., width], or the sum of the losses in float32."""
+        """Compute logits [..., vocabulary] of x [..., width], or the summed loss in float32."""
         if targets is None:
             return F.linear(x, weight)
-        x, targets, weight = x.flatten(0, -2), targets.flatten(), weight.to(x.dtype)
-        # All logits would be the largest tensors of a step. Where no compiler fuses what becomes of
-        # them, a part is in memory at a time.
-        rows = len(x) if torch.compiler.is_compiling() else max(1, PART // len(weight))
+        x = x.flatten(0, -2)
+        targets = targets.flatten()
+        weight = weight.to(x.dtype)
+        # The compiler fuses the logits with the loss, so they need no chunks.
+        if torch.compiler.is_compiling():
+            return summed_loss(x, weight, targets)
+        # Otherwise all logits would be the largest tensors of a step.
+        rows = max(1, MAX_LOGITS // len(weight))
         if len(x) <= rows:
             return summed_loss(x, weight, targets)
-        dtype = F.linear(x[:1], weight[:1]).dtype  # autocast's, so that each is cast once
-        x, weight = x.to(dtype), weight.to(dtype)
-        pairs = [*zip(x.split(rows), targets.split(rows), strict=True)]
+        # Autocast would cast the weight for each chunk. Cast once, to the dtype that it chooses.
+        dtype = F.linear(x[:1], weight[:1]).dtype
+        x = x.to(dtype)
+        weight = weight.to(dtype)
+        chunks = list(zip(x.split(rows), targets.split(rows), strict=True))
         if torch.is_grad_enabled():
-            return LossInParts.apply(weight, pairs, x)
-        return torch.stack([summed_loss(part, weight, ids) for part, ids in pairs]).sum()
+            return LossInParts.apply(weight, chunks, x)
+        losses = [summed_loss(chunk, weight, chunk_targets) for chunk, chunk_targets in chunks]
+        return torch.stack(losses).sum()
 
 
 class GPT(nn.Module):
@@ -202,18 +236,22 @@ class GPT(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, config.width)
         self.blocks = nn.ModuleList(Block(config, self.attention) for _ in range(config.layers))
-        self.norm, self.output = nn.RMSNorm(config.width), Output()
-        # Worked out, not learned: not part of a checkpoint.
+        self.norm = nn.RMSNorm(config.width)
+        self.output = Output()
+        # The table is computed, not learned: checkpoints leave it out.
         table = rotary(context, config.width // config.heads)
         self.register_buffer("table", table, persistent=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                into_residual = name.endswith(("out.weight", "down.weight"))
-                depth = math.sqrt(2 * config.layers) if into_residual else 1.0
-                nn.init.normal_(parameter, std=0.02 / depth)
+                std = 0.02
+                # Two matrices of each layer add to the residual stream. They start smaller, so
+                # that its size does not grow with the depth (as in GPT-2).
+                if name.endswith(("out.weight", "down.weight")):
+                    std /= math.sqrt(2 * config.layers)
+                nn.init.normal_(parameter, std=std)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits [batch, time, vocabulary] for tokens [batch, time]; with targets, their loss."""
+        """Compute logits [batch, time, vocabulary] of tokens [batch, time], or the summed loss."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, self.table)
@@ -221,18 +259,21 @@ class GPT(nn.Module):
 
 
 def build_model(config: "Config", spec: "Spec") -> nn.Module:
-    """The model, on the CPU, initialised from torch's global random numbers."""
+    """Build the model, on the CPU, initialised from torch's global random numbers."""
     return GPT(config.model, spec.vocabulary, config.data.context)
 
 
 def compute_loss(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
-    """Next-token loss of a batch of {"tokens": [batch, context + 1]}; uint8 are bytes of text."""
+    """Sum the next-token loss of {"tokens": [batch, context + 1]}; uint8 are bytes of text."""
     tokens = batch["tokens"].long()
-    total, count = model(tokens[:, :-1], tokens[:, 1:]), tokens[:, 1:].numel()
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:]
+    total = model(inputs, targets)
     unit = "byte" if batch["tokens"].dtype == torch.uint8 else "token"
-    return LossSum(total, count, {f"bits_per_{unit}": total.detach() / math.log(2)})
+    bits = total.detach() / math.log(2)
+    return LossSum(total, targets.numel(), {f"bits_per_{unit}": bits})
 
 
 def blocks(model: Any) -> Iterable[nn.Module]:
-    """What is compiled, sharded and recomputed one by one: the layers (and the loss: compiled)."""
+    """List what is compiled, sharded and recomputed one by one: the layers, and the output."""
     return [*model.blocks, model.output]

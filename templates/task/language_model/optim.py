@@ -35,48 +35,71 @@ class OptimConfig(ScheduleConfig):
             raise UserError("optim: weight-decay and clip must be >= 0")
 
 
-# Layers whose matrix is several, one above the other; Muon takes each by itself.
+# Layers whose weight holds several matrices, one above the other; Muon takes each by itself.
 FUSED = {"qkv": 3}
-TOGETHER = 1 << 22  # values of the matrices that are orthogonalised at once
+# The most values in the matrices that are orthogonalized at once.
+TOGETHER = 1 << 22
 
 
 def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over the trainable parameters; matrices decay, biases and norms do not."""
+    """Build the optimizer of the trainable parameters; matrices decay, biases and norms do not."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise UserError("the model has no trainable parameter")
-    hidden: dict[nn.Parameter, int] = {}  # the matrices of the blocks, and how many each is made of
-    for block in blocks(model) if config.name == "muon" else ():
-        for name, p in block.named_parameters():
-            if p.ndim == 2 and p.is_floating_point():
-                hidden[p] = FUSED.get(name.removesuffix(".weight").rpartition(".")[2], 1)
+    hidden: dict[nn.Parameter, int] = {}
+    if config.name == "muon":
+        hidden = hidden_matrices(model)
     rest = [p for p in trainable if p not in hidden]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in rest if p.ndim >= 2]},
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
-    for parts in sorted({*hidden.values()}):
-        chosen = [p for p in trainable if hidden.get(p) == parts]
-        groups.append({"params": chosen, "matrices": parts})
+    for count in sorted(set(hidden.values())):
+        weights = [p for p in trainable if hidden.get(p) == count]
+        groups.append({"params": weights, "matrices": count})
     groups = [group for group in groups if group["params"]]
-    rates = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2)}
-    rates |= {"weight_decay": config.weight_decay}
     if hidden:
-        return Muon(groups, **rates, momentum=config.momentum)
-    return torch.optim.AdamW(groups, **rates, fused=have_one_kernel(trainable))
+        return Muon(
+            groups,
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+        )
+    return torch.optim.AdamW(
+        groups,
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        weight_decay=config.weight_decay,
+        fused=supports_fused(trainable),
+    )
 
 
-def have_one_kernel(parameters: list[Any]) -> bool:
-    """Whether AdamW can update them all at once (fused)."""
+def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, int]:
+    """Find the weights that Muon updates, and how many matrices each of them holds."""
+    # Muon is for matrices that map one activation to another: those of the blocks. The embedding,
+    # which is also the output layer, is a table with a row for each token; AdamW updates it, as it
+    # does biases, norms and anything else that is not a matrix.
+    hidden: dict[nn.Parameter, int] = {}
+    for block in blocks(model):
+        for name, p in block.named_parameters():
+            if p.ndim == 2 and p.is_floating_point():
+                layer = name.removesuffix(".weight").rpartition(".")[2]
+                hidden[p] = FUSED.get(layer, 1)
+    return hidden
+
+
+def supports_fused(parameters: list[nn.Parameter]) -> bool:
+    """Tell whether AdamW can update all of them with one kernel (fused)."""
     return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the groups whose parameters are "matrices" (so many in each); AdamW for the others.
+    """Muon for groups with "matrices" (how many each parameter holds); AdamW for the others.
 
     A matrix changes by its momentum with all singular values near one (Jordan et al., 2024:
     kellerjordan.github.io/posts/muon), at the size of AdamW's updates (Liu et al., 2025: arXiv
-    2502.16982), so that rate and weight decay of AdamW fit both. One rank works each matrix out.
+    2502.16982), so that AdamW's rate and weight decay fit both. One rank computes each matrix.
     """
 
     def __init__(
@@ -88,46 +111,65 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
     ) -> None:
-        own = {"momentum": momentum, "matrices": 0}
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **own}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "matrices": 0,
+        }
         super().__init__(params, defaults)
-        fused = have_one_kernel([p for group in self.param_groups for p in group["params"]])
-        self.adamw = torch.optim.AdamW(self.param_groups, fused=fused)  # it shares the groups
-        self._step_supports_amp_scaling = fused  # a step with `found_inf` set changes nothing
+        parameters: list[nn.Parameter] = []
+        for group in self.param_groups:
+            parameters += group["params"]
+        fused = supports_fused(parameters)
+        # The two share the groups, so the schedule and checkpoints deal with one optimizer.
+        self.adamw: Any = torch.optim.AdamW(self.param_groups, fused=fused)
+        # With this flag the loop sets `found_inf` instead of skipping the step.
+        self._step_supports_amp_scaling = fused
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Take a step on the gradients that are there."""
+        """Update each parameter that has a gradient, unless `found_inf` is set."""
         found_inf = getattr(self, "found_inf", None)
-        setattr(self.adamw, "found_inf", found_inf)  # noqa: B010 - which its type does not declare
+        self.adamw.found_inf = found_inf
         self.adamw.state = self.state
         self.adamw.param_groups = [g for g in self.param_groups if not g["matrices"]]
         self.adamw.step()
         for group in self.param_groups:
-            matrices = [p for p in group["params"] if group["matrices"] and p.grad is not None]
-            if matrices:
-                self._step_matrices(matrices, group, found_inf)
+            if group["matrices"]:
+                with_gradient = [p for p in group["params"] if p.grad is not None]
+                if with_gradient:
+                    self._step_matrices(with_gradient, group, found_inf)
 
     def _step_matrices(
         self, matrices: list[Tensor], group: dict[str, Any], found_inf: Tensor | None
     ) -> None:
-        for p in (each for each in matrices if not self.state[each]):
-            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        """Update the matrices of one group, which all have gradients."""
+        for p in matrices:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         weights = [parallel.local_part(p) for p in matrices]
         gradients = [parallel.local_part(p.grad) for p in matrices if p.grad is not None]
         momenta = [parallel.local_part(self.state[p]["momentum_buffer"]) for p in matrices]
         rate: Any = group["lr"]
-        if found_inf is not None:  # the rest stays as it is, but without waiting for the device
+        if found_inf is not None:
+            # A bad step must change nothing, and reading the flag would wait for the device. So
+            # the rate becomes zero, and the momentum moves towards itself.
             rate = rate * (1.0 - found_inf)
+            is_bad = found_inf.bool()
             for gradient, momentum in zip(gradients, momenta, strict=True):
-                torch.where(found_inf.bool(), momentum, gradient, out=gradient)
+                torch.where(is_bad, momentum, gradient, out=gradient)
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-        updates = torch._foreach_lerp(gradients, momenta, group["momentum"])  # Nesterov's
-        if torch.get_float32_matmul_precision() == "medium":  # of the products of all layers
+        # Nesterov momentum: the gradient counts once more.
+        updates = list(torch._foreach_lerp(gradients, momenta, group["momentum"]))
+        # Round to bfloat16 only where all other matrix products are rounded, too.
+        if torch.get_float32_matmul_precision() == "medium":
             updates = [update.bfloat16() for update in updates]
         work = partial(orthogonalized, parts=group["matrices"])
-        results = parallel.divide_work(list(updates), matrices, work)
-        # Cast once to the weights' dtype: in mixed ones each matrix would be a kernel of its own.
+        results = parallel.divide_work(updates, matrices, work)
+        # Cast to the weights' dtype first: with mixed dtypes `_foreach` takes a kernel per matrix.
         updates = [update.to(w.dtype) for update, w in zip(results, weights, strict=True)]
         torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
         torch._foreach_mul_(updates, rate)
@@ -135,26 +177,50 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalized(matrices: list[Tensor], parts: int = 1) -> list[Tensor]:
-    """The nearest matrices with equal singular values, roughly, at 0.2 a value (AdamW's size).
+    """Return the nearest matrices with equal singular values, at 0.2 a value (AdamW's size).
 
-    Five steps of a Newton-Schulz iteration, whose coefficients bring singular values of 0.001 to 1
-    into 0.7 ... 1.2 (Jordan et al., 2024). Of each matrix, `parts` of its rows by themselves.
+    The singular values are equal only roughly, which is enough for Muon (`newton_schulz`).
+    Each matrix holds `parts` matrices, one above the other, which are orthogonalized separately.
     """
-    results = [part for matrix in matrices for part in matrix.tensor_split(parts)]
-    alike: dict[tuple[int, int], list[int]] = {}  # small ones of a shape cost as little as one
-    for place, (rows, columns) in enumerate(part.shape for part in results):
-        alike.setdefault((min(rows, columns), max(rows, columns)), []).append(place)
-    for (short, long), places in alike.items():
+    results: list[Tensor] = []
+    for matrix in matrices:
+        results += matrix.tensor_split(parts)
+    # Several small matrices of one shape cost as little as one. A tall matrix joins the wide ones
+    # as its transpose.
+    by_shape: dict[tuple[int, int], list[int]] = {}
+    for index, matrix in enumerate(results):
+        shape = (min(matrix.shape), max(matrix.shape))
+        by_shape.setdefault(shape, []).append(index)
+    for (short, long), indices in by_shape.items():
         count = max(1, TOGETHER // (short * long))
-        for some in (places[at : at + count] for at in range(0, len(places), count)):
-            given = [results[place] for place in some]
-            x = torch.stack([m if m.shape == (short, long) else m.T for m in given])
-            x /= x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-15)  # smaller squares would be zeros
-            for _ in range(5):
-                square = x @ x.mT
-                square = torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315)
-                x = torch.baddbmm(x, square, x, beta=3.4445)
+        for first in range(0, len(indices), count):
+            chunk = indices[first : first + count]
+            x = newton_schulz(torch.stack([wide(results[index]) for index in chunk]))
             x *= 0.2 * long**0.5
-            for place, m, result in zip(some, given, x, strict=True):
-                results[place] = result if m.shape == result.shape else result.T
-    return [torch.cat(results[at : at + parts]) for at in range(0, len(results), parts)]
+            for index, result in zip(chunk, x, strict=True):
+                is_tall = results[index].shape != result.shape
+                results[index] = result.T if is_tall else result
+    return [torch.cat(results[first : first + parts]) for first in range(0, len(results), parts)]
+
+
+def wide(matrix: Tensor) -> Tensor:
+    """Return a matrix, or its transpose if it has more rows than columns."""
+    rows, columns = matrix.shape
+    if rows > columns:
+        return matrix.T
+    return matrix
+
+
+def newton_schulz(x: Tensor) -> Tensor:
+    """Bring all singular values of wide matrices [count, rows, columns] near one, changing `x`."""
+    # Each step maps a singular value s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5 and leaves the
+    # singular vectors alone. Five steps bring values of 0.001 to 1 into 0.7 ... 1.2. These
+    # coefficients do not converge to 1; they raise small values fastest (Jordan et al., 2024).
+    # Dividing by the Frobenius norm makes all singular values at most 1. A norm below the bound
+    # would come from values whose squares are zero.
+    x /= x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-15)
+    for _ in range(5):
+        square = x @ x.mT
+        square = torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315)
+        x = torch.baddbmm(x, square, x, beta=3.4445)
+    return x

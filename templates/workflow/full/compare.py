@@ -1,9 +1,9 @@
-"""What is better or worse in one run, or in one result of a stage, than in another.
+"""Compare two runs, or two results of a stage: which metrics of the later one are better or worse.
 
 A difference counts when it is more than two standard errors: those of both medians, and what the
-same code differs by from one measurement to the next (`NOISE`; `ONCE` for a figure that was
-measured once). What was measured interleaved has its own interval. Where measurements of the same
-code differ by no more than that, at most 5 of 100 pairs get a verdict; shared machines differ more.
+same code differs by from one measurement to the next (`NOISE`; `ONCE` for what was measured once).
+What was measured interleaved has an interval already. Where measurements of the same code differ by
+no more than that, at most 5 of 100 pairs get a verdict; on shared machines they differ more.
 """
 
 import math
@@ -23,14 +23,21 @@ from .chain import has_effect, own_metrics, read_stage, result_in
 from .interleaved import Interval, median_interval
 from .timing import differences, spread
 
-NOISE, NOISE_OF_BYTES, ONCE = 0.032, 0.01, 0.13  # standard deviations of a measurement, relative
-LOSSES = 0.01  # relative
+# Relative standard deviations from one measurement to the next.
+NOISE = 0.032
+NOISE_OF_BYTES = 0.01
+ONCE = 0.13
+# Losses that differ by less than this, relative, are within noise.
+LOSSES = 0.01
+# Endings of names.
 MORE_IS_BETTER = ("per_second", "speedup", "efficiency", "mfu")
 LESS_IS_BETTER = ("seconds", "bytes")
 OF_RUN = ("samples_per_second", "device_peak_bytes", "host_bytes")
 OF_MACHINE = ("device", "gpus", "cpu", "cores")
-BUSY = 1.5  # load for each core
-FEW = 5  # records of a run, too few for its throughput
+# Load for each core above which seconds say nothing.
+BUSY = 1.5
+# Records of a run below which its throughput says nothing.
+FEW = 5
 Content = dict[str, Any]  # of workflow/<stage>.json, or of what `content_of_run` makes of a run
 
 
@@ -47,8 +54,9 @@ class CompareConfig:
 
 
 def compare(options: CompareConfig) -> int:
-    """Print a verdict for each figure that both have; 1 if one is worse and that counts."""
-    a, b = contents(options.a), contents(options.b)
+    """Print a verdict for each figure that both have; return 1 if one is worse and that counts."""
+    a = contents(options.a)
+    b = contents(options.b)
     common = [name for name in b if name in a]
     if not common:
         text = f"{options.a} ({', '.join(a)}) and {options.b} ({', '.join(b)})"
@@ -61,56 +69,94 @@ def compare(options: CompareConfig) -> int:
         except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
             raise UserError(f"{name}: damaged figures, or of an older version ({error})") from None
         for line, verdict in lines:
-            mark = "FAIL" if verdict == "worse" else "    "
-            print(printable(f"{mark} {line}{verdict and f': {verdict}'}"))
-            worse += verdict == "worse"
-    print(f"{worse or 'no'} figure{'s' * (worse != 1)} worse")
+            mark = "    "
+            if verdict == "worse":
+                worse += 1
+                mark = "FAIL"
+            if verdict:
+                line = f"{line}: {verdict}"
+            print(printable(f"{mark} {line}"))
+    plural = "" if worse == 1 else "s"
+    print(f"{worse or 'no'} figure{plural} worse")
     return int(worse > 0 and options.fail_on_regression)
 
 
 def contents(path: Path) -> dict[str, Content]:
-    """What was measured in a run directory, by stage ("run" is the training run), or in a file."""
+    """Return what was measured, by stage, in a file or a run directory ("run": the training)."""
     if not path.is_dir():
         content = result_in(path, *STAGES)
         return {content["stage"]: content}
-    stages = {name: content for name in STAGES if (content := read_stage(path, name))}
-    return {"run": content_of_run(path), **stages} if (path / "config.json").exists() else stages
+    by_stage: dict[str, Content] = {}
+    if (path / "config.json").exists():
+        by_stage["run"] = content_of_run(path)
+    for name in STAGES:
+        content = read_stage(path, name)
+        if content:
+            by_stage[name] = content
+    return by_stage
 
 
 def content_of_run(path: Path) -> Content:
-    """The figures of a training run, as a stage would have written them."""
+    """Return the metrics of a training run in the form of a stage's JSON."""
     records = list(read_records(path))
     figures: Content = {"records": len(records)}
     for name in ("loss", "validation_loss"):
         figures[f"{name}es"] = {r["step"]: r[name] for r in records if name in r}
-    for name in OF_RUN:  # without the first record, which holds warm-up and compilation
-        if values := [value for record in records[1:] for value in finite(record.get(name))]:
+    for name in OF_RUN:
+        # Without the first record, which includes warm-up and compilation.
+        values = finite_values(records[1:], name)
+        if values:
             figures[name] = max(values) if name.endswith("bytes") else spread(values)
+    # The metrics of your code have no verdict: only you know whether more of them is better.
+    names: list[str] = []
+    for metric in own_metrics(records):
+        names += [metric, f"validation_{metric}"]
+    last: dict[str, float] = {}
+    for record in records:
+        for name in names:
+            if finite(record.get(name)):
+                last[name] = float(record[name])
     status = read_json(path / "status.json")
-    run = {key: status.get(key) for key in ("machine", "versions", "ranks")}
-    # Whether more of them is better is yours to know: they get no verdict.
-    names = [f"{part}{name}" for name in own_metrics(records) for part in ("", "validation_")]
-    last = {n: value for record in records for n in names for value in finite(record.get(n))}
-    return run | {"settings": read_json(path / "config.json"), "figures": figures, "metrics": last}
+    return {
+        "machine": status.get("machine"),
+        "versions": status.get("versions"),
+        "ranks": status.get("ranks"),
+        "settings": read_json(path / "config.json"),
+        "figures": figures,
+        "metrics": last,
+    }
+
+
+def finite_values(records: list[dict[str, Any]], name: str) -> list[float]:
+    """Return the values of a metric that are finite numbers, in the order of the records."""
+    values: list[float] = []
+    for record in records:
+        if finite(record.get(name)):
+            values.append(float(record[name]))
+    return values
 
 
 def another_machine(a: Content, b: Content) -> str:
-    """Why two measurements cannot be compared; "" if they can."""
-    if not (a["machine"] and b["machine"]):  # of a run that has not begun
+    """Return why two measurements cannot be compared; "" if they can."""
+    # A run that has not begun has no machine.
+    if not a["machine"] or not b["machine"]:
         return "the machine is not known"
-    for origin, keys in (("machine", OF_MACHINE), ("versions", ("torch",))):
-        for key in keys:
-            if a[origin][key] != b[origin][key]:
-                return f"{key} {a[origin][key]} and {b[origin][key]}"
+    for key in OF_MACHINE:
+        if a["machine"][key] != b["machine"][key]:
+            return f"{key} {a['machine'][key]} and {b['machine'][key]}"
+    if a["versions"]["torch"] != b["versions"]["torch"]:
+        return f"torch {a['versions']['torch']} and {b['versions']['torch']}"
+    # Only a training run has ranks.
     if a.get("ranks") and b.get("ranks") and a["ranks"] != b["ranks"]:
         return f"{a['ranks']} and {b['ranks']} ranks"
     return ""
 
 
 def too_busy(a: Content, b: Content) -> str:
-    """Why seconds say nothing: other work held the cores, or few records; "" if they do."""
-    if min(content["figures"].get("records", FEW) for content in (a, b)) < FEW:
-        return f"too few to tell, of {FEW} records at least"
+    """Return why seconds say nothing (other work on the cores, few records); "" if they do."""
+    for content in (a, b):
+        if content["figures"].get("records", FEW) < FEW:
+            return f"too few to tell, of {FEW} records at least"
     for machine in (a["machine"], b["machine"]):
         if machine and machine["load"] > BUSY * machine["cores"]:
             return f"a load of {machine['load']} on {machine['cores']} cores"
@@ -118,96 +164,173 @@ def too_busy(a: Content, b: Content) -> str:
 
 
 def verdicts(a: Content, b: Content) -> Iterator[tuple[str, str]]:
-    """Lines, of figures each with a word: better, worse, within noise or not comparable."""
-    before, after = (dict(flatten(content["settings"])) for content in (a, b))
+    """Yield lines, and for each figure's line its verdict.
+
+    First the settings that differ, then your metrics, then the figures: better, worse, within noise
+    or not comparable.
+    """
+    yield from changed_settings(a, b)
+    last_a = a.get("metrics", {})
+    last_b = b.get("metrics", {})
+    for name in last_a:
+        if name in last_b:
+            yield f"{name} {last_a[name]:.4g} -> {last_b[name]:.4g} (the last ones)", ""
+    incomparable = another_machine(a, b)
+    busy = too_busy(a, b)
+    measured_a = dict(measured(a["figures"]))
+    measured_b = dict(measured(b["figures"]))
+    for name, first in measured_a.items():
+        if name not in measured_b:
+            continue
+        second = measured_b[name]
+        if isinstance(first, dict):
+            yield verdict_of_losses(name, first, second)
+        elif first.low > 0 and second.low > 0:
+            reason = incomparable
+            # Bytes do not depend on what else the machine does.
+            if not reason and not name.endswith("bytes"):
+                reason = busy
+            line, verdict = verdict_of_figure(name, first, second)
+            if reason:
+                verdict = f"not comparable: {reason}"
+            yield line, verdict
+
+
+def changed_settings(a: Content, b: Content) -> Iterator[tuple[str, str]]:
+    """Yield a line, without a verdict, for each setting that differs and can change figures."""
+    before = dict(flatten(a["settings"]))
+    after = dict(flatten(b["settings"]))
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) != after.get(name) and has_effect(name):
             yield f"{name}: {before.get(name)} -> {after.get(name)}", ""
-    apart, busy = another_machine(a, b), too_busy(a, b)
-    metrics, others = (content.get("metrics", {}) for content in (a, b))
-    for name in (name for name in metrics if name in others):
-        yield f"{name} {metrics[name]:.4g} -> {others[name]:.4g} (the last ones)", ""
-    first, second = dict(measured(a["figures"])), dict(measured(b["figures"]))
-    for name in (name for name in first if name in second):
-        one, two = first[name], second[name]
-        if isinstance(one, dict):
-            yield verdict_of_losses(name, one, two)
-        elif one.low > 0 and two.low > 0:
-            of_bytes = name.endswith("bytes")
-            once = one.low == one.high or two.low == two.high
-            times = ratio(one, two, NOISE_OF_BYTES if of_bytes else ONCE if once else 0.0)
-            word = word_for(times, ends_with(name, MORE_IS_BETTER))
-            line = f"{name} {shown(name, one)} -> {shown(name, two)}, {times} times"
-            reason = apart or (not of_bytes and busy)
-            yield line, f"not comparable: {reason}" if reason else word
+
+
+def verdict_of_figure(name: str, a: Interval, b: Interval) -> tuple[str, str]:
+    """Return a line on a figure, and its verdict."""
+    noise = 0.0
+    if name.endswith("bytes"):
+        noise = NOISE_OF_BYTES
+    elif a.low == a.high or b.low == b.high:
+        noise = ONCE
+    times = ratio(a, b, noise)
+    line = f"{name} {shown(name, a)} -> {shown(name, b)}, {times} times"
+    return line, word_for(times, ends_with(name, MORE_IS_BETTER))
 
 
 def ends_with(name: str, endings: tuple[str, ...]) -> bool:
-    """Whether a part of a dotted name has one of these endings."""
-    return any(part.endswith(endings) for part in name.split("."))
+    """Return whether one of the words of a dotted name has one of these endings."""
+    return any(word.endswith(endings) for word in name.split("."))
 
 
 def measured(figures: Content, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """What can be better or worse, by dotted names: intervals, and losses by step."""
+    """Yield what can be better or worse, by dotted names: intervals, and losses by step."""
     for key, value in figures.items():
         name = f"{prefix}{key}"
         if key.endswith("losses"):
-            steps = value if isinstance(value, dict) else dict(enumerate(value, 1))
-            yield name, {step: next(iter(finite(x)), math.nan) for step, x in steps.items()}
+            yield name, losses_by_step(value)
         elif not isinstance(value, dict):
-            if ends_with(name, LESS_IS_BETTER + MORE_IS_BETTER) and name != "interval_seconds":
-                yield from ((name, Interval(x, x, x)) for x in finite(value))
+            # How often to save is advice, which is neither better nor worse.
+            judged = ends_with(name, LESS_IS_BETTER + MORE_IS_BETTER) and name != "interval_seconds"
+            if judged and finite(value):
+                number = float(value)
+                yield name, Interval(number, number, number)
         elif "median" in value:
-            yield name, interval_of(*(float(value[key]) for key in ("median", "p10", "p90", "n")))
+            interval = interval_of(
+                median=float(value["median"]),
+                p10=float(value["p10"]),
+                p90=float(value["p90"]),
+                count=float(value["n"]),
+            )
+            yield name, interval
         elif "low" in value:
-            yield name, Interval(*(float(value[key]) for key in ("value", "low", "high")))
+            yield name, Interval(float(value["value"]), float(value["low"]), float(value["high"]))
         else:
             yield from measured(value, f"{name}.")
 
 
+def losses_by_step(losses: Any) -> dict[int, float]:
+    """Return losses by step, NaN where one is not a finite number.
+
+    A stage has a list of them from step 1 on, a run a dictionary.
+    """
+    by_step = losses if isinstance(losses, dict) else dict(enumerate(losses, 1))
+    numbers: dict[int, float] = {}
+    for step, loss in by_step.items():
+        numbers[step] = float(loss) if finite(loss) else math.nan
+    return numbers
+
+
 def verdict_of_losses(name: str, a: dict[int, float], b: dict[int, float]) -> tuple[str, str]:
-    """Losses at the same steps, of which the later half counts; one that is lost is worse."""
+    """Compare losses at the same steps; return a line and its verdict.
+
+    The later half of the steps counts. A loss that is not finite any more is worse.
+    """
     steps = sorted(a.keys() & b.keys())
     if not steps:
         return name, "not comparable: no step in common"
-    line = f"{name} at step {steps[-1]} {a[steps[-1]]:.4f} -> {b[steps[-1]]:.4f}"
-    if not any(differences(*([losses[step] for step in steps] for losses in (a, b)))):
+    last = steps[-1]
+    line = f"{name} at step {last} {a[last]:.4f} -> {b[last]:.4f}"
+    if not any(differences([a[step] for step in steps], [b[step] for step in steps])):
         return line, "the same to the bit"
     later = steps[len(steps) // 2 :]
-    lost = [sum(math.isnan(losses[step]) for step in later) for losses in (a, b)]
-    if lost[0] != lost[1]:
-        return line, "worse" if lost[1] > lost[0] else "better"
-    changes = [1 + (b[step] - a[step]) / abs(a[step]) for step in later if a[step]]
-    times = median_interval([x for x in changes if math.isfinite(x)] or [1.0])
-    small = 1 - LOSSES <= times.value <= 1 + LOSSES
-    return f"{line}, {times} times", "within noise" if small else word_for(times, False)
+    lost_in_a = sum(math.isnan(a[step]) for step in later)
+    lost_in_b = sum(math.isnan(b[step]) for step in later)
+    if lost_in_a != lost_in_b:
+        return line, "worse" if lost_in_b > lost_in_a else "better"
+    ratios: list[float] = []
+    for step in later:
+        if a[step]:
+            # A loss may be negative, so the change counts relative to its magnitude.
+            times = 1 + (b[step] - a[step]) / abs(a[step])
+            if math.isfinite(times):
+                ratios.append(times)
+    times = median_interval(ratios or [1.0])
+    line = f"{line}, {times} times"
+    if 1 - LOSSES <= times.value <= 1 + LOSSES:
+        return line, "within noise"
+    return line, word_for(times, more_is_better=False)
 
 
 def interval_of(median: float, p10: float, p90: float, count: float) -> Interval:
-    """The 95 % interval of a median of normally distributed values, and of the next measurement."""
+    """Return the 95 % interval of a median, with what the next measurement may differ by.
+
+    The values are taken as normally distributed.
+    """
     # Two standard errors of a median are 2.5 / sqrt(count) deviations, and p90 - p10 is 2.56 of
     # these, if there are many values; for the spread of a few, three less are counted.
-    width = (p90 - p10) / median / math.sqrt(max(1, count - 3)) if median > 0 else 0.0
-    reach = math.exp(min(99.0, math.hypot(width, 2 * NOISE)))
-    return Interval(median, median / reach, median * reach)
+    width = 0.0
+    if median > 0:
+        width = (p90 - p10) / median / math.sqrt(max(1, count - 3))
+    two_errors = math.hypot(width, 2 * NOISE)
+    # A median near 0 has no useful upper end, but exp must not overflow.
+    factor = math.exp(min(99.0, two_errors))
+    return Interval(value=median, low=median / factor, high=median * factor)
 
 
 def ratio(a: Interval, b: Interval, noise: float) -> Interval:
-    """How many times as large a figure became, with its 95 % interval; `noise` of each."""
-    errors = [math.log(figure.high / figure.low) / 4 for figure in (a, b)]  # standard errors
-    times, reach = b.value / a.value, math.exp(2 * math.hypot(noise, noise, *errors))
-    return Interval(times, times / reach, times * reach)
+    """Return how many times as large a figure became, with its 95 % interval.
+
+    `noise` is the relative standard deviation of each of the two, besides their intervals.
+    """
+    # The ends of an interval are four standard errors apart.
+    error_of_a = math.log(a.high / a.low) / 4
+    error_of_b = math.log(b.high / b.low) / 4
+    factor = math.exp(2 * math.hypot(noise, noise, error_of_a, error_of_b))
+    times = b.value / a.value
+    return Interval(value=times, low=times / factor, high=times * factor)
 
 
 def word_for(times: Interval, more_is_better: bool) -> str:
-    """A word for how many times as large a figure became."""
+    """Return the verdict on a figure that became this many times as large."""
     if times.low <= 1 <= times.high:
         return "within noise"
-    return "better" if (times.value > 1) == more_is_better else "worse"
+    grew = times.value > 1
+    return "better" if grew == more_is_better else "worse"
 
 
 def shown(name: str, figure: Interval) -> str:
-    """A figure with its unit."""
+    """Return a figure with its unit."""
     if name.endswith("bytes"):
         return in_units(int(figure.value))
-    return f"{figure.value:,.4g}{' s' * name.endswith('seconds')}"
+    unit = " s" if name.endswith("seconds") else ""
+    return f"{figure.value:,.4g}{unit}"

@@ -1,4 +1,4 @@
-"""The losses that a team holds its code to, in a file that it keeps beside it.
+"""The losses that a team expects, in a file that it keeps beside its code.
 
 tolerance = 0.01  # relative
 
@@ -18,13 +18,16 @@ from .timing import differences
 
 
 def read_expected(path: Path | None) -> dict[str, Any] | None:
-    """What the file expects; None if there is no file; UserError if it cannot be read."""
+    """Return what the file expects; None if there is no file; UserError if it cannot be read."""
     if path is None or not path.exists():
         return None
     try:
         content = read_json(path, tomllib.loads)
-        losses = {int(step): float(loss) for step, loss in content.pop("losses", {}).items()}
+        losses: dict[int, float] = {}
+        for step, loss in content.pop("losses", {}).items():
+            losses[int(step)] = float(loss)
         tolerance = float(content.pop("tolerance", 0.01))
+        # What is left in `content` are unknown keys.
         if content or not losses or min(losses) < 1:
             raise ValueError("its keys are tolerance and losses (by step, from 1)")
     except (ValueError, TypeError, AttributeError) as error:
@@ -33,24 +36,41 @@ def read_expected(path: Path | None) -> dict[str, Any] | None:
 
 
 def hold_to(stage: Stage, path: Path, expected: dict[str, Any] | None) -> None:
-    """Check what was measured; without a file, propose one and fail."""
+    """Check the measured losses against the expected ones; without a file, propose one and fail."""
     losses = stage.figures["losses"]
     if expected is None:
-        proposal, taken = stage.file.with_name("expected.toml"), len(losses)
-        lines = [f"{step} = {losses[step - 1]:.6g}" for step in sorted({1, min(10, taken), taken})]
-        lines = ["tolerance = 0.01  # relative", "", "[losses]", *lines, ""]
-        replace_file(proposal, "\n".join(lines))
+        proposal = stage.file.with_name("expected.toml")
+        propose(proposal, losses)
         advice = f"look at {proposal}, which holds what was measured now, and copy it to {path}"
         stage.check("expected", False, measured=f"no {path}", wanted="a file", advice=advice)
         return
-    known = {step: loss for step, loss in expected["losses"].items() if step <= len(losses)}
-    if known:
-        apart = differences([losses[step - 1] for step in known], known.values())
-        step, limit = [*known][int(apart.argmax())], expected["tolerance"]
-        measured = f"{losses[step - 1]:.6g} at step {step}, where {known[step]:.6g} is expected"
-        passed, wanted = bool(apart.max() <= limit), f"within {limit:.2%}"
-        tip = f"find what changed the training, or state the new losses in {path}"
-        stage.check("expected_losses", passed, measured=measured, wanted=wanted, advice=tip)
-    if len(known) < len(expected["losses"]):
+    reached: dict[int, float] = {}
+    for step, loss in expected["losses"].items():
+        if step <= len(losses):
+            reached[step] = loss
+    if reached:
+        relative = differences([losses[step - 1] for step in reached], reached.values())
+        worst = list(reached)[int(relative.argmax())]
+        limit = expected["tolerance"]
+        measured = (
+            f"{losses[worst - 1]:.6g} at step {worst}, where {reached[worst]:.6g} is expected"
+        )
+        stage.check(
+            "expected_losses",
+            bool(relative.max() <= limit),
+            measured=measured,
+            wanted=f"within {limit:.2%}",
+            advice=f"find what changed the training, or state the new losses in {path}",
+        )
+    if len(reached) < len(expected["losses"]):
         measured = f"only {len(losses)} steps were taken"
         stage.check("expected_at_later_steps", None, measured=measured, wanted="all steps of it")
+
+
+def propose(path: Path, losses: list[float]) -> None:
+    """Write a file that expects the measured losses of the first, the tenth and the last step."""
+    last = len(losses)
+    lines = ["tolerance = 0.01  # relative", "", "[losses]"]
+    for step in sorted({1, min(10, last), last}):
+        lines.append(f"{step} = {losses[step - 1]:.6g}")
+    replace_file(path, "\n".join([*lines, ""]))

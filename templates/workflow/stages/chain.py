@@ -1,7 +1,8 @@
-"""Run the stages in order: what each recommends is handed to the next, and all is measured at last.
+"""Run the stages in order; each starts with the settings that the stages before it recommend.
 
-A recommendation counts as long as its stage's gate has not failed. The next stages get it as an
-option on their command line; `recommended.toml` has all of them.
+A recommendation counts unless its stage's gate has failed. The next stages get it as an option on
+their command line. At the end all recommended settings are timed together against the given ones,
+and written to `recommended.toml`.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,45 +29,83 @@ from .interleaved import TOO_NOISY, Interval, speedup_of, time_interleaved, with
 from .processes import leave, plain_environment
 from .stage import PACKAGE, STATUSES, Stage, StageConfig, origin, stage_file
 
-RECOMMENDED = "recommended"  # workflow/recommended.json and .toml
+# The name of workflow/recommended.json and recommended.toml.
+RECOMMENDED = "recommended"
 FAILED = ("fail", "crashed")
 # Settings that recommended.toml leaves out.
 NOT_TRAINED = {"workflow", "fresh", "reset_optimizer", "name", "run_dir"}
-# Settings that change no measurement.
-WITHOUT_EFFECT = {f"workflow.{name}" for name in ("force", "keep_going", "expect")}
-WITHOUT_EFFECT |= {"init_from", "init_strict", "track", "tracker"} | NOT_TRAINED - {"workflow"}
-FORM = dict.fromkeys(("figures", "settings", "machine", "versions"), dict)
-FORM |= dict.fromkeys(("stage", "code", "measured_at"), str) | {"checks": list, "advice": list}
-Recommendations = dict[str, tuple[Any, str]]  # by setting: its value, and the text that says why
+# Settings that change no measurement: whole sections by their first word, or one setting.
+WITHOUT_EFFECT = {
+    "workflow.force",
+    "workflow.keep_going",
+    "workflow.expect",
+    "init_from",
+    "init_strict",
+    "track",
+    "tracker",
+    "fresh",
+    "reset_optimizer",
+    "name",
+    "run_dir",
+}
+# The type of each key of a stage's JSON that is read.
+RESULT_TYPES = {
+    "stage": str,
+    "checks": list,
+    "advice": list,
+    "figures": dict,
+    "settings": dict,
+    "code": str,
+    "machine": dict,
+    "versions": dict,
+    "measured_at": str,
+}
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A value that a stage recommends for a setting, and the text that says why."""
+
+    value: Any
+    text: str
+
+
+Recommendations = dict[str, Recommendation]  # by setting
 
 
 def run_stages(given: StageConfig, arguments: list[str]) -> int:
-    """Run each stage with these arguments in a process of its own; 0 if no gate failed, else 1.
+    """Run each stage with these arguments in its own process; 0 if no gate failed, else 1.
 
     A stage measured before with the same settings and code is not run again, so the same command
     continues an interrupted workflow. The first failed gate ends it, except
     for `compile` and with `--workflow.keep-going`.
     """
     signal.signal(signal.SIGTERM, leave)
-    config, typed = on_disk(given), typed_settings(arguments)
+    config = on_disk(given)
+    typed = typed_settings(arguments)
     taken: Recommendations = {}
+    # An earlier workflow.
     for suffix in (".json", ".toml"):
         stage_file(config.directory, RECOMMENDED).with_suffix(suffix).unlink(missing_ok=True)
-    results, stopped = dict.fromkeys(STAGES, "not_run"), ""
+    results = dict.fromkeys(STAGES, "not_run")
+    stopped = ""
     for number, (name, about) in enumerate(STAGES.items(), 1):
         print(f"\n[{number}/{len(STAGES)}] {name}: {about}", flush=True)
         if taken:
-            print(f"     with {', '.join(text for _, text in taken.values())}", flush=True)
-        options = [word for name, (value, _) in taken.items() for word in (flag(name), str(value))]
-        content = reusable_result(config, name) or run_stage(config, name, arguments + options)
-        results[name] = content["status"]
+            texts = [recommendation.text for recommendation in taken.values()]
+            print(f"     with {', '.join(texts)}", flush=True)
+        content = reusable_result(config, name)
+        if content is None:
+            content = run_stage(config, name, arguments + options_of(taken))
+        status = content["status"]
+        results[name] = status
         # Training does without a compile mode that fails: the stage recommends another or none.
-        if content["status"] not in FAILED or (name, content["status"]) == ("compile", "fail"):
+        if status not in FAILED or (name == "compile" and status == "fail"):
             config = take_recommended(config, content, typed, taken)
         elif not config.workflow.keep_going:
             stopped = name
             break
-    else:
+    if not stopped:
         print(f"\n{RECOMMENDED}: Measure all that the stages recommend, together.", flush=True)
         results[RECOMMENDED] = measure_together(given, config, taken)
     print()
@@ -76,8 +116,16 @@ def run_stages(given: StageConfig, arguments: list[str]) -> int:
     return int(any(status in FAILED for status in results.values()))
 
 
+def options_of(taken: Recommendations) -> list[str]:
+    """Return the recommended settings as words of a command line."""
+    words: list[str] = []
+    for setting, recommendation in taken.items():
+        words += [flag(setting), str(recommendation.value)]
+    return words
+
+
 def run_stage(config: StageConfig, name: str, arguments: list[str]) -> dict[str, Any]:
-    """What a stage measured in a process of its own; "crashed" if it wrote no result."""
+    """Run a stage in its own process; return what it wrote, or "crashed" if it wrote nothing."""
     stage_file(config.directory, name).unlink(missing_ok=True)
     command = [sys.executable, "-u", "-m", PACKAGE, name, *arguments]
     # In this process group: Ctrl-C reaches it, and it ends what it has started.
@@ -88,7 +136,8 @@ def run_stage(config: StageConfig, name: str, arguments: list[str]) -> dict[str,
         process.terminate()
         process.wait()
         raise
-    if content := read_stage(config.directory, name):
+    content = read_stage(config.directory, name)
+    if content:
         return content
     alone = shlex.join(["python", "-m", PACKAGE, name, *arguments])
     print(f"{name} crashed (exit code {code}); to run it alone: {alone}")
@@ -96,149 +145,206 @@ def run_stage(config: StageConfig, name: str, arguments: list[str]) -> dict[str,
 
 
 def reusable_result(config: StageConfig, name: str) -> dict[str, Any] | None:
-    """What a stage measured, if it need not be measured again."""
-    with contextlib.suppress(UserError):  # a damaged file counts as if the gate had failed
+    """Return what a stage measured, or None if it has to be measured (again)."""
+    # A damaged file counts as if the gate had failed.
+    with contextlib.suppress(UserError):
         content = read_stage(config.directory, name)
         if content is None or config.workflow.force:
             return None
-        if content["status"] != "fail" and with_effect(content) == with_effect(origin(config)):
-            status, when = content["status"].replace("_", " "), printable(content["measured_at"])
+        unchanged = with_effect(content) == with_effect(origin(config))
+        if content["status"] != "fail" and unchanged:
+            status = content["status"].replace("_", " ")
+            when = printable(content["measured_at"])
             print(f"{status}, measured {when} (--workflow.force measures again)")
             return content
     print("measuring again: it failed or is damaged, or the settings, code or machine have changed")
     return None
 
 
-def with_effect(origin: dict[str, Any]) -> tuple[Any, ...]:
-    """What can change a measurement: settings, code, torch and the kind of machine."""
-    settings = {n: v for n, v in flatten(origin["settings"]) if has_effect(n)}
-    machine = [origin["machine"].get(key) for key in ("device", "gpus", "cpu", "cores")]
-    return settings, machine, origin["code"], origin["versions"].get("torch")
+def with_effect(origin: dict[str, Any]) -> dict[str, Any]:
+    """Return what can change a measurement: settings, code, torch and the kind of machine."""
+    settings = {name: value for name, value in flatten(origin["settings"]) if has_effect(name)}
+    machine = {key: origin["machine"].get(key) for key in ("device", "gpus", "cpu", "cores")}
+    return {
+        "settings": settings,
+        "machine": machine,
+        "code": origin["code"],
+        "torch": origin["versions"].get("torch"),
+    }
 
 
 def has_effect(setting: str) -> bool:
-    """Whether a setting can change a measurement."""
-    return not {setting, setting.partition(".")[0]} & WITHOUT_EFFECT
+    """Return whether a setting can change a measurement."""
+    section = setting.partition(".")[0]
+    return setting not in WITHOUT_EFFECT and section not in WITHOUT_EFFECT
 
 
 def read_stage(run_dir: Path, name: str) -> dict[str, Any] | None:
-    """What a stage measured, None if it has not run; UserError for a damaged file."""
+    """Return what a stage measured, None if it has not run; UserError for a damaged file."""
     path = stage_file(run_dir, name)
+    if not path.exists():
+        return None
     try:
-        return result_in(path, name) if path.exists() else None
+        return result_in(path, name)
     except UserError as error:
         again = command_for(name, run_dir)
         raise UserError(f"{path} is damaged ({error}): measure again with `{again}`") from None
 
 
 def result_in(path: Path, *stages: str) -> dict[str, Any]:
-    """What one of these stages measured; UserError for any other file."""
+    """Return what one of these stages measured; UserError for any other file."""
     content = read_json(path)
-    whole = all(isinstance(content.get(key), kind) for key, kind in FORM.items())
-    if not whole or content["stage"] not in stages or content.get("status") not in [*STATUSES]:
+    complete = all(isinstance(content.get(key), kind) for key, kind in RESULT_TYPES.items())
+    if not complete or content["stage"] not in stages or content.get("status") not in [*STATUSES]:
         raise UserError(f"{path} is not a result of a stage: {' or '.join(stages)}")
     return content
 
 
 def own_metrics(records: list[dict[str, Any]]) -> list[str]:
-    """The names of the figures in lines of metrics.jsonl that are not the run's: yours."""
-    names = {name.removeprefix("validation_") for record in records for name in record}
+    """Return the names of the metrics in metrics.jsonl that your code adds, sorted."""
+    names = set[str]()
+    for record in records:
+        for name in record:
+            names.add(name.removeprefix("validation_"))
     return sorted(name for name in names if not FIGURES.fullmatch(name))
 
 
 def flag(setting: str) -> str:
-    """The option of a setting."""
+    """Return the command-line option of a setting."""
     return f"--{setting.replace('_', '-')}"
 
 
 def advise(stage: Stage, text: str) -> None:
-    """Add to a stage what is worth trying, whatever passed, and print it."""
+    """Add to a stage what is worth trying, even if all checks pass, and print it."""
     stage.advice.append(text)
     print(f"  -> {text}", flush=True)
 
 
 def recommend(stage: Stage, setting: str, value: Any, factor: Interval | None = None) -> None:
-    """Hand a setting on to the stages after this one; `factor`: how many times as fast it is."""
-    times = f": {factor} times as fast" if factor else ""
-    text = f"{flag(setting)} {value} ({stage.name}{times})"
-    stage.figures.setdefault("recommended", {})[setting] = {"value": value, "text": text}
+    """Hand a setting to the stages after this one; `factor`: how many times as fast it is."""
+    text = f"{flag(setting)} {value} ({stage.name}"
+    if factor:
+        text += f": {factor} times as fast"
+    recommended = stage.figures.setdefault("recommended", {})
+    recommended[setting] = {"value": value, "text": f"{text})"}
 
 
 def take_recommended(
     config: StageConfig, content: dict[str, Any], typed: set[str], taken: Recommendations
 ) -> StageConfig:
-    """The settings with what a stage recommends, except for options typed; added to `taken`."""
-    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # damaged
-        advised = content["figures"].get("recommended", {}).items()
-        new = {n: (each["value"], str(each["text"])) for n, each in advised if n not in typed}
-        config = override(config, {n: value for n, (value, _) in new.items()})
-        taken |= new
-    return config
+    """Return the settings with what a stage recommends, and add that to `taken`.
+
+    Settings in `typed` stay. Recommendations that are damaged are ignored, all of them.
+    """
+    new: Recommendations = {}
+    try:
+        for setting, advised in content["figures"].get("recommended", {}).items():
+            if setting not in typed:
+                new[setting] = Recommendation(value=advised["value"], text=str(advised["text"]))
+        changed = override(config, values_of(new))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return config
+    taken.update(new)
+    return changed
+
+
+def values_of(recommendations: Recommendations) -> dict[str, Any]:
+    """Return the recommended values by setting."""
+    return {setting: each.value for setting, each in recommendations.items()}
 
 
 def typed_settings(arguments: list[str]) -> set[str]:
-    """The settings that are named on a command line, or in a TOML file given by --config."""
-    options = (word[2:].partition("=")[0] for word in arguments if word.startswith("--"))
-    named = {option.replace("-", "_") for option in options}
+    """Return the settings named on a command line, or in a TOML file given by --config."""
+    settings = set[str]()
+    for word in arguments:
+        if word.startswith("--"):
+            option = word[2:].partition("=")[0]
+            settings.add(option.replace("-", "_"))
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
     file = parser.parse_known_args(arguments)[0].config
-    return named | (read_toml(file).keys() if file and file.suffix == ".toml" else set())
+    if file and file.suffix == ".toml":
+        settings |= read_toml(file).keys()
+    return settings
 
 
 def measure_together(given: StageConfig, final: StageConfig, taken: Recommendations) -> str:
-    """Measure what the stages recommend against the given settings; its status.
+    """Time the recommended settings against the given ones; return the status.
 
-    Writes workflow/recommended.toml, unless it is slower, and recommended.json beside it.
+    Writes workflow/recommended.json, and recommended.toml unless the settings are slower.
     """
-    stage, texts = Stage(RECOMMENDED, final), [text for _, text in taken.values()]
+    stage = Stage(RECOMMENDED, final)
     file = stage.file.with_suffix(".toml")
+    texts = [recommendation.text for recommendation in taken.values()]
     stage.figures |= {"file": str(file), "settings": texts}
-    measured, passed = "no setting was found that is faster than yours", True
+    passed: bool | None = True
+    measured = "no setting was found that is faster than yours"
+    # How often to save changes no step, so there is nothing to time.
     if any(not setting.startswith("checkpoint.") for setting in taken):
-        print("     your settings and the recommended ones, interleaved ...", flush=True)
-        try:
-            seconds = time_steps({"given": on_disk(given), RECOMMENDED: final})
-        except Exception as error:  # as when both do not fit into the memory
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            measured, passed = f"not measured: {reason}", None
-        else:
-            speedup, verdict = speedup_of(seconds["given"], seconds[RECOMMENDED])
-            stage.figures["factor"] = list(speedup)
-            measured = f"{speedup} times as fast as your settings: {verdict}"
-            passed = None if verdict == TOO_NOISY else verdict != "slower"
+        passed, measured = compare_speed(stage, given, final)
     wanted = "not slower than your settings"
     advice = "measure again when nothing else runs on this machine"
     stage.check("together", passed, measured=measured, wanted=wanted, advice=advice)
     if taken and passed is not False:
-        print("\n".join(f"     {text}" for text in texts))
+        for text in texts:
+            print(f"     {text}")
         write_toml(file, given, taken)
         print(f"     to train with them: python -m {PACKAGE} train --config {file}")
     stage.close()
     return stage.status
 
 
+def compare_speed(stage: Stage, given: StageConfig, final: StageConfig) -> tuple[bool | None, str]:
+    """Time steps with both settings; return whether `final` is not slower, and what was measured.
+
+    None instead of a bool if that cannot be told.
+    """
+    print("     your settings and the recommended ones, interleaved ...", flush=True)
+    try:
+        seconds = time_steps({"given": on_disk(given), RECOMMENDED: final})
+    except Exception as error:
+        # For example both together do not fit into the memory.
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return None, f"not measured: {reason}"
+    speedup, verdict = speedup_of(seconds["given"], seconds[RECOMMENDED])
+    stage.figures["factor"] = list(speedup)
+    measured = f"{speedup} times as fast as your settings: {verdict}"
+    if verdict == TOO_NOISY:
+        return None, measured
+    return verdict != "slower", measured
+
+
 def write_toml(path: Path, given: StageConfig, taken: Recommendations) -> None:
-    """What differs from the default preset, for `train --config`, and why."""
-    config = override(given, {setting: value for setting, (value, _) in taken.items()})
+    """Write what differs from the default preset, for `train --config`, and why."""
+    config = override(given, values_of(taken))
     usual = dict(flatten(to_json(preset("default", StageConfig))))
     lines = ["# What the workflow recommends, on top of --preset default."]
     for name, value in flatten(to_json(config)):
-        if value != usual.get(name) and value is not None and name.split(".")[0] not in NOT_TRAINED:
-            why = f"  # {taken[name][1]}" if name in taken else ""
-            lines.append(f"{name} = {json.dumps(value, ensure_ascii=False)}{why}")
+        section = name.partition(".")[0]
+        # TOML has no null.
+        if section in NOT_TRAINED or value is None or value == usual.get(name):
+            continue
+        line = f"{name} = {json.dumps(value, ensure_ascii=False)}"
+        if name in taken:
+            line += f"  # {taken[name].text}"
+        lines.append(line)
     replace_file(path, "\n".join(lines) + "\n")
 
 
 def time_steps(configs: dict[str, StageConfig]) -> dict[str, list[float]]:
-    """Seconds per step with each of the settings, in interleaved windows, data loading included."""
+    """Time steps with each of the settings in interleaved windows, data loading included.
+
+    Returns seconds per step, one value per window.
+    """
     first = next(iter(configs.values()))
     world = join(first.parallel, first.device)
-    # Else the second compiles for any size of batch, since the first has shown another.
+    # By default torch.compile makes sizes dynamic once it has seen a second one. The second
+    # configuration would then be compiled differently from the first.
     static = {"compile.dynamic": bool(first.compile.dynamic)}
     states = {name: setup(override(config, static), world) for name, config in configs.items()}
     ways = {name: with_loader(state) for name, state in states.items()}
+    # The first steps compile, which must not be timed.
     for way in ways.values():
-        way(2)  # compiles
-    workers = (max(1, config.train.loader_workers) for config in configs.values())
+        way(2)
+    workers = [max(1, config.train.loader_workers) for config in configs.values()]
     return time_interleaved(ways, multiple=math.lcm(*workers))

@@ -1,8 +1,8 @@
-"""The compile stage: does torch.compile take the model whole, is it right, is it worth it?
+"""The compile stage: graph breaks, recompiles, numerics and speed of torch.compile.
 
-Each mode is measured in processes of its own, whose compilers have seen nothing else: first with an
-empty compile cache, then with what the first one left there. `python -m` this module FOLDER TASK,
-where the task is `cold` or `warm`, reads FOLDER/settings.json and writes FOLDER/TASK.json.
+Each mode is measured in two processes that compiled nothing before: first with an empty compile
+cache, then with the cache that the first one left. `python -m` this module FOLDER TASK, where the
+task is `cold` or `warm`, reads FOLDER/settings.json and writes FOLDER/TASK.json.
 """
 
 import gc
@@ -10,8 +10,9 @@ import math
 import re
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 from unittest.mock import patch
 
 import numpy as np
@@ -33,29 +34,53 @@ from .processes import run_task
 from .stage import Stage, StageConfig
 from .timing import describe, record_steps, spread
 
+# The hooks of a sharded model break the graph of the whole.
 MODES = ("blocks",) if parallel.SHARDED else ("blocks", "full")
-TIMEOUT = 1800.0  # seconds for one process
-STEPS = 5  # compared with eager steps
-# Largest relative differences: of a loss, and of all gradients as one vector.
-PRECISE = {"loss": 1e-4, "gradients": 1e-2}  # float32 throughout
-ROUNDED = {"loss": 1e-2, "gradients": 1e-1}  # bf16 or TF32: fused code rounds less often
+# Seconds for one process.
+TIMEOUT = 1800.0
+# Compiled steps that are compared with eager steps.
+STEPS = 5
+# Largest relative differences of a loss, and of all gradients as one vector.
+# Float32 throughout:
+PRECISE = {"loss": 1e-4, "gradients": 1e-2}
+# With bf16 or TF32, since fused code rounds less often:
+ROUNDED = {"loss": 1e-2, "gradients": 1e-1}
 NO_COMPILER = re.compile("InvalidCxxCompiler|TritonMissing|Python.h: No such file")
-FINDINGS = {  # check: its figure, and what is wanted
-    "graph_breaks": ("graph_breaks", "none, or each with its place and reason"),
-    "recompiles": ("recompiles", "none, or each with its place and reason"),
-    "recompile_limit": ("limits_hit", "not hit: beyond it a function runs eagerly"),
-}
-SHOWN = 6  # findings of a kind; the figures hold all
+# Findings of one check that are printed; the stage's file holds all.
+SHOWN = 6
 
+FINDINGS_ADVICE = (
+    "TORCH_LOGS=graph_breaks,recompiles with `train` shows them; where guards fail, "
+    "keep what they name from changing, or try --compile.dynamic True"
+)
+
+# What was measured of one mode, as the processes write it in JSON.
 Figures = dict[str, Any]
-FirstSteps = tuple[np.ndarray, list[torch.Tensor]]  # losses, and the last gradients, on the host
+
+
+class Finding(TypedDict):
+    """Something that the compiler could not do."""
+
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class FirstSteps:
+    """The first steps of a run: their losses, and the last gradients, in host memory."""
+
+    losses: np.ndarray
+    gradients: list[torch.Tensor]
 
 
 def measure(config: Config) -> int:
-    """Measure and judge; 0 when the gate is passed, 1 when it is not."""
+    """Measure and judge; return 0 if the gate is passed, else 1."""
     stage = Stage("compile", config)
+    modes: dict[str, Figures] = {}
     with tempfile.TemporaryDirectory(prefix="compile-") as scratch:
-        judge(stage, {mode: try_mode(config, mode, Path(scratch) / mode) for mode in MODES})
+        for mode in MODES:
+            modes[mode] = try_mode(config, mode, Path(scratch) / mode)
+    judge(stage, modes)
     return stage.close()
 
 
@@ -64,17 +89,20 @@ def try_mode(config: Config, mode: str, folder: Path) -> Figures:
     print(f"     {mode}: compiling with an empty cache, and timing eager steps ...", flush=True)
     folder.mkdir()
     write_json(folder / "settings.json", to_json(override(config, {"compile.mode": mode})))
-    cache: Any = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cpp", "TRITON_CACHE_DIR": f"{folder}/gpu"}
+    cache = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cpp", "TRITON_CACHE_DIR": f"{folder}/gpu"}
     figures: Figures = {}
     try:
         figures = run_task("compile", folder, "cold", seconds=TIMEOUT, **cache)
-        if "graphs" in figures and config.compile.backend == "inductor":  # others have no cache
+        # The other backends have no cache.
+        if "graphs" in figures and config.compile.backend == "inductor":
             warm = run_task("compile", folder, "warm", seconds=TIMEOUT, **cache)
             figures["compile_seconds"]["warm"] = warm.pop("seconds", None)
             figures |= warm
-    except RankError as error:  # the compiler has killed its process
+    except RankError as error:
+        # The compiler has killed its process.
         figures["error"] = str(error)
-    if "refused" in figures:  # by the project itself, not by the compiler
+    if "refused" in figures:
+        # The project itself refuses these settings: that is no finding about the compiler.
         raise UserError(figures["refused"])
     return figures
 
@@ -85,56 +113,90 @@ def judge(stage: Stage, modes: dict[str, Figures]) -> None:
     stage.figures |= {"modes": compiled, "best": "none"}
     judge_compiling(stage, modes)
     if compiled:
-        for name in FINDINGS:
-            judge_findings(stage, compiled, name)
+        explained = "none, or each with its place and reason"
+        judge_findings(stage, compiled, "graph_breaks", wanted=explained)
+        judge_findings(stage, compiled, "recompiles", wanted=explained)
+        judge_recompile_limit(stage, compiled)
         judge_numerics(stage, compiled)
         judge_speed(stage, compiled)
     recommend_mode(stage, modes)
 
 
 def judge_compiling(stage: Stage, modes: dict[str, Figures]) -> None:
-    """Every mode compiles and runs, cold and warm; not measured without a C++ compiler."""
-    parts, errors = [], []
+    """Pass if every mode compiles and runs, cold and warm; not measured without a compiler."""
+    outcomes: list[str] = []
+    errors: list[str] = []
     for mode, figures in modes.items():
-        errors += [f"{mode}: {figures['error']}"] if "error" in figures else []
+        # A mode may have compiled cold and failed warm: then it is in both lists.
+        if "error" in figures:
+            errors.append(f"{mode}: {figures['error']}")
         if "skipped" in figures:
-            parts.append(f"{mode}: not tried, {figures['skipped']}")
+            outcomes.append(f"{mode}: not tried, {figures['skipped']}")
         elif "graphs" in figures:
-            cold, warm = (figures["compile_seconds"][start] for start in ("cold", "warm"))
-            text = f", {warm:.1f} s with a warm cache" if warm else ""
-            parts.append(f"{mode}: graphs {figures['graphs']}, {cold:.1f} s cold{text}")
-            errors += [] if figures["graphs"] else [f"{mode}: no graph was compiled"]
-    passed, advice = not errors, "--compile.backend aot_eager (then eager) narrows the cause down"
-    if any(map(NO_COMPILER.search, errors)):
+            seconds = figures["compile_seconds"]
+            outcome = f"{mode}: graphs {figures['graphs']}, {seconds['cold']:.1f} s cold"
+            if seconds["warm"]:
+                outcome += f", {seconds['warm']:.1f} s with a warm cache"
+            outcomes.append(outcome)
+            if not figures["graphs"]:
+                errors.append(f"{mode}: no graph was compiled")
+    passed = not errors
+    advice = "--compile.backend aot_eager (then eager) narrows the cause down"
+    if any(NO_COMPILER.search(error) for error in errors):
         passed = None
         advice = "inductor needs a C++ compiler on a CPU (apt install g++) and Triton on a GPU"
-    measured = "; ".join([*parts, *(error.partition("\n")[0] for error in errors)])
+    first_lines = [error.partition("\n")[0] for error in errors]
+    measured = "; ".join(outcomes + first_lines)
     stage.check("compiles", passed, measured=measured, wanted="every mode compiles", advice=advice)
 
 
-def judge_findings(stage: Stage, compiled: dict[str, Figures], name: str) -> None:
-    """Pass if each finding has its place and reason; the recompile limit must not be hit at all."""
-    figure, wanted = FINDINGS[name]
-    findings = [(mode, each) for mode, figures in compiled.items() for each in figures[figure]]
-    lines = [f"{mode}: {f['where'] or 'place unknown'}: {f['reason']}" for mode, f in findings]
-    lines = list(dict.fromkeys(lines))  # each once
+def judge_findings(stage: Stage, compiled: dict[str, Figures], name: str, wanted: str) -> None:
+    """Pass if each finding, in the figure that is called as the check, has its place and reason."""
+    passed = True
+    for figures in compiled.values():
+        for each in figures[name]:
+            if not each["where"] or not each["reason"]:
+                passed = False
+    measured = describe_findings(compiled, name)
+    stage.check(name, passed, measured=measured, wanted=wanted, advice=FINDINGS_ADVICE)
+
+
+def judge_recompile_limit(stage: Stage, compiled: dict[str, Figures]) -> None:
+    """Pass if no function was compiled as often as the compiler allows."""
+    passed = not any(figures["limits_hit"] for figures in compiled.values())
+    measured = describe_findings(compiled, "limits_hit")
+    wanted = "not hit: beyond it a function runs eagerly"
+    stage.check("recompile_limit", passed, measured=measured, wanted=wanted, advice=FINDINGS_ADVICE)
+
+
+def describe_findings(compiled: dict[str, Figures], figure: str) -> str:
+    """Count the findings of each mode and list the first of them, each once."""
+    counts: list[str] = []
+    lines: list[str] = []
+    for mode, figures in compiled.items():
+        findings = figures[figure]
+        counts.append(f"{mode} {len(findings)}")
+        for each in findings:
+            lines.append(f"{mode}: {each['where'] or 'place unknown'}: {each['reason']}")
+    lines = list(dict.fromkeys(lines))
+    shown = lines[:SHOWN]
     if len(lines) > SHOWN:
-        lines[SHOWN:] = [f"{len(lines) - SHOWN} more"]
-    counts = ", ".join(f"{mode} {len(figures[figure])}" for mode, figures in compiled.items())
-    known = all(finding["where"] and finding["reason"] for _, finding in findings)
-    passed = known and not (name == "recompile_limit" and findings)
-    measured = "; ".join([counts, *lines])
-    advice = "TORCH_LOGS=graph_breaks,recompiles with `train` shows them; where guards fail, keep "
-    advice += "what they name from changing, or try --compile.dynamic True"
-    stage.check(name, passed, measured=measured, wanted=wanted, advice=advice)
+        shown.append(f"{len(lines) - SHOWN} more")
+    return "; ".join([", ".join(counts), *shown])
 
 
 def judge_numerics(stage: Stage, compiled: dict[str, Figures]) -> None:
     """Compare compiled steps with eager ones: same weights, batches and random numbers."""
-    apart = {mode: figures["difference"] for mode, figures in compiled.items()}
-    limit = PRECISE if all(f["precise"] for f in compiled.values()) else ROUNDED
-    parts = [f"{m}: loss {d['loss']:.1e}, gradients {d['gradients']:.1e}" for m, d in apart.items()]
-    passed = not any(map(differs, compiled.values()))
+    passed = True
+    limit = PRECISE
+    parts: list[str] = []
+    for mode, figures in compiled.items():
+        apart = figures["difference"]
+        parts.append(f"{mode}: loss {apart['loss']:.1e}, gradients {apart['gradients']:.1e}")
+        if differs(figures):
+            passed = False
+        if not figures["precise"]:
+            limit = ROUNDED
     measured = f"after {STEPS} steps, relative to eager: {'; '.join(parts)}"
     wanted = f"at most {limit['loss']:.0e} and {limit['gradients']:.0e}"
     advice = "do not train with it; --compile.backend aot_eager shows if inductor is at fault"
@@ -142,66 +204,94 @@ def judge_numerics(stage: Stage, compiled: dict[str, Figures]) -> None:
 
 
 def judge_speed(stage: Stage, compiled: dict[str, Figures]) -> None:
-    """Say how fast each mode is."""
-    parts = []
+    """Compare the time of compiled and eager steps, and add the results to the figures."""
+    passed = True
+    parts: list[str] = []
     for mode, figures in compiled.items():
-        eager, fast = (figures["windows"][way] for way in ("eager", "compiled"))
-        speedup, verdict = speedup_of(eager, fast)
-        figures |= {"speedup": speedup._asdict(), "verdict": verdict}
-        figures |= {"eager_step_seconds": spread(eager), "step_seconds": spread(fast)}
-        saved = spread(fast)["median"] * (speedup.value - 1)
-        paid_after = math.ceil(figures["compile_seconds"]["cold"] / saved) if saved > 0 else None
-        figures["paid_after"] = paid_after if verdict == "faster" else None  # steps
-        parts.append(f"{mode}: {verdict}, {speedup} times as fast, a step {describe(spread(fast))}")
-    passed = None if any(f["verdict"] == TOO_NOISY for f in compiled.values()) else True
+        windows = figures["windows"]
+        speedup, verdict = speedup_of(windows["eager"], windows["compiled"])
+        seconds = spread(windows["compiled"])
+        figures["speedup"] = speedup._asdict()
+        figures["verdict"] = verdict
+        figures["eager_step_seconds"] = spread(windows["eager"])
+        figures["step_seconds"] = seconds
+        # Steps after which the time of the first compile is saved.
+        figures["paid_after"] = None
+        if verdict == "faster":
+            saved = seconds["median"] * (speedup.value - 1)
+            figures["paid_after"] = math.ceil(figures["compile_seconds"]["cold"] / saved)
+        if verdict == TOO_NOISY:
+            passed = None
+        parts.append(f"{mode}: {verdict}, {speedup} times as fast, a step {describe(seconds)}")
     advice = "measure again when nothing else runs on this machine"
     stage.check("speedup", passed, measured="; ".join(parts), wanted="measured", advice=advice)
 
 
 def recommend_mode(stage: Stage, modes: dict[str, Figures]) -> None:
     """Advise the fastest mode that is right and earns its first compile back; hand it on."""
-    given, steps = stage.config.compile.mode, stage.config.train.steps
-    against = {mode: why for mode, each in modes.items() if (why := problem_of(each, steps))}
-    chosen = [m for m, each in modes.items() if m not in against and each.get("paid_after")]
-    if len(chosen) > 1 and modes["full"]["speedup"]["low"] > modes["blocks"]["speedup"]["high"]:
-        chosen.remove("blocks")  # else they are the best, since they compile sooner
-    if chosen:
-        stage.figures["best"], best = chosen[0], modes[chosen[0]]
-        speedup, seconds = Interval(**best["speedup"]), best["compile_seconds"]["cold"]
-        first = f"the {seconds:.0f} s of a first compile pay off after {best['paid_after']:,} steps"
-        advise(stage, f"train with --compile.mode {chosen[0]}: {speedup} times as fast; {first}")
-        if chosen[0] != given:
-            recommend(stage, "compile.mode", chosen[0], speedup if given == "none" else None)
+    given = stage.config.compile.mode
+    problems: dict[str, str] = {}
+    faster: list[str] = []
+    for mode, figures in modes.items():
+        problem = problem_of(figures, stage.config.train.steps)
+        if problem:
+            problems[mode] = problem
+        elif figures.get("paid_after"):
+            faster.append(mode)
+    if faster:
+        best = best_of(faster, modes)
+        figures = modes[best]
+        stage.figures["best"] = best
+        speedup = Interval(**figures["speedup"])
+        cold = f"the {figures['compile_seconds']['cold']:.0f} s of a first compile"
+        pays = f"{cold} pay off after {figures['paid_after']:,} steps"
+        advise(stage, f"train with --compile.mode {best}: {speedup} times as fast; {pays}")
+        if best != given:
+            # The speedup is relative to eager steps, so it holds only for a run without compiling.
+            recommend(stage, "compile.mode", best, speedup if given == "none" else None)
         return
-    if against or stage.status == "pass":
-        reasons = "; ".join(f"{mode}: {why}" for mode, why in against.items())
+    if problems or stage.status == "pass":
+        reasons = "; ".join(f"{mode}: {problem}" for mode, problem in problems.items())
         advise(stage, f"train with --compile.mode none: {reasons or 'no mode is faster here'}")
-    if given in against:
+    if given in problems:
         recommend(stage, "compile.mode", "none")
 
 
+def best_of(faster: list[str], modes: dict[str, Figures]) -> str:
+    """Return the mode to train with, of those that are faster than eager steps."""
+    if len(faster) == 1:
+        return faster[0]
+    # Blocks compile sooner: the whole model must be faster beyond the noise.
+    if modes["full"]["speedup"]["low"] > modes["blocks"]["speedup"]["high"]:
+        return "full"
+    return "blocks"
+
+
 def problem_of(figures: Figures, steps: int) -> str:
-    """Why not to train with a mode for so many steps; empty if nothing is against it."""
+    """Say why not to train so many steps with a mode; empty if nothing is against it."""
     if "error" in figures or "skipped" in figures:
         return figures.get("error", "").partition("\n")[0]
-    paid_after = figures["paid_after"] or 0
-    too_late = f"a first compile pays off after {paid_after:,} steps, and the run has {steps:,}"
-    problems = {
-        "no graph was compiled": not figures["graphs"],
-        "its losses or gradients are not those of eager steps": differs(figures),
-        "it compiles again and again, up to the limit": figures["limits_hit"],
-        "slower than eager steps": figures["verdict"] == "slower",
-        too_late: paid_after > steps,
-    }
-    return next((text for text, applies in problems.items() if applies), "")
+    if not figures["graphs"]:
+        return "no graph was compiled"
+    if differs(figures):
+        return "its losses or gradients are not those of eager steps"
+    if figures["limits_hit"]:
+        return "it compiles again and again, up to the limit"
+    if figures["verdict"] == "slower":
+        return "slower than eager steps"
+    paid_after = figures["paid_after"]
+    if paid_after is not None and paid_after > steps:
+        return f"a first compile pays off after {paid_after:,} steps, and the run has {steps:,}"
+    return ""
 
 
 def attempt(task: str, config: Config) -> Figures:
-    """What a process measures; an error of the compiler, or of the model under it, is a result."""
+    """Measure in this process; an error of the compiler, or of the model under it, is a result."""
     try:
         if task == "cold":
             return cold(config)
-        first_steps(setup(config))  # the same start again, with the cache that `cold` has left
+        # The same start again, with the cache that `cold` has left.
+        first_steps(setup(config))
         return {"seconds": compile_seconds()}
     except UserError as error:
         return {"refused": str(error)}
@@ -216,12 +306,15 @@ def cold(config: Config) -> Figures:
     if config.compile.mode == "blocks" and not list(blocks(state.model)):
         return {"skipped": "blocks(model) names no block"}
     eager = first_steps(state)
+    # Both models need not fit into memory together. Recomputed blocks refer to themselves, so only
+    # the garbage collector frees them.
     del state
-    gc.collect()  # recomputed blocks refer to themselves
+    gc.collect()
     state = setup(config, world)
-    compiled, seconds = first_steps(state), compile_seconds()
-    figures = {
-        "compile_seconds": {"cold": seconds, "warm": None},
+    compiled = first_steps(state)
+    figures: Figures = {
+        # Read now: what runs after it compiles, too.
+        "compile_seconds": {"cold": compile_seconds(), "warm": None},
         "graphs": graphs(),
         **findings(),
         "windows": time_windows(state),
@@ -240,69 +333,109 @@ def cold(config: Config) -> Figures:
 def first_steps(state: State) -> FirstSteps:
     """Take the first steps of a run."""
     losses = record_steps(state, STEPS - 1).losses
-    with patch.object(state.optimizer, "zero_grad"):  # keep the last gradients
-        losses = np.append(losses, record_steps(state, 1).losses)
+    # A step ends by clearing the gradients: the last one must keep them.
+    with patch.object(state.optimizer, "zero_grad"):
+        last_loss = record_steps(state, 1).losses
     gradients = [p.grad.cpu() for p in state.model.parameters() if p.grad is not None]
     state.optimizer.zero_grad()
     state.loader.close()
-    return losses, gradients
+    return FirstSteps(losses=np.append(losses, last_loss), gradients=gradients)
 
 
 def difference(eager: FirstSteps, compiled: FirstSteps) -> dict[str, float]:
-    """Relative differences: the largest of a loss, and of the last gradients as one vector."""
-    loss = float(np.abs(np.divide(compiled[0], eager[0]) - 1).max())
-    apart = [a.double() - b.double() for a, b in zip(eager[1], compiled[1], strict=True)]
-    norms = torch.nn.utils.get_total_norm(apart), torch.nn.utils.get_total_norm(eager[1])
-    return {"loss": loss, "gradients": float(norms[0] / norms[1])}
+    """Return relative differences: the largest of a loss, and of all gradients as one vector."""
+    ratios = np.divide(compiled.losses, eager.losses)
+    apart: list[torch.Tensor] = []
+    for expected, actual in zip(eager.gradients, compiled.gradients, strict=True):
+        apart.append(expected.double() - actual.double())
+    distance = torch.nn.utils.get_total_norm(apart)
+    norm = torch.nn.utils.get_total_norm(eager.gradients)
+    return {"loss": float(np.abs(ratios - 1).max()), "gradients": float(distance / norm)}
 
 
 def differs(figures: Figures) -> bool:
-    """Whether compiled steps are further from eager ones than rounding explains."""
-    apart, limit = figures["difference"], PRECISE if figures["precise"] else ROUNDED
-    return any(not apart[name] <= limit[name] for name in limit)  # as NaN is
+    """Return whether compiled steps are further from eager ones than rounding explains."""
+    limits = ROUNDED
+    if figures["precise"]:
+        limits = PRECISE
+    # Not `>`: a NaN is never within the limit.
+    return any(not figures["difference"][name] <= limit for name, limit in limits.items())
 
 
 def time_windows(state: State) -> dict[str, list[float]]:
-    """Seconds per step in interleaved windows of eager and compiled steps."""
+    """Return the seconds per step in interleaved windows of eager and compiled steps."""
     compiled = without_loader(state)
     # A wrapper stays around each compiled call, which slows a short eager step down by some 2 %.
     eager = torch.compiler.set_stance("force_eager")(compiled)
     return time_interleaved({"eager": eager, "compiled": compiled})
 
 
-def findings() -> dict[str, list[dict[str, str]]]:
-    """What the compiler could not do as hoped: of graph breaks each place once, else each time."""
-    breaks, recompiles, limits_hit = [], [], []
-    for entry in dynamo.graph_break_reasons:
-        places = [(frame.filename, frame.lineno) for frame in entry.user_stack]
-        own = [place for place in places if not place[0].startswith(torch.__path__[0])]
-        # torch's name for a break that it can resume after says little.
-        reason = entry.reason.replace("generic_jump", "Data-dependent branching:")
-        breaks.append(finding(*(own or places or [("", 0)])[-1], reason))
+def findings() -> dict[str, list[Finding]]:
+    """List what the compiler could not do: each place of a graph break once, all recompiles."""
+    breaks = graph_breaks()
+    recompiles: list[Finding] = []
+    limits_hit: list[Finding] = []
     for entry in dynamo.get_compilation_metrics():
-        failed, guard = entry.fail_reason or "", entry.recompile_reason or ""
-        if entry.fail_type and "recompile limit exceeded" not in failed:
+        failure = entry.fail_reason or ""
+        if entry.fail_type and "recompile limit exceeded" not in failure:
             # A whole function is not compiled, as for a break in a loop: torch counts no break.
             line = entry.fail_user_frame_lineno or entry.co_firstlineno
             path = entry.fail_user_frame_filename or entry.co_filename
-            breaks.append(finding(path, line, failed))
-        elif guard or failed:
-            # "0/1: GUARD    # line of code # file:line", then the stack of the user's code.
-            stack = re.findall(r'File "(.+?)", line (\d+)', guard)
-            path, line = stack[-1] if stack else (entry.co_filename, entry.co_firstlineno)
-            reason = guard.partition(": ")[2].partition("  # ")[0]
-            (limits_hit if failed else recompiles).append(finding(path, line, reason))
-    breaks = list({each["where"] or each["reason"]: each for each in breaks}.values())
-    return {"graph_breaks": breaks, "recompiles": recompiles, "limits_hit": limits_hit}
+            breaks.append(finding(path, line, failure))
+        elif failure:
+            limits_hit.append(failed_guard(entry))
+        elif entry.recompile_reason:
+            recompiles.append(failed_guard(entry))
+    by_place: dict[str, Finding] = {}
+    for each in breaks:
+        by_place[each["where"] or each["reason"]] = each
+    return {
+        "graph_breaks": list(by_place.values()),
+        "recompiles": recompiles,
+        "limits_hit": limits_hit,
+    }
 
 
-def finding(path: str | None, line: Any, reason: str) -> dict[str, str]:
-    """A place, relative to this folder if it is below it, and the reason's first line."""
-    where = f"{path.removeprefix(f'{Path.cwd()}/')}:{line}" if path else ""
+def graph_breaks() -> list[Finding]:
+    """List the graph breaks that torch counted, each at the innermost line of code not torch's."""
+    breaks: list[Finding] = []
+    for entry in dynamo.graph_break_reasons:
+        # torch's name for a break that it can resume after says little.
+        reason = entry.reason.replace("generic_jump", "Data-dependent branching:")
+        frames = list(entry.user_stack)
+        outside = [each for each in frames if not each.filename.startswith(torch.__path__[0])]
+        # A break within torch alone is shown where it is.
+        frames = outside or frames
+        if frames:
+            breaks.append(finding(frames[-1].filename, frames[-1].lineno, reason))
+        else:
+            breaks.append(finding("", 0, reason))
+    return breaks
+
+
+def failed_guard(entry: dynamo.CompilationMetrics) -> Finding:
+    """Find the guard that made a function compile again, and the line that it guards."""
+    path = entry.co_filename
+    line = entry.co_firstlineno
+    # "0/1: GUARD    # line of code # file:line", then the stack of the user's code.
+    text = entry.recompile_reason or ""
+    stack = re.findall(r'File "(.+?)", line (\d+)', text)
+    if stack:
+        path, line = stack[-1]
+    guard = text.partition(": ")[2].partition("  # ")[0]
+    return finding(path, line, guard)
+
+
+def finding(path: str | None, line: int | str | None, reason: str) -> Finding:
+    """Build a finding: a place, relative to this folder if below it, and a reason's first line."""
+    where = ""
+    if path:
+        where = f"{path.removeprefix(f'{Path.cwd()}/')}:{line}"
     return {"where": where, "reason": reason.strip().partition("\n")[0]}
 
 
 if __name__ == "__main__":
-    folder, task = Path(sys.argv[1]), sys.argv[2]
+    folder = Path(sys.argv[1])
+    task = sys.argv[2]
     config = load(folder / "settings.json", StageConfig)
     write_json(folder / f"{task}.json", attempt(task, config))

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
@@ -16,32 +17,41 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..checkpoint.checkpointer import Checkpointer
 from ..config import Config, load, override
 from ..device import synchronize
 from ..distributed import Group, World, join, leave, parallel
-from ..errors import UserError, exit_code
+from ..errors import UserError, run_main
 from ..files import fingerprint, write_json
 from ..run.logs import log_to_console
 from ..train import State, resume, run, setup, train_step
 from .stage import PACKAGE, StageConfig
 from .timing import record_steps, spread
 
+# When this process had imported torch and the package.
 IMPORTED = time.time()
-STEPS, EVERY = 12, 3  # of a drill's run, and between its saves
-QUIET_STEPS, SAVES = 16, 6  # to time: steps without a save, and saves
+# Steps of the drill's run, and steps between its saves.
+STEPS = 12
+EVERY = 3
+# To time saves: steps without a save, and saves.
+QUIET_STEPS = 16
+SAVES = 6
 Digests = dict[str, str]  # a fingerprint by the name of a tensor
 
 
 def main(words: list[str]) -> int:
     """Run one task."""
-    folder, task = Path(words[0]), words[1]
+    folder = Path(words[0])
+    task = words[1]
     config = override(load(folder / "settings.json", StageConfig), {"run_dir": folder / "run"})
     world = join(config.parallel, config.device)
     if task in ("reload", "damage"):
         result = reload(config, world, timed=task == "damage")
-        leave(world)  # only now that nothing refers to the model
+        # Only here nothing refers to the model any more.
+        leave(world)
     else:
-        recorder = Recorder(folder / "kill.json" if task == "kill" else None)
+        kill_file = folder / "kill.json" if task == "kill" else None
+        recorder = Recorder(kill_file)
         run(config, [recorder], world)
         result = recorder.result
     if os.environ.get("RANK", "0") == "0":
@@ -50,7 +60,7 @@ def main(words: list[str]) -> int:
 
 
 class Recorder:
-    """A callback: the moments of a (re)start, and digests of what is restored and saved.
+    """A callback that records the times of a (re)start, and digests of restored and saved tensors.
 
     With `kill_file` it kills the run during its last save, and first writes what it has recorded.
     """
@@ -62,26 +72,31 @@ class Recorder:
         self.result = {"restart": self.restart, "digests": self.digests}
 
     def before_step(self, state: State) -> None:
-        """Note that the checkpoint is loaded."""
+        """At the first step: record that the checkpoint is loaded, and prepare the kill."""
         if self.restart:
             return
-        self.restart |= {"step": state.step, "imported": IMPORTED, "restored": time.time()}
+        self.restart["step"] = state.step
+        self.restart["imported"] = IMPORTED
+        self.restart["restored"] = time.time()
         self.group = Group(state.world)
         self.digests[state.step] = digests_of(state, self.group)
         self.hashed = time.time()
         if self.kill_file and state.checkpointer:
             publisher: Any = state.checkpointer.publisher
-            self.commit, publisher.commit = publisher.commit, self.kill_or_commit
+            self.commit = publisher.commit
+            publisher.commit = self.kill_or_commit
 
     def after_step(self, state: State, record: dict[str, Any] | None) -> None:
-        """Note the first step, and what is saved."""
-        first_step = time.time() - self.hashed  # hashing is no part of a restart
-        self.restart.setdefault("first_step", self.restart["restored"] + first_step)
+        """Record the time of the first step, and digests of what is saved."""
+        if "first_step" not in self.restart:
+            # Hashing in `before_step` is not counted: a real restart does not hash.
+            step_seconds = time.time() - self.hashed
+            self.restart["first_step"] = self.restart["restored"] + step_seconds
         if state.step % EVERY == 0:
             self.digests[state.step] = digests_of(state, self.group)
 
     def kill_or_commit(self, reserved: str, manifest: dict[str, Any]) -> None:
-        """Publish, or kill the run in its last save, when all ranks have written their files."""
+        """Publish a checkpoint whose files all ranks have written; kill the run at the last one."""
         if self.kill_file and manifest["step"] == STEPS:
             write_json(self.kill_file, {**self.result, "killed_at": time.time()})
             kill_run()
@@ -96,69 +111,104 @@ def kill_run() -> None:
 
 
 def reload(config: Config, world: World, timed: bool) -> dict[str, Any]:
-    """Restore the run over other values; its step, digests, log and costs, or why it is refused."""
-    logging.getLogger(PACKAGE).addHandler(log := BufferingHandler(1_000_000))
+    """Restore the run over other values; return its step, digests and log, or why it is refused.
+
+    With `timed` also what saves cost.
+    """
+    log = BufferingHandler(1_000_000)
+    logging.getLogger(PACKAGE).addHandler(log)
     try:
-        state, group = setup(config, world), Group(world)
+        state = setup(config, world)
+        group = Group(world)
+        # A tensor that is not restored must not have the right values by its initialization.
         with torch.no_grad():
             for tensor in state.model.state_dict().values():
                 tensor.fill_(7)
         resume(state, config.directory, group).close()
-    except UserError as error:  # as where it is too large for so few ranks
+    except UserError as error:
+        # For example the batch is too small for this many ranks.
         return {"refused": str(error)}
-    result = {"step": state.step, "digests": digests_of(state, group)}
-    result["messages"] = [record.getMessage() for record in log.buffer]
+    result = {
+        "step": state.step,
+        "digests": digests_of(state, group),
+        "messages": [record.getMessage() for record in log.buffer],
+    }
     if timed:
         result["costs"] = time_saves(state, config.directory.with_name("timed"), group)
     state.loader.close()
     return result
 
 
-def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
-    """Seconds of a step without a save, of saves one at a time, and of a restore.
+@dataclass(frozen=True)
+class SaveTimes:
+    """Seconds of each save, and of a restore, on one rank."""
 
-    Of a save: what it blocks training, as the checkpointer counts, and until it is published,
-    while training takes one step.
+    blocked: np.ndarray
+    """How long each save blocked training, by the checkpointer's own count."""
+    published: np.ndarray
+    """How long after its start each save was published."""
+    restored: float
+
+
+def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
+    """Return the seconds of a step without a save, of saves and of a restore, by the slowest rank.
+
+    Saves are made one at a time, each while training takes one step.
     """
     checkpointer = resume(state, run_dir, group)
     quiet = record_steps(state, QUIET_STEPS).seconds[1:]
-    blocked, published = seconds = np.zeros((2, SAVES))
+    own = time_own_saves(state, checkpointer)
+    ranks: list[SaveTimes] = group.gather(own)
+    blocked = np.max([rank.blocked for rank in ranks], axis=0)
+    published = np.max([rank.published for rank in ranks], axis=0)
+    return {
+        "blocked_seconds": spread(blocked),
+        "save_seconds": spread(published),
+        "restore_seconds": max(rank.restored for rank in ranks),
+        "step_seconds": spread(quiet),
+    }
+
+
+def time_own_saves(state: State, checkpointer: Checkpointer) -> SaveTimes:
+    """Save several times and restore once; return the times of this rank."""
+    blocked = np.zeros(SAVES)
+    published = np.zeros(SAVES)
     for save in range(SAVES):
-        synchronize(state.world.device)  # otherwise the save would wait for the steps before it
-        began, before = time.perf_counter(), checkpointer.blocked_seconds
+        # Otherwise the save would wait for the steps before it.
+        synchronize(state.world.device)
+        began = time.perf_counter()
+        blocked_before = checkpointer.blocked_seconds
         checkpointer.save(state.step)
         train_step(state, state.loader.next())
-        blocked[save] = checkpointer.blocked_seconds - before
+        blocked[save] = checkpointer.blocked_seconds - blocked_before
         checkpointer.settle()
         published[save] = time.perf_counter() - began
     began = time.perf_counter()
     checkpointer.restore()
     restored = time.perf_counter() - began
     checkpointer.close()
-    ranks = group.gather((seconds[:, 1:], restored))  # the first save warms up
-    blocked, published = np.max([saves for saves, _ in ranks], axis=0)  # of the slowest rank
-    return {
-        "blocked_seconds": spread(blocked),
-        "save_seconds": spread(published),
-        "restore_seconds": max(restored for _, restored in ranks),
-        "step_seconds": spread(quiet),
-    }
+    # The first save allocates buffers, so it is left out.
+    return SaveTimes(blocked=blocked[1:], published=published[1:], restored=restored)
 
 
 def digests_of(state: State, group: Group) -> Digests:
-    """sha256 of each full (unsharded) tensor of model and optimizer.
+    """Return the sha256 of each full (unsharded) tensor of model and optimizer.
 
-    Where ranks hold different values, rank 0 returns all of theirs, to which nothing can be equal.
+    Where ranks hold different values, the digest is all of theirs, which equals no single one.
     """
     assert state.checkpointer
-    digests = {}
+    digests: Digests = {}
     for name, tensor in state.checkpointer.tensors().items():
         full = parallel.full_tensor(tensor).detach().cpu().contiguous()
         digests[name] = fingerprint(full.flatten().view(torch.uint8).numpy())
-    ranks = group.gather(digests)
-    return {name: " ".join(sorted({other[name] for other in ranks})) for name in digests}
+    ranks: list[Digests] = group.gather(digests)
+    joined: Digests = {}
+    for name in digests:
+        different = {rank[name] for rank in ranks}
+        joined[name] = " ".join(sorted(different))
+    return joined
 
 
 if __name__ == "__main__":
     log_to_console()
-    sys.exit(exit_code(lambda: main(sys.argv[1:])))
+    sys.exit(run_main(lambda: main(sys.argv[1:])))

@@ -1,33 +1,29 @@
-"""How much memory a rank needs on a GPU, and how fast it can be at most: before there is a GPU.
+"""Memory that a rank needs on a GPU, and its highest possible speed, computed without a GPU.
 
-The project's own setup and step run as one rank of many, on fake tensors: they have shapes, and no
-data. A mode sees each operator, and each tensor from its birth to its end. The bound is a roofline
-(Williams et al., 2009): an operator takes as long as its FLOPs at the peak of the GPU, or as the
-bytes that it reads and writes at its bandwidth. Compiled code costs its matrix products only.
+The project's own setup and step run as one rank of many on fake tensors, which have shapes but no
+data. A dispatch mode sees every operator, and every tensor from its creation until it is freed.
+The speed is a roofline bound (Williams et al., 2009): an operator takes as long as its FLOPs at the
+GPU's peak, or as the bytes that it reads and writes at the GPU's bandwidth. For compiled code only
+the matrix products count.
 """
 
 import argparse
 import contextlib
-import re
+import math
 import shlex
-import weakref
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import fake_tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from .. import train as loop
 from ..checkpoint.tensors import create_optimizer_state
@@ -35,44 +31,90 @@ from ..config import Config, override
 from ..distributed import World, parallel
 from ..errors import UserError
 from ..run.hardware import PEAK_BF16_TFLOPS, in_units
+from .meter import Meter
 from .processes import named, refusal
 from .stage import PACKAGE
 
-# Memory in GB and bandwidth in TB/s, from the same data sheets as PEAK_BF16_TFLOPS.
-# fmt: off
+GPUS_PER_MACHINE = 8
+# The rest of a GPU's memory is left for what is not counted.
+USABLE_MEMORY = 0.9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Memory and bandwidth of a GPU."""
+
+    gigabytes: float
+    terabytes_per_second: float
+
+
+# From the same data sheets as PEAK_BF16_TFLOPS.
 GPUS = {
-    "B200": (180, 8.0), "GH200": (96, 4.0), "H200": (141, 4.8), "H100 PCIe": (80, 2.0),
-    "H100 NVL": (94, 3.9), "H100": (80, 3.35), "L40S": (48, 0.86), "L40": (48, 0.86),
-    "L4": (24, 0.3), "A100": (80, 2.0), "A10G": (24, 0.6), "A10": (24, 0.6), "A6000": (48, 0.77),
-    "RTX 4090": (24, 1.0), "MI300X": (192, 5.3),
+    "B200": Gpu(180, 8.0),
+    "GH200": Gpu(96, 4.0),
+    "H200": Gpu(141, 4.8),
+    "H100 PCIe": Gpu(80, 2.0),
+    "H100 NVL": Gpu(94, 3.9),
+    "H100": Gpu(80, 3.35),
+    "L40S": Gpu(48, 0.86),
+    "L40": Gpu(48, 0.86),
+    "L4": Gpu(24, 0.3),
+    "A100": Gpu(80, 2.0),
+    "A10G": Gpu(24, 0.6),
+    "A10": Gpu(24, 0.6),
+    "A6000": Gpu(48, 0.77),
+    "RTX 4090": Gpu(24, 1.0),
+    "MI300X": Gpu(192, 5.3),
 }
-# fmt: on
-EACH, ROOM = 8, 0.9  # GPUs of a machine; of the memory: the rest is for what is not counted
+
+# The functions that run on a CPU, before `one_rank` replaces them in torch.nn.functional.
+CPU_ATTENTION = F.scaled_dot_product_attention
+CPU_DROPOUT = torch.native_dropout
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """Attention by the flash kernel, where its form allows that."""
+def attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
+    """Compute attention by the flash kernel, where the shapes allow that."""
     if query.ndim != 4 or query.shape[-1] != value.shape[-1]:
-        return ATTENTION(query, key, value, *rest, **named)
+        return CPU_ATTENTION(query, key, value, *rest, **options)
     return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
 
 
-def in_float(function: Any) -> Any:
-    """A function that works in float32 under CUDA's autocast, but not under a CPU's."""
-    low = torch.is_autocast_enabled
-    return lambda x, *rest, **named: function(x.float() if low("cpu") else x, *rest, **named)
+def rms_norm(
+    input: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Normalise by a layer norm, which keeps as much for backward as a GPU's one RMSNorm kernel."""
+    return F.layer_norm(input, shape, weight)
 
 
-ATTENTION, DROP = F.scaled_dot_product_attention, torch.native_dropout
-# What a GPU does otherwise than a CPU: one kernel in place of several, masks of bool, other dtypes.
-# RMSNorm is replaced by a norm that keeps as much for backward as its one kernel.
-ON_GPU: dict[str, Any] = {
+def dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, *rest: Any, **options: Any
+) -> Tensor:
+    """Drop by the kernel that keeps a mask of bool for backward."""
+    if not p or not training:
+        return input
+    dropped, _ = CPU_DROPOUT(input, p, True)
+    return dropped
+
+
+def in_float32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the function as CUDA's autocast runs it: in float32, unlike a CPU's autocast."""
+
+    def cast_and_call(x: Tensor, *rest: Any, **options: Any) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            x = x.float()
+        return function(x, *rest, **options)
+
+    return cast_and_call
+
+
+# Functions of torch.nn.functional that keep other tensors on a GPU than on a CPU.
+ON_GPU: dict[str, Callable[..., Tensor]] = {
     "scaled_dot_product_attention": attention,
-    "rms_norm": lambda input, shape, weight=None, eps=None: F.layer_norm(input, shape, weight),
-    "dropout": lambda input, p=0.5, training=True, *_, **__: (
-        DROP(input, p, True)[0] if p and training else input
-    ),
-    **{name: in_float(getattr(F, name)) for name in ("group_norm", "layer_norm", "softmax")},
+    "rms_norm": rms_norm,
+    "dropout": dropout,
+    "group_norm": in_float32(F.group_norm),
+    "layer_norm": in_float32(F.layer_norm),
+    "softmax": in_float32(F.softmax),
 }
 
 
@@ -88,205 +130,314 @@ class FitConfig(Config):
     """Memory of each GPU in GB (0: the usual one of its kind)."""
 
 
-class Meter(TorchDispatchMode):
-    """Counts the bytes of the tensors alive and, by the part of the step, what operators cost."""
+def build_at_once(make: Callable[[], nn.Module], world: World) -> nn.Module:
+    """Build the model on this rank, whatever its rank: fake weights take no memory."""
+    return make()
 
-    def __init__(self, flops: float, bandwidth: float) -> None:
-        super().__init__()
-        self.speed = flops, bandwidth  # in a second
-        self.alive: dict[int, tuple[Any, int]] = {}  # a storage and its bytes, by identity
-        self.now, self.part, self.each = 0, "", False
-        self.begin(1)
 
-    def begin(self, times: float) -> None:
-        """Start a new count, of a step with so many `times` the micro-batches that are taken."""
-        self.peak, self.when, self.times = self.now, "", times
-        # Costs of the whole step: "flops", "sent" bytes, and seconds, "eager" and "compiled".
-        self.cost: Any = defaultdict(float)
+def accept_step(sums: Tensor, norm: Tensor, ranks: int, clip: float) -> tuple[float, Tensor, bool]:
+    """Judge a step as good: fake tensors have no values to look at."""
+    return 1.0, norm, False
 
-    def __torch_dispatch__(self, call: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-        if call is torch.ops.prim.device.default:  # asked for all the time
-            return given[0].fake_device
-        if DTensor in types:
-            return NotImplemented  # it then calls operators on its local part
-        result = call(*given, **(named or {}))
-        leaves = tree_leaves((given, named, result))
-        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values()
-        for tensor in tensors:
-            self.hold(tensor.untyped_storage())
-        times = 1 if self.part == "optimizer" else self.times
-        if "c10d" in call.namespace:
-            # By rings: the larger side once, all that is reduced for all ranks twice. FSDP reduces
-            # gradients once in a step, or after each micro-batch.
-            times = 1 if "reduce_scatter" in str(call) and not self.each else times
-            sent = max((tensor.nbytes for tensor in tensors), default=0)
-            self.cost["sent"] += times * sent * (2 if re.search("all_?reduce", str(call)) else 1)
-        elif not call.is_view:
-            count = flop_registry.get(call._overloadpacket)
-            flops = count(*given, **(named or {}), out_val=result) if count else 0
-            seconds = max(flops / self.speed[0], sum(t.nbytes for t in tensors) / self.speed[1])
-            self.cost["eager"] += times * seconds
-            if self.part != "optimizer":
-                self.cost["flops"] += times * flops
-            if flops or self.part == "optimizer":
-                self.cost["compiled"] += times * seconds
+
+def stay(module: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
+    """Leave a module on its device."""
+    return module
+
+
+def do_nothing(*arguments: Any) -> None:
+    """Stand in for what ranks agree on: there is only one."""
+
+
+def patch_loop(stack: contextlib.ExitStack, config: FitConfig, meter: Meter) -> None:
+    """Replace, until the stack closes, what of the loop cannot run on fake tensors."""
+    data = loop.build_datasets(config)
+    resize = torch.UntypedStorage.resize_
+
+    def prepared_datasets(config: Config) -> Any:
+        return data
+
+    def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        meter.hold(storage)
         return result
 
-    def hold(self, storage: Any) -> None:
-        """Count a storage until its end, by the size that it has now."""
-        key = id(storage)
-        watch, before = self.alive.get(key) or (weakref.ref(storage, partial(self.free, key)), 0)
-        self.alive[key] = watch, storage.nbytes()
-        self.now += storage.nbytes() - before
-        if self.now > self.peak:
-            self.peak, self.when = self.now, self.part
+    def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        stack.enter_context(patch.object(owner, name, replacement))
 
-    def free(self, key: int, watch: object) -> None:
-        """The end of a storage."""
-        self.now -= self.alive.pop(key)[1]
+    # The datasets are built above, before tensors are fake: their values are needed.
+    replace(loop, "build_datasets", prepared_datasets)
+    replace(loop, "judge_step", accept_step)
+    # The loop's names for traces tell the meter in which phase it is.
+    replace(loop, "annotated", meter.annotated)
+    replace(parallel, "build", build_at_once)
+    replace(parallel, "require_same", do_nothing)
+    replace(parallel, "agree_on_buffers", do_nothing)
+    # FSDP frees gathered weights by this method, without an operator that the meter could see.
+    replace(torch.UntypedStorage, "resize_", resize_and_count)
+    replace(nn.Module, "to", stay)
+    for name, replacement in ON_GPU.items():
+        replace(F, name, replacement)
 
-    @contextlib.contextmanager
-    def annotated(self, part: str) -> Iterator[None]:
-        """A part of the step, by its name in traces."""
-        self.part = part
-        yield
-        self.part = "optimizer"
+
+def join_fake_ranks(stack: contextlib.ExitStack, config: FitConfig, world: World) -> None:
+    """Start a process group of FSDP whose collectives return at once, until the stack closes."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.ranks)
+    stack.callback(dist.destroy_process_group)
+    # Only the parallel.py of FSDP has this function. The mesh is built here, before tensors are
+    # fake, since it reads the values of a tensor of ranks.
+    mesh = vars(parallel)["build_mesh"](config.parallel, world)
+
+    def prepared_mesh(*arguments: Any) -> Any:
+        return mesh
+
+    stack.enter_context(patch.object(parallel, "build_mesh", prepared_mesh))
 
 
 @contextlib.contextmanager
 def one_rank(config: FitConfig, meter: Meter) -> Iterator[loop.State]:
-    """The state of a rank. In the block tensors are fake, and ranks need not agree on anything."""
+    """Yield the state of a rank. In the block tensors are fake, and ranks agree on nothing."""
     sharded = parallel.SHARDED and config.ranks > 1
-    world = World(0, config.ranks if sharded else 1, torch.device("cpu"), distributed=sharded)
-    data, resize = loop.build_datasets(config), torch.UntypedStorage.resize_
+    size = config.ranks if sharded else 1
+    world = World(0, size, torch.device("cpu"), distributed=sharded)
     with contextlib.ExitStack() as stack:
-        for owner, name, value in (
-            (loop, "build_datasets", lambda config: data),
-            (parallel, "build", lambda make, world: make()),
-            (loop, "judge_step", lambda sums, norm, ranks, clip: (1.0, norm, False)),
-            (loop, "annotated", meter.annotated),
-            (parallel, "require_same", lambda *values: None),
-            (parallel, "agree_on_buffers", lambda *values: None),
-            # FSDP frees gathered weights by this, and no operator is called.
-            (torch.UntypedStorage, "resize_", lambda me, n: (resize(me, n), meter.hold(me))[0]),
-            (torch.nn.Module, "to", lambda module, *to, **named: module),
-            *((F, *each) for each in ON_GPU.items()),
-        ):
-            stack.enter_context(patch.object(owner, name, value))
+        patch_loop(stack, config, meter)
         if sharded:
-            from torch.testing._internal.distributed.fake_pg import FakeStore
-
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.ranks)
-            stack.callback(dist.destroy_process_group)
-            mesh = vars(parallel)["build_mesh"](config.parallel, world)
-            stack.enter_context(patch.object(parallel, "build_mesh", lambda *given: mesh))
+            join_fake_ranks(stack, config, world)
         stack.enter_context(fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(meter)
         state = loop.setup(config, world)
         create_optimizer_state(state.optimizer)
-        if config.ranks > world.size:  # DDP keeps the gradients, in its buckets
+        if config.ranks > world.size:
+            # Under DDP gradients are never freed: they are views of its buckets.
             stack.enter_context(patch.object(state.optimizer, "zero_grad"))
-            for weight in (p for g in state.optimizer.param_groups for p in g["params"]):
-                weight.grad = torch.zeros_like(weight)
+            for group in state.optimizer.param_groups:
+                for weight in group["params"]:
+                    weight.grad = torch.zeros_like(weight)
         yield state
 
 
 def like_a_gpu(config: FitConfig, ranks: int) -> FitConfig:
-    """The settings with which a CPU follows the step of a GPU."""
-    settings = {"train.precision": "bf16"} if config.train.precision == "auto" else {}
-    return override(config, settings | {"ranks": ranks, "compile.mode": "none", "device": "cpu"})
+    """Return the settings with which a CPU follows the step of a GPU."""
+    changes = {"ranks": ranks, "compile.mode": "none", "device": "cpu"}
+    if config.train.precision == "auto":
+        changes["train.precision"] = "bf16"
+    return override(config, changes)
 
 
 def foretold(config: Config, ranks: int) -> int:
-    """Bytes that a rank's tensors take at most, with the micro-batches of these settings."""
-    own = {each.name: getattr(config, each.name) for each in fields(Config)}
-    meter = Meter(1.0, 1.0)
-    size = min(config.train.micro_batch_size, -(-config.train.global_batch_size // ranks))
-    list(measure(like_a_gpu(FitConfig(**own), ranks), meter, [size]))
+    """Return the peak bytes of a rank's tensors, with the micro-batches of these settings."""
+    # A stage's settings have more fields, which `fit` does not know.
+    training_settings = {field.name: getattr(config, field.name) for field in fields(Config)}
+    fit_config = like_a_gpu(FitConfig(**training_settings), ranks)
+    samples = math.ceil(config.train.global_batch_size / ranks)
+    meter = Meter(flops=1.0, bandwidth=1.0)
+    for _ in measure(fit_config, meter, [min(config.train.micro_batch_size, samples)]):
+        pass
     return meter.peak
+
+
+def powers_of_two(most: int) -> list[int]:
+    """Return 1, 2, 4 ... and `most`."""
+    sizes = []
+    size = 1
+    while size < most:
+        sizes.append(size)
+        size = 2 * size
+    return [*sizes, most]
+
+
+def read_batch(state: loop.State) -> Any:
+    """Read the first micro-batch; return it as fake tensors."""
+    # The real batch must be freed at once, else the meter would count it too.
+    with _disable_current_modes():
+        batch = state.loader.source[0, state.plan[0]]
+    return tree_map_only(Tensor, torch.clone, batch)
 
 
 def measure(
     config: FitConfig, meter: Meter, sizes: Sequence[int] = ()
 ) -> Iterator[tuple[int, loop.State]]:
-    """Count a step with micro-batches of 1, 2, 4 ... samples, up to a rank's share of a batch."""
-    share = -(-config.train.global_batch_size // config.ranks)
-    sizes = sizes or sorted({share, *(2**power for power in range(share.bit_length()))})
-    meter.each = getattr(config.parallel, "reduce_each", False)
+    """Count a step for each micro-batch size; yield the size and the state after the step.
+
+    Without `sizes`: 1, 2, 4 ... samples, up to all samples of a rank in one micro-batch.
+    """
+    samples = math.ceil(config.train.global_batch_size / config.ranks)
+    sizes = sizes or powers_of_two(samples)
+    # Only FSDP has this setting.
+    meter.reduces_each_micro_batch = getattr(config.parallel, "reduce_each", False)
     with one_rank(config, meter) as state:
         if any(isinstance(module, _BatchNorm) for module in state.model.modules()):
-            sizes = [size for size in sizes if size > 1 or share == 1]  # one has no statistics
+            # Batch statistics need two samples. With one sample a rank there is no choice.
+            sizes = [size for size in sizes if size > 1 or samples == 1]
         for size in sizes:
-            state.plan = [loop.Share(slice(0, size), 1.0)] * min(2, -(-share // size))
-            with _disable_current_modes():
-                batch = state.loader.source[0, state.plan[0]]
-            batch = tree_map_only(Tensor, torch.clone, batch)  # a fake one
-            meter.begin(share / size / len(state.plan))
-            loop.train_step(state, [batch] * len(state.plan))
+            # The second micro-batch adds to the gradients of the first. All later ones are like
+            # the second, so they are counted without running them.
+            micro_batches = min(2, math.ceil(samples / size))
+            state.plan = [loop.Share(slice(0, size), 1.0)] * micro_batches
+            batch = read_batch(state)
+            meter.begin(repeats=samples / size / micro_batches)
+            loop.train_step(state, [batch] * micro_batches)
             yield size, state
 
 
-def parts_of(meter: Meter, state: loop.State) -> str:
-    """What takes the memory at the peak, and what a rank sends."""
-    weights = sum(parallel.local_part(p).nbytes for p in state.model.parameters())
-    kept = [v for each in state.optimizer.state.values() for v in each.values()]
-    moments = sum(parallel.local_part(v).nbytes for v in kept if torch.is_tensor(v))
-    text = f"weights {in_units(weights)}, optimizer {in_units(moments)}, all else "
-    text += f"{in_units(meter.peak - weights - moments)}; reached in {meter.when}"
+def describe_memory(meter: Meter, state: loop.State) -> str:
+    """Say what takes the memory at the peak, and how much a rank sends."""
+    weights = sum(parallel.local_part(weight).nbytes for weight in state.model.parameters())
+    optimizer = 0
+    for values in state.optimizer.state.values():
+        for value in values.values():
+            if torch.is_tensor(value):
+                optimizer += parallel.local_part(value).nbytes
+    rest = meter.peak - weights - optimizer
+    text = f"weights {in_units(weights)}, optimizer {in_units(optimizer)}, "
+    text += f"all else {in_units(rest)}; reached in {meter.peak_phase}"
     return f"{text}\neach rank sends {in_units(sent_by(meter, state))} in a step"
 
 
 def sent_by(meter: Meter, state: loop.State) -> float:
-    """Bytes that a rank sends in a step: DDP's gradients, by their size, or what FSDP exchanges."""
-    gradients = sum(p.nbytes for p in state.model.parameters() if p.requires_grad)
-    both_ways = meter.cost["sent"] if state.world.size > 1 else 2 * gradients
-    return both_ways * (1 - 1 / cast(FitConfig, state.config).ranks)
+    """Return the bytes that a rank sends in a step."""
+    if state.world.size > 1:
+        sent = meter.cost["sent"]
+    else:
+        # DDP is not run here: it all-reduces the gradients, which sends them twice.
+        sent = 2 * sum(p.nbytes for p in state.model.parameters() if p.requires_grad)
+    # In a ring a rank sends all chunks but one.
+    ranks = cast(FitConfig, state.config).ranks
+    return sent * (1 - 1 / ranks)
 
 
-def fit(config: FitConfig, arguments: list[str]) -> int:
-    """Print what fits, and the command to type; 1 if nothing does."""
-    names = {"auto": "H100", "cuda": "H100", "cpu": "H100"} | {each.lower(): each for each in GPUS}
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: a micro-batch size, with or without recomputation, and its step."""
+
+    size: int
+    recompute: bool
+    peak: int
+    fits: bool
+    eager: float
+    """Samples a second of eager code, at most."""
+    compiled: float
+    """Samples a second of compiled code, at most."""
+    memory: str
+    """What takes the memory, as `describe_memory` says."""
+
+
+def preference(row: Row) -> tuple[bool, float, float, int, bool]:
+    """Return a key by which the best row is the largest: it fits, and it is the fastest."""
+    return row.fits, row.eager, row.compiled, row.size, row.recompute
+
+
+@dataclass(frozen=True)
+class Target:
+    """The GPU to fit into, in bytes and in units of a second."""
+
+    name: str
+    memory: float
+    flops: float
+    bandwidth: float
+
+
+def target_of(config: FitConfig) -> Target:
+    """Return the GPU that `--device` names; UserError if it is unknown."""
+    names = {"auto": "H100", "cuda": "H100", "cpu": "H100"}
+    for gpu in GPUS:
+        names[gpu.lower()] = gpu
     name = names.get(config.device.lower())
     if not name:
         raise UserError(f"--device {config.device}: choose from {', '.join(GPUS)}")
-    memory = 1e9 * (config.device_memory or GPUS[name][0])
-    flops, bandwidth = 1e12 * PEAK_BF16_TFLOPS[name], 1e12 * GPUS[name][1]
+    return Target(
+        name=name,
+        memory=1e9 * (config.device_memory or GPUS[name].gigabytes),
+        flops=1e12 * PEAK_BF16_TFLOPS[name],
+        bandwidth=1e12 * GPUS[name].terabytes_per_second,
+    )
+
+
+def choose_ranks(config: FitConfig) -> int:
+    """Return the number of ranks; UserError if they cannot share a global batch."""
     batch = config.train.global_batch_size
-    ranks = config.ranks or (1 if refusal(config, EACH) else min(EACH, batch))
-    if not 1 <= ranks <= batch or (ranks > EACH and ranks % EACH):
-        raise UserError(f"--ranks {ranks}: 1 to {batch} (a global batch), beyond {EACH} in eights")
+    ranks = config.ranks
+    if not ranks:
+        ranks = 1 if refusal(config, GPUS_PER_MACHINE) else min(GPUS_PER_MACHINE, batch)
+    whole_machines = ranks <= GPUS_PER_MACHINE or ranks % GPUS_PER_MACHINE == 0
+    if not 1 <= ranks <= batch or not whole_machines:
+        limits = f"1 to {batch} (a global batch), beyond {GPUS_PER_MACHINE} in eights"
+        raise UserError(f"--ranks {ranks}: {limits}")
     parallel.check_ranks(config.parallel, ranks)
-    config = like_a_gpu(config, ranks)
-    print(f"{named(ranks, 'rank')}, {name} with {in_units(memory)} each, batches of {batch}")
-    print("micro-batch  recompute  memory              samples/s, MFU (roofline): eager, compiled")
-    rows, of_sample = list[tuple[bool, list[float], int, bool, str]](), 0.0
-    try:
-        for recompute in (False, True):
-            meter = Meter(flops, bandwidth)
-            change = {"train.activation_checkpointing": recompute}
-            for size, state in measure(override(config, change), meter):
-                of_sample = of_sample or meter.cost["flops"] / batch  # without what is recomputed
-                pace = [batch / meter.cost[kind] for kind in ("eager", "compiled")]
-                fits = meter.peak <= ROOM * memory
-                rows.append((fits, pace, size, recompute, parts_of(meter, state)))
-                bounds = [f"{rate:12,.1f} {of_sample * rate / flops:4.0%}" for rate in pace]
-                text = f"{size:11}  {'yes' if recompute else 'no':9}  {in_units(meter.peak):>7} "
-                print(text + ("fits    " if fits else "too much"), *bounds, flush=True)
-    except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException):
-        # A GPU would have to be waited for.
-        raise UserError("a step reads the value of a tensor: `pytest -k reads_no_value`") from None
-    fits, _, size, recompute, parts = max(rows)
-    print(f"the peak with micro-batches of {size}: {parts}")
-    print("not counted: fragments, CUDA's context, buffers of cuBLAS, cuDNN, NCCL, FlexAttention;")
-    print("what an optimizer sends under DDP, as Muon does")
-    if not fits:
-        print("nothing fits: take more ranks and FSDP (parallelism=fsdp), or a smaller model")
-        return 1
+    return ranks
+
+
+def print_rows(config: FitConfig, target: Target) -> list[Row]:
+    """Count a step for each micro-batch size, and print a row of the table for each."""
+    batch = config.train.global_batch_size
+    rows: list[Row] = []
+    flops_per_sample = 0.0
+    for recompute in (False, True):
+        meter = Meter(target.flops, target.bandwidth)
+        changed = override(config, {"train.activation_checkpointing": recompute})
+        for size, state in measure(changed, meter):
+            # MFU leaves out the FLOPs of recomputation, so those of the first row serve for all.
+            flops_per_sample = flops_per_sample or meter.cost["flops"] / batch
+            row = Row(
+                size=size,
+                recompute=recompute,
+                peak=meter.peak,
+                fits=meter.peak <= USABLE_MEMORY * target.memory,
+                eager=batch / meter.cost["eager"],
+                compiled=batch / meter.cost["compiled"],
+                memory=describe_memory(meter, state),
+            )
+            rows.append(row)
+            eager_mfu = flops_per_sample * row.eager / target.flops
+            compiled_mfu = flops_per_sample * row.compiled / target.flops
+            eager = f"{row.eager:12,.1f} {eager_mfu:4.0%}"
+            compiled = f"{row.compiled:12,.1f} {compiled_mfu:4.0%}"
+            answer = "yes" if recompute else "no"
+            verdict = "fits    " if row.fits else "too much"
+            memory = f"{in_units(row.peak):>7} {verdict}"
+            print(f"{size:11}  {answer:9}  {memory} {eager} {compiled}", flush=True)
+    return rows
+
+
+def training_command(row: Row, ranks: int, arguments: list[str]) -> str:
+    """Return the command that trains with what fits; `arguments` are those of `fit`."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--ranks", "--device", "--device-memory", dest="of_fit")
-    words = [*parser.parse_known_args(arguments)[1], f"--train.micro-batch-size={size}"]
-    words += [f"--train.{'' if recompute else 'no-'}activation-checkpointing"]
-    start = f"./launch.sh -n {min(ranks, EACH)}" if ranks > 1 else f"python -m {PACKAGE}"
-    nodes = f"NNODES={ranks // EACH} RDZV_ENDPOINT=FIRST-MACHINE:29500 " if ranks > EACH else ""
-    print(f"to train: {nodes}{start} train {shlex.join(words)}")
+    _, words = parser.parse_known_args(arguments)
+    words.append(f"--train.micro-batch-size={row.size}")
+    negation = "" if row.recompute else "no-"
+    words.append(f"--train.{negation}activation-checkpointing")
+    start = f"python -m {PACKAGE}"
+    if ranks > 1:
+        start = f"./launch.sh -n {min(ranks, GPUS_PER_MACHINE)}"
+    if ranks > GPUS_PER_MACHINE:
+        nodes = ranks // GPUS_PER_MACHINE
+        start = f"NNODES={nodes} RDZV_ENDPOINT=FIRST-MACHINE:29500 {start}"
+    return f"{start} train {shlex.join(words)}"
+
+
+def fit(config: FitConfig, arguments: list[str]) -> int:
+    """Print what fits, and the command to type; return 1 if nothing fits."""
+    target = target_of(config)
+    ranks = choose_ranks(config)
+    memory = f"{in_units(target.memory)} each"
+    batch = config.train.global_batch_size
+    print(f"{named(ranks, 'rank')}, {target.name} with {memory}, batches of {batch}")
+    print("micro-batch  recompute  memory              samples/s, MFU (roofline): eager, compiled")
+    try:
+        rows = print_rows(like_a_gpu(config, ranks), target)
+    except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException):
+        # The host would have to wait for a GPU there, in every step.
+        raise UserError("a step reads the value of a tensor: `pytest -k reads_no_value`") from None
+    best = max(rows, key=preference)
+    print(f"the peak with micro-batches of {best.size}: {best.memory}")
+    print("not counted: fragments, CUDA's context, buffers of cuBLAS, cuDNN, NCCL, FlexAttention;")
+    print("what an optimizer sends under DDP, as Muon does")
+    if not best.fits:
+        print("nothing fits: take more ranks and FSDP (parallelism=fsdp), or a smaller model")
+        return 1
+    print(f"to train: {training_command(best, ranks, arguments)}")
     return 0

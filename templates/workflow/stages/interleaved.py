@@ -1,11 +1,9 @@
 """Time several ways to take the same steps, interleaved; intervals tell a difference from noise."""
 
 import contextlib
-import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,13 +11,21 @@ import numpy as np
 from ..device import synchronize
 from ..train import State, train_step
 
-WINDOW, SECONDS = 0.2, 6.0  # of a window of steps, and of all windows together
-WINDOWS = (6, 15)  # of each way: at least (for a 95 % interval), and at most
-NOISE = 1.2  # an interval whose ends are this far apart cannot tell what is faster
+# Seconds of one window of steps, and of all windows together.
+WINDOW = 0.2
+SECONDS = 6.0
+# Windows of each way: at least six, for a 95 % interval, and at most.
+WINDOWS = (6, 15)
+# Steps of one window, at most.
+MOST_STEPS = 100
+# An interval whose ends are this far apart cannot tell what is faster.
+NOISE = 1.2
 TOO_NOISY = "too noisy to tell"
-BATCHES = 4  # read before anything is timed
+# Batches that are read before anything is timed.
+BATCHES = 4
 
-Way = Callable[[int], float]  # takes so many steps; seconds per step
+# Takes so many steps and returns the seconds per step.
+Way = Callable[[int], float]
 
 
 class Interval(NamedTuple):
@@ -29,64 +35,102 @@ class Interval(NamedTuple):
     low: float
     high: float
 
-    def __str__(self) -> str:  # as in 1.25 (1.21 to 1.3)
+    def __str__(self) -> str:
+        """Format the interval, as in 1.25 (1.21 to 1.3)."""
         return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
 
 
 def time_interleaved(ways: dict[str, Way], multiple: int = 1) -> dict[str, list[float]]:
-    """Seconds per step of each way, window by window in turn, so that other load meets all alike.
+    """Time each way window by window in turn, so that other load affects all of them alike.
 
-    Each window has a multiple of `multiple` steps.
+    Returns the seconds per step of each window. The steps of a window are a multiple of `multiple`.
     """
-    slowest = max(min(way(multiple) for _ in range(2)) for way in ways.values())
-    steps = multiple * math.ceil(min(100, WINDOW / slowest) / multiple)
-    windows = int(np.clip(round(SECONDS / (len(ways) * steps * slowest)), *WINDOWS))
+    slowest = 0.0
+    for way in ways.values():
+        # The first call may warm something up.
+        first = way(multiple)
+        second = way(multiple)
+        slowest = max(slowest, min(first, second))
+    wanted_steps = min(MOST_STEPS, WINDOW / slowest)
+    steps = multiple * math.ceil(wanted_steps / multiple)
+    round_seconds = len(ways) * steps * slowest
+    fewest, most = WINDOWS
+    windows = min(max(round(SECONDS / round_seconds), fewest), most)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for window in range(windows):
+        # The order alternates, so that no way always follows the same other one.
         for name in sorted(ways, reverse=window % 2 == 0):
             seconds[name].append(ways[name](steps))
     return seconds
 
 
 def median_interval(values: Sequence[float] | np.ndarray) -> Interval:
-    """The median with its 95 % confidence interval, by order statistics: no distribution assumed.
+    """Return the median with its 95 % confidence interval, which assumes no distribution.
 
     With fewer than six values the interval is their range, which covers less than 95 %.
     """
     ordered = np.sort(np.asarray(values, dtype=float))
     count = len(ordered)
-    # The number of values on one side of the true median is distributed as heads in `count` throws.
-    ways = itertools.accumulate(math.comb(count, heads) for heads in range(count // 2))
-    rank = max(0, sum(2 * fewer <= 0.05 * 2**count for fewer in ways) - 1)
-    return Interval(float(np.median(ordered)), float(ordered[rank]), float(ordered[-1 - rank]))
+    # The number of values below the true median is distributed as heads in `count` throws of a
+    # coin. The interval leaves out `left_out` values at each end: as many as it can while the
+    # median is outside it with a probability of at most 5 %.
+    left_out = 0
+    outcomes = 0
+    for heads in range(count // 2):
+        outcomes += math.comb(count, heads)
+        if 2 * outcomes > 0.05 * 2**count:
+            break
+        left_out = heads
+    return Interval(
+        value=float(np.median(ordered)),
+        low=float(ordered[left_out]),
+        high=float(ordered[count - 1 - left_out]),
+    )
 
 
 def speedup_of(before: Sequence[float], after: Sequence[float]) -> tuple[Interval, str]:
-    """How many times as fast the steps are, from pairs of windows, and a word for it."""
+    """Return how many times as fast the steps are, from pairs of windows, and a verdict."""
     speedup = median_interval(np.array(before) / np.array(after))
-    if speedup.low > 1 or speedup.high < 1:
-        return speedup, "faster" if speedup.low > 1 else "slower"
-    return speedup, "within noise" if speedup.high < NOISE * speedup.low else TOO_NOISY
+    if speedup.low > 1:
+        return speedup, "faster"
+    if speedup.high < 1:
+        return speedup, "slower"
+    if speedup.high < NOISE * speedup.low:
+        return speedup, "within noise"
+    return speedup, TOO_NOISY
 
 
 def without_loader(state: State) -> Way:
-    """Steps on a few batches that were read before: neither reading nor loader workers count."""
+    """Take steps on a few batches that were read before: neither reading nor workers count."""
     batches = [state.loader.of(step, state.plan) for step in range(BATCHES)]
-    return partial(_seconds, state, lambda: batches[state.step % BATCHES])
+
+    def read() -> list[Any]:
+        return batches[state.step % BATCHES]
+
+    def take_steps(steps: int) -> float:
+        return _seconds_per_step(state, read, steps)
+
+    return take_steps
 
 
 def with_loader(state: State) -> Way:
-    """Steps as in training, with loader workers that end with the window.
+    """Take steps as in training, with loader workers that end with the window.
 
-    Else they would read ahead during the windows of another way. All of them deliver their first
-    batch at the same time, so only a multiple of their number shows the pace of training.
+    Otherwise they would read ahead during the windows of another way. All of them deliver their
+    first batch at the same time, so only a multiple of their number shows the pace of training.
     """
-    return partial(_seconds, state, lambda: state.loader.next())
+
+    def take_steps(steps: int) -> float:
+        return _seconds_per_step(state, state.loader.next, steps)
+
+    return take_steps
 
 
-def _seconds(state: State, read: Callable[[], list[Any]], steps: int) -> float:
+def _seconds_per_step(state: State, read: Callable[[], list[Any]], steps: int) -> float:
+    """Time steps after a first one that does not count; `read` returns the batch of each."""
     with contextlib.closing(state.loader):
-        train_step(state, read())  # starts the workers
+        # The first step starts the workers.
+        train_step(state, read())
         synchronize(state.world.device)
         started = time.perf_counter()
         for _ in range(steps):

@@ -1,4 +1,4 @@
-"""Processes that a stage starts: how many there can be, plain or torchrun; none outlives it."""
+"""Processes that a stage starts, plain or under torchrun: how many, and that none outlives it."""
 
 import contextlib
 import json
@@ -24,18 +24,28 @@ OF_TORCHRUN = re.compile("TORCHELASTIC|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|
 
 
 def most_ranks(config: StageConfig, device: torch.device) -> tuple[int, str]:
-    """The most processes that can share the work here; with 1, why. UserError for too many."""
-    asked, batch = config.workflow.ranks, config.train.global_batch_size
-    devices = max(2, asked) if device.type == "cpu" else 1
-    if device.type == "cuda" and ":" not in config.device:  # cuda:1 is one of many
+    """Return the most processes that can share the work here; with 1 also why it is only one.
+
+    UserError if more processes are asked for than there can be.
+    """
+    asked = config.workflow.ranks
+    batch = config.train.global_batch_size
+    devices = 1
+    if device.type == "cpu":
+        devices = max(2, asked)
+    elif device.type == "cuda" and ":" not in config.device:
+        # A device like cuda:1 was chosen on purpose and stays the only one.
         devices = torch.cuda.device_count()
-    most = asked or min(batch, devices)
-    if most > min(batch, devices):
+    possible = min(batch, devices)
+    most = asked or possible
+    if most > possible:
         limits = f"--device {config.device} has {devices}, --train.global-batch-size is {batch}"
         raise UserError(f"--workflow.ranks {most} is too many: {limits}")
     if most > 1:
         reason = refusal(config, most)
-        return (1, reason) if reason else (most, "")
+        if reason:
+            return 1, reason
+        return most, ""
     if asked == 1:
         return 1, "one process was asked for"
     if batch == 1:
@@ -44,7 +54,7 @@ def most_ranks(config: StageConfig, device: torch.device) -> tuple[int, str]:
 
 
 def refusal(config: Any, ranks: int) -> str:
-    """Why so many processes cannot share the work; empty if they can."""
+    """Return why this many processes cannot share the work; empty if they can."""
     try:
         parallel.check_ranks(config.parallel, ranks)
     except UserError as error:
@@ -53,36 +63,49 @@ def refusal(config: Any, ranks: int) -> str:
 
 
 def free_host_memory() -> int:
-    """Bytes that are free on the machine or, if it has a limit (cgroup v2), in this container."""
-    free = [psutil.virtual_memory().available]
-    # psutil does not know a container's limit. What the kernel caches of files, it gives back.
-    with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
-        paths = (f"/sys/fs/cgroup/memory.{name}" for name in ("max", "current", "stat"))
-        limit, used, table = (Path(path).read_text() for path in paths)
-        caches = dict(line.split() for line in table.splitlines())
-        free.append(int(limit) - int(used) + int(caches["inactive_file"]))
-    return min(free)
+    """Return the free bytes of the machine or, if less, of this container (cgroup v2)."""
+    free = psutil.virtual_memory().available
+    # psutil does not know a container's limit. There may be none: no file, or the word "max".
+    with contextlib.suppress(OSError, ValueError):
+        free = min(free, free_in_container())
+    return free
+
+
+def free_in_container() -> int:
+    """Return the bytes that the container's limit leaves; an error if it has no limit."""
+    limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+    used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    table = Path("/sys/fs/cgroup/memory.stat").read_text()
+    sizes = dict(line.split() for line in table.splitlines())
+    # The kernel frees cached files when memory is asked for.
+    return limit - used + int(sizes["inactive_file"])
 
 
 def named(count: int, what: str) -> str:
-    """As in 1 process, 2 processes."""
+    """Return a count with its noun, as in 1 process, 2 processes."""
+    if count == 1:
+        return f"{count} {what}"
     plural = "es" if what.endswith("s") else "s"
-    return f"{count} {what}" + ("" if count == 1 else plural)
+    return f"{count} {what}{plural}"
 
 
 def leave(number: int, frame: types.FrameType | None) -> None:
     """Handle a stop signal by leaving, so that processes that were started are ended as well."""
-    signal.signal(number, signal.SIG_IGN)  # it often comes twice
+    # The signal often comes twice.
+    signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 
 
 def plain_environment() -> dict[str, str]:
-    """The environment of a process that is no rank of this one's torchrun."""
+    """Return the environment for a process that is not a rank of this process's torchrun."""
     return {name: value for name, value in os.environ.items() if not OF_TORCHRUN.match(name)}
 
 
 def run_task(module: str, folder: Path, task: str, **options: Any) -> Any:
-    """What `python -m workflow.<module> FOLDER TASK` writes to FOLDER/TASK.json (`run_module`)."""
+    """Run `python -m workflow.<module> FOLDER TASK`; return what it writes to FOLDER/TASK.json.
+
+    `options` are those of `run_module`.
+    """
     run_module(f"{__package__}.{module}", str(folder), task, **options)
     return json.loads((folder / f"{task}.json").read_text("utf-8"))
 
@@ -90,19 +113,24 @@ def run_task(module: str, folder: Path, task: str, **options: Any) -> Any:
 def run_module(
     module: str, *words: str, ranks: int = 1, seconds: float, **environment: str
 ) -> None:
-    """Run `python -m module words` as one plain process, or as several `ranks` under torchrun."""
-    # RankError if it fails, or takes more than so many seconds. At the end, by SIGTERM or Ctrl-C
-    # too, all that it started is killed; torchrun and its ranks also when this process is killed.
+    """Run `python -m module words` as one plain process, or as several `ranks` under torchrun.
+
+    RankError if it fails or takes longer than `seconds`. At the end, also after SIGTERM or Ctrl-C,
+    all that it started is killed; torchrun and its ranks also when this process is killed.
+    """
     command = [module, *words]
     if ranks > 1:
         torchrun = [f"{PACKAGE}.distributed.launch", f"--nproc-per-node={ranks}"]
         command = [*torchrun, "-m", *command]
-        environment |= {"LAUNCHER_PID": str(os.getpid()), "OF_A_STAGE": "1"}  # for launch.py
+        # launch.py reads these to end with this process.
+        environment["LAUNCHER_PID"] = str(os.getpid())
+        environment["OF_A_STAGE"] = "1"
         environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch.sh sets it
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    # launch.sh sets this, too.
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     earlier_handler = signal.signal(signal.SIGTERM, leave)
-    # In a session of its own: Ctrl-C reaches this process only, which then ends all others.
+    # In a new session: Ctrl-C reaches this process only, which then ends all others.
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", *command],
         env=plain_environment() | environment,
@@ -115,14 +143,26 @@ def run_module(
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=seconds)
-            problem = process.returncode and f"ended with exit code {process.returncode}"
+            problem = ""
+            if process.returncode:
+                problem = f"ended with exit code {process.returncode}"
     finally:
+        # The kernel kills torchrun's ranks with it.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the kernel kills torchrun's ranks with it
-        output, _ = process.communicate()  # until nobody holds the pipe any more
+            os.killpg(process.pid, signal.SIGKILL)
+        # Returns when no process holds the pipe any more.
+        output, _ = process.communicate()
         signal.signal(signal.SIGTERM, earlier_handler)
     if problem:
-        # The first errors, since torchrun prints much after them; else the end.
-        lines = output.splitlines()
-        shown = [line for line in lines if re.search("[Ee]rror: ", line)][:3] or lines[-15:]
-        raise RankError("\n  ".join([f"{' '.join([module, *words[1:]])} {problem}", *shown]))
+        name = " ".join([module, *words[1:]])
+        raise RankError("\n  ".join([f"{name} {problem}", *lines_to_show(output)]))
+
+
+def lines_to_show(output: str) -> list[str]:
+    """Return the lines of a failed process's output that say why it failed."""
+    lines = output.splitlines()
+    # The first errors, since torchrun prints much after them.
+    errors = [line for line in lines if re.search("[Ee]rror: ", line)]
+    if errors:
+        return errors[:3]
+    return lines[-15:]

@@ -1,13 +1,13 @@
 """The checkpoint stage: a drill that restores, reshards, damages and kills a short run.
 
 The drill trains this run's model for a few steps in RUN_DIR/workflow/.drill; the run's own
-checkpoints are not touched. Each task runs in processes of its own (drill.py).
+checkpoints are not touched. Each task runs in separate processes (drill.py).
 """
 
 import math
 import mmap
 import shutil
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,16 @@ from .stage import Stage, StageConfig
 from .timing import describe, differences
 
 TIMEOUT = 1800.0  # seconds for one task
-NEAR = 1e-3  # relative; between losses of kernels that are not deterministic
-Ran = tuple[dict[int, float], Digests]  # losses by step, and the tensors at the end
-RESTART = {  # the parts of a restart in their order: the moment that ends each, and its name
+# Relative difference between losses of kernels that are not deterministic.
+NEAR = 1e-3
+# The phases of a restart in their order: the moment that ends each, and its name.
+RESTART = {
     "imported": "processes started, torch imported",
     "restored": "model built, checkpoint loaded",
     "first_step": "first step",
 }
-WANTED = {  # by check, in the order in which they are judged
+# What each check requires, in the order in which the checks are made.
+WANTED = {
     "roundtrip": "model and optimizer bit for bit, and the same steps after them",
     "killed_while_saving": "at most one save lost, the same end, nothing left over",
     "corrupt_newest": "a damaged checkpoint is never loaded; the previous one is loaded instead",
@@ -46,11 +48,20 @@ ADVICE = {
 }
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """The losses of a run by step, and the digests of its tensors at the end."""
+
+    losses: dict[int, float]
+    digests: Digests
+
+
 def measure(config: StageConfig) -> int:
-    """Measure and judge; 0 when the gate is passed, 1 when it is not."""
+    """Measure and judge; return 0 when the gate is passed, 1 when it is not."""
     stage = Stage("checkpoint", config)
     folder = config.directory / "workflow/.drill"
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier drill that was killed
+    # An earlier drill that was killed may have left it.
+    shutil.rmtree(folder, ignore_errors=True)
     try:
         folder.mkdir(parents=True)
         Drill(stage, folder).run()
@@ -60,11 +71,14 @@ def measure(config: StageConfig) -> int:
 
 
 class Drill:
-    """The parts of the drill in `folder`: one run, killed in its last save and started again."""
+    """The drill in `folder`: one run, killed in its last save and started again."""
 
     def __init__(self, stage: Stage, folder: Path) -> None:
-        config, self.stage, self.folder = stage.config, stage, folder
-        self.run_dir, self.device = folder / "run", pick_device(config.device)
+        self.stage = stage
+        self.folder = folder
+        self.run_dir = folder / "run"
+        config = stage.config
+        self.device = pick_device(config.device)
         self.ranks, self.why_one = most_ranks(config, self.device)
         self.exact = self.device.type == "cpu" or config.train.deterministic
         short_run = {
@@ -72,7 +86,8 @@ class Drill:
             "train.epochs": 0.0,
             "train.log_every": 1,
             "train.validate_every": 0,
-            "train.validate_samples": config.train.global_batch_size,  # the last step validates
+            # The last step validates all the same, on few samples.
+            "train.validate_samples": config.train.global_batch_size,
             "checkpoint.every": EVERY,
             "checkpoint.keep": 2,
             "track": False,
@@ -80,10 +95,12 @@ class Drill:
         write_json(folder / "settings.json", to_json(override(config, short_run)))
 
     def run(self) -> None:
-        """Run all parts; when a process breaks down, the checks that are left fail."""
-        stage, ranks = self.stage, named(self.ranks, "process")
+        """Make all checks; when a process fails, the checks that are left fail."""
+        stage = self.stage
+        processes = named(self.ranks, "process")
         try:
-            say(f"training {STEPS} steps on {ranks}, saving every {EVERY}, killed in the last save")
+            plan = f"saving every {EVERY}, killed in the last save"
+            say(f"training {STEPS} steps on {processes}, {plan}")
             killed = self.kill()
             say("starting it again")
             stage.figures["restart_seconds"] = self.restart(killed)
@@ -93,126 +110,184 @@ class Drill:
             self.reshard()
         except RankError as error:
             reason = "; ".join(str(error).splitlines()[:3])
-            for name in [*WANTED][len(stage.checks) :]:
+            checks_left = list(WANTED)[len(stage.checks) :]
+            for name in checks_left:
                 self.judge(name, False, reason)
 
     def kill(self) -> dict[str, Any]:
-        """Train until the run kills itself; what it recorded. RankError if it failed otherwise."""
+        """Train until the run kills itself; return what it recorded.
+
+        RankError if it failed otherwise.
+        """
+        record = self.folder / "kill.json"
         try:
             return self.child(self.ranks, "kill")
         except RankError:
-            if not (record := self.folder / "kill.json").exists():
+            if not record.exists():
                 raise
             return read_json(record)
 
     def restart(self, killed: dict[str, Any]) -> dict[str, float]:
-        """Start the killed run again, judge what it restored and how it ended; seconds it took."""
+        """Start the killed run again, judge how it resumed and ended; return the seconds it took.
+
+        `killed` is what the killed run recorded.
+        """
+        # Read now: the resumed run writes its losses over those of the steps that it repeats.
         losses = losses_of(self.run_dir)
         result = self.child(self.ranks, "train")
-        self.saved, end = killed["digests"] | result["digests"], str(STEPS)
-        first, again = (losses, killed["digests"][end]), (losses_of(self.run_dir), self.saved[end])
+        self.saved: dict[str, Digests] = killed["digests"] | result["digests"]
+        last = str(STEPS)
+        first = Outcome(losses, killed["digests"][last])
+        again = Outcome(losses_of(self.run_dir), self.saved[last])
         problems, same = compare(first, again, self.exact)
-
-        restart, resumed = result["restart"], result["restart"]["step"]
+        restart = result["restart"]
+        resumed = restart["step"]
         if resumed != STEPS - EVERY:
             problems.append(f"resumed from step {resumed}, not {STEPS - EVERY}")
-        before, after = (ran["digests"].get(str(resumed), {}) for ran in (killed, result))
-        other_tensors = differing(after, before)
-        restored = other_tensors or f"{len(after)} tensors bit for bit"
-        measured = f"step {resumed}: {restored}; {'; '.join(problems) or same}"
-        self.judge("roundtrip", not problems and not other_tensors, measured)
+        saved = killed["digests"].get(str(resumed), {})
+        restored = result["digests"].get(str(resumed), {})
+        wrong_tensors = differing(restored, saved)
+        tensors = wrong_tensors or f"{len(restored)} tensors bit for bit"
+        measured = f"step {resumed}: {tensors}; {'; '.join(problems) or same}"
+        self.judge("roundtrip", not problems and not wrong_tensors, measured)
 
-        names = sorted(path.name for path in (self.run_dir / "checkpoints").iterdir())
-        if left := [name for name in names if not PUBLISHED.fullmatch(name)]:
+        left = self.left_over()
+        if left:
             problems.append(f"left over: {', '.join(left)}")
         good = f"1 kill, in the save of step {STEPS}; {STEPS - resumed} steps done again, {same}"
         self.judge("killed_while_saving", not problems, "; ".join(problems) or good)
-        moments = [killed["killed_at"], *(restart[part] for part in RESTART)]
-        seconds = dict(zip(RESTART, (b - a for a, b in pairwise(moments)), strict=True))
-        return {**seconds, "total": moments[-1] - moments[0]}
+        return seconds_of(restart, killed["killed_at"])
+
+    def left_over(self) -> list[str]:
+        """Return the names beside the checkpoints that an interrupted save has left, sorted."""
+        names: list[str] = []
+        for path in (self.run_dir / "checkpoints").iterdir():
+            if not PUBLISHED.fullmatch(path.name):
+                names.append(path.name)
+        return sorted(names)
 
     def damage(self) -> dict[str, Any]:
-        """Flip a bit in the newest checkpoint's largest file and restore; what saves cost."""
+        """Flip a bit in the newest checkpoint and restore; return what saves cost."""
         newest = max((self.run_dir / "checkpoints").glob("step_????????"))
         sizes = {file: file.stat().st_size for file in newest.iterdir()}
-        file = max(sizes, key=sizes.__getitem__)
-        with open(file, "r+b") as opened, mmap.mmap(opened.fileno(), 0) as content:
+        largest = max(sizes, key=sizes.__getitem__)
+        with open(largest, "r+b") as opened, mmap.mmap(opened.fileno(), 0) as content:
             content[len(content) // 2] ^= 1
         result = self.child(self.ranks, "damage")
         if "refused" in result:
             raise RankError(result["refused"])
-        warned = any("DAMAGED" in text and file.name in text for text in result["messages"])
-        problems = [] if warned else ["not noticed, no warning names it"]
-        problems += ["the checkpoint is not set aside"] if newest.exists() else []
-        problems += filter(None, [differing(result["digests"], self.saved[str(STEPS - EVERY)])])
+        problems: list[str] = []
+        messages = result["messages"]
+        if not any("DAMAGED" in text and largest.name in text for text in messages):
+            problems.append("not noticed, no warning names it")
+        if newest.exists():
+            problems.append("the checkpoint is not set aside")
+        wrong_tensors = differing(result["digests"], self.saved[str(STEPS - EVERY)])
+        if wrong_tensors:
+            problems.append(wrong_tensors)
         good = "noticed and named, the checkpoint set aside, the previous one restored"
-        measured = f"a bit of {file.name}: {'; '.join(problems) or good}"
+        measured = f"a bit of {largest.name}: {'; '.join(problems) or good}"
         self.judge("corrupt_newest", not problems, measured)
         return {"bytes": sum(sizes.values()), **result["costs"]}
 
     def reshard(self) -> None:
         """Load the newest checkpoint into other numbers of processes."""
-        loaded, problems, refused = [], [], [self.why_one]
-        for size in other_sizes(self.ranks, self.device.type):
-            say(f"loading into {named(size, 'process')}")
-            reason = refusal(self.stage.config, size)
-            result = {} if reason else self.child(size, "reload")
-            if reason := reason or result.get("refused"):
-                refused.append(f"{size} cannot: {reason}")
+        loaded: list[str] = []
+        problems: list[str] = []
+        refused: list[str] = []
+        if self.why_one:
+            refused.append(self.why_one)
+        for ranks in other_sizes(self.ranks, self.device.type):
+            say(f"loading into {named(ranks, 'process')}")
+            result: dict[str, Any] = {}
+            reason = refusal(self.stage.config, ranks)
+            if not reason:
+                result = self.child(ranks, "reload")
+                reason = result.get("refused")
+            if reason:
+                refused.append(f"{ranks} cannot: {reason}")
                 continue
-            if problem := differing(result["digests"], self.saved[str(result["step"])]):
-                problems.append(f"on {size}: {problem}")
-            loaded.append(f"by {size} ({len(result['digests'])} tensors bit for bit)")
-        good = f"saved by {self.ranks}, loaded {' and '.join(loaded)}" if loaded else ""
-        measured = "; ".join(problems or filter(None, [good, *refused]))
+            wrong_tensors = differing(result["digests"], self.saved[str(result["step"])])
+            if wrong_tensors:
+                problems.append(f"on {ranks}: {wrong_tensors}")
+            loaded.append(f"by {ranks} ({len(result['digests'])} tensors bit for bit)")
+        if problems:
+            measured = "; ".join(problems)
+        elif loaded:
+            good = f"saved by {self.ranks}, loaded {' and '.join(loaded)}"
+            measured = "; ".join([good, *refused])
+        else:
+            measured = "; ".join(refused)
         self.judge("reshard", not problems if loaded else None, measured)
 
     def judge(self, name: str, passed: bool | None, measured: str) -> None:
-        """Add one of the checks that `WANTED` names."""
+        """Add one of the checks in `WANTED`."""
         advice = "" if passed is None else ADVICE[name]
         self.stage.check(name, passed, measured=measured, wanted=WANTED[name], advice=advice)
 
     def child(self, ranks: int, task: str) -> dict[str, Any]:
-        """The result of a task of drill.py."""
+        """Run a task of drill.py and return its result."""
         return run_task("drill", self.folder, task, ranks=ranks, seconds=TIMEOUT)
 
 
 def other_sizes(ranks: int, device: str) -> list[int]:
-    """Other numbers of processes to load into; none where there can be only one."""
-    third = ranks + 1 if device == "cpu" else ranks // 2
-    return sorted({1, third} - {ranks}) if ranks > 1 else []
+    """Return other numbers of processes to load into; none where there can be only one."""
+    if ranks == 1:
+        return []
+    # On a CPU one more process is possible, on GPUs there are no more.
+    another = ranks + 1 if device == "cpu" else ranks // 2
+    return sorted({1, another} - {ranks})
 
 
 def losses_of(run_dir: Path) -> dict[int, float]:
-    """Loss by step; None where it was not finite."""
+    """Return the loss by step; None where it was not finite."""
     return {record["step"]: record["loss"] for record in read_records(run_dir)}
 
 
-def compare(first: Ran, again: Ran, exact: bool) -> tuple[list[str], str]:
-    """Compare losses and final tensors of the same steps, taken twice: (problems, what is equal).
+def seconds_of(restart: dict[str, float], killed_at: float) -> dict[str, float]:
+    """Return the seconds of each phase of a restart, and of all phases, from its moments."""
+    seconds: dict[str, float] = {}
+    began = killed_at
+    for phase in RESTART:
+        seconds[phase] = restart[phase] - began
+        began = restart[phase]
+    seconds["total"] = began - killed_at
+    return seconds
 
-    If they need not give the same bits (not `exact`), only the losses can tell.
+
+def compare(first: Outcome, again: Outcome, exact: bool) -> tuple[list[str], str]:
+    """Compare the same steps, taken twice; return the problems, and what is the same.
+
+    Kernels that are not deterministic (not `exact`) may give other bits, so that only the losses
+    are compared then, and only roughly.
     """
-    others = [again[0].get(step, math.nan) for step in first[0]]
-    apart = differences(others, first[0].values()).max()
-    other_tensors, problems = differing(again[1], first[1]), []
-    if apart > (0 if exact else NEAR):
-        problems.append(f"losses differ by up to {apart:.0e}, relative")
-    if exact and other_tensors:
-        problems.append(f"at the end {other_tensors}")
-    near = f"within {apart:.0e} (--train.deterministic: exactly)" if apart else "bit for bit"
-    end = "" if other_tensors else ", the same tensors at the end"
-    return problems, f"{len(others)} losses {near}{end}"
+    losses_again = [again.losses.get(step, math.nan) for step in first.losses]
+    relative = differences(losses_again, first.losses.values()).max()
+    wrong_tensors = differing(again.digests, first.digests)
+    problems: list[str] = []
+    if relative > (0 if exact else NEAR):
+        problems.append(f"losses differ by up to {relative:.0e}, relative")
+    if exact and wrong_tensors:
+        problems.append(f"at the end {wrong_tensors}")
+    same = f"{len(losses_again)} losses bit for bit"
+    if relative:
+        same = f"{len(losses_again)} losses within {relative:.0e}"
+        same += " (--train.deterministic: exactly)"
+    if not wrong_tensors:
+        same += ", the same tensors at the end"
+    return problems, same
 
 
 def differing(digests: Digests, expected: Digests) -> str:
-    """Which tensors are missing, new or not the same bit for bit; empty if none is."""
+    """Say which tensors are missing, new or not the same bit for bit; empty if none is."""
     names = sorted({name for name, _ in digests.items() ^ expected.items()})
-    return f"{len(names)} tensors differ, such as {names[0]}" if names else ""
+    if not names:
+        return ""
+    return f"{len(names)} tensors differ, such as {names[0]}"
 
 
 def best_interval(cost: float, failures: float, least: float = 0.0) -> float:
-    """Seconds between saves that lose the least time (Young, 1974; Daly, 2006).
+    """Return the seconds between saves that lose the least time (Young, 1974; Daly, 2006).
 
     `cost` is the seconds that a save blocks training, `failures` the mean seconds between two
     failures. Never below `least`, the seconds until a save is published.
@@ -221,33 +296,53 @@ def best_interval(cost: float, failures: float, least: float = 0.0) -> float:
 
 
 def lost_share(interval: float, cost: float, restart: float, failures: float) -> float:
-    """Expected share of time lost to saving, to steps done again and to restarts (first order)."""
+    """Return the fraction of time lost to saves, repeated steps and restarts (first order)."""
     return cost / interval + (interval / 2 + restart) / failures
 
 
 def conclude(stage: Stage) -> None:
     """Say what saving and restarting cost, and advise how often to save."""
-    config, figures = stage.config, stage.figures
-    blocked, published, restart = (figures[f"{n}_seconds"] for n in ("blocked", "save", "restart"))
-    say(f"a save of {in_units(figures['bytes'])} blocks training for {describe(blocked)}")
-    say(f"it is published after {describe(published)}")
-    parts = ", ".join(f"{name} {restart[part]:.1f}" for part, name in RESTART.items())
-    say(f"from the kill to the next step {restart['total']:.1f} s: {parts}")
+    figures = stage.figures
+    size = in_units(figures["bytes"])
+    say(f"a save of {size} blocks training for {describe(figures['blocked_seconds'])}")
+    say(f"it is published after {describe(figures['save_seconds'])}")
+    restart = figures["restart_seconds"]
+    phases = ", ".join(f"{name} {restart[phase]:.1f}" for phase, name in RESTART.items())
+    say(f"from the kill to the next step {restart['total']:.1f} s: {phases}")
+    advise_interval(stage)
 
-    step, upload = figures["step_seconds"]["median"], published["median"]
-    hours = figures["hours_between_failures"] = config.workflow.hours_between_failures
-    best = figures["interval_seconds"] = best_interval(blocked["median"], 3600 * hours, upload)
-    every, steps = config.checkpoint.every or config.train.steps, max(1, math.ceil(best / step))
-    now, costs = every * step, (blocked["median"], restart["total"], 3600 * hours)
-    lost, lost_now = (f"{lost_share(interval, *costs):.2%}" for interval in (best, now))
-    say(f"with a failure every {hours:g} h, save every {steps} steps: {lost} of the time is lost")
-    if now >= upload and 0.5 <= now / best <= 2:
+
+def advise_interval(stage: Stage) -> None:
+    """Advise how often to save, if that is far from the setting."""
+    config = stage.config
+    figures = stage.figures
+    step = figures["step_seconds"]["median"]
+    blocked = figures["blocked_seconds"]["median"]
+    published = figures["save_seconds"]["median"]
+    restart = figures["restart_seconds"]["total"]
+    hours = config.workflow.hours_between_failures
+    failures = 3600 * hours
+
+    best = best_interval(blocked, failures, published)
+    figures["hours_between_failures"] = hours
+    figures["interval_seconds"] = best
+    best_steps = max(1, math.ceil(best / step))
+    # --checkpoint.every 0 saves only at the end.
+    steps = config.checkpoint.every or config.train.steps
+    interval = steps * step
+    lost = f"{lost_share(best, blocked, restart, failures):.2%}"
+    lost_now = f"{lost_share(interval, blocked, restart, failures):.2%}"
+    often = f"save every {best_steps} steps"
+    say(f"with a failure every {hours:g} h, {often}: {lost} of the time is lost")
+    # Within a factor of two of the best interval little more is lost.
+    if interval >= published and 0.5 <= interval / best <= 2:
         return
     why = f"{lost} of the time is lost then, {lost_now} as it is"
-    if now < upload:
-        why = f"a save takes longer than the {every} steps between two, and waits"
-    size = 10 ** max(0, len(str(steps)) - 2)  # nobody wants to save every 487 steps
-    rounded = math.ceil(steps / size) * size
+    if interval < published:
+        why = f"a save takes longer than the {steps} steps between two, and waits"
+    # Two digits are enough: 490 rather than 487 steps.
+    unit = 10 ** max(0, len(str(best_steps)) - 2)
+    rounded = math.ceil(best_steps / unit) * unit
     if rounded >= config.train.steps:
         why = f"this run of {config.train.steps} steps then saves only at its end; {why}"
     advise(stage, f"--checkpoint.every {rounded}: {why}")
@@ -255,5 +350,5 @@ def conclude(stage: Stage) -> None:
 
 
 def say(text: str) -> None:
-    """Print one line, as a part begins or ends."""
+    """Print one line of progress or of a result."""
     print(f"     {text}", flush=True)

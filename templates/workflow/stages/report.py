@@ -1,12 +1,12 @@
 """report.html: what a run and the stages of the workflow have found, on one page."""
 
 import base64
+import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from jinja2 import ChainableUndefined, Environment
+from jinja2 import ChainableUndefined, Environment, Template
 
 from ..checkpoint.manifest import reading
 from ..errors import UserError, command_for, printable
@@ -20,10 +20,22 @@ from .recovery import RESTART
 from .stage import PACKAGE
 from .timing import spread
 
-Figures = dict[str, Any]
-POINTS = 2000  # of a curve: more are thinned out
-SAMPLES, METRICS_DRAWN = 4, 6
-COMPILED = {"blocks": "block by block", "full": "as a whole"}  # by --compile.mode
+JsonObject = dict[str, Any]
+# A curve of a long run is thinned out to about this many points.
+POINTS = 2000
+SAMPLES = 4
+METRICS_DRAWN = 6
+OPERATORS_DRAWN = 8
+# How the page calls the modes of --compile.mode.
+COMPILED = {"blocks": "block by block", "full": "as a whole"}
+
+
+class Sample(NamedTuple):
+    """A sample of the model's output: a text, or an image as a data: address."""
+
+    title: str
+    text: str = ""
+    image: str = ""
 
 
 def publish_report(run_dir: Path) -> Path:
@@ -31,135 +43,246 @@ def publish_report(run_dir: Path) -> Path:
     notes: list[str] = []
     sections = {name: section(run_dir, name) for name in STAGES}
     records = read_metrics(run_dir / METRICS, notes)
-    run, settings = (read(run_dir / name, notes) for name in ("status.json", "config.json"))
-    if not (records or notes or run or any(s["status"] != "not_run" for s in sections.values())):
+    run = read(run_dir / "status.json", notes)
+    settings = read(run_dir / "config.json", notes)
+    measured = any(each["status"] != "not_run" for each in sections.values())
+    if not (records or notes or run or measured):
         raise UserError(f"nothing to report in {run_dir}: first `{command_for('train', run_dir)}`")
-    if run.get("status") == "running" and records:  # it knows where the run began, or resumed
-        run = {"status": "running or killed, last heard of", "step": records[-1]["step"]}
-    samples = samples_of(run_dir)[::-1]
+    template = page_template()
     newest = max(sections.values(), key=lambda each: each.get("measured_at", ""))
-    environment = Environment(autoescape=True, undefined=ChainableUndefined)
-    environment.filters |= {"in_time": plots.in_time, "in_units": in_units}
-    template = Path(__file__).with_name("report.html").read_text("utf-8")
-    with reading(run_dir):  # whatever is in a damaged file
-        page = environment.from_string(template).render(
+    # A file may be damaged in any way, and some of it shows only when the page is rendered.
+    with reading(run_dir):
+        page = template.render(
             name=run_dir.name,
             package=PACKAGE,
-            run=run,
+            run=last_status(run, records),
             notes=notes,
             recommended=section(run_dir, RECOMMENDED),
-            validated=[record for record in records if "validation_loss" in record][-1:],
+            validated=last_validation(records),
             sections=sections,
             compiled=COMPILED,
             plots=overview(sections, records),
-            # The last one, and others as far apart as they can be.
-            samples=[sample(path) for path in samples[:: -(-len(samples) // SAMPLES) or 1][::-1]],
-            origin=[*newest.get("machine", {}).items(), *newest.get("versions", {}).items()],
+            samples=shown_samples(run_dir),
+            origin=origin_of(newest),
             settings=flatten(settings or newest.get("settings", {})),
         )
-    replace_file(path := run_dir / "report.html", page)
+    path = run_dir / "report.html"
+    replace_file(path, page)
     return path
 
 
-def read(path: Path, notes: list[str]) -> Figures:
-    """The content of a JSON file; {} if there is none, or a damaged one, which is noted."""
+def page_template() -> Template:
+    """Load the template of the page, with the filters that it uses."""
+    environment = Environment(autoescape=True, undefined=ChainableUndefined)
+    environment.filters["in_time"] = plots.in_time
+    environment.filters["in_units"] = in_units
+    text = Path(__file__).with_name("report.html").read_text("utf-8")
+    return environment.from_string(text)
+
+
+def read(path: Path, notes: list[str]) -> JsonObject:
+    """Read a JSON file; {} if there is none, or a damaged one, which is noted."""
+    # A broken link is noted, too: it exists for lexists.
+    if not os.path.lexists(path):
+        return {}
     try:
-        return read_json(path) if os.path.lexists(path) else {}
+        return read_json(path)
     except UserError as error:
         notes.append(str(error))
         return {}
 
 
-def sample(path: Path) -> tuple[str, str, str]:
-    """What a sample is called, its text, and its picture."""
-    name, content = f"Sample, step {path.stem[5:].lstrip('0') or 0}", path.read_bytes()
+def last_status(run: JsonObject, records: list[JsonObject]) -> JsonObject:
+    """Return the content of status.json, or the last step of a run that may still be running."""
+    if run.get("status") == "running" and records:
+        # A running or killed run has written there only where it began or resumed.
+        return {"status": "running or killed, last heard of", "step": records[-1]["step"]}
+    return run
+
+
+def last_validation(records: list[JsonObject]) -> list[JsonObject]:
+    """Return the last record with a validation, in a list that is empty without one."""
+    validated = [record for record in records if "validation_loss" in record]
+    return validated[-1:]
+
+
+def origin_of(result: JsonObject) -> list[tuple[str, Any]]:
+    """List the machine and the versions that a stage was measured with."""
+    return [*result.get("machine", {}).items(), *result.get("versions", {}).items()]
+
+
+def shown_samples(run_dir: Path) -> list[Sample]:
+    """Read the last sample and evenly spaced earlier ones, the oldest first."""
+    newest_first = samples_of(run_dir)[::-1]
+    interval = max(1, math.ceil(len(newest_first) / SAMPLES))
+    chosen = newest_first[::interval]
+    return [read_sample(path) for path in reversed(chosen)]
+
+
+def read_sample(path: Path) -> Sample:
+    """Read a sample from its file, step_STEP.txt or step_STEP.png."""
+    step = path.stem.removeprefix("step_").lstrip("0") or "0"
+    title = f"Sample, step {step}"
+    content = path.read_bytes()
     if path.suffix == ".png":
-        return name, "", f"data:image/png;base64,{base64.b64encode(content).decode()}"
-    return name, printable(content.decode(errors="replace")), ""
+        encoded = base64.b64encode(content).decode()
+        return Sample(title, image=f"data:image/png;base64,{encoded}")
+    return Sample(title, text=printable(content.decode(errors="replace")))
 
 
-def section(run_dir: Path, name: str) -> Figures:
-    """What the page shows of a stage, whatever state its file is in."""
-    page = {"about": STAGES.get(name, "").split(":")[0], "command": command_for(name, run_dir)}
+def section(run_dir: Path, name: str) -> JsonObject:
+    """Return what the page shows of a stage, whatever state its file is in."""
+    about, _, _ = STAGES.get(name, "").partition(":")
+    page = {"about": about, "command": command_for(name, run_dir)}
     try:
-        if content := read_stage(run_dir, name):
-            pictures = [*pictures_of(name, content["figures"])]  # drawn here: errors are caught
-            return page | content | {"rates": rates_of(name, content), "pictures": pictures}
-        return page | {"status": "not_run"}
+        content = read_stage(run_dir, name)
+        if content is None:
+            return page | {"status": "not_run"}
+        # Drawn here rather than in the template, so that an error damages only this section.
+        pictures = pictures_of(name, content["figures"])
+        rates = rates_of(name, content)
     except UserError as error:
-        problem = str(error).partition(": measure again")[0]
-    except Exception as error:  # what cannot be shown, whatever is in it
+        problem, _, _ = str(error).partition(": measure again")
+        return page | {"status": "damaged", "problem": problem}
+    except Exception as error:
+        # The file is whole, but its content may be anything.
         problem = f"its figures are damaged or of an older version of this project ({error!r})"
-    return page | {"status": "damaged", "problem": problem}
+        return page | {"status": "damaged", "problem": problem}
+    return page | content | {"rates": rates, "pictures": pictures}
 
 
-def rates_of(name: str, content: Figures) -> list[plots.Row]:
-    """Rows of the plot of throughput: one process, without and with torch.compile."""
-    figures, batch = content["figures"], content["settings"]["train"]["global_batch_size"]
-    rows = [("not compiled (baseline)", figures["step_seconds"])] if name == "baseline" else []
-    for mode, each in figures["modes"].items() if name == "compile" else ():
-        rows.append((f"compiled, {COMPILED[mode]}", each["step_seconds"]))
-        rows.append(("the same, not compiled", each["eager_step_seconds"]))
-    ends = ("median", "p90", "p10")  # of seconds: the fewer, the more samples/s
-    return [(label, *(batch / seconds[key] for key in ends)) for label, seconds in rows]
+def rates_of(name: str, content: JsonObject) -> list[plots.Bar]:
+    """Return the throughput of one process, without and with torch.compile."""
+    figures = content["figures"]
+    batch = content["settings"]["train"]["global_batch_size"]
+    rates: list[plots.Bar] = []
+    if name == "baseline":
+        rates.append(rate("not compiled (baseline)", batch, figures["step_seconds"]))
+    if name == "compile":
+        for mode, measured in figures["modes"].items():
+            compiled = f"compiled, {COMPILED[mode]}"
+            rates.append(rate(compiled, batch, measured["step_seconds"]))
+            rates.append(rate("the same, not compiled", batch, measured["eager_step_seconds"]))
+    return rates
 
 
-def pictures_of(name: str, figures: Figures) -> Iterator[plots.Picture]:
-    """The plots of a stage."""
+def rate(label: str, batch: int, seconds: JsonObject) -> plots.Bar:
+    """Convert a spread of seconds per step into samples/s."""
+    # The step that takes longest has the lowest rate: the percentiles change sides.
+    return plots.Bar(
+        label,
+        value=batch / seconds["median"],
+        low=batch / seconds["p90"],
+        high=batch / seconds["p10"],
+    )
+
+
+def pictures_of(name: str, figures: JsonObject) -> list[plots.Picture]:
+    """Draw the plots of a stage."""
     if name == "profile":
-        rows = []
-        for operator in figures.get("operators", [])[:8]:
-            full = operator["name"]
-            # Both ends of a long name: operators and their backward differ in the last letters.
-            short = full if len(full) <= 28 else f"{full[:17]}…{full[-10:]}"
-            rows.append((short, 100 * operator["share"]))
-        unit = "% of a step, self time"
-        yield plots.picture("Operators by self time", plots.bars, rows, unit, "{:.3g}".format)
-    elif name == "scale":
-        records = figures.get("ranks", {})
-        yield plots.picture("Throughput by processes", plots.scaling, records)
-        rows = [(f"of {n}", record["memory"]["measured"] / 1e6) for n, record in records.items()]
-        yield plots.picture("Memory of a rank", plots.bars, rows, "MB", "{:,.4g}".format)
-    elif "interval_seconds" in figures:  # of a drill in which no process broke down
-        blocked, published = (figures[key]["median"] for key in ("blocked_seconds", "save_seconds"))
-        restart = figures["restart_seconds"]
-        rows = [("blocked by a save", blocked), ("save, until published", published)]
-        rows += [(f"restart: {what}", restart[part]) for part, what in RESTART.items()]
-        rows.append(("verify and load", figures["restore_seconds"]))
-        rows.append(("from a kill to the next step", restart["total"]))
-        title = "What saving and restarting cost"
-        yield plots.picture(title, plots.bars, rows, "seconds", plots.in_time)
+        return [operators_picture(figures)]
+    if name == "scale":
+        return scale_pictures(figures)
+    # A drill in which a process broke down has no interval.
+    if "interval_seconds" in figures:
+        return [recovery_picture(figures)]
+    return []
 
 
-def overview(sections: dict[str, Figures], records: list[Figures]) -> list[plots.Picture]:
-    """The first plots."""
-    rates = [row for each in sections.values() for row in each.get("rates", ())]
-    if run := [r["samples_per_second"] for r in records if r.get("samples_per_second")]:
-        rates.append(("training run", *(spread(run)[key] for key in ("median", "p10", "p90"))))
-    what, drawn = "samples/s (median, p10 to p90)", list[plots.Picture]()
-    for name in ["loss", *own_metrics(records)[:METRICS_DRAWN]]:
-        title, both = name.replace("_", " "), {name: "training", f"validation_{name}": "validation"}
-        title = title[:1].upper() + title[1:]
-        drawn.append(plots.picture(title, plots.curves, records, name, both))
-    drawn.append(plots.picture("Throughput by stage", plots.bars, rates, what, "{:,.0f}".format))
-    return [*drawn, plots.picture("Memory of the run", plots.curves, records, "GB", plots.MEMORY)]
+def operators_picture(figures: JsonObject) -> plots.Picture:
+    """Draw the operators with the most time."""
+    rows: list[plots.Bar] = []
+    for operator in figures.get("operators", [])[:OPERATORS_DRAWN]:
+        label = operator["name"]
+        if len(label) > 28:
+            # Keep both ends: an operator and its backward differ in the last letters.
+            label = f"{label[:17]}…{label[-10:]}"
+        rows.append(plots.Bar(label, 100 * operator["share"]))
+    unit = "% of a step, self time"
+    return plots.picture("Operators by self time", plots.bars, rows, unit, plots.three_digits)
 
 
-def read_metrics(path: Path, notes: list[str]) -> list[Figures]:
-    """The lines of metrics.jsonl; of many, one of each of `POINTS` parts of the file.
+def scale_pictures(figures: JsonObject) -> list[plots.Picture]:
+    """Draw throughput and memory by the number of processes."""
+    records = figures.get("ranks", {})
+    throughput = plots.picture("Throughput by processes", plots.scaling, records)
+    rows: list[plots.Bar] = []
+    for count, record in records.items():
+        megabytes = record["memory"]["measured"] / 1e6
+        rows.append(plots.Bar(f"of {count}", megabytes))
+    memory = plots.picture("Memory of a rank", plots.bars, rows, "MB", plots.four_digits)
+    return [throughput, memory]
 
-    Those with a validation are counted apart. Damaged lines are left out, with a note.
+
+def recovery_picture(figures: JsonObject) -> plots.Picture:
+    """Draw how long saves and restarts take."""
+    restart = figures["restart_seconds"]
+    rows = [
+        plots.Bar("blocked by a save", figures["blocked_seconds"]["median"]),
+        plots.Bar("save, until published", figures["save_seconds"]["median"]),
+    ]
+    for phase, description in RESTART.items():
+        rows.append(plots.Bar(f"restart: {description}", restart[phase]))
+    rows.append(plots.Bar("verify and load", figures["restore_seconds"]))
+    rows.append(plots.Bar("from a kill to the next step", restart["total"]))
+    title = "What saving and restarting cost"
+    return plots.picture(title, plots.bars, rows, "seconds", plots.in_time)
+
+
+def overview(sections: dict[str, JsonObject], records: list[JsonObject]) -> list[plots.Picture]:
+    """Draw the plots at the top of the page: metrics, throughput and memory of the run."""
+    names = ["loss", *own_metrics(records)[:METRICS_DRAWN]]
+    pictures = [metric_picture(name, records) for name in names]
+    rates: list[plots.Bar] = []
+    for each in sections.values():
+        rates += each.get("rates", [])
+    rates += run_rate(records)
+    unit = "samples/s (median, p10 to p90)"
+    pictures.append(
+        plots.picture("Throughput by stage", plots.bars, rates, unit, plots.whole_number)
+    )
+    pictures.append(plots.picture("Memory of the run", plots.curves, records, "GB", plots.MEMORY))
+    return pictures
+
+
+def metric_picture(name: str, records: list[JsonObject]) -> plots.Picture:
+    """Draw a metric of training and validation by step."""
+    words = name.replace("_", " ")
+    title = words[:1].upper() + words[1:]
+    names = {name: "training", f"validation_{name}": "validation"}
+    return plots.picture(title, plots.curves, records, name, names)
+
+
+def run_rate(records: list[JsonObject]) -> list[plots.Bar]:
+    """Return the throughput of the training run, in a list that is empty without records of it."""
+    rates = [record["samples_per_second"] for record in records if record.get("samples_per_second")]
+    if not rates:
+        return []
+    run = spread(rates)
+    return [plots.Bar("training run", run["median"], low=run["p10"], high=run["p90"])]
+
+
+def read_metrics(path: Path, notes: list[str]) -> list[JsonObject]:
+    """Read metrics.jsonl; of a long file, one record of each of `POINTS` slices.
+
+    Records with a validation are thinned out separately. Damaged lines are left out, with a note.
     """
-    kept: dict[tuple[bool, int], Figures] = {}
+    if not path.is_file():
+        return []
+    kept: dict[tuple[bool, int], JsonObject] = {}
     damaged = 0
-    with open(path if path.is_file() else os.devnull, "rb") as lines:
-        total = os.fstat(lines.fileno()).st_size
+    with open(path, "rb") as lines:
+        size = os.fstat(lines.fileno()).st_size
         for line in lines:
-            if record := parsed(line):
-                record = {figure: value for figure, value in record.items() if finite(value)}
-                kept["validation_loss" in record, POINTS * lines.tell() // total] = record
-            else:
-                damaged += line.endswith(b"\n")  # the last may be cut
+            record = parsed(line)
+            if record:
+                values = {metric: value for metric, value in record.items() if finite(value)}
+                # A later record of the same slice replaces the earlier one.
+                slice_index = POINTS * lines.tell() // size
+                kept["validation_loss" in values, slice_index] = values
+            elif line.endswith(b"\n"):
+                # Only a whole line counts as damaged: the last one may still be being written.
+                damaged += 1
     if damaged:
         notes.append(f"{path.name}: damaged lines, left out here: {damaged}")
     return sorted(kept.values(), key=lambda record: record["step"])

@@ -1,7 +1,7 @@
-"""The scale stage: what more processes bring, what they cost, and whether they do the same.
+"""The scale stage: what more processes bring and cost, and whether the results stay the same.
 
-Each number of processes is started anew and measures itself: `python -m` this module FOLDER reads
-FOLDER/settings.json and writes FOLDER/RANKS.json.
+Each number of processes is started separately and measures itself: `python -m` this module FOLDER
+reads FOLDER/settings.json and writes FOLDER/RANKS.json.
 """
 
 import contextlib
@@ -17,25 +17,30 @@ import torch
 
 from ..config import Config, load, override
 from ..device import pick_device
-from ..distributed import Group, World, join, leave
-from ..errors import RankError, exit_code
+from ..distributed import Group, World, join, leave, parallel
+from ..errors import RankError, run_main
 from ..files import to_json, write_json
 from ..run.hardware import in_units, usable_cores
 from ..sampling import STEP, seed_random
 from ..train import State, setup
 from .chain import advise
 from .fit import foretold
-from .interleaved import median_interval
+from .interleaved import Interval, median_interval
 from .processes import free_host_memory, most_ranks, named, refusal, run_task
 from .stage import Stage, StageConfig
 from .timing import differences, peak_memory, record_steps
 
 TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}  # relative
-ROOM = 0.95  # of the memory: the rest is for fragments and what others allocate
-LEAST_WEAK = 0.8  # efficiency, between GPUs of one machine
+# Of the memory: the rest is for fragments and what others allocate.
+ROOM = 0.95
+# Efficiency between GPUs of one machine.
+LEAST_WEAK = 0.8
 TIMEOUT = 3600.0  # seconds for one number of processes
-COMPARED = 12  # steps whose losses are compared
-TIMED, SECONDS = 30, 3.0  # timed steps, and seconds for them where steps are slow
+# Steps whose losses are compared.
+COMPARED = 12
+# Timed steps, and seconds for them where steps are slow.
+TIMED = 30
+SECONDS = 3.0
 LESS_MEMORY = (
     "--train.activation-checkpointing, a smaller --train.micro-batch-size, what `fit` says"
 )
@@ -47,8 +52,10 @@ Records = dict[int, dict[str, Any]]  # by the number of processes
 
 
 def measure(config: StageConfig) -> int:
-    """Measure and judge; 0 when the gate is passed, 1 when it is not."""
-    stage, device, cores = Stage("scale", config), pick_device(config.device), usable_cores()
+    """Measure and judge; return 0 when the gate is passed, 1 when it is not."""
+    stage = Stage("scale", config)
+    device = pick_device(config.device)
+    cores = usable_cores()
     sizes, reason = world_sizes(config, device)
     most = sizes[-1]
     threads = 1 if device.type == "cpu" else max(1, cores // most)
@@ -80,27 +87,38 @@ def measure(config: StageConfig) -> int:
 
 
 def world_sizes(config: StageConfig, device: torch.device) -> tuple[list[int], str]:
-    """1, 2, 4 … and the most processes to start; why only 1, if so."""
+    """Return 1, 2, 4 ... and the most processes to start; also why only 1, if so."""
     most, reason = most_ranks(config, device)
-    powers = [2**k for k in range(1, most.bit_length()) if 2**k < most]
-    between = [ranks for ranks in powers if not refusal(config, ranks)]
-    return sorted({1, *between, most}), reason
+    sizes = [1]
+    ranks = 2
+    while ranks < most:
+        if not refusal(config, ranks):
+            sizes.append(ranks)
+        ranks = 2 * ranks
+    if most > 1:
+        sizes.append(most)
+    return sizes, reason
 
 
 def run_ranks(folder: Path, ranks: int, threads: int) -> dict[str, Any]:
-    """What so many processes measure."""
+    """Start this many processes; return what they measure."""
     print(f"     {named(ranks, 'process')}, {named(threads, 'thread')} each …", flush=True)
-    options = {"ranks": ranks, "OMP_NUM_THREADS": str(threads), "seconds": TIMEOUT}
-    record = run_task("scale", folder, str(ranks), **options)
-    strong, weak = (record[kind]["samples_per_second"] for kind in ("strong", "weak"))
+    record = run_task(
+        "scale", folder, str(ranks), ranks=ranks, seconds=TIMEOUT, OMP_NUM_THREADS=str(threads)
+    )
+    strong = record["strong"]["samples_per_second"]
+    weak = record["weak"]["samples_per_second"]
     print(f"     {strong:,.0f} samples/s, {weak:,.0f} with a batch for each rank", flush=True)
     return record
 
 
 def judge_losses(stage: Stage, records: Records, reason: str) -> None:
-    """The first steps on any number of ranks give the losses and gradients of one."""
+    """Check that the first steps give the same losses and gradients on any number of ranks.
+
+    `reason` says why that cannot be checked, if so.
+    """
     one = records[1]
-    # Relative; without dropout and batch statistics, so up to the order of sums.
+    # Dropout and batch statistics are off, so only the order of sums differs.
     text = "losses differ by up to {losses:.1e}, gradient norms by up to {gradient_norms:.1e}"
     wanted = text.format(**TOLERANCE)
     if one["random"]:
@@ -108,56 +126,87 @@ def judge_losses(stage: Stage, records: Records, reason: str) -> None:
     if reason:
         stage.check("same_losses", None, measured=reason, wanted=wanted)
         return
-    apart = {k: max(differences(one[k], r[k]).max() for r in records.values()) for k in TOLERANCE}
-    measured = f"{len(one['losses'])} steps on 1 to {max(records)} ranks: {text.format(**apart)}"
+    largest: dict[str, float] = {}
+    for name in TOLERANCE:
+        largest[name] = max(
+            differences(one[name], record[name]).max() for record in records.values()
+        )
+    measured = f"{len(one['losses'])} steps on 1 to {max(records)} ranks: {text.format(**largest)}"
     advice = "look for what depends on the rank, or on how a batch is divided: a mean where "
     advice += "compute_loss must return a sum, statistics of a batch, files read by rank"
-    passed = all(apart[key] <= limit for key, limit in TOLERANCE.items())
+    passed = all(largest[name] <= limit for name, limit in TOLERANCE.items())
     stage.check("same_losses", passed, measured=measured, wanted=wanted, advice=advice)
 
 
 def judge_efficiency(stage: Stage, kind: str, records: Records, reason: str, device: str) -> None:
-    """Samples/s of a rank over one process's; on GPUs there is a limit, else it is recorded."""
-    most, name, (one, low, high) = max(records), f"{kind}_efficiency", records[1][kind]["interval"]
-    by_ranks, shown = {}, []
-    for n in sorted(records)[1:]:
-        share = n if kind == "strong" else 1
-        middle, fast, slow = (share * seconds for seconds in records[n][kind]["interval"])
-        by_ranks[n] = one / middle
-        shown.append(f"{n} ranks {one / middle:.0%} ({low / slow:.0%} to {high / fast:.0%})")
-    stage.figures[name] = {str(n): value for n, value in by_ranks.items()}
-    limit = {"weak": LEAST_WEAK, "strong": 1 / most}[kind] if device == "cuda" else 0.0
-    passed, advice = (None, "") if reason else (by_ranks[most] > limit, WHAT_RANKS_SHARE)
-    measured = reason or ", ".join(shown)
+    """Check a rank's samples/s relative to one process's; without GPUs only record it.
+
+    `kind` is "strong" (the same global batch) or "weak" (a batch for each rank).
+    """
+    most = max(records)
+    one = Interval(*records[1][kind]["interval"])
+    efficiencies: dict[int, float] = {}
+    shown: list[str] = []
+    for ranks in sorted(records)[1:]:
+        step = Interval(*records[ranks][kind]["interval"])
+        # Each of n ranks ideally needs 1/n of the time for the same global batch.
+        times = ranks if kind == "strong" else 1
+        efficiency = one.value / (times * step.value)
+        low = one.low / (times * step.high)
+        high = one.high / (times * step.low)
+        efficiencies[ranks] = efficiency
+        shown.append(f"{ranks} ranks {efficiency:.0%} ({low:.0%} to {high:.0%})")
+    name = f"{kind}_efficiency"
+    stage.figures[name] = {str(ranks): value for ranks, value in efficiencies.items()}
+    limit = 0.0
+    if device == "cuda":
+        # Below 1/n, n ranks are slower than one.
+        limit = 1 / most if kind == "strong" else LEAST_WEAK
     wanted = f"{most} ranks above {limit:.0%}" if limit else "measured"
-    stage.check(name, passed, measured=measured, wanted=wanted, advice=advice)
+    if reason:
+        stage.check(name, None, measured=reason, wanted=wanted)
+        return
+    passed = efficiencies[most] > limit
+    measured = ", ".join(shown)
+    stage.check(name, passed, measured=measured, wanted=wanted, advice=WHAT_RANKS_SHARE)
 
 
 def judge_memory(stage: Stage, records: Records, device: torch.device) -> None:
-    """A rank's peak fits into its memory; DDP if one process can hold everything, else FSDP."""
+    """Check that a rank's peak fits into its memory, and advise DDP or FSDP."""
     peaks = {ranks: record["memory"]["measured"] for ranks, record in records.items()}
-    capacity, shared = free_host_memory(), " that all ranks share"
-    if device.type == "cuda":
-        capacity, shared = torch.cuda.get_device_properties(device).total_memory, ""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        capacity = torch.cuda.get_device_properties(device).total_memory
+        # What all ranks take of one device's memory.
+        totals = peaks
+    else:
+        capacity = free_host_memory()
+        totals = {ranks: ranks * peak for ranks, peak in peaks.items()}
     parts = [f"{named(ranks, 'rank')} {in_units(peak)}" for ranks, peak in peaks.items()]
-    measured = f"a rank's peak: {', '.join(parts)}, of {in_units(capacity)}{shared}"
-    if device.type == "cuda":
-        with contextlib.suppress(Exception):  # a model that `fit` cannot follow
+    measured = f"a rank's peak: {', '.join(parts)}, of {in_units(capacity)}"
+    if on_gpu:
+        # There are models that `fit` cannot follow.
+        with contextlib.suppress(Exception):
             counted = [in_units(foretold(stage.config, ranks)) for ranks in peaks]
             measured += f"; `fit` counts {', '.join(counted)}"
-    passed = max(peak * (n if shared else 1) for n, peak in peaks.items()) <= ROOM * capacity
-    wanted, advice = f"at most {ROOM:.0%} of the memory", f"try {LESS_MEMORY}"
-    stage.check("memory", passed, measured=measured, wanted=wanted, advice=advice)
-    rendered = "FSDP" if hasattr(stage.config.parallel, "replicate") else "DDP"
-    if rendered == "FSDP":  # one process holds all of the state, as each rank does under DDP
-        passed = peaks[1] * (max(peaks) if shared else 1) <= ROOM * capacity
-    name = "DDP" if passed else "FSDP"
-    end = "; as rendered" if name == rendered else f". For it: {change_to(name)}"
-    advise(stage, f"{name}: one process, with the whole state, takes {in_units(peaks[1])}{end}")
+    else:
+        measured += " that all ranks share"
+    passed = max(totals.values()) <= ROOM * capacity
+    wanted = f"at most {ROOM:.0%} of the memory"
+    stage.check("memory", passed, measured=measured, wanted=wanted, advice=f"try {LESS_MEMORY}")
+    fits_ddp = passed
+    if parallel.SHARDED:
+        # One process holds all of the state, as each rank does under DDP.
+        ranks_per_memory = 1 if on_gpu else max(peaks)
+        fits_ddp = ranks_per_memory * peaks[1] <= ROOM * capacity
+    rendered = "FSDP" if parallel.SHARDED else "DDP"
+    advised = "DDP" if fits_ddp else "FSDP"
+    end = "; as rendered" if advised == rendered else f". For it: {change_to(advised)}"
+    advise(stage, f"{advised}: one process, with the whole state, takes {in_units(peaks[1])}{end}")
 
 
 def change_to(name: str) -> str:
-    """What to type to render this project for DDP, or FSDP."""
+    """Return the command that renders this project for DDP, or FSDP."""
     answer = json.dumps({"parallelism": name.lower()})
     return f"cruft update --variables-to-update '{answer}'"
 
@@ -175,12 +224,14 @@ def main() -> int:
 
 
 def examine(config: Config, world: World) -> dict[str, Any]:
-    """All that is measured on this number of ranks."""
-    state, group = setup(config, world), Group(world)
-    usual = record_steps(state, 3).seconds[-1]
-    # Ranks must take equally many steps.
-    steps = int(np.clip(SECONDS / group.broadcast(usual), 10, TIMED))
-    strong = weak = time_steps(state, steps)
+    """Measure speed, memory and losses on this number of ranks."""
+    state = setup(config, world)
+    group = Group(world)
+    step_seconds = record_steps(state, 3).seconds[-1]
+    # Rank 0 decides for all, as ranks must take equally many steps.
+    steps = int(np.clip(SECONDS / group.broadcast(step_seconds), 10, TIMED))
+    strong = time_steps(state, steps)
+    weak = strong
     # Before the larger batch and float32, which take more.
     peak = max(group.gather(peak_memory(world.device)))
     del state
@@ -197,7 +248,7 @@ def examine(config: Config, world: World) -> dict[str, Any]:
 
 
 def time_steps(state: State, steps: int) -> dict[str, Any]:
-    """The pace of a state that has taken its first steps."""
+    """Time a state that has taken its first steps."""
     interval = median_interval(record_steps(state, steps).seconds)
     state.loader.close()
     rate = state.config.train.global_batch_size / interval.value
@@ -205,26 +256,32 @@ def time_steps(state: State, steps: int) -> dict[str, Any]:
 
 
 def has_drawn(state: State) -> bool:
-    """Whether the last step drew random numbers from torch, as dropout does."""
-    device, seed = state.world.device, state.config.train.seed
-    generators = [torch] if device.type == "cpu" else [torch, getattr(torch, device.type)]
+    """Return whether the last step drew random numbers from torch, as dropout does."""
+    device = state.world.device
+    seed = state.config.train.seed
+    generators: list[Any] = [torch]
+    if device.type != "cpu":
+        generators.append(getattr(torch, device.type))
     after = [generator.get_rng_state() for generator in generators]
-    seed_random(seed, STEP, state.step - 1, state.world.rank, device=device)  # as the step began
+    # As at the start of the step.
+    seed_random(seed, STEP, state.step - 1, state.world.rank, device=device)
     before = [generator.get_rng_state() for generator in generators]
-    return not all(map(torch.equal, after, before))
+    return any(not torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
 def compare(config: Config, world: World) -> dict[str, Any]:
-    """Losses and gradient norms of the first steps, and whether they draw random numbers.
+    """Return losses and gradient norms of the first steps, and whether they draw random numbers.
 
     In float32 and in evaluation mode: dropout and batch statistics depend on how the batch is
     divided among ranks.
     """
     state = setup(override(config, {"train.precision": "fp32"}), world)
-    torch.set_float32_matmul_precision("highest")  # until the next setup; without TF32, whose
-    torch.backends.cudnn.allow_tf32 = False  # rounding depends on how the batch is divided
+    # TF32's rounding also depends on how the batch is divided. Without it until the next setup.
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
     state.module.eval()
-    losses, norms = [], []
+    losses: list[float] = []
+    norms: list[float] = []
     for _ in range(COMPARED):
         losses.append(float(record_steps(state, 1).losses[0]))
         norms.append(float(state.grad_norm))
@@ -234,4 +291,4 @@ def compare(config: Config, world: World) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    sys.exit(run_main(main))

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from renders import finish, load, spoil
 from torch.distributed.tensor import DTensor
 
 STEPS = 3
@@ -51,17 +52,9 @@ def main(task: str, folder: Path, packages: list[str]) -> None:
     """Do what was asked, with one process group for all packages."""
     world, count = None, 0
     for name in packages:
-        package = importlib.import_module(f"{name}.train")
-        config = importlib.import_module(f"{name}.config")
-        settings = config.override(
-            config.preset("tiny"),
-            {
-                "device": "cpu",
-                "run_dir": folder / name,
-                "data.path": folder / "text.txt",
-                "train.steps": STEPS,
-            },
-        )
+        changes = {"device": "cpu", "data.path": folder / "text.txt"}
+        changes |= {"run_dir": folder / name, "train.steps": STEPS}
+        package, settings = load(name, changes)
         if world is None or "RANK" not in os.environ:  # only several ranks share a process group
             world = package.join(settings.parallel, "cpu")
         group = package.Group(world)
@@ -80,10 +73,7 @@ def main(task: str, folder: Path, packages: list[str]) -> None:
             continue
         state = package.setup(settings, world)
         for written in sorted(folder.glob("*.json")):
-            for group_of in state.optimizer.param_groups:
-                for parameter in group_of["params"]:
-                    parameter.data.fill_(7)
-            state.optimizer.state.clear()
+            spoil(state)
             run = folder / written.stem
             try:
                 checkpointer = package.resume(state, run, group)
@@ -95,9 +85,8 @@ def main(task: str, folder: Path, packages: list[str]) -> None:
             checkpointer.close()
             count += 1
         del state
-    if world.rank == 0:
-        print(f"{count} checkpoints read by {len(packages)} projects on {world.size} ranks")
-    package.leave(world)
+    outcome = f"{count} checkpoints read by {len(packages)} projects on {world.size} ranks"
+    finish(package, world, outcome)
 
 
 if __name__ == "__main__":

@@ -3,30 +3,26 @@
 Usage: elastic.py FOLDER RUN STEPS PACKAGE... (by `drill`)
 """
 
-import importlib
 import sys
 from pathlib import Path
 
 import torch
+from renders import load
 
 
 def main(folder: Path, run: str, steps: int, packages: list[str]) -> None:
     """Train with one process group for all packages."""
     world = None
     for name in packages:
-        training = importlib.import_module(f"{name}.train")
-        config = importlib.import_module(f"{name}.config")
-        settings = config.override(
-            config.preset("tiny"),
-            {
-                "device": "cpu",
-                "run_dir": folder / name / run,
-                "train.steps": steps,
-                "train.log_every": 1,
-                "checkpoint.keep": 99,
-                "optim.final_fraction": 1.0,  # a longer run has a longer schedule: hold it flat
-            },
-        )
+        changes = {
+            "device": "cpu",
+            "run_dir": folder / name / run,
+            "train.steps": steps,
+            "train.log_every": 1,
+            "checkpoint.keep": 99,
+            "optim.final_fraction": 1.0,  # a longer run has a longer schedule: hold it flat
+        }
+        training, settings = load(name, changes)
         world = world or training.join(settings.parallel, "cpu")
         training._run(settings, world, [])
     training.leave(world)

@@ -3,7 +3,6 @@
 Usage: hybrid.py FOLDER DDP_PACKAGE FSDP_PACKAGE (by `drill`, on four ranks)
 """
 
-import importlib
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 from cross_load import digest
+from renders import finish, load, spoil
 
 STEPS = 4
 
@@ -40,11 +40,9 @@ def main(folder: Path, ddp: str, fsdp: str) -> None:
         if summed := getattr(torch.distributed, call, None):
             setattr(torch.distributed, call, partial(counted, summed))
     for name, (package, changes) in ways.items():
-        training = importlib.import_module(f"{package}.train")
-        config = importlib.import_module(f"{package}.config")
         changes |= {"device": "cpu", "run_dir": folder / name, "train.steps": STEPS}
         changes |= {"train.log_every": 1, "data.path": folder / "text.txt"}
-        settings = config.override(config.preset("tiny"), changes)
+        training, settings = load(package, changes)
         world = world or training.join(settings.parallel, "cpu")
 
         def watch(
@@ -84,20 +82,14 @@ def main(folder: Path, ddp: str, fsdp: str) -> None:
     for name, part in (("hsdp1", 4), ("hsdp2", 2), ("hsdp4", 1), ("hsdp0", 4)):
         assert states[name] <= 1.1 * whole / part, (name, states)
     for name, (package, changes) in ways.items():
-        training = importlib.import_module(f"{package}.train")
-        config = importlib.import_module(f"{package}.config")
-        state = training.setup(config.override(config.preset("tiny"), changes), world)
+        training, settings = load(package, changes)
+        state = training.setup(settings, world)
         for other in ways:
-            for group in state.optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.data.fill_(7)
-            state.optimizer.state.clear()
+            spoil(state)
             training.resume(state, folder / other, training.Group(world)).close()
             assert digest(state) == digests[other], f"{name} read {other}"
         del state
-    if world.rank == 0:
-        print(f"{len(ways)} ways agree")
-    training.leave(world)
+    finish(training, world, f"{len(ways)} ways agree")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ STEPS = 4
 # A flat schedule, since half a run has another one; and saves at the same steps, since a save
 # brings the ranks' batch statistics to agreement.
 ALIKE = {
+    "train.global_batch_size": 8,
+    "train.validate_samples": 16,
     "optim.warmup_steps": 0,
     "optim.final_fraction": 1.0,
     "train.log_every": 1,

@@ -29,11 +29,11 @@ CASES = {"even": (0, "step", None), "slow step": (0, "step", 2), "slow data": (1
 def slowed(function: Callable[..., Any], slow: bool) -> Callable[..., Any]:
     """The function, after a while."""
 
-    def waiting(*arguments: Any) -> Any:
+    def waiting(*arguments: Any, **options: Any) -> Any:
         seconds = SLOW if slow else EVEN
         time.sleep(seconds)
         CLOCK.seconds += seconds
-        return function(*arguments)
+        return function(*arguments, **options)
 
     return waiting
 

@@ -15,21 +15,6 @@ import torch.distributed as dist
 LATE = 0.5 * int(os.environ["RANK"])  # seconds
 
 
-class Slow:
-    """A dataset of which reading takes its time."""
-
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __len__(self):
-        return len(self.dataset)
-
-    def __getitems__(self, ids):
-        """Wait, then read."""
-        time.sleep(LATE)
-        return self.dataset.__getitems__(ids)
-
-
 def slow_all_reduce(training):
     """Let each step send 32 MB more."""
     all_reduce, much = training.parallel.all_reduce, torch.zeros(8_000_000)
@@ -43,13 +28,14 @@ def slow_all_reduce(training):
 
 def late_rank(training):
     """Let all ranks but the first be late with their data."""
-    build = training.build_datasets
+    sampling = importlib.import_module(f"{training.__package__}.sampling")
+    fetch = sampling.fetch
 
-    def late(config):
-        train, *rest = build(config)
-        return Slow(train), *rest
+    def late(*arguments, **options):
+        time.sleep(LATE)
+        return fetch(*arguments, **options)
 
-    training.build_datasets = late
+    sampling.fetch = late
 
 
 def main(folder: Path, ddp: str, fsdp: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from renders import finish, load
 from torch import nn
 
 STEPS = 16
@@ -44,8 +45,8 @@ def main(folder: Path, packages: list[str]) -> None:
     """Rank 0 prints how many steps a run takes in all, warm-up included."""
     world, taken = None, 0
     for name in packages:
-        training = importlib.import_module(f"{name}.train")
-        config = importlib.import_module(f"{name}.config")
+        run_dir = folder / name
+        training, settings = load(name, SETTINGS | {"run_dir": run_dir})
         naming = importlib.import_module(f"{name}.checkpoint.tensors")
         training.build_model = with_batch_statistics(training.build_model)
         found: list[dict[str, torch.Tensor]] = []
@@ -55,8 +56,6 @@ def main(folder: Path, packages: list[str]) -> None:
                 tensors = naming.flat(state.checkpointer.tensors())
                 found.append({key: tensor.detach().clone() for key, tensor in tensors})
 
-        run_dir = folder / name
-        settings = config.override(config.preset("tiny"), SETTINGS | {"run_dir": run_dir})
         world = world or training.join(settings.parallel, "cpu")
         losses = []
         step = training.train_step
@@ -82,9 +81,7 @@ def main(folder: Path, packages: list[str]) -> None:
         differ = [key for key in whole if not torch.equal(whole[key], resumed[key])]
         assert not differ, f"{name} on {world.size}: {len(differ)} of {len(whole)}: {differ[:3]}"
         assert losses[0] == losses[1] and len(losses[0]) == STEPS
-    if world.rank == 0:
-        print(f"{world.size} ranks: {len(packages)} resumed, {taken} steps")
-    training.leave(world)
+    finish(training, world, f"{world.size} ranks: {len(packages)} resumed, {taken} steps")
 
 
 if __name__ == "__main__":

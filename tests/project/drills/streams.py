@@ -5,15 +5,14 @@ middle to the same bits; any other number of ranks has to be refused.
 """
 
 import importlib
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from renders import load, remove_checkpoint, train_to_the_end
 
 STEPS = 8
 SETTINGS = {
@@ -52,18 +51,10 @@ class Stream:
 def end_of_run(package: str, settings: Any, world: Any) -> tuple[list[int], dict[str, Any]]:
     """Train to the end: what this rank has read, and all tensors of the last checkpoint."""
     training = importlib.import_module(f"{package}.train")
-    naming = importlib.import_module(f"{package}.checkpoint.tensors")
-    build, stream, found = importlib.import_module(f"{package}.data"), Stream(world.rank), {}
+    build, stream = importlib.import_module(f"{package}.data"), Stream(world.rank)
     training.build_datasets = lambda config: (stream, *build.build_datasets(config)[1:])
-
-    def watch(state: Any, record: Any) -> None:
-        if state.step == STEPS:
-            for key, tensor in naming.flat(state.checkpointer.tensors()):
-                found[key] = training.parallel.full_tensor(tensor).detach().clone()
-
-    training._run(settings, world, [SimpleNamespace(after_step=watch)])
-    dist.barrier()
-    return stream.seen, found
+    tensors = train_to_the_end(package, settings, world)
+    return stream.seen, tensors
 
 
 def main(folder: Path, packages: list[str]) -> None:
@@ -71,28 +62,21 @@ def main(folder: Path, packages: list[str]) -> None:
     world = None
     (folder / "text.txt").write_text("Was ever woman in this humour wooed? " * 100)
     for name in packages:
-        training = importlib.import_module(f"{name}.train")
-        config = importlib.import_module(f"{name}.config")
         errors = importlib.import_module(f"{name}.errors")
         run_dir = folder / f"run_{name}"
         own = SETTINGS | {"run_dir": run_dir, "data.path": folder / "text.txt"}
-        settings = config.override(config.preset("tiny"), own)
+        training, settings = load(name, own)
         world = world or training.join(settings.parallel, "cpu")
         outcome = "refused"
         if world.size == 2:
             seen, whole = end_of_run(name, settings, world)
-            dist.barrier()
-            if world.rank == 0:
-                shutil.rmtree(run_dir / f"checkpoints/step_{STEPS:08}")
-            dist.barrier()
+            remove_checkpoint(run_dir, STEPS, world)
             again, resumed = end_of_run(name, settings, world)
             assert len(seen) == 3 * STEPS and again == seen[3 * STEPS // 2 :], (seen, again)
             assert all(torch.equal(resumed[key], tensor) for key, tensor in whole.items())
             outcome = "the same"
         else:
-            if world.rank == 0:
-                shutil.rmtree(run_dir / f"checkpoints/step_{STEPS:08}")
-            dist.barrier()
+            remove_checkpoint(run_dir, STEPS, world)
             try:
                 end_of_run(name, settings, world)
             except errors.UserError as error:

@@ -5,16 +5,14 @@ The first job of a folder trains undisturbed, whose end is kept for the later on
 another number of ranks. Each then goes on from the middle: to the same bits on as many ranks.
 """
 
-import importlib
 import json
-import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from renders import load, remove_checkpoint, train_to_the_end
 
 STEPS = 12
 SETTINGS = {
@@ -33,17 +31,7 @@ SETTINGS = {
 
 def end_of_run(package: str, settings: Any, world: Any) -> dict[str, torch.Tensor]:
     """Train to the end: all tensors of its checkpoint, and the figures that were logged."""
-    training = importlib.import_module(f"{package}.train")
-    naming = importlib.import_module(f"{package}.checkpoint.tensors")
-    found: dict[str, torch.Tensor] = {}
-
-    def watch(state: Any, record: Any) -> None:
-        if state.step == STEPS:
-            for key, tensor in naming.flat(state.checkpointer.tensors()):
-                found[key] = training.parallel.full_tensor(tensor).detach().clone()
-
-    training._run(settings, world, [SimpleNamespace(after_step=watch)])
-    dist.barrier()
+    found = train_to_the_end(package, settings, world)
     for line in (settings.directory / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         for key, value in record.items():
@@ -56,11 +44,8 @@ def main(folder: Path, packages: list[str]) -> None:
     """Rank 0 prints what was compared."""
     world = None
     for name in packages:
-        training = importlib.import_module(f"{name}.train")
-        config = importlib.import_module(f"{name}.config")
         run_dir, kept = folder / name, folder / f"{name}.pt"
-        own = SETTINGS | {"run_dir": run_dir, "data.path": folder}
-        settings = config.override(config.preset("tiny"), own)
+        training, settings = load(name, SETTINGS | {"run_dir": run_dir, "data.path": folder})
         world = world or training.join(settings.parallel, "cpu")
         if new := not kept.exists():
             dist.barrier()
@@ -68,9 +53,7 @@ def main(folder: Path, packages: list[str]) -> None:
             if world.rank == 0:
                 torch.save({"ranks": world.size, "end": whole}, kept)
             dist.barrier()
-        if world.rank == 0:
-            shutil.rmtree(run_dir / f"checkpoints/step_{STEPS:08}")
-        dist.barrier()
+        remove_checkpoint(run_dir, STEPS, world)
         reference, resumed = torch.load(kept), end_of_run(name, settings, world)
         whole, exact = reference["end"], reference["ranks"] == world.size
         assert whole.keys() == resumed.keys()

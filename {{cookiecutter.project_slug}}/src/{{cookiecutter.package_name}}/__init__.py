@@ -18,10 +18,15 @@ def load_trained(
     from .config import load, spec_from_json
     from .data import build_datasets
     from .distributed import Group
+    from .errors import UserError
     from .files import read_json
     from .model import build_model
 
     run_dir = Path(run_dir)
+    if not (run_dir / "config.json").exists():
+        there = sorted(path.parent.name for path in run_dir.parent.glob("*/config.json"))
+        others = f"; there are {', '.join(there)}" if there else ""
+        raise UserError(f"there is no run named {run_dir.name} in {run_dir.parent}/{others}")
     config = load(run_dir / "config.json")
     try:
         spec = spec_from_json(read_json(run_dir / "spec.json"))

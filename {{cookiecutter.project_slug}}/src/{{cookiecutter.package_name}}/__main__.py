@@ -4,6 +4,7 @@ Bare `--help` imports no torch: each command imports what it needs.
 """
 
 import argparse
+import difflib
 import gc
 import importlib
 import logging
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import UserError, exit_code, printable
+from .errors import UserError, printable, run_main
 from .run.logs import log_to_console, make_lenient
 
 log = logging.getLogger(__package__)
@@ -37,8 +38,10 @@ def train(arguments: list[str]) -> int:
     result = run(config)
     from .checkpoint.transfer import summary  # only now, as a run needs none of it
 
-    lines = summary(config.directory, result) if os.environ.get("RANK", "0") == "0" else []
-    log.info("\n  ".join([f"{result.status} at step {result.step}", *lines]))
+    lines = [f"{result.status} at step {result.step}"]
+    if os.environ.get("RANK", "0") == "0":
+        lines += summary(config.directory, result)
+    log.info("\n  ".join(lines))
     return TO_BE_RESTARTED if result.status == "regrouping" else 0
 
 
@@ -81,8 +84,8 @@ def program(run_dir: Path, options: Any) -> str:
 
     if options.to.exists():
         raise UserError(f"{options.to} is there already: nothing is overwritten")
-    chosen = "cpu", options.step, options.weights
-    model, _, config = load_trained(options.source or run_dir, *chosen)
+    source = options.source or run_dir
+    model, _, config = load_trained(source, "cpu", options.step, options.weights)
     _, validation, _ = build_datasets(config)
     batch = fetch(validation, np.array([0, 0]))  # two: a program of one would take no more
     return export_program(options.to, model, lambda: compute_loss(model, batch))
@@ -108,8 +111,9 @@ def infer(arguments: list[str]) -> int:
         device: str = "auto"
 
     options = parse("infer", Inference, arguments)
-    chosen = options.device, options.step, options.weights
-    model, spec, config = load_trained(options.directory, *chosen)
+    model, spec, config = load_trained(
+        options.directory, options.device, options.step, options.weights
+    )
     with torch.no_grad():
         task.infer(model, spec, config, options)
     return 0
@@ -139,10 +143,11 @@ def parse(name: str, kind: type, arguments: list[str]) -> Any:
     from .model import PRESETS
     from .run.directory import with_saved
 
-    about, prog = HELP[name], f"{PROGRAM} {name}"
+    about = HELP[name]
+    program_name = f"{PROGRAM} {name}"
     if not issubclass(kind, Config):
-        return tyro.cli(kind, prog=prog, description=about, args=arguments)
-    parser = argparse.ArgumentParser(prog, add_help=False, allow_abbrev=False)
+        return tyro.cli(kind, prog=program_name, description=about, args=arguments)
+    parser = argparse.ArgumentParser(program_name, add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", default="")
     parser.add_argument("--config", type=Path)
     given, rest = parser.parse_known_args(arguments)
@@ -153,33 +158,53 @@ def parse(name: str, kind: type, arguments: list[str]) -> Any:
 
     def read(saved: dict[str, Any] | None = None) -> Any:
         start = preset(given.preset, kind, saved)
-        start = load(given.config, kind, start) if given.config else start
-        return tyro.cli(kind, prog=prog, description=about, args=rest, default=start)
+        if given.config is not None:
+            start = load(given.config, kind, start)
+        return tyro.cli(kind, prog=program_name, description=about, args=rest, default=start)
 
-    whole = given.config and given.config.suffix != ".toml"  # which leaves nothing open
-    return read() if whole or name != "train" else with_saved(read(), read)
+    # A config.json has all settings, so none is left to take from the run that is continued.
+    has_all_settings = given.config is not None and given.config.suffix != ".toml"
+    if name != "train" or has_all_settings:
+        return read()
+    return with_saved(read(), read)
+
+
+def usage() -> str:
+    """The list of commands."""
+    lines = [f"usage: {PROGRAM} COMMAND [--help] [options]", ""]
+    for name, about in HELP.items():
+        lines.append(f"  {name:<12}{about}")
+    return "\n".join(lines)
 
 
 def dispatch(arguments: list[str]) -> int:
     """Run the command that the first argument names."""
-    lines = [f"  {name:<12}{about}" for name, about in HELP.items()]
-    usage = "\n".join([f"usage: {PROGRAM} COMMAND [--help] [options]", "", *lines])
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help"):
-        print(usage)
+        print(usage())
         return 0
     if name not in HELP:
-        raise UserError(f"there is no command {name!r}\n{usage}")
+        near = difflib.get_close_matches(name, HELP, 1)
+        advice = f": did you mean {near[0]}?" if near else ""
+        raise UserError(f"there is no command {name!r}{advice}\n{usage()}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and name not in ("train", "profile"):
         raise UserError(f"{name} starts the processes that it needs: run it without torchrun")
-    if "RANK" not in os.environ and (tasks := [n for n in TASKS if os.environ.get(n, "1") != "1"]):
-        raise UserError(
-            f"{tasks[0]} is {os.environ[tasks[0]]}: srun or mpirun has started processes that know "
-            "nothing of each other. Start one on each machine, and ranks by torchrun (launch.sh)"
-        )
+    if "RANK" not in os.environ:
+        refuse_ranks_without_torchrun()
     if name in OURS:
         return OURS[name](rest)
     return workflow.run_command(name, rest, lambda kind: parse(name, kind, rest))
+
+
+def refuse_ranks_without_torchrun() -> None:
+    """UserError if srun or mpirun has started several processes."""
+    for variable in TASKS:
+        if os.environ.get(variable, "1") != "1":
+            raise UserError(
+                f"{variable} is {os.environ[variable]}: srun or mpirun has started processes that "
+                "know nothing of each other. Start one on each machine, and ranks by torchrun "
+                "(launch.sh)"
+            )
 
 
 def main() -> int:
@@ -193,7 +218,7 @@ def main() -> int:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     stdout: Any = sys.stdout
     stdout.reconfigure(errors="backslashreplace")  # a name in a file may be no text
-    return exit_code(lambda: dispatch(sys.argv[1:]))
+    return run_main(lambda: dispatch(sys.argv[1:]))
 
 
 if __name__ == "__main__":

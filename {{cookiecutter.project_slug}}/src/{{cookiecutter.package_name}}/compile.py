@@ -8,7 +8,6 @@ import logging
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,8 @@ from .distributed import parallel
 from .errors import STOP_SIGNALS
 
 log = logging.getLogger(__name__)
-BLOCKED = {*STOP_SIGNALS} - {signal.SIGINT}  # a person types Ctrl-C: it may end a compiler
+# Signals that wait for the compiler. Ctrl-C does not: the person who types it wants an end.
+BLOCKED = {*STOP_SIGNALS} - {signal.SIGINT}
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,31 @@ class CompileConfig:
 
 def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
     """Keep only each block's input, and compute the rest again in backward (Chen et al., 2016)."""
-    for block in (each for each in blocks if getattr(each, "recompute", True)):
-        names = block.state_dict().keys() & dict(block.named_buffers()).keys()
-        block.forward = as_function(partial(_recomputed, block, block.forward, names))
+    for block in blocks:
+        if getattr(block, "recompute", True):
+            block.forward = recomputed_forward(block)
 
 
-def _recomputed(block: nn.Module, forward: Any, names: set[str], *given: Any, **named: Any) -> Any:
-    if names and not torch.compiler.is_compiling():  # compiled, a forward writes its buffers once
-        # The second forward must see the buffers of the first one, and not change them again.
-        before = {name: block.get_buffer(name).clone() for name in names}
-        second = partial(stateless._reparametrize_module, block, before)
-        named["context_fn"] = lambda: (contextlib.nullcontext(), second())
-    return checkpoint(forward, *given, use_reentrant=False, **named)
+def recomputed_forward(block: nn.Module) -> Callable[..., Any]:
+    """Wrap a block's forward, so that backward computes its activations a second time."""
+    forward = block.forward
+    # Buffers that checkpoints have, such as batch statistics: a forward may change them.
+    buffer_names = block.state_dict().keys() & dict(block.named_buffers()).keys()
+
+    def recomputed(*arguments: Any, **named: Any) -> Any:
+        # The second forward must see the buffers that the first one saw, and must not change them
+        # again. It works on copies. Compiled code writes a buffer once anyway.
+        if buffer_names and not torch.compiler.is_compiling():
+            before = {name: block.get_buffer(name).clone() for name in buffer_names}
+
+            def contexts() -> tuple[Any, Any]:
+                second = stateless._reparametrize_module(block, before)
+                return contextlib.nullcontext(), second
+
+            named["context_fn"] = contexts
+        return checkpoint(forward, *arguments, use_reentrant=False, **named)
+
+    return recomputed
 
 
 def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: CompileConfig) -> None:
@@ -59,42 +72,58 @@ def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: Compile
     if mode == "full" and parallel.SHARDED and torch.distributed.is_initialized():
         log.warning("--compile.mode full means blocks: FSDP's hooks break the graph of a model")
         mode = "blocks"
-    targets = {"none": [], "blocks": list(blocks), "full": [model]}[mode]
+    if mode == "none":
+        return
+    targets = [model] if mode == "full" else list(blocks)
     if targets:
-        torch._dynamo.utils.set_compilation_metrics_limit(4096)  # else all but 64 are forgotten
-        # DDP would cut compiled blocks at the bounds of its buckets.
+        # By default torch forgets the metrics of all but the last 64 compilations.
+        torch._dynamo.utils.set_compilation_metrics_limit(4096)
+        # DDP cuts a compiled model at the bounds of its buckets. That overlaps communication with
+        # backward in a whole model, but would only cut blocks into pieces.
         torch._dynamo.config.optimize_ddp = mode == "full"
-    options = {"dynamic": config.dynamic, "backend": config.backend}
     kernels = "max-autotune-no-cudagraphs" if config.autotune else None
+    options: dict[str, Any] = {
+        "mode": kernels,
+        "dynamic": config.dynamic,
+        "backend": config.backend,
+    }
     for target in targets:
         if type(target).forward.__module__.startswith("torch."):
-            # compile() passes over torch's own functions, so it would compile nothing of a bare
-            # nn.Sequential or nn.TransformerEncoderLayer.
-            target.forward = torch.compile(as_function(target.forward), mode=kernels, **options)
+            # The compiler skips torch's own functions, so `target.compile()` would compile nothing
+            # of a bare nn.Sequential or nn.TransformerEncoderLayer.
+            target.forward = torch.compile(as_function(target.forward), **options)
         else:
-            target.compile(mode=kernels, **options)
+            target.compile(**options)
 
 
 def as_function(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call` as a plain function: the compiler passes over partials and torch's own functions."""
-    return lambda *arguments, **named: call(*arguments, **named)
+    """Wrap `call` in a function of this package, which the compiler does not skip."""
+
+    def function(*arguments: Any, **named: Any) -> Any:
+        return call(*arguments, **named)
+
+    return function
 
 
 class Compiling:
-    """A callback for runs that compile: keeps stop signals from compilers, sums up at the end."""
+    """A callback of runs that compile: it holds back stop signals and logs a summary at the end."""
 
-    # A stop signal to the process group would end the processes that compile, and the step with
-    # them. So it is blocked while the compiler works, which its processes inherit, and comes later.
+    # A stop signal goes to the whole process group. It would end the compiler's processes, and the
+    # step with them. So it is blocked while the compiler works, in these processes too, since they
+    # inherit the mask; it arrives once the compiler is done.
     def __enter__(self) -> "Compiling":
-        torch._dynamo.callback_handler.register_start_callback(self._block)
-        torch._dynamo.callback_handler.register_end_callback(self._unblock)
+        handler = torch._dynamo.callback_handler
+        handler.register_start_callback(self._block)
+        handler.register_end_callback(self._unblock)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        torch._dynamo.callback_handler.remove_start_callback(self._block)
-        torch._dynamo.callback_handler.remove_end_callback(self._unblock)
+        handler = torch._dynamo.callback_handler
+        handler.remove_start_callback(self._block)
+        handler.remove_end_callback(self._unblock)
         if kind is None:
-            log.log(logging.INFO if graphs() else logging.WARNING, "%s", compile_summary())
+            level = logging.INFO if graphs() else logging.WARNING
+            log.log(level, "%s", compile_summary())
 
     def _block(self, compilation: object) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
@@ -104,23 +133,27 @@ class Compiling:
 
 
 def graphs() -> int:
-    """How many graphs were compiled in this process."""
+    """Count the graphs that were compiled in this process."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def compile_seconds() -> float:
-    """How long compiling took in this process, backward graphs included."""
+    """Sum up the time that compiling took in this process, backward graphs included."""
     entries = torch._dynamo.utils.get_compilation_metrics()
     return sum(entry.duration_us or 0 for entry in entries) / 1e6
 
 
 def compile_summary() -> str:
-    """One line on the compiler's work in this process."""
+    """Summarize in one line what the compiler did in this process."""
     entries = torch._dynamo.utils.get_compilation_metrics()
+    breaks = len(torch._dynamo.utils.graph_break_reasons)
+    recompiles = sum(1 for entry in entries if entry.recompile_reason)
     parts = [
         f"compiled {graphs()} graphs in {compile_seconds():.1f} s",
-        f"graph breaks: {len(torch._dynamo.utils.graph_break_reasons)}",
-        f"recompiles: {sum(bool(entry.recompile_reason) for entry in entries)}",
+        f"graph breaks: {breaks}",
+        f"recompiles: {recompiles}",
     ]
-    failed = [entry.fail_reason.splitlines()[0] for entry in entries if entry.fail_reason]
-    return "; ".join(parts + [f"runs eagerly: {reason}" for reason in failed[:1]])
+    failures = [entry.fail_reason for entry in entries if entry.fail_reason]
+    if failures:
+        parts.append(f"runs eagerly: {failures[0].splitlines()[0]}")
+    return "; ".join(parts)

@@ -69,17 +69,23 @@ class TrainConfig:
     """Skipped steps in a row that end the run (0: never)."""
 
     def __post_init__(self) -> None:
-        positive = ("steps", "global_batch_size", "micro_batch_size", "log_every")
         for name, value in vars(self).items():
-            least = int(name in positive)
+            least = 0
+            if name in ("steps", "global_batch_size", "micro_batch_size", "log_every"):
+                least = 1
             if isinstance(value, int | float) and not least <= value < math.inf:
                 raise UserError(f"--train.{name.replace('_', '-')} must be at least {least}")
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
         """The dtype of matrix products on `device`."""
-        fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        low = self.precision == "bf16" or (self.precision == "auto" and fast)
-        return torch.bfloat16 if low else torch.float32
+        if self.precision == "bf16":
+            return torch.bfloat16
+        if self.precision == "fp32" or device.type != "cuda":
+            return torch.float32
+        # GPUs without bf16 units emulate it, which is slower than float32.
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.bfloat16
+        return torch.float32
 
 
 @dataclass(frozen=True)
@@ -148,10 +154,12 @@ class Config(RunLocation):
 
 def preset(name: str = "", kind: type[C] = Config, saved: dict[str, Any] | None = None) -> C:
     """The settings of a preset, over those `saved` with a run; UserError for an unknown one."""
-    if name and name not in PRESETS:
+    if name and name not in PRESETS and name != "default":
         raise UserError(f"--preset {name}: unknown preset; choose from {', '.join(PRESETS)}")
-    start = override(override(kind(), PRESETS["default"]), saved or {}, lenient=True)
-    return override(start, PRESETS[name] if name else {})
+    # A model of your own may have a preset named "default", which every start begins with.
+    start = override(kind(), PRESETS.get("default", {}))
+    start = override(start, saved or {}, lenient=True)
+    return override(start, PRESETS.get(name, {}))
 
 
 def load(path: Path, kind: type[C] = Config, start: C | None = None) -> C:
@@ -159,13 +167,14 @@ def load(path: Path, kind: type[C] = Config, start: C | None = None) -> C:
 
     The latter without what names that run (its name, its store).
     """
-    path = path / "config.json" if path.is_dir() else path
-    toml = path.suffix == ".toml"
-    changes = read_toml(path) if toml else read_json(path)
-    if toml and kind is Config:  # a run's own settings, from a file for the stages, too
+    if path.is_dir():
+        path = path / "config.json"
+    is_toml = path.suffix == ".toml"
+    changes = read_toml(path) if is_toml else read_json(path)
+    if is_toml and kind is Config:  # a run's own settings, from a file for the stages, too
         changes = {n: value for n, value in changes.items() if not n.startswith("workflow.")}
     try:
-        if toml:
+        if is_toml:
             return override(start or preset("", kind), changes)
         # A setting that it lacks is newer, and has its default; a preset may have changed since.
         changes = {n: value for n, value in changes.items() if n not in OF_ONE_RUN}
@@ -203,7 +212,9 @@ def override(config: C, changes: dict[str, Any], lenient: bool = False) -> C:
     if unknown and lenient:
         log.info("settings that this project does not have are ignored: %s", ", ".join(unknown))
     elif unknown:
-        near = difflib.get_close_matches(name := min(unknown), dict(flatten(to_json(config))), 1)
+        name = min(unknown)
+        known = [known_name for known_name, _ in flatten(to_json(config))]
+        near = difflib.get_close_matches(name, known, 1)
         advice = f": did you mean {near[0]}?" if near else ""
         raise UserError(f"{name} is not a setting of this project{advice}")
     return config
@@ -212,39 +223,56 @@ def override(config: C, changes: dict[str, Any], lenient: bool = False) -> C:
 def _replace(part: Any, changes: dict[str, Any], unknown: dict[str, Any], prefix: str = "") -> Any:
     """Change a part of the settings; names that it does not have go to `unknown`."""
     # All changes to a part are made together, since it may check settings against each other.
-    together: dict[str, Any] = {}
+    by_field: dict[str, Any] = {}
     for name, value in changes.items():
-        first, dot, rest = name.partition(".")
-        before = together.get(first, {})
-        together[first] = {**before, rest: value} if dot and isinstance(before, dict) else value
-    types, values = get_type_hints(type(part)), {}
-    for name, value in together.items():
-        # checkpoint.every was "auto" in earlier releases.
-        if name not in types or (prefix + name, value) == ("checkpoint.every", "auto"):
-            unknown.update(flatten({prefix + name: value}))
-        elif not is_dataclass(types[name]):
-            values[name] = _checked(prefix + name, value, types[name])
-        elif isinstance(value, dict):
-            values[name] = _replace(getattr(part, name), value, unknown, f"{prefix}{name}.")
+        field_name, dot, rest = name.partition(".")
+        before = by_field.get(field_name, {})
+        if dot and isinstance(before, dict):
+            by_field[field_name] = {**before, rest: value}
         else:
-            raise UserError(f"{prefix}{name} is {repr(value)[:60]}: expected settings by name")
+            by_field[field_name] = value
+    types = get_type_hints(type(part))
+    values: dict[str, Any] = {}
+    for name, value in by_field.items():
+        full_name = prefix + name
+        # checkpoint.every was "auto" in earlier releases.
+        was_auto = full_name == "checkpoint.every" and value == "auto"
+        if name not in types or was_auto:
+            unknown.update(flatten({full_name: value}))
+        elif not is_dataclass(types[name]):
+            values[name] = _checked(full_name, value, types[name])
+        elif isinstance(value, dict):
+            values[name] = _replace(getattr(part, name), value, unknown, f"{full_name}.")
+        else:
+            raise UserError(f"{full_name} is {repr(value)[:60]}: expected settings by name")
     return replace(part, **values)
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
     """A value from JSON or TOML, as a setting of that type holds it; UserError if it is none."""
-    for kind in get_args(hint) if isinstance(hint, UnionType) else (hint,):
-        origin: Any = get_origin(kind) or kind
-        if origin is Literal:
-            choices = get_args(kind)
-            fits = any(type(value) is type(choice) and value == choice for choice in choices)
-        else:  # True is an int in Python
-            fits = isinstance(value, ACCEPTED.get(origin, origin))
-            fits = fits and isinstance(value, bool) == (origin is bool)
-            # What counts something has 64 bits in torch; a seed may be any number.
-            large = fits and origin in (int, float) and 1 << 63 <= abs(value) < math.inf
-            fits = fits and (not large or name == "train.seed")
-        if fits:
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    for kind in kinds:
+        if _fits(value, kind) and not _is_too_large(name, value):
+            origin: Any = get_origin(kind) or kind
+            # JSON has no paths and no tuples.
             return origin(value) if origin in (Path, tuple) else value
     expected = hint.__name__ if isinstance(hint, type) else str(hint).removeprefix("typing.")
     raise UserError(f"{name} is {repr(value)[:60]}: expected {expected}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value from JSON or TOML can be a setting of this type."""
+    origin: Any = get_origin(kind) or kind
+    if origin is Literal:
+        # The type as well: True equals 1 in Python.
+        return any(type(value) is type(choice) and value == choice for choice in get_args(kind))
+    if isinstance(value, bool) or origin is bool:
+        return isinstance(value, bool) and origin is bool
+    return isinstance(value, ACCEPTED.get(origin, origin))
+
+
+def _is_too_large(name: str, value: Any) -> bool:
+    """Whether a number needs more than 64 bits, which no step could count; a seed may."""
+    if name == "train.seed" or not isinstance(value, int | float):
+        return False
+    return 1 << 63 <= abs(value) < math.inf

@@ -1,4 +1,4 @@
-"""The device of this process: choosing it, setting torch up, copies to it, names in its traces."""
+"""The device of this process: choose it, set torch up, copy batches to it, name parts of traces."""
 
 import contextlib
 import os
@@ -12,10 +12,14 @@ from .errors import UserError
 
 def pick_device(name: str) -> torch.device:
     """Resolve "auto", "cpu", "cuda", "cuda:1", "mps" for this process; UserError if not there."""
-    available = {"cpu": True, "cuda": torch.cuda.is_available()}
-    available["mps"] = torch.backends.mps.is_available() and "RANK" not in os.environ  # no gloo
+    available = {
+        "cuda": torch.cuda.is_available(),
+        # Several ranks cannot use MPS: no backend has collectives for it.
+        "mps": torch.backends.mps.is_available() and "RANK" not in os.environ,
+        "cpu": True,
+    }
     if name == "auto":
-        name = next(kind for kind in ("cuda", "mps", "cpu") if available[kind])
+        name = next(kind for kind in available if available[kind])
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -23,26 +27,36 @@ def pick_device(name: str) -> torch.device:
     if not available.get(device.type, False):
         raise UserError(f"--device {name}: there is no such device here; try --device auto")
     if device.type == "cuda":
-        index = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
-        if index >= (count := torch.cuda.device_count()):
-            ways_out = "start fewer processes on this machine, or use --device cpu"
-            raise UserError(f"there is no GPU {index} among the {count} here: {ways_out}")
-        device = torch.device("cuda", index)
+        return pick_gpu(device)
     return device
 
 
+def pick_gpu(device: torch.device) -> torch.device:
+    """Give "cuda" the index of this process on its machine; UserError if there is no such GPU."""
+    index = device.index
+    if index is None:
+        index = int(os.environ.get("LOCAL_RANK", "0"))
+    count = torch.cuda.device_count()
+    if index >= count:
+        ways_out = "start fewer processes on this machine, or use --device cpu"
+        raise UserError(f"there is no GPU {index} among the {count} here: {ways_out}")
+    return torch.device("cuda", index)
+
+
 def set_up_torch(seed: int, deterministic: bool, compute_dtype: torch.dtype) -> None:
-    """Seed what builds the model; choose kernels."""
+    """Seed the initialisation of the model; choose kernels."""
     torch.manual_seed(seed % 2**63)
-    # Products of float32 that are left: TF32 where a GPU has it, bfloat16 where all others are.
-    torch.set_float32_matmul_precision("high" if compute_dtype == torch.float32 else "medium")
+    # For matrix products that remain in float32: "high" is TF32 on GPUs that have it, "medium" is
+    # bfloat16, as autocast computes all the others.
+    precision = "high" if compute_dtype == torch.float32 else "medium"
+    torch.set_float32_matmul_precision(precision)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all work it was given."""
+    """Wait until the device has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -50,21 +64,29 @@ def synchronize(device: torch.device) -> None:
 
 
 def annotated(name: str) -> contextlib.AbstractContextManager:
-    """Name what runs inside in a trace; free without a profiler (a name costs microseconds)."""
-    return record_function(name) if torch.autograd._profiler_enabled() else contextlib.nullcontext()
+    """Name what runs inside in a trace; without a profiler it costs nothing."""
+    # `record_function` takes microseconds even when nothing is recorded.
+    if torch.autograd._profiler_enabled():
+        return record_function(name)
+    return contextlib.nullcontext()
 
 
 def move(batch: Any, device: torch.device) -> Any:
     """Copy the tensors of a batch (nested dicts, lists, tuples) to a device, without waiting."""
     if device.type == "cpu":
-        return batch  # it was made there
+        # The loader made it there.
+        return batch
     if isinstance(batch, torch.Tensor):
+        # The host would wait for a copy from pageable memory.
         if device.type == "cuda" and not batch.is_pinned():
-            batch = batch.pin_memory()  # else the host would wait for the copy
+            batch = batch.pin_memory()
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
         return {key: move(value, device) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
-        parts = [move(value, device) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        values = [move(value, device) for value in batch]
+        # Named tuples take their fields one by one.
+        if hasattr(batch, "_fields"):
+            return type(batch)(*values)
+        return type(batch)(values)
     return batch

@@ -1,10 +1,11 @@
-"""An exponential moving average of the weights (EMA), kept with the optimizer's state.
+"""An exponential moving average of the weights (EMA), stored in the optimizer's state.
 
-So checkpoints have it, sharded as the weights are, and a resumed run continues it.
+So checkpoints hold it, sharded as the weights are, and a resumed run continues it.
 """
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,33 +16,41 @@ EMA = "ema"
 
 
 def keep_average(optimizer: torch.optim.Optimizer) -> None:
-    """From now on, let averages follow the weights at each step, by the groups' "ema_decay"."""
+    """Let averages follow the weights from now on, at each step, by the groups' "ema_decay"."""
     for group in optimizer.param_groups:
-        group["ema_decay"] = 0.0  # the schedule sets it
-    optimizer.register_step_post_hook(lambda optimizer, *_: _follow(optimizer))
+        # The schedule sets it before each step.
+        group["ema_decay"] = 0.0
+    optimizer.register_step_post_hook(_update_averages)
 
 
 @torch.no_grad()
-def _follow(optimizer: torch.optim.Optimizer) -> None:
+def _update_averages(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         trained = [p for p in group["params"] if p.grad is not None]
+        if not trained:
+            continue
         for p in trained:
-            if EMA not in optimizer.state[p]:  # begins with the weights after the first step
+            # The average begins with the weights after the first step.
+            if EMA not in optimizer.state[p]:
                 optimizer.state[p][EMA] = p.detach().clone()
         weights = [parallel.local_part(p) for p in trained]
         averages = [parallel.local_part(optimizer.state[p][EMA]) for p in trained]
-        if weights:
-            bad = getattr(optimizer, "found_inf", None)  # a step that changes nothing (a tensor)
-            part = (1 - group["ema_decay"]) * (1 if bad is None else 1 - bad)
-            changes = torch._foreach_sub(weights, averages)
-            torch._foreach_mul_(changes, part)
-            torch._foreach_add_(averages, changes)
+        fraction = 1 - group["ema_decay"]
+        # A bad step leaves the averages alone. Its flag is a tensor, which the host must not read.
+        is_bad = getattr(optimizer, "found_inf", None)
+        if is_bad is not None:
+            fraction = fraction * (1 - is_bad)
+        changes = torch._foreach_sub(weights, averages)
+        torch._foreach_mul_(changes, fraction)
+        torch._foreach_add_(averages, changes)
 
 
 @contextlib.contextmanager
 def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Give the model the averages in place of its weights; what has none keeps its weight."""
-    # Its buffers (batch statistics) stay as they are.
+    """Exchange the model's weights for their averages inside the `with` block.
+
+    Weights without an average stay, and so do buffers (batch statistics).
+    """
     _exchange(model, optimizer)
     try:
         yield
@@ -51,10 +60,13 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
 
 @torch.no_grad()
 def _exchange(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model.state_dict()  # lets go what FSDP has gathered, which would be the other weights
+    # FSDP may still hold gathered weights from the last forward. `state_dict` makes it free them,
+    # or the next forward would use these and not the exchanged ones.
+    model.state_dict()
     for p, state in optimizer.state.items():
         if EMA in state:
-            weight, average = parallel.local_part(p), parallel.local_part(state[EMA])
-            kept = weight.clone()
+            weight = parallel.local_part(p)
+            average = parallel.local_part(state[EMA])
+            old_weight = weight.clone()
             weight.copy_(average)
-            average.copy_(kept)
+            average.copy_(old_weight)

@@ -25,13 +25,19 @@ class RankError(RuntimeError):
 
 def command_for(name: str, run_dir: Path) -> str:
     """What to type to train in this run directory, or to run a stage for it, with its settings."""
-    words = ["python", "-m", __package__, name, "--run-dir", str(run_dir)]
-    if (settings := run_dir / "config.json").exists():
+    words = ["python", "-m", __package__, name]
+    if run_dir.parent == Path("runs"):
+        words += ["--name", run_dir.name]
+    else:
+        words += ["--run-dir", str(run_dir)]
+    settings = run_dir / "config.json"
+    # `train` takes the settings of the run that it continues; the stages have to be told.
+    if name != "train" and settings.exists():
         words += ["--config", str(settings)]
     return shlex.join(words)
 
 
-def exit_code(command: Callable[[], int]) -> int:
+def run_main(command: Callable[[], int]) -> int:
     """Run a command: 0 when all is well, 1 when something went wrong, 2 for bad input.
 
     Under torchrun the process ends here.
@@ -40,7 +46,7 @@ def exit_code(command: Callable[[], int]) -> int:
         code = command()
     except KeyboardInterrupt:
         code = 130
-    except BrokenPipeError:  # nobody reads on, as after `--help | head`
+    except BrokenPipeError:  # nobody reads any more, as after `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes at exit
         code = 1
     except SystemExit as stop:  # of options that are wrong, or of a stage that was stopped
@@ -50,29 +56,38 @@ def exit_code(command: Callable[[], int]) -> int:
         if not line and "RANK" not in os.environ:
             raise  # Python prints the traceback, or a debugger stops here
         code = 2 if isinstance(error, UserError) else 1
-        rank = ""
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            # Most errors are of all ranks: the first reports it, and the launcher ends this one.
-            time.sleep(1.0)
-            rank = f"[rank {os.environ['RANK']}] "
-        print(rank + printable(line or traceback.format_exc().rstrip()), file=sys.stderr)
+        _report(line or traceback.format_exc().rstrip())
     if "RANK" in os.environ:
         # Leave at once: finalisers of the process group may wait for ranks that are gone, and
         # threads of libraries may abort the interpreter, after which torchrun would restart all.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    atexit.register(gc.freeze)  # or Python, as it ends, looks for garbage in all of torch: 1 s
-    for number in {*STOP_SIGNALS} - {signal.SIGINT}:
+    # Python would look for garbage in all of torch as it ends, which takes a second.
+    atexit.register(gc.freeze)
+    for number in STOP_SIGNALS:
         # Stop signals often come twice, and Python removes its own handlers on its way out.
-        signal.signal(number, signal.SIG_IGN)
+        if number != signal.SIGINT:
+            signal.signal(number, signal.SIG_IGN)
     return code
+
+
+def _report(text: str) -> None:
+    """Print an error to stderr; the first rank of a machine before the others."""
+    rank = ""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        # Most errors are of all ranks: the first reports it, and the launcher ends this one.
+        time.sleep(1.0)
+        rank = f"[rank {os.environ['RANK']}] "
+    print(rank + printable(text), file=sys.stderr)
 
 
 def _in_one_line(error: Exception) -> str:
     """The line that says all about an error; nothing for one that needs its traceback."""
     text = str(error)
-    if isinstance(error, UserError | RankError) or (isinstance(error, OSError) and error.filename):
+    if isinstance(error, UserError | RankError):
+        return f"error: {text}"
+    if isinstance(error, OSError) and error.filename:
         return f"error: {text}"
     if "RANK" in os.environ and "gloo" in text and "by peer" in text:
         return "error: this rank cannot continue, since another one is gone"

@@ -25,9 +25,13 @@ def naming(path: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # torch.save replaces the error that its file raised by one of its own.
-        cause = error if isinstance(error, OSError | UserError) else error.__context__
-        if not isinstance(cause, OSError) or not cause.errno or (cause is error and cause.filename):
+        cause: BaseException | None = error
+        if not isinstance(error, OSError | UserError):
+            # torch.save replaces the error that its file raised by one of its own.
+            cause = error.__context__
+        if not isinstance(cause, OSError) or not cause.errno:
+            raise
+        if cause is error and cause.filename:
             raise
         raise OSError(cause.errno, cause.strerror, str(cause.filename or path)) from error
 
@@ -85,7 +89,8 @@ def open_to_write(path: Path | str, mode: str = "w", **options: Any) -> Any:
                 raise UserError(f"{name} is a link or no plain file, and is not written: remove it")
         return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
-    options = options if "b" in mode else {"encoding": "utf-8", **options}
+    if "b" not in mode:
+        options.setdefault("encoding", "utf-8")
     return open(path, mode, opener=regular, **options)
 
 
@@ -104,7 +109,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a small file whole and sync it: a reader sees the old one or the new one."""
-    content = content if isinstance(content, bytes) else content.encode(errors="replace")
+    if isinstance(content, str):
+        content = content.encode(errors="replace")
     with replacing(path) as temporary, naming(path), open_to_write(temporary, "wb") as file:
         file.write(content)
         file.flush()
@@ -133,7 +139,10 @@ def fingerprint(*parts: Any) -> str:
     """Identify data in memory, in 16 letters, by every byte of arrays, numbers and text."""
     digest = hashlib.sha256()
     for part in parts:
-        content = repr(part).encode() if isinstance(part, int | str) else memoryview(part).cast("B")
+        if isinstance(part, int | str):
+            content: bytes | memoryview = repr(part).encode()
+        else:
+            content = memoryview(part).cast("B")
         digest.update(len(content).to_bytes(8, "little"))
         digest.update(content)
     return digest.hexdigest()[:16]
@@ -145,13 +154,19 @@ def fingerprint_files(root: Path, files: Sequence[Path], *stated: int | str) -> 
     Reads at most a megabyte, spread evenly, whatever the data's size. It does not notice a change
     that keeps every size and every probed range.
     """
-    sized = [(file, file.stat().st_size) for file in files]
-    listing = "\n".join(f"{file.relative_to(root).as_posix()} {size}" for file, size in sized)
+    listing = []
+    sizes = []
+    for file in files:
+        size = file.stat().st_size
+        sizes.append(size)
+        listing.append(f"{file.relative_to(root).as_posix()} {size}")
+    # PROBES in all: several in each of a few files, or one in each of some of many.
+    every = max(1, -(-len(files) // PROBES))
+    in_each = max(1, PROBES // max(1, len(files)))
     probes = []
-    for file, size in sized[:: -(-len(files) // PROBES)]:
+    for file, size in list(zip(files, sizes, strict=True))[::every]:
         with open(file, "rb", buffering=0) as opened:
-            places = max(1, PROBES // len(files))
-            for place in range(places):
-                opened.seek(max(0, size - PROBE_BYTES) * place // max(1, places - 1))
+            for probe in range(in_each):
+                opened.seek(max(0, size - PROBE_BYTES) * probe // max(1, in_each - 1))
                 probes.append(opened.read(PROBE_BYTES))
-    return fingerprint(listing, b"".join(probes), *stated)
+    return fingerprint("\n".join(listing), b"".join(probes), *stated)

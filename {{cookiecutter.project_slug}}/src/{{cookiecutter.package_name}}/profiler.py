@@ -4,37 +4,48 @@ import logging
 import os
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
 from .device import synchronize
 from .files import replacing
 
+if TYPE_CHECKING:
+    from .config import ProfileConfig
+    from .train import State
+
 log = logging.getLogger(__name__)
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints that it starts and stops
-# Each window is written at its end; its warm-up is for the user to choose.
+# Without this, Kineto prints whenever it starts and stops.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+# Each window is written when it ends, and the user chooses its warm-up: neither is a problem.
 warnings.filterwarnings("ignore", ".*Profiler (clears events|won't be using warmup)")
 
 
 class Profiler:
-    """A callback: traces windows of steps into a directory.
+    """A callback: traces windows of steps (warm-up and recorded ones) into a directory.
 
-    A window ends at each multiple of `every`, wherever the run was resumed; of its own length, if
-    that is more.
+    A window ends at each multiple of `every`, wherever the run was resumed. If a window is longer
+    than `every`, it ends at each multiple of its length.
     """
 
-    def __init__(self, config: Any, directory: Path, state: Any) -> None:
-        self.config, self.directory, self.world = config, directory, state.world
+    def __init__(self, config: "ProfileConfig", directory: Path, state: "State") -> None:
+        self.config = config
+        self.directory = directory
+        self.world = state.world
+        self.step = state.step
         self.written: list[Path] = []
-        self.step, self.window = state.step, config.warmup + config.active
+        self.window = config.warmup + config.active
         self.period = max(config.every, self.window)
-        wait = self.period - self.window
-        action = schedule(wait=wait, warmup=config.warmup, active=config.active)
-        kinds = ("CPU", "CUDA") if self.world.device.type == "cuda" else ("CPU",)
+        self.action = schedule(
+            wait=self.period - self.window, warmup=config.warmup, active=config.active
+        )
+        activities = [ProfilerActivity.CPU]
+        if self.world.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
         self.profile = profile(
-            activities=[getattr(ProfilerActivity, kind) for kind in kinds],
-            schedule=lambda _: action(self.step),
+            activities=activities,
+            schedule=self._action_now,
             on_trace_ready=self._write,
             record_shapes=True,
             profile_memory=True,
@@ -45,21 +56,32 @@ class Profiler:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        # A window that is cut off is not written.
         self.profile.on_trace_ready = None
         self.profile.stop()
 
-    def after_step(self, state: Any, record: dict[str, Any] | None = None) -> None:
-        """Go on to the next step of a window; between windows torch's profiler is left alone."""
+    def after_step(self, state: "State", record: dict[str, Any] | None = None) -> None:
+        """Continue to the next step of a window; between windows the profiler is left alone."""
         self.step = state.step
-        left = self.period - 1 - self.step % self.period  # steps of the period after the next one
-        if left in (self.config.active - 1, self.period - 1):
-            synchronize(self.world.device)  # the traced steps then hold only their own kernels
-        if left < self.window or left == self.period - 1:
+        # The position of the next step in its period, counted from the end of that period.
+        steps_after_next = self.period - 1 - self.step % self.period
+        records_from_next = steps_after_next == self.config.active - 1
+        window_ended = steps_after_next == self.period - 1
+        # The host waits only here, so that a trace holds the kernels of its own steps alone.
+        if records_from_next or window_ended:
+            synchronize(self.world.device)
+        if steps_after_next < self.window or window_ended:
             self.profile.step()
+
+    def _action_now(self, _: int) -> ProfilerAction:
+        """Return what to do in the next step, whatever count of steps the profiler has."""
+        # The profiler counts from 0 at each start of the run, and skips steps between windows.
+        return self.action(self.step)
 
     def _write(self, finished: profile) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.written.append(self.directory / f"step_{self.step:08d}_rank_{self.world.rank}.json.gz")
-        with replacing(self.written[-1]) as temporary:
+        path = self.directory / f"step_{self.step:08d}_rank_{self.world.rank}.json.gz"
+        with replacing(path) as temporary:
             finished.export_chrome_trace(str(temporary))
-        log.info("trace of %d steps: %s", self.config.active, self.written[-1])
+        self.written.append(path)
+        log.info("trace of %d steps: %s", self.config.active, path)

@@ -2,11 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from .errors import UserError
+
+if TYPE_CHECKING:
+    from .config import Config
 
 
 @dataclass(frozen=True)
@@ -33,28 +36,35 @@ class ScheduleConfig:
             raise UserError("--optim.ema must be in [0, 1), --optim.decay-share in (0, 1]")
 
 
-def set_schedule(optimizer: torch.optim.Optimizer, config: Any, step: int) -> None:
-    """Set what changes with the optimizer step, counted from 0.
+def set_schedule(optimizer: torch.optim.Optimizer, config: "Config", step: int) -> None:
+    """Set the learning rate, and the decay of the average, for a step (counted from 0).
 
     The learning rate of a group is the schedule's times its "rate_factor" (default: 1).
     """
     rate = learning_rate(config.optim, step, config.train.steps)
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("rate_factor", 1.0)
-        if "ema_decay" in group:  # faster at first, or the first weights would stay in the average
+        # The decay is smaller at first. Otherwise the first weights would stay in the average for
+        # long.
+        if "ema_decay" in group:
             group["ema_decay"] = min(config.optim.ema, (1 + step) / (10 + step))
 
 
 def learning_rate(config: ScheduleConfig, step: int, steps: int) -> float:
-    """The rate of optimizer step `step`, counted from 0, of a run of `steps`."""
+    """Compute the learning rate of a step (counted from 0) in a run of `steps`."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
-    progress = min(1.0, (step - config.warmup_steps) / max(1, steps - config.warmup_steps))
-    height = {
-        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-        "linear": 1 - progress,
-        "wsd": min(1.0, (1 - progress) / config.decay_share),
-        "constant": 1.0,
-    }[config.schedule]
+    # From 0 after the warm-up to 1 at the end of the run.
+    steps_to_fall = max(1, steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / steps_to_fall)
+    # From 1 (the peak) to 0 (the final rate).
+    if config.schedule == "cosine":
+        height = 0.5 * (1 + math.cos(math.pi * progress))
+    elif config.schedule == "linear":
+        height = 1 - progress
+    elif config.schedule == "wsd":
+        height = min(1.0, (1 - progress) / config.decay_share)
+    else:
+        height = 1.0
     final = config.final_fraction
     return config.learning_rate * (final + (1 - final) * height)

@@ -20,27 +20,32 @@ from . import callbacks as own
 from . import sampling
 from .checkpoint.checkpointer import Checkpointer
 from .checkpoint.tensors import require_same_identity, shapes_and_dtypes
-from .compile import checkpoint_activations, compile_model
+from .compile import Compiling, checkpoint_activations, compile_model
 from .config import Config, override, spec_to_json
 from .data import build_datasets
 from .device import annotated, move, set_up_torch
 from .distributed import Group, World, join, leave, monitors, parallel
-from .distributed.stop import FINISH, Stop
+from .distributed.stop import Agreed, Stop
 from .ema import averaged_weights, keep_average
 from .errors import UserError
 from .files import flatten, to_json, write_json
-from .loss import LossSum, check_model, judge_step, loss_vector, means, returned
+from .loss import LossSum, check_model, judge_step, loss_vector, means, require_type
 from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer
 from .run import hardware
-from .run.bad_steps import RunningBuffers, step_unless, try_step
-from .run.callback_runner import built_in, enter, methods
+from .run.bad_steps import BadSteps, RunningBuffers, step_unless, try_step
+from .run.callback_runner import enter, methods_named
 from .run.directory import OF_ONE_START, RunDirectory
 from .run.journal import Journal, introduce, metric_names, validated_at, validation_figures
+from .run.tracker import TRACKERS
 from .sampling import STEP, Loader, Share, fetch, fixed_subset, seed_random, shares
 from .schedule import set_schedule
 
 log = logging.getLogger(__name__)
+
+
+def no_run_to_end(reason: str) -> None:
+    """What `state.finish` does where steps are only measured."""
 
 
 @dataclass
@@ -67,7 +72,7 @@ class State:
     metrics: tuple[str, ...] | None = None  # their names
     bad_steps: Tensor | int = 0  # skipped for a non-finite loss or gradient
     grad_norm: Tensor | float = 0.0  # of the last step
-    finish: Callable[[str], None] = print  # ends the run, for the reason that a callback gives
+    finish: Callable[[str], None] = no_run_to_end  # for the reason that a callback gives
 
 
 @dataclass(frozen=True)
@@ -90,10 +95,10 @@ def setup(config: Config, world: World | None = None) -> State:
     sampling.seed_random(settings.seed)  # a split that is drawn is the same on all ranks
     dtype = settings.compute_dtype(world.device)
     set_up_torch(settings.seed, settings.deterministic, dtype)
-    hardware.run_beside(world.device)
+    hardware.pin_to_numa_node(world.device)
     train, validation, spec = build_datasets(config)
     identity = getattr(spec, "fingerprint", None)
-    returned(identity, str, "`fingerprint` in the spec of build_datasets (data.py)")
+    require_type(identity, str, "`fingerprint` in the spec of build_datasets (data.py)")
     sampling.check_dataset(validation, "validation")
     if (settings.overfit or settings.epochs) and not hasattr(train, "__len__"):
         raise UserError("--train.epochs, --train.overfit: a stream has no number of samples")
@@ -107,9 +112,11 @@ def setup(config: Config, world: World | None = None) -> State:
     loader = sampling.open_loader(train, settings, plan, world)
 
     model = check_model(parallel.build(lambda: build_model(config, spec), world))
-    peak = hardware.peak_flops(world.device)
-    one = loader.source[0, Share(slice(0, 1), 1.0)] if peak else None
-    flops = hardware.forward_flops(model, compute_loss, one) if peak else None
+    peak_flops = hardware.peak_flops(world.device)
+    forward_flops = None
+    if peak_flops is not None:
+        one_sample = loader.source[0, Share(slice(0, 1), 1.0)]
+        forward_flops = hardware.forward_flops(model, compute_loss, one_sample)
     # The order matters: the compiler must see what is recomputed, and DDP and FSDP must wrap what
     # is compiled, since their hooks would break the graph.
     if settings.activation_checkpointing:
@@ -117,13 +124,26 @@ def setup(config: Config, world: World | None = None) -> State:
     compile_model(model, blocks(model), config.compile)
     module = parallel.wrap(model, blocks(model), config.parallel, world, dtype).train()
     optimizer = build_optimizer(config.optim, model)
-    returned(optimizer, torch.optim.Optimizer, "what build_optimizer (optim.py) returns")
+    require_type(optimizer, torch.optim.Optimizer, "what build_optimizer (optim.py) returns")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserError("LBFGS computes a loss several times a step: use another one (optim.py)")
     if config.optim.ema:
         keep_average(optimizer)
-    parts = config, world, spec, model, module, optimizer, plan, loader, validation, dtype
-    return State(*parts, peak, flops, RunningBuffers(model))
+    return State(
+        config=config,
+        world=world,
+        spec=spec,
+        model=model,
+        module=module,
+        optimizer=optimizer,
+        plan=plan,
+        loader=loader,
+        validation=validation,
+        compute_dtype=dtype,
+        peak_flops=peak_flops,
+        forward_flops=forward_flops,
+        buffers=RunningBuffers(model),
+    )
 
 
 def resume(state: State, run_dir: Path, group: Group) -> Checkpointer:
@@ -194,7 +214,7 @@ def train_step(state: State, batches: list[Any]) -> None:
         with parallel.accumulate(state, last=i == len(batches) - 1):
             with annotated("forward"):
                 loss = parallel.forward(compute_loss, state, move(batch, world.device))
-                returned(loss, LossSum, "what compute_loss (model.py) returns")
+                require_type(loss, LossSum, "what compute_loss (model.py) returns")
                 if state.metrics is None:
                     names = {"metrics of compute_loss (model.py)": [*loss.metrics]}
                     parallel.require_same(names, world)
@@ -288,19 +308,21 @@ def _run(config: Config, world: World, own_callbacks: Iterable[Any]) -> Result:
         run_dir = stack.enter_context(directory)
         # The watchdog also watches the restore, which waits for the other ranks.
         watching, after_journal = monitors(state, run_dir.path, group)
-        callbacks = [*enter([hardware.MemoryUse(), *watching], stack)]
+        first = [hardware.GarbageCollection(), hardware.MemoryUse(), *watching]
+        callbacks = enter(first, stack)
         checkpointer = stack.enter_context(resume(state, run_dir.path, group))
+
         validation: dict[str, float] = {}
-        ended = False
+        had_ended = False
         with group.together():
             if group.is_first:
                 validation = validated_at(run_dir.path, state.step)
-                ended = directory.ended(state.step, config.train.steps)
-        validation, ended = group.broadcast((validation, ended))
+                had_ended = directory.ended(state.step, config.train.steps)
+        validation, had_ended = group.broadcast((validation, had_ended))
         # Did a stop signal interrupt the validation of the step that the run resumes from?
         done = validation or checkpointer.restored.get("validation_loss") is not None
-        owed = state.step > 0 and not done and is_due(state, config.train.validate_every)
-        if (state.step >= config.train.steps or ended) and not owed:
+        validation_owed = state.step > 0 and not done and is_due(state, config.train.validate_every)
+        if (state.step >= config.train.steps or had_ended) and not validation_owed:
             checkpointer.close()
             with group.together():
                 # It names the store of the run's checkpoints, if they are in one.
@@ -309,57 +331,75 @@ def _run(config: Config, world: World, own_callbacks: Iterable[Any]) -> Result:
                     write_json(settings, to_json(config))
             run_dir.record_status("finished", state.step)
             return Result("already finished", state.step, validation)
+
         state.finish = stop.finish
         run_dir.begin(state, stop, spec_to_json(state.spec))
         introduce(state, run_dir.path)
         stack.callback(state.loader.close)
         journal = Journal(run_dir.path, state, group)
-        # Yours are called before the record is written, so that they can add to it. Only rank 0
-        # writes, which is no part of a step for stragglers.
-        yours = (*own.callbacks(config, run_dir.path), *own_callbacks, journal, *after_journal)
-        callbacks += enter(built_in(state, train_step, run_dir.path, group, yours), stack)
-        first = state.plan[:1]
-        parallel.warm_up(state.module, lambda: try_step(train_step, state, state.step, first))
-        stop_signal, validation = _loop(state, checkpointer, stop, journal, callbacks, owed)
+        # Callbacks are called in this order. Yours come before the record is written, so that they
+        # can add to it. Only rank 0 writes, which is no part of a step for stragglers.
+        yours = [*own.callbacks(config, run_dir.path), *own_callbacks]
+        checkpointer.remember(yours)  # their state, which is saved and restored
+        bad_steps = BadSteps(config.train, train_step, group)
+        callbacks += enter([bad_steps, *yours, journal, *after_journal], stack)
+        if config.track and group.is_first:
+            trackers = [tracker(config, run_dir.path, state.step) for tracker in TRACKERS]
+            callbacks += enter(trackers, stack)
+        if config.profile.every > 0:
+            from .profiler import Profiler  # only here, since it changes what kineto prints
+
+            callbacks += enter([Profiler(config.profile, run_dir.path / "traces", state)], stack)
+        if config.compile.mode != "none":
+            callbacks += enter([Compiling()], stack)
+
+        first_micro_batch = state.plan[:1]
+        parallel.warm_up(
+            state.module, lambda: try_step(train_step, state, state.step, first_micro_batch)
+        )
+        agreed, validation = _loop(state, checkpointer, stop, journal, callbacks, validation_owed)
         with group.phase("save"):
             checkpointer.finish(state.step)
-        status, blocked = stop.outcome(stop_signal), checkpointer.blocked_seconds
-        why = {"reason": stop.reason} if stop_signal == FINISH else {}
-        details = {"steps": config.train.steps, "checkpoint_blocked_seconds": blocked, **why}
+        status = stop.outcome(agreed)
+        blocked = checkpointer.blocked_seconds
+        details = {"steps": config.train.steps, "checkpoint_blocked_seconds": blocked}
+        if agreed.finish:
+            details["reason"] = stop.reason
         run_dir.record_status(status, state.step, **details)
         return Result(status, state.step, validation, blocked)
 
 
 def _loop(
-    state: State, saves: Checkpointer, stop: Stop, journal: Journal, callbacks: list, owed: bool
-) -> tuple[int, dict[str, float]]:
-    """Train until the last step is validated or a stop signal; that signal, the last figures."""
-    group, settings = stop.group, state.config.train
-    before_step, after_step, after_validation = methods(callbacks)
+    state: State,
+    checkpointer: Checkpointer,
+    stop: Stop,
+    journal: Journal,
+    callbacks: list[Any],
+    validation_owed: bool,
+) -> tuple[Agreed, dict[str, float]]:
+    """Train until the last step is validated, or until something ends the run.
 
-    def evaluate() -> dict[str, float]:
-        """Validate, and call the callbacks; {} if a stop signal cuts it short."""
-        with group.phase("validation"):
-            # Only a stop signal interrupts a validation: FINISH % FINISH is 0.
-            figures = validate_averaged(state, lambda: stop.poll(saves.writer.failed)[0] % FINISH)
-            for call in after_validation if figures else ():
-                call(state, figures)
-        return validation_figures(figures)
-
-    # `owed`: a stop signal interrupted the validation of the step that the run resumes from.
-    validation = evaluate() if owed else {}
+    Returns what ended it and the metrics of the last validation. `validation_owed`: a stop signal
+    interrupted the validation of the step that the run resumes from.
+    """
+    settings, group = state.config.train, stop.group
+    before_step = methods_named("before_step", callbacks)
+    after_step = methods_named("after_step", callbacks)
+    validation: dict[str, float] = {}
+    if validation_owed:
+        validation = _evaluate(state, checkpointer, stop, callbacks)
     journal.begin(validation)
-    # A stop signal during the last validation: the poll below must see it, too.
+    # A stop signal during the last validation leaves it empty: the poll below then sees the signal.
     while state.step < settings.steps or not validation:
         # Flags that any rank raised, as of the step before: all ranks act at the same step and
         # none waits for another.
-        stop_signal, save_failed = stop.poll(saves.writer.failed)
-        if save_failed:
-            saves.settle()  # raises on all ranks, or warns (--checkpoint.on-failure)
-        if stop_signal:
-            why = stop.reason if stop_signal == FINISH else signal.Signals(stop_signal).name
-            log.info("%s: saving step %d, then stopping", why, state.step)
-            return stop_signal, validation
+        agreed = stop.poll(checkpointer.writer.failed)
+        if agreed.save_failed:
+            checkpointer.settle()  # raises on all ranks, or warns (--checkpoint.on-failure)
+        if agreed.ends_run:
+            reason = stop.reason if agreed.finish else signal.Signals(agreed.stop_signal).name
+            log.info("%s: saving step %d, then stopping", reason, state.step)
+            return agreed, validation
         batches = state.loader.next()
         for call in before_step:
             call(state)
@@ -370,14 +410,33 @@ def _loop(
         if validate_now or is_due(state, settings.log_every):
             record = journal.record(state)  # only here the host waits for the device
         if validate_now and record:
-            record |= (validation := evaluate())
+            validation = _evaluate(state, checkpointer, stop, callbacks)
+            record |= validation
         for call in after_step:
             call(state, record)
         if is_due(state, state.config.checkpoint.every):
             # After the record is written: a resume cuts metrics.jsonl back to the checkpoint.
             with group.phase("save"):
-                saves.save(state.step, record)
-    return 0, validation
+                checkpointer.save(state.step, record)
+    return Agreed(), validation
+
+
+def _evaluate(
+    state: State, checkpointer: Checkpointer, stop: Stop, callbacks: list[Any]
+) -> dict[str, float]:
+    """Validate, and call the callbacks; {} if a stop signal cuts it short."""
+
+    def stopped() -> bool:
+        # A callback that ends the run does not interrupt a validation.
+        agreed = stop.poll(checkpointer.writer.failed)
+        return agreed.stop_signal > 0 and not agreed.finish
+
+    with stop.group.phase("validation"):
+        metrics = validate_averaged(state, stopped)
+        if metrics:
+            for call in methods_named("after_validation", callbacks):
+                call(state, metrics)
+    return validation_figures(metrics)
 
 
 def is_due(state: State, every: int) -> bool:

@@ -5,17 +5,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 if TYPE_CHECKING:
     from .config import Config
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Counting, modulo the vocabulary, in sentences of different lengths."""
-
-    samples: int = 64
-    length: int = 12
 
 
 @dataclass(frozen=True)
@@ -26,7 +19,7 @@ class Spec:
     fingerprint: str
 
 
-class Sentences:
+class Sentences(Dataset[dict[str, Tensor]]):
     """Padded sentences."""
 
     def __init__(self, count: int, length: int, first: int) -> None:
@@ -42,6 +35,14 @@ class Sentences:
         attention_mask = (torch.arange(self.length) < 4 + index % 8).long()
         labels = input_ids.masked_fill(attention_mask == 0, -100)
         return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Counting, modulo the vocabulary, in sentences of different lengths."""
+
+    samples: int = 64
+    length: int = 12
 
 
 def build_datasets(config: "Config") -> tuple[Sentences, Sentences, Spec]:

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,27 +15,14 @@ if TYPE_CHECKING:
     from .config import Config
     from .data import Spec
 
+PRESETS = {"default": {}, "tiny": {"train.micro_batch_size": 3}}
+
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A causal language model."""
 
     hidden_size: int = 32
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "default": {"train.global_batch_size": 32, "train.micro_batch_size": 32},
-    "tiny": {
-        "train.steps": 20,
-        "train.global_batch_size": 8,
-        "train.micro_batch_size": 3,
-        "train.log_every": 5,
-        "train.validate_every": 10,
-        "train.validate_samples": 16,
-        "optim.warmup_steps": 5,
-        "checkpoint.every": 5,
-    },
-}
 
 
 class DecoderLayer(nn.Module):

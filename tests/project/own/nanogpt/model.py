@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -14,31 +14,16 @@ if TYPE_CHECKING:
     from .config import Config
     from .data import Spec
 
+N_LAYER, N_HEAD = 2, 2
+PRESETS = {"default": {}, "tiny": {"data.block_size": 16, "train.micro_batch_size": 4}}
+
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A GPT."""
 
-    n_layer: int = 2
-    n_head: int = 2
     n_embd: int = 16
     dropout: float = 0.1
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "default": {"train.global_batch_size": 32, "train.micro_batch_size": 32},
-    "tiny": {
-        "data.block_size": 16,
-        "train.steps": 20,
-        "train.global_batch_size": 8,
-        "train.micro_batch_size": 4,
-        "train.log_every": 5,
-        "train.validate_every": 10,
-        "train.validate_samples": 16,
-        "optim.warmup_steps": 5,
-        "checkpoint.every": 5,
-    },
-}
 
 
 class Block(nn.Module):
@@ -46,7 +31,6 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.n_head = config.n_head
         self.ln_1, self.ln_2 = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
@@ -55,7 +39,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Hidden states [batch, time, n_embd]."""
-        shape = (*x.shape[:2], self.n_head, -1)
+        shape = (*x.shape[:2], N_HEAD, -1)
         q, k, v = (
             part.view(shape).transpose(1, 2) for part in self.c_attn(self.ln_1(x)).chunk(3, dim=2)
         )
@@ -74,7 +58,7 @@ class GPT(nn.Module):
                 "wte": nn.Embedding(vocab_size, config.n_embd),
                 "wpe": nn.Embedding(block_size, config.n_embd),
                 "drop": nn.Dropout(config.dropout),
-                "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+                "h": nn.ModuleList(Block(config) for _ in range(N_LAYER)),
                 "ln_f": nn.LayerNorm(config.n_embd),
             }
         )

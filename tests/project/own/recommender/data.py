@@ -19,15 +19,6 @@ class DataConfig:
     pairs: int = 1600
 
 
-@dataclass(frozen=True)
-class Spec:
-    """What the model must know."""
-
-    users: int
-    items: int
-    fingerprint: str
-
-
 class Pairs:
     """Pairs as batches of users, items and labels."""
 
@@ -42,6 +33,15 @@ class Pairs:
         """Users [batch], items [batch] and labels [batch]."""
         users, items = self.pairs[ids].unbind(1)
         return {"users": users, "items": items, "labels": self.liked[users, items]}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What the model must know."""
+
+    users: int
+    items: int
+    fingerprint: str
 
 
 def build_datasets(config: "Config") -> tuple[Pairs, Pairs, Spec]:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 if TYPE_CHECKING:
     from .config import Config
@@ -17,15 +18,7 @@ class DataConfig:
     samples: int = 64
 
 
-@dataclass(frozen=True)
-class Spec:
-    """What the model must know."""
-
-    classes: int
-    fingerprint: str
-
-
-class Noise:
+class Noise(Dataset[tuple[Tensor, int]]):
     """Images whose class is their brightest channel."""
 
     def __init__(self, count: int, seed: int) -> None:
@@ -39,6 +32,14 @@ class Noise:
         """An image [3, 8, 8] and its label."""
         image = self.images[index]
         return image, int(image.mean(dim=(1, 2)).argmax())
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What the model must know."""
+
+    classes: int
+    fingerprint: str
 
 
 def build_datasets(config: "Config") -> tuple[Noise, Noise, Spec]:

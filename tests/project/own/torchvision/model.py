@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,19 +21,7 @@ class ModelConfig:
     width: int = 8
 
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "default": {"train.global_batch_size": 32, "train.micro_batch_size": 32},
-    "tiny": {
-        "train.steps": 20,
-        "train.global_batch_size": 8,
-        "train.micro_batch_size": 4,
-        "train.log_every": 5,
-        "train.validate_every": 10,
-        "train.validate_samples": 16,
-        "optim.warmup_steps": 5,
-        "checkpoint.every": 5,
-    },
-}
+PRESETS = {"default": {}, "tiny": {"train.micro_batch_size": 4}}
 
 
 class BasicBlock(nn.Module):

@@ -24,7 +24,7 @@ from torch import nn
 from ..distributed import Group, World
 from ..ema import EMA
 from ..errors import RankError, UserError, command_for, printable
-from . import CheckpointError
+from . import CheckpointError, step_name
 from .paths import Place, release_copies
 from .reader import open_tensors
 from .storage import open_storage
@@ -100,6 +100,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         # Before DCP's collectives, where a rank that is missing would make the others wait.
         with self.group.together():
             self.writer.complete()
+        # So that retention need not read it back from the manifest.
+        self.publisher.scores[self.publisher.directory / step_name(step)] = facts["score"]
         self.publisher.publish(step, self.writer.write, facts)
         self.last_good = step
 
@@ -120,7 +122,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             "samples": step * self.facts["identity"]["global_batch_size"],
             "world_size": self.world.size,
             "validation_loss": figures.get("validation_loss"),
-            "score": [f"{self.config.best_is} {best}", score],
+            "score": [f"{self.config.best_is} {best}", None if score is None else float(score)],
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
@@ -223,9 +225,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 holder[key] = type(value)(tensors[f"optimizer.{name}"].item())
 
     def _remove_unsaved_state(self, missing: set[str]) -> set[str]:
-        """Let the optimizer begin afresh with parameters whose state is not all in a checkpoint.
+        """Remove the new state of each parameter of which a checkpoint has only a part.
 
-        `missing` are the names that it lacks. Returns the names that it has and that are not used.
+        `missing`: names that the checkpoint lacks. Returns those that it has and that are therefore
+        left out.
         """
         unused: set[str] = set()
         for name, parameter in self.model.named_parameters():

@@ -59,9 +59,14 @@ def reading(path: Place) -> Iterator[None]:
     except (UserError, RankError):
         raise
     except Exception as error:  # a file that is something else can fail in any way
-        reason = f"{error}".rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
-        text = f"reading {path} was refused: {type(error).__name__}: {reason}"
-        raise CheckpointError(text) from error
+        raise CheckpointError(f"reading {path} was refused: {reason_of(error)}") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """The kind of an error and its first line, without torch's advice to load anything."""
+    text = str(error).rpartition("WeightsUnpickler error: ")[2].strip()
+    first_line = text.partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}"
 
 
 def read_manifest(path: Place) -> dict[str, Any]:
@@ -87,9 +92,9 @@ def read_manifest(path: Place) -> dict[str, Any]:
 
 
 def _as_written_here(manifest: dict[str, Any]) -> dict[str, Any]:
-    """A manifest with what earlier releases left out; any exception if it is something else."""
+    """A manifest with what earlier releases left out; any exception if a field cannot be used."""
     version = manifest["format_version"]
-    if version != FORMAT_VERSION:
+    if type(version) is not int or version != FORMAT_VERSION:  # True == 1
         problem = f"{MANIFEST} has format {version}; this code reads {FORMAT_VERSION}"
         raise CheckpointError(problem)
     manifest["step"] = int(manifest["step"])
@@ -99,14 +104,21 @@ def _as_written_here(manifest: dict[str, Any]) -> dict[str, Any]:
     }
     manifest["config"] = dict(manifest.get("config") or {})
     # Earlier releases had the loss of the validation only.
-    rule, score = manifest.get("score") or ["min validation_loss", manifest.get("validation_loss")]
-    manifest["score"] = [str(rule), None if score is None else float(score)]
+    loss = _as_float(manifest.get("validation_loss"))
+    rule, score = manifest.get("score") or ["min validation_loss", loss]
+    manifest["validation_loss"] = loss
+    manifest["score"] = ["" + rule, _as_float(score)]  # TypeError unless it is text
     for name in [*manifest["files"], manifest.get("folder", "x")]:
         if not FILE_NAME.fullmatch(name) or name in (".", "..", MANIFEST):
             raise CheckpointError(f"{MANIFEST} names a file outside its own directory: {name!a}")
     if not manifest["files"]:
         raise CheckpointError(f"{MANIFEST} names no file")
     return manifest
+
+
+def _as_float(number: Any) -> float | None:
+    """A number as a float; TypeError for text, which `float` would take."""
+    return None if number is None else number + 0.0
 
 
 def check_file(path: Path, entry: dict[str, Any]) -> str | None:
@@ -129,8 +141,8 @@ def check_file(path: Path, entry: dict[str, Any]) -> str | None:
 def verify(path: Place, group: Group | None = None) -> Verified:
     """Verify a checkpoint, every byte, the work divided among the ranks; collective.
 
-    Returns the manifest ({} if it is bad) and the problems; the same on every rank. The files of a
-    checkpoint in an object store are copied for that (`local_copy`).
+    Returns the manifest ({} if it cannot be read) and the problems; the same on every rank. The
+    files of a checkpoint in an object store are copied for that (`local_copy`).
     """
     group = group or Group()
     # All is read twice: one wrong read must not cost a good checkpoint its name.

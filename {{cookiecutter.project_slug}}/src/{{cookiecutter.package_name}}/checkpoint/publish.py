@@ -70,8 +70,8 @@ class RetentionConfig:
 class Publisher:
     """The checkpoints of one run, in `directory`.
 
-    All ranks call `publish`, `newest_good` and `close` together. In them rank 0 does the rest, but
-    for `make_durable`, which each rank does for its own files.
+    All ranks call `publish`, `newest_good` and `close` together. Of the other methods every rank
+    calls `folder_of` and `make_durable`; only rank 0 calls the rest.
     """
 
     start_over = "start over with --fresh, which sets the old run aside"
@@ -110,14 +110,14 @@ class Publisher:
             with group.together():
                 if group.is_first:
                     self.commit(reserved, manifest)
-        except (RankError, OSError) as error:
+        except UserError:  # another run has taken over: nothing there is this run's to remove
+            raise
+        except Exception as error:
             if group.is_first and reserved:
                 self.abandon(reserved)
             raise CheckpointError(f"checkpoint of step {step} was not saved: {error}") from error
         path = self.directory / step_name(step)
         if group.is_first:
-            if "score" in facts:
-                self.scores[path] = facts["score"]  # so that it is not read back
             self.prune()
         return path
 

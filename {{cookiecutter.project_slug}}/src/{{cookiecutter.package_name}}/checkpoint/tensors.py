@@ -102,16 +102,16 @@ def optimizer_slots(
             if value is not None and (parameter not in seen or key == EMA):
                 yield f"{name}.{key}", state, key
         seen.add(parameter)
-    # Some optimizers count their steps in their groups. Settings are in the signature of the class,
-    # or of those of `optimizers` where one is made of several.
+    # Some optimizers count their steps in their groups, beside settings. Those are the arguments of
+    # the class, or of the classes of `optimizers` where one is made of several.
     settings = {"lr", "initial_lr", "rate_factor", "ema_decay", "matrices"}
     for one in (optimizer, *getattr(optimizer, "optimizers", ())):
         settings |= inspect.signature(type(one)).parameters.keys()
-    for place, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            is_number = isinstance(value, int | float | torch.Tensor) and type(value) is not bool
-            if is_number and key not in settings:
-                yield f"param_groups.{place}.{key}", group, key
+            is_number = isinstance(value, int | float | torch.Tensor)
+            if is_number and not isinstance(value, bool) and key not in settings:
+                yield f"param_groups.{index}.{key}", group, key
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -119,8 +119,10 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ten
     tensors: Tensors = {}
     for name, holder, key in optimizer_slots(model, optimizer):
         value = holder[key]
-        if isinstance(value, int | float):
-            value = torch.tensor(value, dtype=torch.float64 if type(value) is float else None)
+        if isinstance(value, float):
+            value = torch.tensor(value, dtype=torch.float64)
+        elif isinstance(value, int):
+            value = torch.tensor(value)
         elif not isinstance(value, torch.Tensor):
             raise UserError(f"optimizer state can be tensors and numbers; {name} is {type(value)}")
         tensors[name] = value
@@ -130,20 +132,25 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ten
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Let the optimizer allocate its state, by a step that changes nothing worth keeping."""
     # Only the optimizer itself knows what it keeps, and of which shape and type.
-    before = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    zeros: dict[Any, torch.Tensor] = {}  # for all that are alike: to touch new memory takes long
+    settings: list[dict[str, Any]] = []
+    # One gradient for all parameters that are alike, since the first touch of memory takes long.
+    zeros: dict[Any, torch.Tensor] = {}
     for group in optimizer.param_groups:
+        settings.append({key: value for key, value in group.items() if key != "params"})
         group["lr"] = 0.0
         for parameter in group["params"]:
-            kind = parameter.shape, parameter.stride(), parameter.dtype, parameter.device
-            if kind not in zeros:
-                zeros[kind] = torch.zeros_like(parameter)
-            parameter.grad = zeros[kind]
-    getattr(optimizer, "train", bool)()  # of a schedule-free one
+            form = parameter.shape, parameter.stride(), parameter.dtype, parameter.device
+            if form not in zeros:
+                zeros[form] = torch.zeros_like(parameter)
+            parameter.grad = zeros[form]
+    schedule_free: Any = optimizer if hasattr(optimizer, "eval") else None
+    if schedule_free is not None:
+        schedule_free.train()
     optimizer.step()
-    getattr(optimizer, "eval", bool)()
-    for group, values in zip(optimizer.param_groups, before, strict=True):
-        group.update(values)
+    if schedule_free is not None:
+        schedule_free.eval()
+    for group, before in zip(optimizer.param_groups, settings, strict=True):
+        group.update(before)
     optimizer.zero_grad(set_to_none=True)
 
 
@@ -156,15 +163,19 @@ def refuse_nan(tensors: Tensors, model: nn.Module) -> None:
         tensor = parallel.local_part(value).detach()
         if not tensor.is_floating_point() or not tensor.numel():
             continue
-        numpy_knows = tensor.dtype != torch.bfloat16 and tensor.itemsize > 1
-        if tensor.device.type == "cpu" and numpy_knows:
-            array = tensor.numpy()  # on one thread: a torch operator would start a pool of threads
+        # The smallest and the largest element, which are NaN if any element is.
+        numpy_knows_it = tensor.dtype != torch.bfloat16 and tensor.itemsize > 1
+        if tensor.device.type == "cpu" and numpy_knows_it:
+            # On one thread: a torch operator in the writer's thread would start a pool of threads.
+            array = tensor.numpy()
             extremes = [float(array.min()), float(array.max())]
         else:
-            wide = tensor.float() if tensor.itemsize == 1 else tensor  # float8 has no order
-            extremes = torch.stack(torch.aminmax(wide)).tolist()
-        if any(math.isnan(x) or (name in weights and math.isinf(x)) for x in extremes):
-            raise CheckpointError(f"{name} is not finite")
+            if tensor.itemsize == 1:  # float8 has no order
+                tensor = tensor.float()
+            extremes = torch.stack(torch.aminmax(tensor)).tolist()
+        for extreme in extremes:
+            if math.isnan(extreme) or (math.isinf(extreme) and name in weights):
+                raise CheckpointError(f"{name} is not finite")
 
 
 def shapes_and_dtypes(model: nn.Module) -> dict[str, list[Any]]:
@@ -181,11 +192,13 @@ def identity_differences(
     saved: Any, ours: dict[str, Any], there: str = "saved", here: str = "now"
 ) -> list[str]:
     """Name each field that differs, with both values; `saved` may be anything out of JSON."""
-    differences = []
-    saved = saved if isinstance(saved, dict) else {}
+    differences: list[str] = []
+    if not isinstance(saved, dict):
+        saved = {}
     for field in sorted(saved.keys() | ours.keys()):
         old, new = saved.get(field), ours.get(field)
         if isinstance(old, dict) and isinstance(new, dict):
+            # Such as the shapes of all parameters: the first three differences are named.
             keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
             for key in keys[:3]:
                 values = f"{old.get(key)!a:.100} {there}, {new.get(key)} {here}"

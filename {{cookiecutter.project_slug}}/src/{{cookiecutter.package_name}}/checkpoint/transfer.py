@@ -91,41 +91,56 @@ def summary(run_dir: Path, result: Any) -> list[str]:
     """The lines that sum up a run and where its files are."""
     try:
         directory = checkpoints_of(run_dir)
-        names = [path.name for path in published(directory)]
-        newest = f", the newest is {names[-1]}" if names else ""
-        checkpoints = f"checkpoints in {directory}: {len(names)}{newest}"
+        paths = published(directory)
+        checkpoints = f"checkpoints in {directory}: {len(paths)}"
+        if paths:
+            checkpoints += f", the newest is {paths[-1].name}"
     except (OSError, RankError, UserError) as error:
         checkpoints = f"checkpoints: cannot be listed now ({error})"
-    if result.status != "already finished":
+    already_finished = result.status == "already finished"
+    if not already_finished:
         checkpoints += f" (training waited {result.blocked_seconds:.2f} s for saves)"
-    validation = validation_of(result.validation)
-    figures = [f"{name.replace('_', ' ')}: {value:.4f}" for name, value in validation.items()]
-    lines = [*figures, checkpoints, f"everything is in {run_dir}"]
-    if result.status == "already finished":
-        return [*lines, "to train on: more --train.steps (or epochs); for another run: --name NEW"]
-    return [*lines, "to resume: the same command again"] if result.status == "preempted" else lines
+    lines: list[str] = []
+    for name, value in validation_of(result.validation).items():
+        lines.append(f"{name.replace('_', ' ')}: {value:.4f}")
+    lines += [checkpoints, f"everything is in {run_dir}"]
+    if already_finished:
+        lines.append("to train on: more --train.steps (or epochs); for another run: --name NEW")
+    elif result.status == "preempted":
+        lines.append("to resume: the same command again")
+    return lines
 
 
 def verified(run_dir: Path) -> tuple[list[str], bool]:
     """A line for each checkpoint of a run, and whether one is damaged."""
-    directory, lines, bad = checkpoints_of(storage_path(run_dir)), [], False
+    directory = checkpoints_of(storage_path(run_dir))
     checked = {path: verify(path) for path in published(directory)}
     if not checked:
         raise UserError(f"there are no checkpoints in {directory}: train first")
-    scores = {p: m["score"] for p, (m, problems) in checked.items() if not problems}
-    best = best_by_validation(scores)
-    for path, (manifest, problems) in checked.items():
-        if not problems:
-            sizes = [entry["size"] for entry in manifest["files"].values()]
-            files = "1 file" if len(sizes) == 1 else f"{len(sizes)} files"
-            rule, score = scores[path]
-            figure = "" if score is None else f"  {rule[4:].replace('_', ' ')} {score:.4f}"
-            end = "  best" if path == best else ""
-            lines.append(f"{path.name}  good  {sum(sizes) / 1e6:,.1f} MB in {files}{figure}{end}")
+    good = {path: manifest for path, (manifest, problems) in checked.items() if not problems}
+    best = best_by_validation({path: manifest["score"] for path, manifest in good.items()})
+    lines: list[str] = []
+    any_damaged = False
+    for path, (_, problems) in checked.items():
+        if path in good:
+            lines.append(_describe(path, good[path]) + ("  best" if path == best else ""))
         elif path.exists():  # not just pruned
-            bad = True
+            any_damaged = True
             lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")
-    return [*lines, *(f"{name}  set aside" for name in damaged(directory))], bad
+    for name in damaged(directory):
+        lines.append(f"{name}  set aside")
+    return lines, any_damaged
+
+
+def _describe(path: Place, manifest: dict[str, Any]) -> str:
+    """A good checkpoint in a line: its size, and the metric that it is ranked by."""
+    sizes = [entry["size"] for entry in manifest["files"].values()]
+    files = "1 file" if len(sizes) == 1 else f"{len(sizes)} files"
+    line = f"{path.name}  good  {sum(sizes) / 1e6:,.1f} MB in {files}"
+    rule, score = manifest["score"]  # as in "min validation_loss"
+    if score is not None:
+        line += f"  {rule[4:].replace('_', ' ')} {score:.4f}"
+    return line
 
 
 def find_checkpoint(where: Place, step: int | None = None, group: Group | None = None) -> Found:
@@ -193,26 +208,43 @@ def load_weights(
     with group.together():
         source = open_tensors(path, manifest, rename)
     files = sorted(file for file in source.path.glob("*") if file.is_file()) or [source.path]
-    require_same_identity({f"content of {path}": fingerprint_files(source.path, files)}, group)
+    content = fingerprint_files(source.path, files)
+    require_same_identity({f"content of {path}": content}, group)
+
     ours = model.state_dict()
     saved = with_averages(weight_names(source.forms, ours), source, weights)
     common = [name for name in ours if name in saved]
     for name in common:
-        if (shape := source.forms[saved[name]].shape) != ours[name].shape:
+        shape = source.forms[saved[name]].shape
+        if shape != ours[name].shape:
             raise UserError(f"{path}: {name} is {list(shape)}, wanted {list(ours[name].shape)}")
     if not common:
         raise UserError(f"{path} and this model have no parameter name in common")
-    named = dict(model.named_parameters(remove_duplicate=False))
-    loaded = {id(named.get(name)) for name in common}  # a tied weight is saved by one of its names
-    missing = [n for n in ours if n not in saved and (n not in named or id(named[n]) not in loaded)]
-    lists = {"missing there, left as they were": missing}
-    lists["there but not wanted"] = sorted(saved.keys() - ours.keys())
-    texts = [printable(f"{what}: {', '.join(names)}") for what, names in lists.items() if names]
-    if texts and strict:
-        raise UserError(f"{path} does not match this model exactly; {'; '.join(texts)}")
+    notes: list[str] = []
+    missing = _missing_names(model, set(common))
+    if missing:
+        notes.append(f"missing there, left as they were: {', '.join(missing)}")
+    unused = sorted(saved.keys() - ours.keys())
+    if unused:
+        notes.append(f"there but not wanted: {', '.join(unused)}")
+    notes = [printable(note) for note in notes]
+    if notes and strict:
+        raise UserError(f"{path} does not match this model exactly; {'; '.join(notes)}")
     source.read({saved[name]: ours[name] for name in common}, group)
     release_copies()
-    return "; ".join([f"{len(common)} tensors from {path}", *texts])
+    return "; ".join([f"{len(common)} tensors from {path}", *notes])
+
+
+def _missing_names(model: nn.Module, loaded: set[str]) -> list[str]:
+    """The names of a model's tensors that are not loaded; a tied weight is, by any of its names."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    is_loaded = {id(parameters[name]) for name in loaded if name in parameters}
+    missing = []
+    for name in model.state_dict():
+        by_another_name = name in parameters and id(parameters[name]) in is_loaded
+        if name not in loaded and not by_another_name:
+            missing.append(name)
+    return missing
 
 
 def weight_names(stored: Iterable[str], expected: Iterable[str]) -> dict[str, str]:
@@ -220,14 +252,23 @@ def weight_names(stored: Iterable[str], expected: Iterable[str]) -> dict[str, st
     # Files differ in what they put before a name ("model.", DDP's "module.") or inside (compile's
     # "_orig_mod."): the prefix that leaves most of the expected names is taken off.
     expected = set(expected)
-    stored = [name for name in stored if name in expected or not name.startswith((NOTE, OPTIMIZER))]
-
-    def without(prefix: str) -> dict[str, str]:
-        inside = ((name.replace("_orig_mod.", ""), name) for name in stored)
-        return {n.removeprefix(prefix): full for n, full in inside if n.startswith(prefix)}
-
-    prefixes = [f"{a}{b}" for a in ("", MODEL, "state_dict.") for b in ("", "module.")]
-    return max(map(without, prefixes), key=lambda names: len(names.keys() & expected))
+    candidates: list[str] = []
+    for name in stored:
+        if name in expected or not name.startswith((NOTE, OPTIMIZER)):
+            candidates.append(name)
+    best: dict[str, str] = {}
+    most = -1
+    for outer in ("", MODEL, "state_dict."):
+        for prefix in (outer, f"{outer}module."):
+            names: dict[str, str] = {}
+            for full_name in candidates:
+                name = full_name.replace("_orig_mod.", "")
+                if name.startswith(prefix):
+                    names[name.removeprefix(prefix)] = full_name
+            fitting = len(names.keys() & expected)
+            if fitting > most:
+                best, most = names, fitting
+    return best
 
 
 def with_averages(saved: dict[str, str], source: Source, weights: Weights) -> dict[str, str]:

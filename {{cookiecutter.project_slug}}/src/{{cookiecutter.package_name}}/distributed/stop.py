@@ -7,13 +7,27 @@ import signal
 import sys
 import time
 import types
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import STOP_SIGNALS
 from . import Group, regrouping
 
-FINISH = 1024  # takes the place of a stop signal, above them all, when a callback ends the run
 TO_BE_RESTARTED = 75  # exit code (EX_TEMPFAIL) after "regrouping": any but 0 makes torchrun restart
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What any rank has asked for; all ranks read the same at the same step."""
+
+    stop_signal: int = 0  # its number; 0 if no rank got one
+    finish: bool = False  # whether a callback ends the run
+    save_failed: bool = False
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether the loop is to save and to end."""
+        return self.finish or self.stop_signal > 0
 
 
 class Stop:
@@ -33,41 +47,48 @@ class Stop:
 
     def __enter__(self) -> "Stop":
         Stop.since = math.inf
-        nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        numbers = [n for n in STOP_SIGNALS if n != signal.SIGHUP or not nohup]
+        numbers = list(STOP_SIGNALS)
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup
+            numbers.remove(signal.SIGHUP)
         with contextlib.suppress(ValueError):  # none is handled in other threads
-            self.previous = {n: signal.signal(n, self._handle) for n in numbers}
+            for number in numbers:
+                self.previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         for number, handler in self.previous.items():
             # A run that is about to exit, since it was stopped, must not die of a second signal.
-            # A function that does nothing: unlike SIG_IGN, child processes do not inherit it.
-            stopping = self.signal is not None and handler == signal.SIG_DFL
-            signal.signal(number, (lambda *_: None) if stopping else handler)
+            # Unlike SIG_IGN, child processes do not inherit a function that does nothing.
+            if self.signal is not None and handler == signal.SIG_DFL:
+                handler = _ignore
+            signal.signal(number, handler)
         if kind is None:
             self.group.settle()
 
-    def poll(self, failed: bool = False) -> tuple[int, bool]:
-        """Agree on a stop signal (or 0), and on whether a save failed on any rank."""
-        # Each poll returns the flags sent at the poll before, so that no rank waits. Only the first
-        # poll waits: a stop during start-up takes effect before the first step.
+    def poll(self, save_failed: bool = False) -> Agreed:
+        """Share what this rank was asked for, and whether its save failed; what all ranks agree on.
+
+        Each poll returns the flags sent at the poll before, so that no rank waits. Only the first
+        poll waits: a stop during start-up takes effect before the first step.
+        """
         self.polled = True
-        word = FINISH if self.reason else self.signal or 0
-        stop_signal, any_failed = self.group.exchange([word, int(failed)])
-        if stop_signal == FINISH:
-            self.reason = self.reason or "a callback of another rank"
-        return stop_signal, bool(any_failed)
+        flags = [self.signal or 0, int(bool(self.reason)), int(save_failed)]
+        stop_signal, finish, any_save_failed = self.group.exchange(flags)
+        if finish and not self.reason:
+            self.reason = "a callback of another rank"
+        return Agreed(stop_signal, bool(finish), bool(any_save_failed))
 
     def finish(self, reason: str) -> None:
         """End the run as finished, on all ranks at the same step: this one or the next."""
         self.reason = reason or "a callback"
 
-    def outcome(self, stop_signal: int) -> Literal["finished", "preempted", "regrouping"]:
-        """The final status of a run that has saved everything, from the agreed stop signal."""
-        if stop_signal in (0, FINISH):
+    def outcome(self, agreed: Agreed) -> Literal["finished", "preempted", "regrouping"]:
+        """The final status of a run that has saved everything, from what it ended for."""
+        if agreed.finish or not agreed.stop_signal:
             return "finished"
-        return "regrouping" if regrouping(lambda: self.signal is not None) else "preempted"
+        if regrouping(lambda: self.signal is not None):
+            return "regrouping"
+        return "preempted"
 
     def _handle(self, number: int, frame: types.FrameType | None) -> None:
         if number == signal.SIGINT and (self.signal == signal.SIGINT or not self.polled):
@@ -80,3 +101,7 @@ class Stop:
                 with contextlib.suppress(OSError):  # not by a stream, which may be in use
                     os.write(2, ("\n" * sys.stderr.isatty() + said).encode())
         self.signal = number
+
+
+def _ignore(number: int, frame: types.FrameType | None) -> None:
+    """A signal handler that does nothing."""

@@ -27,31 +27,50 @@ OF_ONE_START |= {"checkpoint.url", "checkpoint.local_first"}
 
 
 def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
-    """The settings of a start: `config`, or what is typed over those of the run that it continues.
+    """The settings of a start: those of the run that it continues, overridden by what is typed.
 
-    `read` reads what is typed over given settings. UserError if the run's cannot be used.
+    `config` is what was typed, over the defaults; `read` reads it over given settings. UserError
+    if the run's settings cannot be used.
     """
     begun = any((config.directory / "checkpoints").glob("step_*"))
-    # Machines that share a store alone could have other settings in their run directories.
-    store = getattr(config.checkpoint, "url", None) if config.checkpoint.far or not begun else None
+    # Machines that have only a store in common could have other settings in their run directories.
+    store = None
+    if config.checkpoint.far or not begun:
+        store = getattr(config.checkpoint, "url", None)
     if config.fresh or not (begun or store):
         return config
-    saved, where, way_out = None, config.directory / "config.json", "correct it, or remove the file"
+    saved: dict[str, Any] | None = None
     if store:
+        where = store
+        way_out = "give all settings by --config FILE.json"
         saved = config.checkpoint.saved_settings(config.name)
-        where, way_out = store, "give all settings by --config FILE.json"
+    else:
+        where = config.directory / "config.json"
+        way_out = "correct it, or remove the file"
     try:
-        names = flatten(read_json(where) if saved is None else saved)
-        taken = {n: v for n, v in names if not {n, n.partition(".")[0]} & OF_ONE_START}
+        if saved is None:
+            saved = read_json(where)
+        taken: dict[str, Any] = {}
+        for name, value in flatten(saved):
+            section = name.partition(".")[0]
+            if name not in OF_ONE_START and section not in OF_ONE_START:
+                taken[name] = value
         result = read(taken)
     except (UserError, RecursionError) as error:
         raise UserError(f"{error} (of {where}: {way_out})") from None
-    old, new = (dict(flatten(to_json(each))) for each in (config, result))
-    # Another line says how many steps there are.
-    if kept := [n for n in new if n != "train.steps" and new[n] != old.get(n)]:
-        texts = (f"{name} {new[name]!s:.60} (default: {old.get(name)})" for name in kept)
-        log.info("settings of the run, unless you type others: %s", ", ".join(texts))
+    _log_taken(dict(flatten(to_json(config))), dict(flatten(to_json(result))))
     return result
+
+
+def _log_taken(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Name the settings that the run has and that are not the defaults."""
+    texts = []
+    for name, value in after.items():
+        # Another line says how many steps there are.
+        if name != "train.steps" and value != before.get(name):
+            texts.append(f"{name} {value!s:.60} (default: {before.get(name)})")
+    if texts:
+        log.info("settings of the run, unless you type others: %s", ", ".join(texts))
 
 
 class RunDirectory:

@@ -37,14 +37,12 @@ def host_memory() -> int:
     return held
 
 
-class MemoryUse:
-    """A callback: adds the memory to each log line.
+class GarbageCollection:
+    """A callback: collects garbage at log lines only, and not among what was made before the run.
 
-    `host_bytes` includes the `staging_bytes` of a save in the background.
+    To look through all objects would stop one rank, and all that wait for it, at a random moment.
     """
 
-    # Garbage is collected at log lines only, and not among what was made before the run: to look
-    # through that would stop one rank, and all that wait for it, at a random moment.
     def __enter__(self) -> None:
         gc.collect()
         gc.freeze()
@@ -55,23 +53,37 @@ class MemoryUse:
         gc.unfreeze()
 
     def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
+        """Collect young garbage, if the step has a log line."""
+        if record is not None:
+            gc.collect(1)
+
+
+class MemoryUse:
+    """A callback: adds the memory to each log line.
+
+    `host_bytes` includes the `staging_bytes` of a save in the background.
+    """
+
+    def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
         """Add to the log line, if there is one."""
         if record is None:
             return
-        gc.collect(1)
         device = state.world.device
         if device.type == "cuda":
             record["device_peak_bytes"] = torch.cuda.max_memory_allocated(device)
             record["device_reserved_bytes"] = torch.cuda.max_memory_reserved(device)
-        if staged := state.checkpointer.writer.staged_bytes:
+        staged = state.checkpointer.writer.staged_bytes
+        if staged > 0:
             record["staging_bytes"] = staged
         record["host_bytes"] = host_memory()
 
 
 def in_units(size: float) -> str:
-    """A number of bytes as people read it."""
-    power = min(4, max(0, len(f"{size:.0f}") - 1) // 3)
-    return f"{size / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+    """A number of bytes as people read it, as in "1.23 GB"."""
+    units = ("B", "kB", "MB", "GB", "TB")
+    digits = len(f"{size:.0f}")
+    power = min((digits - 1) // 3, len(units) - 1)
+    return f"{size / 1000**power:.3g} {units[power]}"
 
 
 def forward_flops(model: nn.Module, compute: Any, batch: Any) -> int | None:
@@ -92,9 +104,12 @@ def forward_flops(model: nn.Module, compute: Any, batch: Any) -> int | None:
 
 def peak_flops(device: torch.device) -> float | None:
     """Peak bf16 FLOP/s of a CUDA device by its name, None if the table does not have it."""
-    # Whole words: an RTX A1000 is no A100.
-    words = ((rf"\b{key}\b", peak) for key, peak in PEAK_BF16_TFLOPS.items())
-    return next((1e12 * p for word, p in words if re.search(word, device_name(device))), None)
+    name = device_name(device)
+    for word, tflops in PEAK_BF16_TFLOPS.items():
+        # As a whole word: an RTX A1000 is no A100.
+        if re.search(rf"\b{word}\b", name):
+            return 1e12 * tflops
+    return None
 
 
 def device_name(device: torch.device) -> str:
@@ -120,19 +135,23 @@ def where_measured(device: torch.device) -> dict[str, Any]:
     return {"machine": machine, "versions": versions}
 
 
-def run_beside(device: torch.device) -> None:
+def pin_to_numa_node(device: torch.device) -> None:
     """Keep to the cores of a GPU's NUMA node, unless the user has chosen cores (Linux)."""
     if device.type != "cuda" or usable_cores() != os.cpu_count():
         return
     gpu: Any = torch.cuda.get_device_properties(device)
     with contextlib.suppress(OSError, ValueError, AttributeError):
         name = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-        text = Path("/sys/bus/pci/devices", name, "local_cpulist").read_text("ascii")  # "0-3,8-11"
-        ranges = [[*map(int, part.split("-"))] for part in text.split(",")]
-        near = {core for ends in ranges for core in range(ends[0], ends[-1] + 1)}
+        text = Path("/sys/bus/pci/devices", name, "local_cpulist").read_text("ascii")
+        near: set[int] = set()
+        for cores in text.split(","):  # as in "0-3,8-11"
+            first, _, last = cores.partition("-")
+            near |= set(range(int(first), int(last or first) + 1))
         os.sched_setaffinity(0, near)
 
 
 def usable_cores() -> int:
     """Cores that this process may run on, which in a container can be fewer than there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -4,13 +4,13 @@ import contextlib
 import json
 import logging
 import math
-import os
 import re
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,9 +20,12 @@ from ..files import naming, open_to_write, replace_file, sync_directory
 from ..loss import LossSum, means
 from .hardware import device_name
 
+if TYPE_CHECKING:
+    from ..train import State
+
 log = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
-# Names in a line of metrics.jsonl that are the run's own.
+# The names that the run itself writes to metrics.jsonl. A metric of compute_loss needs another one.
 FIGURES = re.compile(
     "step|samples|loss|lr|mfu|grad_norm|skipped_steps|time|(step|data|checkpoint_blocked)_seconds|"
     "(samples|tokens)_per_second|(host|staging|device_peak|device_reserved)_bytes|slowest_rank|"
@@ -30,193 +33,298 @@ FIGURES = re.compile(
 )
 
 
+@dataclass
+class Mark:
+    """Totals at a record. The next record has the differences from them."""
+
+    step: int
+    # The clock is time.perf_counter's; the others are seconds that training waited for data and
+    # for saves.
+    clock: float
+    data_seconds: float
+    blocked_seconds: float
+
+
 class Journal:
-    """A callback: writes metrics.jsonl, one object per line, and logs its lines, on rank 0."""
+    """A callback that writes metrics.jsonl, one object per line, and logs progress, on rank 0."""
 
-    def __init__(self, run_dir: Path, state: Any, group: Group) -> None:
-        self.path, self.group, self.first_step = run_dir / METRICS, group, state.step
-        self.total, self.samples = state.config.train.steps, state.config.train.global_batch_size
-        self.tokens = getattr(state.spec, "tokens_per_sample", None)
-        self.mark = [state.step, time.perf_counter(), 0.0, 0.0]
-        self.waiting = b""  # lines that could not be written
+    def __init__(self, run_dir: Path, state: "State", group: Group) -> None:
+        self.path = run_dir / METRICS
+        self.group = group
+        self.first_step = state.step
+        self.last_step = state.config.train.steps
+        self.batch_size = state.config.train.global_batch_size
+        # The spec of the data has it only where a sample is a sequence of tokens.
+        self.tokens_per_sample = getattr(state.spec, "tokens_per_sample", None)
+        self.mark = Mark(
+            step=state.step, clock=time.perf_counter(), data_seconds=0.0, blocked_seconds=0.0
+        )
+        # Lines that the disk has not taken yet.
+        self.unwritten = b""
 
-    def begin(self, figures: dict[str, float]) -> None:
-        """Cut the file back to the step that the run resumes from; RankError.
+    def begin(self, validation: dict[str, float]) -> None:
+        """Cut the file back to the step that the run starts from; RankError; collective.
 
-        A validation's figures, if any, are added to the line of that step.
+        The metrics in `validation`, if any, are added to the line of that step.
         """
         with self.group.together():
             if self.group.is_first:
-                self._cut(figures)
-        self.mark[1] = time.perf_counter()
+                self._cut(validation)
+        self.mark.clock = time.perf_counter()
 
-    def record(self, state: Any) -> dict[str, Any]:
-        """The metrics since the last record, the same on all ranks; waits for the device."""
-        scalars = (torch.as_tensor(value) for value in (state.bad_steps, state.grad_norm))
-        scalars = (each.to(state.sums).view(1) for each in scalars)
-        *sums, bad, norm = torch.cat([state.sums, *scalars]).tolist()  # one read of the device
-        figures = means(sums, state.metrics)
-        state.sums, state.bad_steps = 0.0, 0
-        waited = state.loader.seconds, state.checkpointer.blocked_seconds
-        before, self.mark = self.mark, [state.step, time.perf_counter(), *waited]
-        steps, elapsed, data, blocked = (b - a for a, b in zip(before, self.mark, strict=True))
-        rate = steps * self.samples / elapsed
+    def record(self, state: "State") -> dict[str, Any]:
+        """Return the metrics since the last record, the same on all ranks; waits for the device."""
+        # Steps only queue work on the device. To read a value, the host has to wait until all of
+        # that work is done, so everything is joined into one tensor and read once per record.
+        bad_steps = torch.as_tensor(state.bad_steps).to(state.sums).view(1)
+        grad_norm = torch.as_tensor(state.grad_norm).to(state.sums).view(1)
+        *sums, skipped, norm = torch.cat([state.sums, bad_steps, grad_norm]).tolist()
+        loss_and_metrics = means(sums, state.metrics or ())
+        # The next record starts from zero.
+        state.sums = 0.0
+        state.bad_steps = 0
+
+        before = self.mark
+        now = Mark(
+            step=state.step,
+            clock=time.perf_counter(),
+            data_seconds=state.loader.seconds,
+            blocked_seconds=state.checkpointer.blocked_seconds if state.checkpointer else 0.0,
+        )
+        self.mark = now
+        steps = now.step - before.step
+        seconds = now.clock - before.clock
+        samples_per_second = steps * self.batch_size / seconds
         record = {
             "step": state.step,
-            "samples": state.step * self.samples,
-            **figures,
-            "step_seconds": elapsed / steps,
-            "samples_per_second": rate,
-            "data_seconds": data / steps,
-            "checkpoint_blocked_seconds": blocked,
+            "samples": state.step * self.batch_size,
+            **loss_and_metrics,
+            "step_seconds": seconds / steps,
+            "samples_per_second": samples_per_second,
+            "data_seconds": (now.data_seconds - before.data_seconds) / steps,
+            "checkpoint_blocked_seconds": now.blocked_seconds - before.blocked_seconds,
             "lr": state.optimizer.param_groups[0]["lr"],
             "grad_norm": norm,
-            "skipped_steps": int(bad),
+            "skipped_steps": int(skipped),
             "time": time.time(),
         }
-        drawn = state.loader.source.order.drawn(state.step)
-        record |= {f"samples_of_{name}": count for name, count in drawn.items()}
-        if self.tokens:
-            record["tokens_per_second"] = rate * self.tokens
+        for name, count in state.loader.source.order.drawn(state.step).items():
+            record[f"samples_of_{name}"] = count
+        if self.tokens_per_sample:
+            record["tokens_per_second"] = samples_per_second * self.tokens_per_sample
         if state.peak_flops and state.forward_flops:
-            # Backward takes twice what forward does.
-            record["mfu"] = 3 * rate * state.forward_flops / (state.peak_flops * self.group.size)
+            # A backward pass takes twice the operations of a forward pass.
+            flops_per_second = 3 * samples_per_second * state.forward_flops
+            record["mfu"] = flops_per_second / (state.peak_flops * self.group.size)
         return record
 
-    def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
-        """Write and show the record of a step, if it has one."""
+    def after_step(self, state: "State", record: dict[str, Any] | None) -> None:
+        """Write and log the record of a step, if it has one."""
         if record is None:
             return
-        self.mark[1] = time.perf_counter()  # a validation is no part of the next step's time
-        if self.group.rank:
+        # The next interval starts here: a validation between `record` and this call is left out.
+        self.mark.clock = time.perf_counter()
+        if not self.group.is_first:
             return
         self._write(record)
         self._show_validation(record)
-        figures = [f"{n.replace('_', ' ')} {record[n]:.3f}" for n in ("loss", *state.metrics[:1])]
-        unit = "tokens" if self.tokens else "samples"
-        left = (self.total - record["step"]) * record["step_seconds"]
-        figures += [f"{record[f'{unit}_per_second']:,.0f} {unit}/s", f"{left:.0f} s left"]
-        log.info("step %d/%d  %s", record["step"], self.total, "  ".join(figures))
+        self._show_progress(record, state.metrics or ())
 
-    def _cut(self, figures: dict[str, float]) -> None:
+    def _cut(self, validation: dict[str, float]) -> None:
+        """Remove the lines after the first step, and add a validation to the line of that step."""
+        # A killed run may have written lines after its last checkpoint. The run takes those steps
+        # again and writes their lines again: without the cut, the file would hold them twice.
         kept: list[bytes] = []
         if self.path.is_file():
             with naming(self.path), open(self.path, "rb") as file:
                 kept = [line.rstrip() for line in file if parsed(line, self.first_step)]
-        if figures and kept and (last := json.loads(kept[-1]))["step"] == self.first_step:
-            kept[-1] = as_line(last | figures)
+        if validation and kept:
+            last = json.loads(kept[-1])
+            if last["step"] == self.first_step:
+                kept[-1] = as_line(last | validation)
         replace_file(self.path, b"".join(line + b"\n" for line in kept))
         sync_directory(self.path.parent)
-        self._show_validation({"step": self.first_step, **figures})
+        self._show_validation({"step": self.first_step, **validation})
 
     def _write(self, record: dict[str, Any]) -> None:
-        """Append a line and those that wait; if the system refuses, all of them wait."""
-        behind = bool(self.waiting)
-        self.waiting += as_line(record) + b"\n"
+        """Append a line, after those that could not be written; on an error all of them wait."""
+        has_warned = bool(self.unwritten)
+        self.unwritten += as_line(record) + b"\n"
         try:
             with open_to_write(self.path, "ab", buffering=0) as file:
-                while self.waiting:  # a full disk may take a part of a line, and the rest later
-                    self.waiting = self.waiting[file.write(self.waiting) :]
+                # A full disk may take the beginning of a line now, and the rest at a later step.
+                while self.unwritten:
+                    written = file.write(self.unwritten)
+                    self.unwritten = self.unwritten[written:]
         except OSError as error:
-            if not behind:
+            if not has_warned:
                 log.warning("metrics.jsonl cannot be written, its lines wait for room: %s", error)
 
     def _show_validation(self, record: dict[str, Any]) -> None:
-        shown = [f"{n[11:].replace('_', ' ')} {v:.4f}" for n, v in validation_of(record).items()]
+        shown = []
+        for name, value in validation_of(record).items():
+            label = name.removeprefix("validation_").replace("_", " ")
+            shown.append(f"{label} {value:.4f}")
         if shown:
             log.info("validation at step %d: %s", record["step"], ", ".join(shown))
 
+    def _show_progress(self, record: dict[str, Any], metrics: tuple[str, ...]) -> None:
+        shown = [f"loss {record['loss']:.3f}"]
+        # The line has room for one metric.
+        if metrics:
+            first = metrics[0]
+            shown.append(f"{first.replace('_', ' ')} {record[first]:.3f}")
+        if self.tokens_per_sample:
+            shown.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+        else:
+            shown.append(f"{record['samples_per_second']:,.0f} samples/s")
+        seconds_left = (self.last_step - record["step"]) * record["step_seconds"]
+        shown.append(f"{seconds_left:.0f} s left")
+        log.info("step %d/%d  %s", record["step"], self.last_step, "  ".join(shown))
+
 
 def validation_figures(figures: dict[str, Any]) -> dict[str, float]:
-    """Figures of a validation as they are recorded: floats, by names that begin "validation_".
+    """Return the metrics of a validation as they are recorded: floats named "validation_...".
 
-    Callbacks may have added some. UserError, by name, for one that is no number.
+    Callbacks may have added some. UserError, by name, for one that is not a number.
     """
     recorded: dict[str, float] = {}
     for name, value in figures.items():
         try:
-            if not hasattr(value, "__float__"):  # a text may have digits, and is no number
+            # float() would also accept a text of digits.
+            if not hasattr(value, "__float__"):
                 raise TypeError
             number = float(value)
-        except Exception:  # such as of a tensor with several elements
+        except Exception:
+            # Each library raises its own error, torch for a tensor with several elements.
             problem = f"the validation figure {name!a} is {value!r:.60}, which is no number"
             raise UserError(f"{problem}: correct the callback that sets it") from None
-        # Training may have a figure of the same name.
+        # Without the prefix it could replace a training metric of the same name.
         recorded[f"validation_{name.removeprefix('validation_')}"] = number
     return recorded
 
 
 def as_line(record: dict[str, Any]) -> bytes:
-    """A record as JSON, which has no word for NaN and infinity: they become null."""
-    odd = [n for n, v in record.items() if hasattr(v, "__float__") and not math.isfinite(v)]
-    return json.dumps(record | dict.fromkeys(odd), default=float).encode()
+    """Encode a record as JSON; NaN and infinity, which JSON cannot express, become null."""
+    encodable = dict(record)
+    for name, value in record.items():
+        if hasattr(value, "__float__") and not math.isfinite(value):
+            encodable[name] = None
+    return json.dumps(encodable, default=float).encode()
 
 
 def read_records(run_dir: Path, last_step: int = sys.maxsize) -> Iterator[dict[str, Any]]:
-    """The records of metrics.jsonl up to a step, without unreadable lines."""
+    """Yield the records of metrics.jsonl up to a step, without unreadable lines."""
     path = run_dir / METRICS
-    with contextlib.suppress(OSError), open(path if path.is_file() else os.devnull, "rb") as file:
-        yield from filter(None, (parsed(line, last_step) for line in file))
+    with contextlib.suppress(OSError):
+        # Opening a pipe of that name would wait for a writer.
+        if not path.is_file():
+            return
+        with open(path, "rb") as file:
+            for line in file:
+                record = parsed(line, last_step)
+                if record is not None:
+                    yield record
 
 
 def validated_at(run_dir: Path, step: int) -> dict[str, float]:
-    """The validation's figures in the line of a step, {} if it has none."""
-    records = (record for record in read_records(run_dir, step) if record["step"] == step)
-    return next(filter(None, map(validation_of, records)), {})
+    """Return the validation's metrics in the line of a step, {} if there are none."""
+    for record in read_records(run_dir, step):
+        if record["step"] == step:
+            validation = validation_of(record)
+            if validation:
+                return validation
+    return {}
 
 
 def finite(value: Any) -> tuple[float, ...]:
-    """A value of a record as a float in a tuple, () if it is no finite number."""
+    """Return a value of a record as a tuple of one float, () if it is not a finite number."""
     with contextlib.suppress(TypeError, OverflowError):
-        return (float(value),) if math.isfinite(value) else ()
+        if math.isfinite(value):
+            return (float(value),)
     return ()
 
 
 def validation_of(record: dict[str, Any]) -> dict[str, float]:
-    """The finite validation figures of a record."""
-    named = {name: value for name, value in record.items() if name.startswith("validation_")}
-    return {name: v for name, value in named.items() for v in finite(value)}
+    """Return the finite validation metrics of a record."""
+    validation: dict[str, float] = {}
+    for name, value in record.items():
+        if name.startswith("validation_") and finite(value):
+            validation[name] = float(value)
+    return validation
 
 
 def parsed(line: str | bytes, last_step: int = sys.maxsize) -> dict[str, Any] | None:
-    """A line as a record; None if it cannot be read or is of a later step."""
-    # A killed run can leave half a line, a bad disk anything.
+    """Return a line as a record; None if it is unreadable or of a later step."""
+    # A killed run can leave half a line, and a bad disk any bytes at all.
     with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         record = json.loads(line)
-        return record if type(step := record["step"]) is int and 0 <= step <= last_step else None
+        step = record["step"]
+        # isinstance would accept `true`, which is an int in Python.
+        if type(step) is int and 0 <= step <= last_step:
+            return record
     return None
 
 
 def metric_names(loss: LossSum, before: tuple[str, ...] | None) -> tuple[str, ...]:
-    """The names of a loss's metrics; UserError unless they are free, and as before."""
-    names, what = tuple(loss.metrics), "the metrics of compute_loss (model.py)"
-    if before not in (None, names):
-        raise UserError(f"{what} must be the same in each batch: {names} follow on {before}")
-    if before is None and (clash := [*filter(FIGURES.fullmatch, names)]):
-        raise UserError(f"{what}: {clash[0]!r} is a figure of the run, choose another name")
+    """Return the names of a loss's metrics.
+
+    UserError if they are not those of the batch `before`, or if the run itself uses one of them.
+    """
+    names = tuple(loss.metrics)
+    what = "the metrics of compute_loss (model.py)"
+    if before is not None:
+        if names != before:
+            raise UserError(f"{what} must be the same in each batch: {names} follow on {before}")
+        return names
+    for name in names:
+        if FIGURES.fullmatch(name):
+            raise UserError(f"{what}: {name!r} is a figure of the run, choose another name")
     return names
 
 
-def introduce(state: Any, run_dir: Path) -> None:
+def introduce(state: "State", run_dir: Path) -> None:
     """Log the model, the data, the batch and the run directory."""
-    config, world, samples = state.config.train, state.world, state.loader.size
-    device, dtype = device_name(world.device), str(state.compute_dtype).removeprefix("torch.")
-    size = sum(parameter.numel() for parameter in state.model.parameters())
-    trained = sum(p.numel() for p in state.model.parameters() if p.requires_grad)
-    part = f" ({trained:,} trained)" if trained < size else ""
-    data, steps = "a stream", f"{config.steps} steps"
-    in_all = config.steps * config.global_batch_size
-    if samples:  # of a stream nobody knows how many there are
-        data, epochs = f"{samples:,} samples", in_all / samples
+    begin = f"resumed at step {state.step}" if state.step else "new"
+    log.info("model  %s", _model(state))
+    log.info("data   %s", _data(state))
+    log.info("batch  %s", _batch(state))
+    log.info("run    %s, %s", run_dir, begin)
+
+
+def _model(state: "State") -> str:
+    parameters = list(state.model.parameters())
+    size = sum(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    text = f"{size:,} parameters"
+    if trained < size:
+        text += f" ({trained:,} trained)"
+    dtype = str(state.compute_dtype).removeprefix("torch.")
+    return f"{text}, {dtype} on {device_name(state.world.device)}, ranks: {state.world.size}"
+
+
+def _data(state: "State") -> str:
+    samples = state.loader.size
+    text = f"{samples:,} samples" if samples else "a stream"
+    tokens = getattr(state.spec, "tokens_per_sample", None)
+    if tokens:
+        text += f" of {tokens:,} tokens"
+    return f"{text}, {len(state.validation):,} for validation"
+
+
+def _batch(state: "State") -> str:
+    settings = state.config.train
+    drawn_in_all = settings.steps * settings.global_batch_size
+    batch = f"{settings.global_batch_size:,} samples"
+    # Only a mixture counts the samples of each of its datasets.
+    drawn = state.loader.source.order.drawn(settings.steps)
+    if drawn:
+        fractions = [f"{count / drawn_in_all:.1%} {name}" for name, count in drawn.items()]
+        batch += f" ({', '.join(fractions)})"
+    steps = f"{settings.steps} steps"
+    # The number of samples in a stream is unknown, and so is the length of an epoch.
+    samples = state.loader.size
+    if samples:
+        epochs = drawn_in_all / samples
         steps += f" ({epochs:,.2f} epochs)" if epochs > 1 else " (less than one epoch)"
-    if tokens := getattr(state.spec, "tokens_per_sample", None):
-        data += f" of {tokens:,} tokens"
-    drawn = state.loader.source.order.drawn(config.steps).items()
-    mix = ", ".join(f"{count / in_all:.1%} {name}" for name, count in drawn)
-    for line in (
-        f"model  {size:,} parameters{part}, {dtype} on {device}, ranks: {world.size}",
-        f"data   {data}, {len(state.validation):,} for validation",
-        f"batch  {config.global_batch_size:,} samples{mix and f' ({mix})'}; {steps}",
-        f"run    {run_dir}, {f'resumed at step {state.step}' if state.step else 'new'}",
-    ):
-        log.info("%s", line)
+    return f"{batch}; {steps}"

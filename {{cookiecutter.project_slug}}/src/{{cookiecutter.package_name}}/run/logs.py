@@ -16,7 +16,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,21 +24,25 @@ from ..files import naming, open_to_write
 
 PACKAGE = logging.getLogger(__name__.partition(".")[0])
 WARNINGS = logging.getLogger("py.warnings")
-ONLY_IN_FILES = {"only_in_files": True}  # `extra` of a record that the console leaves out
+# The `extra` of a log call whose record the console leaves out.
+ONLY_IN_FILES = {"only_in_files": True}
 
 
 class Console(logging.Handler):
     """Prints log records; a terminal or a pipe that is gone does not end the run."""
 
-    stream: TextIO | None = None  # the console, while stderr is redirected into a file
+    # The console itself, while stderr is redirected into a file.
+    stream: TextIO | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record to the console."""
-        if not hasattr(record, *ONLY_IN_FILES):
-            label = "" if record.levelno < logging.WARNING else f"{record.levelname}: "
-            text = printable(label + self.format(record))
-            with contextlib.suppress(OSError, ValueError):
-                print(text, file=self.stream or sys.stderr, flush=True)
+        if hasattr(record, "only_in_files"):
+            return
+        text = self.format(record)
+        if record.levelno >= logging.WARNING:
+            text = f"{record.levelname}: {text}"
+        with contextlib.suppress(OSError, ValueError):
+            print(printable(text), file=self.stream or sys.stderr, flush=True)
 
 
 class LogFile(logging.StreamHandler[TextIO]):
@@ -47,9 +50,9 @@ class LogFile(logging.StreamHandler[TextIO]):
 
     def __init__(self, path: Path) -> None:
         super().__init__(open_to_write(path, "a"))
-        form = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%SZ")
-        form.converter = time.gmtime
-        self.setFormatter(form)
+        formatter = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%SZ")
+        formatter.converter = time.gmtime
+        self.setFormatter(formatter)
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Ignore it: the warning about metrics.jsonl says that the disk is full."""
@@ -61,64 +64,110 @@ class LogFile(logging.StreamHandler[TextIO]):
             self.stream.close()
 
 
-def make_lenient(stream: Any) -> None:
+def make_lenient(stream: TextIO) -> None:
     """Let a stream drop what cannot be written: the terminal may be closed, or a pipe's reader."""
+    for name in ("write", "flush"):
+        method = getattr(stream, name)
+        setattr(stream, name, _without_os_errors(method))
 
-    def suppressing(method: Callable[..., Any], *arguments: Any) -> Any:
+
+def _without_os_errors(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method so that it returns None where it would raise an OSError."""
+
+    def call(*arguments: Any) -> Any:
         with contextlib.suppress(OSError):
             return method(*arguments)
+        return None
 
-    for name in ("write", "flush"):
-        setattr(stream, name, partial(suppressing, getattr(stream, name)))
+    return call
 
 
 def log_to_console() -> None:
     """Show this package's log on the console: all records of rank 0, errors of other ranks."""
-    # Standard streams that are closed are opened, or other files would get their descriptors.
-    while (null := os.open(os.devnull, os.O_RDWR)) < 3:  # the lowest number that is free
-        os.set_inheritable(null, True)
-    os.close(null)
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - it stays open
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    _open_standard_streams()
     make_lenient(sys.stderr)
     rank = int(os.environ.get("RANK", "0"))
-    console = Console(logging.ERROR if rank else logging.INFO)
-    console.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s" if rank else "%(message)s"))
-    PACKAGE.handlers[:] = WARNINGS.handlers[:] = [console]
-    PACKAGE.setLevel(logging.DEBUG)  # in the files
-    logging.captureWarnings(True)  # Python's
+    if rank == 0:
+        console = Console(logging.INFO)
+        console.setFormatter(logging.Formatter("%(message)s"))
+    else:
+        console = Console(logging.ERROR)
+        console.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s"))
+    PACKAGE.handlers[:] = [console]
+    WARNINGS.handlers[:] = [console]
+    # The files get every record; the console filters by its own level.
+    PACKAGE.setLevel(logging.DEBUG)
+    # Python's warnings are logged, too.
+    logging.captureWarnings(True)
+
+
+def _open_standard_streams() -> None:
+    """Open those of stdin, stdout and stderr that the process was started without."""
+    # A new descriptor is the lowest free number. Without this, a checkpoint could become number 1
+    # and receive what libraries print.
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor < 3:
+        os.set_inheritable(descriptor, True)
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.close(descriptor)
+    # Python has None for a stream that was closed.
+    if not sys.stdout:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if not sys.stderr:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 @contextlib.contextmanager
 def logging_in(folder: Path, group: Any) -> Iterator[None]:
     """Append the log to this rank's file in a folder, too.
 
-    After `log_to_console` the file also gets the stacks of a crash, and what other ranks than 0
-    print; in a caller's own process these stay the caller's.
+    After `log_to_console` the file also gets the stacks of a crash and, on other ranks than 0,
+    everything that is printed; in a caller's own process these stay the caller's.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with naming(path := folder / (f"rank_{group.rank}.log" if group.rank else "train.log")):
+    name = f"rank_{group.rank}.log" if group.rank else "train.log"
+    path = folder / name
+    with naming(path):
         handler = LogFile(path)
-    console = next((handler for handler in PACKAGE.handlers if isinstance(handler, Console)), None)
     with contextlib.ExitStack() as stack:
         stack.callback(handler.close)
         for logger in (PACKAGE, WARNINGS):
             logger.addHandler(handler)
             stack.callback(logger.removeHandler, handler)
         stack.callback(PACKAGE.setLevel, PACKAGE.level)
-        PACKAGE.setLevel(PACKAGE.level or logging.INFO)
+        # Without a level it would leave out what is not a warning.
+        if PACKAGE.level == logging.NOTSET:
+            PACKAGE.setLevel(logging.INFO)
+        console = _console()
         if console:
             faulthandler.enable(handler.stream)
             stack.callback(faulthandler.disable)
+            # Only a render for several ranks has this method, and other ranks than 0.
             if group.rank:
                 stack.enter_context(group.printing_to(handler.stream, console))
-        origin = group, os.getpid(), socket.gethostname()
-        PACKAGE.info("%sprocess %d on %s", *origin, extra=ONLY_IN_FILES)
+        # The name of the group ends with a comma; that of a single process is empty.
+        PACKAGE.info(
+            "%sprocess %d on %s", group, os.getpid(), socket.gethostname(), extra=ONLY_IN_FILES
+        )
         try:
             yield
         except BaseException as error:
-            # In the file alone: what catches the error reports it on the console.
-            known = isinstance(error, UserError)
-            text = str(error) if known else "".join(traceback.format_exception(error)).rstrip()
-            handler.handle(logging.makeLogRecord({"levelname": "ERROR", "msg": text}))
+            _log_error(handler, error)
             raise
+
+
+def _console() -> Console | None:
+    """Return the handler that `log_to_console` has added, if it was called."""
+    for handler in PACKAGE.handlers:
+        if isinstance(handler, Console):
+            return handler
+    return None
+
+
+def _log_error(handler: logging.Handler, error: BaseException) -> None:
+    """Write what ends the run to the file alone: the caller reports it on the console."""
+    if isinstance(error, UserError):
+        text = str(error)
+    else:
+        text = "".join(traceback.format_exception(error)).rstrip()
+    handler.handle(logging.makeLogRecord({"levelname": "ERROR", "msg": text}))

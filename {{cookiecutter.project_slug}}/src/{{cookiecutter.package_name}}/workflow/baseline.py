@@ -1,6 +1,8 @@
-"""The baseline stage: what one eager process does here, before anything is made faster."""
+"""The baseline stage: how one eager process trains here, before anything is made faster."""
 
 import gc
+import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -8,7 +10,7 @@ import torch
 from ..config import Config, override
 from ..device import move
 from ..distributed import join, leave, parallel
-from ..loss import LossSum, loss_vector, returned
+from ..loss import LossSum, loss_vector, require_type
 from ..model import compute_loss
 from ..run.hardware import in_units
 from ..sampling import STEP, fetch, sample_keys, seed_random
@@ -16,129 +18,183 @@ from ..train import State, setup
 from .stage import Stage
 from .timing import Steps, describe, differences, peak_memory, record_steps, spread
 
-WARMUP, MEASURED = 5, 40  # steps
-SECONDS = 60.0  # for each of the two runs, if steps are slow
-BATCHES = 8  # on which the loss has to fall
-DATA_WAIT_LIMIT, WORTH_A_WORD = 0.05, 1e-3  # of a step: its share, and seconds
+# Steps of a run.
+WARMUP = 5
+MEASURED = 40
+# Seconds for each of the two runs, if steps are slow.
+SECONDS = 60.0
+# Batches on which the loss has to fall.
+BATCHES = 8
+# Steps may wait for data for this fraction of their time, or for this many seconds.
+DATA_WAIT_LIMIT = 0.05
+NEGLIGIBLE_WAIT = 1e-3
 CHEAPER = "make __getitems__ cheaper"
-ADDS_UP = 0.01  # relative: bfloat16 rounds by less, while a mean is off by a factor
-DRAWS, TOO_RANDOM = 16, 0.1  # evaluations, as a model may be random; a limit that says nothing
+# Relative. Rounding to bfloat16 is less than this, while a mean is off by a factor.
+ADDS_UP = 0.01
+# A model may be random in evaluation too, so each batch is evaluated this often.
+DRAWS = 16
+# A limit above this says nothing.
+TOO_RANDOM = 0.1
 NOT_A_SUM = {
     "mean": "compute_loss must return sums, not means (reduction='sum')",
     "count": "a count must be of its batch: how many values its sum adds up",
     "batch": "it compares samples of a batch, so micro-batches and ranks change it. For a loss, "
     "make what is compared one sample; for a metric, return the sums it is made of",
 }
+# Of the vector of sums, the entry with the count that the loss is divided by.
+COUNT_OF_LOSS = 1
 # Relative differences of the first loss and of the others, where kernels may add in any order.
-FIRST, OTHERS = 1e-5, 1e-2
-Batch = tuple[int, slice]  # a step, and places in its global batch
+FIRST = 1e-5
+OTHERS = 1e-2
 
 
 def measure(config: Config) -> int:
-    """Measure and judge; 0 when the gate is passed, 1 when it is not."""
+    """Measure and judge; return 0 when the gate is passed, 1 when it is not."""
     stage = Stage("baseline", config)
     state, steps = judge_steps(stage)
-    workers, world = 2 * config.train.loader_workers or 2, state.world
+    workers = 2 * config.train.loader_workers or 2
     judge_waits(stage, steps, f"{CHEAPER}, or read ahead with --train.loader-workers {workers}")
+    world = state.world
+    # Nothing may refer to the model when the process group ends.
     del state
     leave(world)
     return stage.close()
 
 
 def judge_steps(stage: Stage) -> tuple[State, Steps]:
-    """Take the first steps of the run twice and judge them; a state, and the steps of both."""
+    """Take the first steps of the run twice and judge them.
+
+    Returns the state after the second time, and the steps of both times without warm-up.
+    """
     config = override(stage.config, {"compile.mode": "none"})
     world = join(config.parallel, config.device)
     print("     the first steps of the run, twice ...", flush=True)
-    first, _ = first_steps(setup(config, world), WARMUP + MEASURED)
-    gc.collect()  # recomputed blocks refer to themselves
+    first = take_first_steps(setup(config, world), WARMUP + MEASURED)
+    # Recomputed blocks refer to themselves, so only the collector frees the first model.
+    gc.collect()
     state = setup(config, world)
-    second, (before, after) = first_steps(state, len(first.losses))
+    second = take_first_steps(state, len(first.steps.losses))
     judge_sums(stage, state)
-    judge_losses(stage, first.losses, second.losses, world.device.type == "cpu")
-    steps, wanted = len(second.losses), "lower at the end"
-    measured = f"from {before:.4f} to {after:.4f} on {BATCHES} batches, by {steps} steps"
-    advice = "try another --optim.learning-rate, and look at a batch of the data"
-    stage.check("loss_falls", after < before, measured=measured, wanted=wanted, advice=advice)
-    both = Steps(*(np.append(a[WARMUP:], b[WARMUP:]) for a, b in zip(first, second, strict=True)))
-    seconds = spread(both.seconds)
-    samples = config.train.global_batch_size / seconds["median"]
-    tokens = samples * (getattr(state.spec, "tokens_per_sample", None) or 0)
-    per_token = f", {tokens:,.0f} tokens/s" if tokens else ""
-    measured = f"{samples:,.1f} samples/s{per_token}; a step {describe(seconds)}"
-    stage.check("throughput", True, measured=measured, wanted="measured")
-    memory, mfu = peak_memory(world.device), None
-    if state.peak_flops and state.forward_flops:  # backward takes twice what forward does
-        mfu = 3 * state.forward_flops * samples / state.peak_flops
-    share = f", {mfu:.1%} of the device's peak FLOP/s (MFU)" if mfu else ""
-    print(f"     peak memory {in_units(memory)}{share}")
-    stage.figures |= {
-        "losses": second.losses.tolist(),
-        "step_seconds": seconds,
-        "samples_per_second": samples,
-        "tokens_per_second": tokens or None,
-        "parameters": sum(p.numel() for p in state.model.parameters()),
-        "peak_memory_bytes": memory,
-        "mfu": mfu,
-    }
-    return state, both
+    on_cpu = world.device.type == "cpu"
+    judge_losses(stage, first.steps.losses, second.steps.losses, on_cpu)
+    judge_progress(stage, second)
+    steps = first.steps.without_first(WARMUP).followed_by(second.steps.without_first(WARMUP))
+    stage.figures["losses"] = second.steps.losses.tolist()
+    measure_throughput(stage, state, steps)
+    return state, steps
 
 
-def first_steps(state: State, steps: int) -> tuple[Steps, tuple[float, float]]:
-    """The first steps of a run, within about `SECONDS`; the loss on fixed batches before and after.
+@dataclass(frozen=True)
+class FirstSteps:
+    """The first steps of a run, and the mean loss over the first batches before and after them."""
 
-    The losses of the steps come from batches that differ by more than a few steps teach.
+    steps: Steps
+    loss_before: float
+    loss_after: float
+
+
+def take_first_steps(state: State, steps: int) -> FirstSteps:
+    """Take the first steps of a run, fewer if they would take longer than about `SECONDS`.
+
+    The losses of the steps themselves come from different batches, which differ by more than a few
+    steps of training change. So the loss is also measured on the same batches before and after.
     """
     before = loss_on_first_batches(state)
     warmup = record_steps(state, WARMUP)
-    in_time = int(SECONDS / max(1e-6, float(warmup.seconds[-1])))
-    measured = record_steps(state, max(8, min(steps - WARMUP, in_time)))
+    steps_in_time = int(SECONDS / max(1e-6, float(warmup.seconds[-1])))
+    measured = record_steps(state, max(8, min(steps - WARMUP, steps_in_time)))
     after = loss_on_first_batches(state)
     state.loader.close()
-    return Steps(*map(np.append, warmup, measured)), (before, after)
+    return FirstSteps(warmup.followed_by(measured), loss_before=before, loss_after=after)
 
 
 def loss_on_first_batches(state: State) -> float:
-    """The mean loss over the first batches."""
-    batches = [(step, share.places) for step in range(BATCHES) for share in state.plan]
-    total, count, *_ = evaluate(state, batches)[0].sum((0, 1)).tolist()
+    """Return the mean loss over the first batches."""
+    batches: list[BatchSlice] = []
+    for step in range(BATCHES):
+        for share in state.plan:
+            batches.append(BatchSlice(step, share.places))
+    total, count, *_ = evaluate(state, batches).sums.sum((0, 1)).tolist()
     return total / count
+
+
+def judge_progress(stage: Stage, first: FirstSteps) -> None:
+    """Check that the first steps lower the loss on the same batches."""
+    before = first.loss_before
+    after = first.loss_after
+    steps = len(first.steps.losses)
+    measured = f"from {before:.4f} to {after:.4f} on {BATCHES} batches, by {steps} steps"
+    advice = "try another --optim.learning-rate, and look at a batch of the data"
+    stage.check(
+        "loss_falls", after < before, measured=measured, wanted="lower at the end", advice=advice
+    )
+
+
+def measure_throughput(stage: Stage, state: State, steps: Steps) -> None:
+    """Add throughput, peak memory and MFU to the stage, and print them."""
+    seconds = spread(steps.seconds)
+    samples = state.config.train.global_batch_size / seconds["median"]
+    # Only the spec of a language model has tokens.
+    tokens = samples * (getattr(state.spec, "tokens_per_sample", None) or 0)
+    token_rate = f", {tokens:,.0f} tokens/s" if tokens else ""
+    measured = f"{samples:,.1f} samples/s{token_rate}; a step {describe(seconds)}"
+    stage.check("throughput", True, measured=measured, wanted="measured")
+
+    memory = peak_memory(state.world.device)
+    text = f"     peak memory {in_units(memory)}"
+    mfu = None
+    if state.peak_flops and state.forward_flops:
+        # Backward takes twice the FLOPs of forward.
+        mfu = 3 * state.forward_flops * samples / state.peak_flops
+    if mfu:
+        text += f", {mfu:.1%} of the device's peak FLOP/s (MFU)"
+    print(text)
+    stage.figures |= {
+        "step_seconds": seconds,
+        "samples_per_second": samples,
+        "tokens_per_second": tokens or None,
+        "parameters": sum(parameter.numel() for parameter in state.model.parameters()),
+        "peak_memory_bytes": memory,
+        "mfu": mfu,
+    }
 
 
 def judge_waits(stage: Stage, steps: Steps, advice: str) -> None:
     """Check that steps hardly wait for data."""
     wait = float(steps.waits.mean())
     # Over all steps together: loader workers bring several batches at once, then the median is 0.
-    share = wait / float(steps.seconds.mean())
-    stage.figures["data_wait"] = spread(steps.waits / steps.seconds) | {"all": share}
-    measured = f"{share:.1%} of the time, {wait * 1e3:.2f} ms a step"
-    wanted = f"less than {DATA_WAIT_LIMIT:.0%}, or than {WORTH_A_WORD * 1e3:g} ms"
-    passed = share < DATA_WAIT_LIMIT or wait < WORTH_A_WORD
+    fraction = wait / float(steps.seconds.mean())
+    stage.figures["data_wait"] = spread(steps.waits / steps.seconds) | {"all": fraction}
+    measured = f"{fraction:.1%} of the time, {wait * 1e3:.2f} ms a step"
+    wanted = f"less than {DATA_WAIT_LIMIT:.0%}, or than {NEGLIGIBLE_WAIT * 1e3:g} ms"
+    passed = fraction < DATA_WAIT_LIMIT or wait < NEGLIGIBLE_WAIT
     stage.check("data_wait", passed, measured=measured, wanted=wanted, advice=advice)
 
 
 def judge_losses(stage: Stage, first: np.ndarray, second: np.ndarray, cpu: bool) -> None:
     """Check that two runs have the same losses; about the same if kernels are not deterministic."""
     steps = min(len(first), len(second))
-    apart = differences(first[:steps], second[:steps])
-    differing = int(np.count_nonzero(apart))
+    relative = differences(first[:steps], second[:steps])
+    differing = int(np.count_nonzero(relative))
     measured = f"{differing} of {steps} losses differ between two runs"
     if differing:
-        measured += f", by up to {apart.max():.0e} (relative)"
+        measured += f", by up to {relative.max():.0e} (relative)"
     advice = "look for randomness that does not follow from the seed, or state kept between runs"
     if cpu or stage.config.train.deterministic:
-        passed, wanted = not differing, "none"
+        passed = differing == 0
+        wanted = "none"
     else:
-        passed = bool(apart[0] <= FIRST and apart.max() <= OTHERS)
+        passed = bool(relative[0] <= FIRST and relative.max() <= OTHERS)
         wanted = f"at most {FIRST:.0e} in the first loss and {OTHERS:.0e} in the others"
         advice += "; --train.deterministic rules out the order in which kernels add"
     stage.check("deterministic", passed, measured=measured, wanted=wanted, advice=advice)
 
 
 def judge_sums(stage: Stage, state: State) -> None:
-    """Check that the parts of a batch add up to it, so that micro-batches and ranks may share it.
+    """Check that the sums of two halves add up to those of the batch, as accumulation requires.
 
-    In evaluation mode, without dropout; on average, as a model may be random even then.
+    In evaluation mode, without dropout. A model may be random even then, so the means over several
+    draws are compared.
     """
     wanted = f"the same within {ADDS_UP:.0%}"
     size = min(state.config.train.micro_batch_size, state.config.train.global_batch_size)
@@ -146,48 +202,94 @@ def judge_sums(stage: Stage, state: State) -> None:
         stage.check("adds_up", None, measured="one sample cannot be divided", wanted=wanted)
         return
     middle = (size + 1) // 2
-    parts = [(0, slice(size)), (0, slice(middle)), (0, slice(middle, size))]
+    batches = [
+        BatchSlice(0, slice(size)),
+        BatchSlice(0, slice(middle)),
+        BatchSlice(0, slice(middle, size)),
+    ]
     state.module.eval()
-    drawn, names = evaluate(state, parts, DRAWS)
+    drawn = evaluate(state, batches, DRAWS)
     state.module.train()
-    scale = drawn.abs().amax((0, 1)).clamp(min=1e-12)
-    error = ((drawn[:, 1] + drawn[:, 2] - drawn[:, 0]) / scale).std(0) / DRAWS**0.5
-    if error.max() > ADDS_UP / 100:
+
+    scale = drawn.sums.abs().amax((0, 1)).clamp(min=1e-12)
+    residuals = drawn.sums[:, 1] + drawn.sums[:, 2] - drawn.sums[:, 0]
+    standard_error = (residuals / scale).std(0) / math.sqrt(DRAWS)
+    if standard_error.max() > ADDS_UP / 100:
         wanted += f", and 4 standard errors of {DRAWS} draws of its random numbers"
-    limit, (whole, one, two) = ADDS_UP + 4 * error, drawn.mean(0)
-    apart = (one + two - whole).abs() / scale
-    wrong = [at for at in range(len(names)) if not apart[at] <= limit[at]]  # of NaN, too
-    at = wrong[0] if wrong else int(apart.argmax())
-    measured = f"{names[at]} of {size} samples {whole[at]:.6g}, "
-    measured += f"in parts {one[at]:.6g} + {two[at]:.6g}"
-    share = middle / size if 1 in wrong else one[1] / (one[1] + two[1])
-    of_means = (share * one + (1 - share) * two - whole).abs() / scale <= limit
-    kind = "count" if at % 2 else "mean" if of_means[at] else "batch"
-    passed, advice = not wrong, NOT_A_SUM[kind]
-    if not wrong and limit.max() > TOO_RANDOM:
-        passed, measured, advice = None, f"too random to tell: {measured}", ""
+    limit = ADDS_UP + 4 * standard_error
+    whole, first, second = drawn.sums.mean(0)
+    relative = (first + second - whole).abs() / scale
+    # Written with `not`, since a NaN must count as wrong.
+    wrong = [i for i in range(len(drawn.names)) if not relative[i] <= limit[i]]
+    worst = wrong[0] if wrong else int(relative.argmax())
+    measured = f"{drawn.names[worst]} of {size} samples {whole[worst]:.6g}, "
+    measured += f"in parts {first[worst]:.6g} + {second[worst]:.6g}"
+
+    passed = not wrong
+    advice = ""
+    if wrong:
+        # The first half's weight in a mean over the batch.
+        weight = float(first[COUNT_OF_LOSS] / (first[COUNT_OF_LOSS] + second[COUNT_OF_LOSS]))
+        if COUNT_OF_LOSS in wrong:
+            weight = middle / size
+        mean = weight * first + (1 - weight) * second
+        is_mean = bool(((mean - whole).abs() / scale <= limit)[worst])
+        advice = NOT_A_SUM[kind_of_mistake(worst, is_mean)]
+    elif limit.max() > TOO_RANDOM:
+        passed = None
+        measured = f"too random to tell: {measured}"
     stage.check("adds_up", passed, measured=measured, wanted=wanted, advice=advice)
 
 
-def evaluate(state: State, batches: list[Batch], draws: int = 1) -> tuple[torch.Tensor, list[str]]:
-    """Sums and counts of batches [draws, batches, names], and their names; draws are seeded.
+def kind_of_mistake(index: int, is_mean: bool) -> str:
+    """Return the key of `NOT_A_SUM` for an entry of the vector of sums that does not add up."""
+    # Each sum is followed by its count.
+    if index % 2 == 1:
+        return "count"
+    if is_mean:
+        return "mean"
+    return "batch"
 
-    A batch is a slice of a step's global batch.
-    """
-    vectors, names, world = [], [], state.world
-    dataset, order = state.loader.source.dataset, state.loader.source.order
-    for step, places in draws * batches:
-        seed_random(state.config.train.seed, STEP, len(vectors), world.rank, device=world.device)
-        # Augmented as in training, while what samples draw is drawn anew.
+
+@dataclass(frozen=True)
+class BatchSlice:
+    """A slice of the global batch of a step."""
+
+    step: int
+    samples: slice
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Sums and counts of batches, [draws, batches, names], in the order of `names`."""
+
+    sums: torch.Tensor
+    names: list[str]
+
+
+def evaluate(state: State, batches: list[BatchSlice], draws: int = 1) -> Evaluation:
+    """Compute the sums of batches, several times with other seeds."""
+    vectors: list[torch.Tensor] = []
+    names: list[str] = []
+    seed = state.config.train.seed
+    world = state.world
+    dataset = state.loader.source.dataset
+    order = state.loader.source.order
+    for batch_slice in draws * batches:
+        # Each evaluation draws other random numbers, the same in each run.
+        seed_random(seed, STEP, len(vectors), world.rank, device=world.device)
+        # Augmented as in training: the keys are of the samples, whatever the draw.
         keys = None
         if hasattr(dataset, "augment"):
-            keys = sample_keys(order.seed, order.positions(step)[places])
-        batch = move(fetch(dataset, order.ids(step)[places], keys), world.device)
+            positions = order.positions(batch_slice.step)
+            keys = sample_keys(order.seed, positions[batch_slice.samples])
+        ids = order.ids(batch_slice.step)[batch_slice.samples]
+        batch = move(fetch(dataset, ids, keys), world.device)
         with torch.no_grad():
             loss = parallel.forward(compute_loss, state, batch)
-            returned(loss, LossSum, "what compute_loss (model.py) returns")
+            require_type(loss, LossSum, "what compute_loss (model.py) returns")
         vectors.append(loss_vector(loss).double().cpu())
         names = ["loss", "count"]
         for name, metric in loss.metrics.items():
             names += [name, f"count of {name}" if isinstance(metric, tuple) else "count"]
-    return torch.stack(vectors).unflatten(0, (draws, -1)), names
+    return Evaluation(torch.stack(vectors).unflatten(0, (draws, -1)), names)

@@ -1,7 +1,7 @@
 """A stage of the workflow: its settings, its checks, and the JSON file that it writes.
 
-`workflow/<stage>.json` holds {stage, status, checks, advice, figures, settings, code, machine,
-versions, seconds, measured_at}. A status is pass, fail or not_measured.
+`workflow/<stage>.json` has the keys stage, status, checks, advice, figures, settings, code,
+machine, versions, seconds and measured_at. A status is pass, fail or not_measured.
 """
 
 import hashlib
@@ -17,7 +17,8 @@ from ..files import to_json, write_json
 from ..run.hardware import where_measured
 from . import WorkflowConfig
 
-STATUSES = {"fail": "FAIL", "not_measured": "n/a ", "pass": "ok  "}  # the worst first
+# A status and how it is printed, the worst first.
+STATUSES = {"fail": "FAIL", "not_measured": "n/a ", "pass": "ok  "}
 PACKAGE = __name__.partition(".")[0]
 
 
@@ -29,10 +30,12 @@ class StageConfig(Config):
 
 
 class Stage:
-    """A stage under way; `close` writes its JSON and returns its exit code."""
+    """A running stage; `close` writes its JSON and returns its exit code."""
 
     def __init__(self, name: str, config: Any) -> None:
-        self.name, self.config, self.started = name, config, time.perf_counter()
+        self.name = name
+        self.config = config
+        self.started = time.perf_counter()
         self.figures: dict[str, Any] = {}
         self.checks: list[dict[str, str]] = []
         self.advice: list[str] = []
@@ -42,30 +45,48 @@ class Stage:
     def check(
         self, name: str, passed: bool | None, *, measured: str, wanted: str, advice: str = ""
     ) -> None:
-        """Add a check and print it; `passed` is None if it cannot be: `measured` then says why."""
-        status = {True: "pass", False: "fail", None: "not_measured"}[passed]
-        advice = "" if passed else advice
-        check = {"name": name, "status": status, "measured": measured, "wanted": wanted}
-        self.checks.append(check | {"advice": advice})
+        """Add a check and print it.
+
+        `passed` is None if the check is not possible; `measured` then says why.
+        """
+        if passed is None:
+            status = "not_measured"
+        elif passed:
+            status = "pass"
+            advice = ""
+        else:
+            status = "fail"
+        check = {
+            "name": name,
+            "status": status,
+            "measured": measured,
+            "wanted": wanted,
+            "advice": advice,
+        }
+        self.checks.append(check)
         print(f"{STATUSES[status]} {name}: {measured} (wanted: {wanted})", flush=True)
         if advice:
             print(f"     {advice}", flush=True)
 
     @property
     def status(self) -> str:
-        """The worst status of its checks."""
+        """The worst status of the checks."""
         statuses = {check["status"] for check in self.checks}
-        return next((status for status in STATUSES if status in statuses), "not_measured")
+        for status in STATUSES:
+            if status in statuses:
+                return status
+        return "not_measured"
 
     def close(self) -> int:
-        """Write workflow/<stage>.json; 0 unless a check failed."""
+        """Write workflow/<stage>.json; return 1 if a check failed, else 0."""
+        # JSON has no word for NaN and infinity, which become null.
+        figures = json.loads(json.dumps(self.figures), parse_constant=null_of)
         content = {
             "stage": self.name,
             "status": self.status,
             "checks": self.checks,
             "advice": self.advice,
-            # JSON has no word for NaN and infinity, which become null.
-            "figures": json.loads(json.dumps(self.figures), parse_constant=lambda _: None),
+            "figures": figures,
             **origin(self.config),
             "seconds": round(time.perf_counter() - self.started, 2),
             "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -75,14 +96,20 @@ class Stage:
         return int(self.status == "fail")
 
 
+def null_of(constant: str) -> None:
+    """Return JSON's null for "NaN", "Infinity" and "-Infinity"."""
+
+
 def stage_file(run_dir: Path, name: str) -> Path:
-    """Where a stage writes what it measured."""
+    """Return where a stage writes its results."""
     return run_dir / "workflow" / f"{name}.json"
 
 
 def origin(config: Config) -> dict[str, Any]:
-    """What a measurement follows from: settings, code, machine and versions."""
+    """Return what a measurement depends on: settings, code, machine and versions."""
     root = Path(__file__).parents[1]
-    files = {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*.py"))}
+    files: dict[str, bytes] = {}
+    for path in sorted(root.rglob("*.py")):
+        files[str(path.relative_to(root))] = path.read_bytes()
     code = hashlib.sha256(repr(files).encode()).hexdigest()
     return {"settings": to_json(config), "code": code, **where_measured(pick_device(config.device))}

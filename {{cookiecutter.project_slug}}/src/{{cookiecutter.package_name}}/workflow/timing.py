@@ -1,10 +1,11 @@
-"""How the stages time the project's own steps, and compare figures."""
+"""How the stages time the project's own steps, and compare what they measured."""
 
 import resource
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,56 +15,92 @@ from ..loss import means
 from ..train import State, train_step
 
 
-class Steps(NamedTuple):
-    """Consecutive steps: arrays with one entry per step."""
+@dataclass(frozen=True)
+class Steps:
+    """Measurements of consecutive steps: arrays with one entry per step."""
 
     losses: np.ndarray
     seconds: np.ndarray
-    waits: np.ndarray  # seconds of waiting for data, part of `seconds`
+    waits: np.ndarray
+    """Seconds of waiting for data, which `seconds` includes."""
+
+    def without_first(self, count: int) -> "Steps":
+        """Return all steps but the first `count`."""
+        return Steps(
+            losses=self.losses[count:],
+            seconds=self.seconds[count:],
+            waits=self.waits[count:],
+        )
+
+    def followed_by(self, later: "Steps") -> "Steps":
+        """Return these steps, then the later ones."""
+        return Steps(
+            losses=np.append(self.losses, later.losses),
+            seconds=np.append(self.seconds, later.seconds),
+            waits=np.append(self.waits, later.waits),
+        )
 
 
 def record_steps(state: State, steps: int) -> Steps:
     """Take steps of the project's loop, waiting for the device after each."""
-    losses, seconds, waits, idle = np.zeros((4, steps))
+    losses = np.zeros(steps)
+    seconds = np.zeros(steps)
+    waits = np.zeros(steps)
+    idle = np.zeros(steps)
     synchronize(state.world.device)
     for i in range(steps):
-        started, waited = time.perf_counter(), state.loader.seconds
+        started = time.perf_counter()
+        waited_before = state.loader.seconds
         train_step(state, state.loader.next())
         issued = time.perf_counter()
         synchronize(state.world.device)
-        seconds[i], idle[i] = (time.perf_counter() - since for since in (started, issued))
-        waits[i] = state.loader.seconds - waited
+        ended = time.perf_counter()
+        seconds[i] = ended - started
+        idle[i] = ended - issued
+        waits[i] = state.loader.seconds - waited_before
         losses[i] = means(state.sums.tolist(), state.metrics or ())["loss"]
+        # The loop sums up losses until a record is written. Here each step has its own.
         state.sums = 0.0
-    # In training the host would not wait for the device here, but read the next batch meanwhile.
+    # In training the host would not be idle until the device is done, but read the next batch.
     hidden = np.minimum(waits, idle)
-    return Steps(losses, seconds - hidden, waits - hidden)
+    return Steps(losses=losses, seconds=seconds - hidden, waits=waits - hidden)
 
 
 def spread(values: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """Median, 10th and 90th percentile, and number of values, as figures hold them."""
+    """Return the median, 10th and 90th percentile, and number of values, for a stage's JSON."""
     p10, median, p90 = np.percentile(values, [10, 50, 90]).tolist()
     return {"median": median, "p10": p10, "p90": p90, "n": len(values)}
 
 
 def describe(seconds: dict[str, Any]) -> str:
-    """A spread of seconds in words."""
-    median, p10, p90 = (1e3 * seconds[key] for key in ("median", "p10", "p90"))
+    """Describe a spread of seconds in milliseconds."""
+    median = 1e3 * seconds["median"]
+    p10 = 1e3 * seconds["p10"]
+    p90 = 1e3 * seconds["p90"]
     return f"{median:.2f} ms (p10 {p10:.2f}, p90 {p90:.2f})"
 
 
 def differences(first: Iterable[float], second: Iterable[float]) -> np.ndarray:
-    """Relative differences of pairs; 0 where both are NaN, infinite where one is not finite."""
-    a, b = np.array([*first], dtype=float), np.array([*second], dtype=float)
+    """Return the relative differences of pairs, by the larger magnitude of each pair.
+
+    The difference is 0 where both are NaN, and infinite where one is not finite.
+    """
+    a = np.array([*first], dtype=float)
+    b = np.array([*second], dtype=float)
+    # inf - inf is invalid, which numpy would warn of.
     with np.errstate(invalid="ignore"):
-        apart = np.abs(a - b) / np.maximum(np.maximum(abs(a), abs(b)), 1e-12)
-    apart[np.isnan(a) & np.isnan(b)] = 0
-    return np.nan_to_num(apart, nan=np.inf)
+        magnitude = np.maximum(np.abs(a), np.abs(b))
+        relative = np.abs(a - b) / np.maximum(magnitude, 1e-12)
+    relative[np.isnan(a) & np.isnan(b)] = 0
+    return np.nan_to_num(relative, nan=np.inf)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes so far: allocated on a CUDA device, else the resident memory of this process."""
+    """Return the peak bytes so far: allocated on CUDA, else this process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    # macOS counts bytes, Linux counts KiB.
+    if sys.platform == "darwin":
+        return peak
+    return peak * 1024

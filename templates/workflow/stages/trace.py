@@ -1,0 +1,265 @@
+"""The trace of torch.profiler, read back, and each step's time divided into parts.
+
+Traces are JSON in Chrome's trace event format. Each moment of a step belongs to one part.
+"""
+
+import gzip
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
+import torch
+
+from ..sampling import WAITING
+
+PARTS = ("data", "host", "kernels", "communication", "copies")
+HOST = PARTS.index("host")
+COMMUNICATION = PARTS.index("communication")
+
+# The times come from the trace that torch.profiler writes, JSON in Chrome's trace event format:
+# complete events ("ph": "X") have a category, a name, a thread, a start and a duration in
+# microseconds. Each moment of a step belongs to one part: of all events that cover it, the one that
+# comes first in ON_GPU or ON_CPU decides; a moment without any is the host's. So the parts add up
+# to the step, and communication is only what no kernel hides.
+
+# What follows matches an event's label, "CATEGORY NAME", with the names of torch 2.13.
+# A step, on the thread that trains.
+STEP = "user_annotation ProfilerStep#"
+# The compiler compiled something; this is a name without its category.
+COMPILATION = "_compile.compile_inner (dynamo_timed)"
+# The name of the annotation around compiled code.
+COMPILED = "## Call CompiledFxGraph"
+# Events that count on any thread; all others count on the thread that trains.
+ON_ANY_THREAD = re.compile(r"(kernel|gpu_memcpy|gpu_memset) |\w+ (gloo|mpi|ucc):")
+# Parts and the pattern of their events, the strongest first.
+ON_GPU = (
+    # NCCL's collectives are kernels, too.
+    ("kernels", "kernel (?!.*(?i:nccl|nvshmem|multimem))|gpu_memset |gpu_memcpy .*DtoD"),
+    ("communication", "kernel "),
+    ("copies", "gpu_memcpy "),
+    # The loader works, or waits for its workers.
+    ("data", f"user_annotation {WAITING}$"),
+)
+ON_CPU = (
+    ("data", f"user_annotation {WAITING}$"),
+    # Also inside an operator: sharded tensors wait in `_c10d_functional::wait_tensor`.
+    ("communication", r"cpu_op _?c10d(_functional)?(_autograd)?::"),
+    # Nodes of autograd run operators, and hooks that may wait.
+    ("kernels", rf"cpu_op (?!(torch::)?autograd::).*::|\w+ {COMPILED}"),
+    # `gloo:all_reduce` is on a thread of gloo's, from the call to the end of the collective. The
+    # training thread waits for it inside no operator.
+    ("communication", r"\w+ (gloo|mpi|ucc):"),
+)
+# Microseconds by which the ends of two adjacent events may differ.
+ROUNDING = 1e-3
+
+
+class Event(NamedTuple):
+    """A complete event of a trace, with times in microseconds."""
+
+    name: str
+    # "CATEGORY NAME", which the patterns above match.
+    label: str
+    # Process and thread; for an event on a GPU, the device and the stream.
+    thread: tuple[int | str, int | str]
+    start: float
+    end: float
+
+
+class Claim(NamedTuple):
+    """An event that claims its time for a part of the step."""
+
+    part: str
+    event: Event
+
+
+class HostGap(NamedTuple):
+    """An interval in which only the host works, in microseconds; longer gaps compare as larger."""
+
+    length: float
+    start: float
+    end: float
+
+
+class NamedGap(NamedTuple):
+    """Seconds in which only the host works, and the operators before and after."""
+
+    seconds: float
+    after: str
+    before: str
+
+
+class Operator(TypedDict):
+    """An operator of the traced steps, by torch's own account."""
+
+    name: str
+    self_seconds: float
+    calls: int
+    # self_seconds as a fraction of the traced time.
+    share: float
+
+
+class Breakdown(NamedTuple):
+    """Where the time of the traced steps went."""
+
+    # [steps, parts], in the order of `PARTS`.
+    seconds: np.ndarray
+    compilations: int
+    # Whether the trace shows a GPU at work.
+    device: bool
+    longest_gap: NamedGap
+    # The one with the most time first.
+    operators: list[Operator]
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The fraction of each part in all steps together; they add up to 1."""
+        parts = self.seconds.sum(axis=0)
+        fractions = (parts / parts.sum()).tolist()
+        return dict(zip(PARTS, fractions, strict=True))
+
+    @property
+    def step_seconds(self) -> float:
+        """The mean duration of a traced step."""
+        return float(self.seconds.sum()) / len(self.seconds)
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """Read the complete events of a .json.gz that torch.profiler wrote."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        events = json.load(file)["traceEvents"]
+    return [event for event in events if event.get("ph") == "X"]
+
+
+def breakdown(trace: list[dict[str, Any]], averages: Iterable[Any] = ()) -> Breakdown:
+    """Divide the steps of a trace into `PARTS`; ValueError if it holds no step.
+
+    `trace` holds events as `read_trace` returns them, `averages` are torch's of the same steps.
+    """
+    events = [parse_event(event) for event in trace]
+    steps = [event for event in events if event.label.startswith(STEP)]
+    if not steps:
+        raise ValueError("it holds no step")
+    steps.sort(key=lambda step: step.start)
+    counted: list[Event] = []
+    for event in events:
+        if event.thread == steps[0].thread or ON_ANY_THREAD.match(event.label):
+            counted.append(event)
+    device = any(event.label.startswith(("kernel ", "gpu_mem")) for event in counted)
+    claims = claim_time(counted, ON_GPU if device else ON_CPU)
+    seconds, gaps = divide(steps, claims)
+    # The median of the steps' longest gaps: what happened only once says nothing.
+    typical = sorted(gaps)[len(gaps) // 2]
+    return Breakdown(
+        seconds=seconds,
+        compilations=sum(event.name == COMPILATION for event in events),
+        device=device,
+        longest_gap=name_gap(typical, claims),
+        operators=operators_of(averages, device, float(seconds.sum())),
+    )
+
+
+def parse_event(event: dict[str, Any]) -> Event:
+    """Convert an event from the JSON of a trace."""
+    return Event(
+        name=event["name"],
+        label=f"{event['cat']} {event['name']}",
+        thread=(event["pid"], event["tid"]),
+        start=event["ts"],
+        end=event["ts"] + event["dur"],
+    )
+
+
+def claim_time(events: list[Event], rules: tuple[tuple[str, str], ...]) -> list[Claim]:
+    """Match events with the rules, the weakest rule first; an event may match several."""
+    claims: list[Claim] = []
+    for part, pattern in reversed(rules):
+        for event in events:
+            if re.match(pattern, event.label):
+                claims.append(Claim(part, event))
+    return claims
+
+
+def divide(steps: list[Event], claims: list[Claim]) -> tuple[np.ndarray, list[HostGap]]:
+    """Return the seconds of each step and part, and the longest gap of each step.
+
+    Where claims overlap, the later one in the list counts.
+    """
+    claimed = times_of([claim.event for claim in claims])
+    step_times = times_of(steps)
+    # Nothing starts or ends between two neighbouring edges: such an interval has one owner.
+    edges = np.unique(np.append(step_times, claimed))
+    owners = np.full(len(edges) - 1, HOST)
+    for claim, (first, last) in zip(claims, np.searchsorted(edges, claimed), strict=True):
+        owners[first:last] = PARTS.index(claim.part)
+    seconds = np.zeros((len(steps), len(PARTS)))
+    gaps: list[HostGap] = []
+    for step, (first, last) in enumerate(np.searchsorted(edges, step_times)):
+        step_edges = edges[first : last + 1]
+        step_owners = owners[first:last]
+        lengths = np.diff(step_edges)
+        seconds[step] = np.bincount(step_owners, lengths, minlength=len(PARTS)) / 1e6
+        gaps.append(longest_gap(step_edges, step_owners))
+    return seconds, gaps
+
+
+def longest_gap(edges: np.ndarray, owners: np.ndarray) -> HostGap:
+    """Find the longest run of intervals of a step that the host owns; its length is 0 without one.
+
+    Interval i lies between edges i and i + 1.
+    """
+    longest = HostGap(0.0, 0.0, 0.0)
+    # With a False at both ends, each run of the host has one change before it and one after it.
+    idle = np.concatenate([[False], owners == HOST, [False]])
+    changes = np.flatnonzero(np.diff(idle))
+    for start, end in edges[changes].reshape(-1, 2).tolist():
+        longest = max(longest, HostGap(end - start, start, end))
+    return longest
+
+
+def name_gap(gap: HostGap, claims: list[Claim]) -> NamedGap:
+    """Name the operators that ended last before a gap and started first after it."""
+    work = [claim.event for claim in claims if claim.part != "data"]
+    earlier = [event for event in work if event.end <= gap.start + ROUNDING]
+    later = [event for event in work if event.start >= gap.end - ROUNDING]
+    after = "the first step's start"
+    if earlier:
+        after = max(earlier, key=lambda event: event.end).name
+    before = "the last step's end"
+    if later:
+        before = min(later, key=lambda event: event.start).name
+    return NamedGap(seconds=gap.length / 1e6, after=after, before=before)
+
+
+def times_of(events: list[Event]) -> np.ndarray:
+    """Return the starts and ends of events, [events, 2], in microseconds."""
+    times = [(event.start, event.end) for event in events]
+    return np.array(times, dtype=float).reshape(-1, 2)
+
+
+def operators_of(averages: Iterable[Any], device: bool, seconds: float) -> list[Operator]:
+    """List the operators of traced steps that took `seconds`, the one with the most time first.
+
+    Their time is the one on the GPU if the trace shows a `device`, else their own on the CPU.
+    """
+    operators: list[Operator] = []
+    for average in averages:
+        if average.device_type != torch.autograd.DeviceType.CPU:
+            # The time of a kernel counts for the operator that launched it.
+            continue
+        if average.is_user_annotation and not average.key.startswith(COMPILED):
+            continue
+        if device:
+            microseconds = average.self_device_time_total
+        else:
+            microseconds = average.self_cpu_time_total
+        own = microseconds / 1e6
+        if own:
+            operator = Operator(
+                name=average.key, self_seconds=own, calls=average.count, share=own / seconds
+            )
+            operators.append(operator)
+    return sorted(operators, key=lambda operator: operator["self_seconds"], reverse=True)
