@@ -94,7 +94,7 @@ def every(folder: str, names: str, suffix: str = ".py") -> list[str]:
 
 
 # What every answer has to export, for somebody who writes another one.
-EXPORTS = ROOT / "templates/exports.txt"
+EXPORTS = ROOT / "tests/template/exports.txt"
 STAGE_FILES = (
     "chain interleaved compile profile trace recovery drill processes report plots fit meter"
 )
@@ -370,7 +370,7 @@ def test_all_answers_export_the_same_names(renders: dict[Answers, Path]) -> None
     expected = listed.partition("\n\n")[0] + "\n" + "\n".join(lines) + "\n"
     if os.environ.get("WRITE_EXPORTS"):
         EXPORTS.write_text(expected)
-    assert listed == expected, "WRITE_EXPORTS=1 lets this test write templates/exports.txt"
+    assert listed == expected, "WRITE_EXPORTS=1 lets this test write the list"
 
 
 class Source:

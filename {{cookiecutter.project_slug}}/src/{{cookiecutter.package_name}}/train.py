@@ -42,6 +42,8 @@ from .sampling import STEP, Loader, Share, fetch, fixed_subset, seed_random, sha
 from .schedule import set_schedule
 
 log = logging.getLogger(__name__)
+# The purpose of random numbers that validation data draws; sampling.py has the others.
+VALIDATION_DRAWS = 6
 
 
 def no_run_to_end(reason: str) -> None:
@@ -220,10 +222,15 @@ def train_step(state: State, batches: list[Any]) -> None:
                     parallel.require_same(names, world)
                 state.metrics = metric_names(loss, state.metrics)
             with annotated("backward"):
-                # A rank without samples left has one at weight 0: ranks must take part alike.
-                (loss.total if share.weight == 1 else loss.total * share.weight).backward()
-        part = loss_vector(loss) if share.weight == 1 else loss_vector(loss) * share.weight
-        sums = part if sums is None else sums + part
+                total = loss.total
+                sums_of_batch = loss_vector(loss)
+                if share.weight != 1:
+                    # A rank without samples left takes one at weight 0, since all ranks must take
+                    # part in the collectives of backward.
+                    total = total * share.weight
+                    sums_of_batch = sums_of_batch * share.weight
+                total.backward()
+        sums = sums_of_batch if sums is None else sums + sums_of_batch
     parallel.agree_on_buffers(state.buffers, state.step, world)
     parallel.all_reduce(sums, world)
 
@@ -245,21 +252,28 @@ def train_step(state: State, batches: list[Any]) -> None:
     state.optimizer.zero_grad(set_to_none=True)
 
     # Accumulated on the device and read at log steps only. `bad` is a tensor on a GPU.
-    state.sums = state.sums + (sums if bad is False else sums.masked_fill(torch.as_tensor(bad), 0))
+    if bad is not False:
+        sums = sums.masked_fill(torch.as_tensor(bad), 0)
+    state.sums = state.sums + sums
     state.bad_steps = state.bad_steps + bad
     state.grad_norm = norm
     state.step += 1
 
 
+def never() -> bool:
+    """What `validate` asks where nothing can stop it."""
+    return False
+
+
 @torch.no_grad()
-def validate(state: State, stopped: Callable[[], object] = bool) -> dict[str, float]:
+def validate(state: State, stopped: Callable[[], object] = never) -> dict[str, float]:
     """Mean loss and metrics over the validation data, divided among the ranks.
 
     {} if `stopped()`, which must answer the same on all ranks, becomes true half way.
     """
     config, world = state.config.train, state.world
     chosen = fixed_subset(len(state.validation), config.validate_samples)
-    key = sampling.stream_key(config.seed, 6)  # of what validation data draws
+    key = sampling.stream_key(config.seed, VALIDATION_DRAWS)
     state.module.eval()
     sums: Any = 0.0
     names: Any = None
