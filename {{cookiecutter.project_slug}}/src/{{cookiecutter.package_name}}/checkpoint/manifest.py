@@ -104,21 +104,17 @@ def _as_written_here(manifest: dict[str, Any]) -> dict[str, Any]:
     }
     manifest["config"] = dict(manifest.get("config") or {})
     # Earlier releases had the loss of the validation only.
-    loss = _as_float(manifest.get("validation_loss"))
+    loss = manifest.get("validation_loss")
     rule, score = manifest.get("score") or ["min validation_loss", loss]
-    manifest["validation_loss"] = loss
-    manifest["score"] = ["" + rule, _as_float(score)]  # TypeError unless it is text
+    # Adding 0.0 makes a float of a number, and refuses text, which `float` would take.
+    manifest["validation_loss"] = None if loss is None else loss + 0.0
+    manifest["score"] = ["" + rule, None if score is None else score + 0.0]
     for name in [*manifest["files"], manifest.get("folder", "x")]:
         if not FILE_NAME.fullmatch(name) or name in (".", "..", MANIFEST):
             raise CheckpointError(f"{MANIFEST} names a file outside its own directory: {name!a}")
     if not manifest["files"]:
         raise CheckpointError(f"{MANIFEST} names no file")
     return manifest
-
-
-def _as_float(number: Any) -> float | None:
-    """A number as a float; TypeError for text, which `float` would take."""
-    return None if number is None else number + 0.0
 
 
 def check_file(path: Path, entry: dict[str, Any]) -> str | None:
