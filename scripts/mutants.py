@@ -40,7 +40,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "my_training_run"
-CORE = r"(train|loss|optim|model|data|sampling|distributed/parallel|(checkpoint|run)/\w+)\.py"
+CORE = r"(train|resume|validation|loss|optim|model|data|sampling|permutation"
+CORE += r"|distributed/(parallel|shardable)|(checkpoint|run)/\w+)\.py"
 # Not test_life, which runs the render's own tests once more.
 TEMPLATES = "tests/project/test_*.py tests/stress/test_crash_points.py tests/stress/test_damage.py"
 # These reach nearly everything and look at little of it: they run last.

@@ -120,6 +120,7 @@ SLOW = (
     "project/test_mistakes.py::test_the_tests_of_a_project_use",
     "project/test_mixture.py::test_mixture_average",
     "project/test_own_models",
+    "project/test_own_tests",
     "project/test_owners",
     "project/test_reference.py::test_the_own_tests_of_a_render_notice",
     "project/test_store",

@@ -1,7 +1,8 @@
-"""Sharded checkpoints by torch.distributed.checkpoint (DCP), and all that touches its private side.
+"""Sharded checkpoints by torch.distributed.checkpoint (DCP), and all use of its private names.
 
-Writing adds to DCP's own `save` an even division of what several ranks hold alike, errors of writer
-threads, which DCP loses, and a cache of plans for each run, where DCP keeps one for the process.
+Writing adds three things to DCP's own `save`: tensors that several ranks hold are divided evenly
+among them, errors of writer threads are raised, which DCP loses, and each run has its own cache of
+plans, where DCP has one for the process.
 
 Reading runs no code from a checkpoint: DCP's index is read by an unpickler that knows only DCP's
 own classes, and only files that the verified manifest names are opened.
@@ -30,11 +31,14 @@ from .manifest import reading, reason_of
 from .paths import open_regular
 from .tensors import Tensors, check_shapes, nested
 
-# A restore hashes several files at once, so a rank that has much to write divides it.
-LARGE = 32 << 20  # bytes that are worth a file of their own
-FILES = 4  # of a rank
-# With a single process DCP warns at each save that there is only one. For good, and not around the
-# save: that runs in a thread of its own, and filters are the process's.
+# A restore hashes several files at once, so a rank that has much to write writes several: one for
+# each 32 MB, up to 4.
+BYTES_PER_FILE = 32 << 20
+MOST_FILES = 4
+# The cost of a tensor besides its bytes, in bytes.
+TENSOR_COST = 4096
+# With a single process DCP warns at each save that there is only one. The warning is filtered for
+# good: the save runs in a thread of its own, and filters are those of the process.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit")
 
 # What an index of DCP consists of.
@@ -63,22 +67,29 @@ class DcpSaver:
     """Writes the checkpoints of one run; all ranks call `write` together."""
 
     def __init__(self, group: Group, threads: int = 0) -> None:
-        self.group, self.threads = group, threads
-        self.cache = uuid.uuid4().hex  # the name of this run's plans in DCP's cache
+        self.group = group
+        self.threads = threads
+        # The name of this run's plans in DCP's cache.
+        self.cache = uuid.uuid4().hex
+        # Names, shapes and dtypes that this rank wrote last; None if that save failed.
         self.forms: list[Any] | None = None
-        """Names, shapes and dtypes that this rank wrote last; None if that save failed."""
 
     def write(self, folder: Path, tensors: Tensors) -> list[str]:
-        """Write this rank's tensors; the names of its files. CheckpointError on every rank."""
+        """Write this rank's tensors and return the names of its files; collective.
+
+        CheckpointError, on every rank, when any rank failed.
+        """
         forms = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
         # DCP compares plans by all but the dtype, and a save that failed may have left half a plan.
         if self.group.any(forms != self.forms):
             forget_plans(self.cache)
-        self.forms = None  # until this save has succeeded
+        self.forms = None
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         planner._cached_plans_key = self.cache
         size = sum(parallel.local_part(tensor).nbytes for tensor in tensors.values())
-        files = self.threads or max(1, min(size // LARGE, FILES, len(tensors)))
+        files = self.threads
+        if not files:
+            files = max(1, min(size // BYTES_PER_FILE, MOST_FILES, len(tensors)))
         writer = DcpWriter(folder, files)
         try:
             dcp.save(
@@ -88,7 +99,8 @@ class DcpSaver:
                 process_group=self.group.process_group,
                 no_dist=self.group.process_group is None,
             )
-        except dcp.CheckpointException as error:  # no Exception; DCP raises it on all ranks
+        except dcp.CheckpointException as error:
+            # A BaseException, which DCP raises on all ranks.
             raise CheckpointError(f"writing {folder}: {failures_of(error)}") from error
         self.forms = forms
         return writer.names
@@ -101,7 +113,8 @@ class DcpWriter(dcp.FileSystemWriter):
     """
 
     def __init__(self, folder: Path, files: int) -> None:
-        # The publisher syncs the files. Copying ahead would make the training stream wait.
+        # The publisher syncs the files. Copying ahead would make the training stream wait, so it is
+        # off.
         super().__init__(folder, sync_files=False, thread_count=files, per_thread_copy_ahead=0)
         cast(Any, self.fs).create_stream = self.create
         self.errors: list[Exception] = []
@@ -115,16 +128,18 @@ class DcpWriter(dcp.FileSystemWriter):
             with naming(path), path.open(mode) as stream:
                 yield stream
         except Exception as error:
-            if path.name.startswith(DCP_INDEX):  # which no thread writes
+            # No thread writes the index, so its error is not lost.
+            if path.name.startswith(DCP_INDEX):
                 raise
             self.errors.append(error)
             if stream is None:
-                yield io.BytesIO()  # DCP needs a stream to continue
+                # DCP needs a stream to continue.
+                yield io.BytesIO()
         else:
             self.names.append(path.name.removesuffix(".tmp"))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        """Write this rank's files."""
+        """Write this rank's files; raise the first error that a thread had."""
         results = super().write_data(plan, planner)
         if self.errors:
             raise self.errors[0]
@@ -134,12 +149,13 @@ class DcpWriter(dcp.FileSystemWriter):
 
 
 def failures_of(error: dcp.CheckpointException) -> str:
-    """The different errors of the ranks, each with the lowest rank that had it; four at most."""
+    """Return the errors of the ranks, each text once with the first rank that had it; at most 4."""
     texts: dict[str, str] = {}
     for rank, (failure, _) in sorted(error.failures.items()):
         text = reason_of(failure)
         texts.setdefault(text, f"rank {rank}: {text}")
-    return "; ".join([*texts.values()][:4])
+    first_four = list(texts.values())[:4]
+    return "; ".join(first_four)
 
 
 def forget_plans(cache: str) -> None:
@@ -152,25 +168,26 @@ def forget_plans(cache: str) -> None:
 
 
 def write_tensors(folder: Path, tensors: Tensors, group: Group) -> list[str]:
-    """Write tensors once; the names of this rank's files. All ranks call it together."""
+    """Write tensors once and return the names of this rank's files; collective."""
     return DcpSaver(group).write(folder, tensors)
 
 
 def divided(tensors: Tensors, group: Group) -> Tensors:
-    """What this rank has to write: a near-equal part of what it and other ranks hold alike.
+    """Return the tensors that this rank writes: about as many bytes as each other holder writes.
 
-    The largest tensor first, each goes to the rank that has the least so far. All ranks compute the
-    same division, each for those that hold the same as itself.
+    The largest tensor first, each goes to the holder that has the least to write so far. Ranks that
+    hold the same tensors compute the same division.
     """
-    loads: dict[int, list[int]] = {}  # bytes of each holder, by the number of holders
-    mine = set()
+    # The bytes that each holder writes, by the number of holders.
+    loads: dict[int, list[int]] = {}
+    mine: set[str] = set()
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
         tensor = tensors[name]
         holders, index = parallel.replicas(tensor, group.rank, group.size)
         load = loads.setdefault(holders, [0] * holders)
         lightest = load.index(min(load))
-        load[lightest] += tensor.nbytes + 4096  # a small tensor has its cost too
+        load[lightest] += tensor.nbytes + TENSOR_COST
         if lightest == index:
             mine.add(name)
     return {name: tensor for name, tensor in tensors.items() if name in mine}
@@ -183,24 +200,30 @@ class DcpDirectory:
     """
 
     def __init__(self, path: Path, files: Iterable[str]) -> None:
-        """`files`: those that the index may refer to."""
+        """`files`: the names that the index may refer to."""
         self.path = path
         self.forms: Tensors = {}
         with reading(path):
             with open_regular(path / DCP_INDEX) as file:
                 self.index: Any = IndexUnpickler(file).load()
-            named = {info.relative_path for info in self.index.storage_data.values()}
-            if odd := named - {*files}:
-                raise pickle.UnpicklingError(f"{DCP_INDEX} points to {odd.pop()!a:.200}")
-            for name in named:
-                open_regular(path / name).close()  # DCP would follow a link
+            names = {info.relative_path for info in self.index.storage_data.values()}
+            unknown = names - set(files)
+            if unknown:
+                raise pickle.UnpicklingError(f"{DCP_INDEX} points to {unknown.pop()!a:.200}")
+            for name in names:
+                # DCP would follow a link; this refuses one.
+                open_regular(path / name).close()
             for name, entry in self.index.state_dict_metadata.items():
-                if isinstance(entry, TensorStorageMetadata):  # no object is ever read
+                # Other entries are pickled objects, which are never read.
+                if isinstance(entry, TensorStorageMetadata):
                     dtype = entry.properties.dtype
                     self.forms[name] = torch.empty(entry.size, dtype=dtype, device="meta")
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
-        """Copy into live tensors, of sharded ones the parts that are here; collective."""
+        """Copy values into tensors of the run, of sharded ones the shards of this rank.
+
+        Collective; CheckpointError, on every rank, when any rank failed.
+        """
         with group.together():
             check_shapes(self.forms, targets)
         planner = dcp.DefaultLoadPlanner()
@@ -209,7 +232,8 @@ class DcpDirectory:
         cast(Any, planner).load_bytes = _refuse_object
         cast(Any, reader).read_metadata = self._read_metadata
         with reading(self.path), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # DCP warns when there is only one process
+            # DCP warns when there is only one process.
+            warnings.simplefilter("ignore")
             try:
                 dcp.load(
                     dict(targets),
@@ -218,7 +242,8 @@ class DcpDirectory:
                     process_group=group.process_group,
                     no_dist=group.process_group is None,
                 )
-            except dcp.CheckpointException as error:  # no Exception; DCP raises it on all ranks
+            except dcp.CheckpointException as error:
+                # A BaseException, which DCP raises on all ranks.
                 text = f"reading {self.path} was refused: {failures_of(error)}"
                 raise CheckpointError(text) from error
 
@@ -230,15 +255,19 @@ def _refuse_object(item: Any, value: Any) -> None:
     raise CheckpointError(f"{item.dest_index.fqn} is not a tensor")
 
 
-class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no method for BUILD
-    """Reads the index of a DCP checkpoint, which consists of a few harmless classes."""
+class IndexUnpickler(pickle._Unpickler):
+    """Reads the index of a DCP checkpoint, which consists of a few harmless classes.
+
+    It is the unpickler in Python, since the one in C has no method for BUILD to override.
+    """
 
     stack: list[Any]
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class of that name, if DCP writes it; UnpicklingError for any other."""
-        module = module.removesuffix("._local")  # Python 3.13 has its paths there
+        """Return the class of that name if DCP writes it; UnpicklingError for any other."""
+        # Python 3.13 has its paths in pathlib._local.
+        module = module.removesuffix("._local")
         if f"{module}.{name}" not in ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {f'{module}.{name}'!a:.200}")
         return getattr(importlib.import_module(module), name)

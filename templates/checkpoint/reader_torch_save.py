@@ -10,11 +10,11 @@ from .tensors import OneFile
 Source = OneFile
 
 
-def open_tensors(path: Place, manifest: dict[str, Any], rename: Any = dict) -> Source:
-    """Open a checkpoint that is verified; or, with manifest {}, a file of tensors."""
-    local, *_ = local_copy(path, manifest)
+def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:
+    """Open a verified checkpoint; or, with manifest {}, a file of tensors."""
+    local = local_copy(path, manifest).folder
     if not local.is_dir() or (not manifest and not (local / DCP_INDEX).exists()):
-        return OneFile(local, rename)
+        return OneFile(local)
     if not (local / WHOLE_FILE).exists():
         raise UserError(
             f"{path} was saved in parts, which this project does not read: with the project that "

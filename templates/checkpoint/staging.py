@@ -10,29 +10,37 @@ fifty times the copy. Which stream waits for which, on CUDA:
 On a CPU the thread itself copies.
 """
 
+import math
+
 import torch
 from torch import nn
 
 from ..distributed import parallel
 from .tensors import Tensors
 
-# numpy does not know every dtype, but only bits are moved: a dtype of the same size will do.
+# numpy does not know every dtype. A copy only moves bits, so a dtype of the same size will do.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+CACHE_LINE = 64
+# The smallest block has 2 ** 20 bytes.
+SMALLEST_BLOCK = 20
 
 
 class HostBuffers:
     """Buffers on the host for the tensors of a save: `copy`, then `finish` in the thread."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.model, self.device = model, device
+        self.model = model
+        self.device = device
         self.buffers: Tensors = {}
-        self.to_copy: list[tuple[torch.Tensor, torch.Tensor]] = []  # targets and sources, on a CPU
+        # Targets and sources that `finish` has to copy, on a CPU.
+        self.to_copy: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # The stream of the copies, and the event that ends them, on CUDA.
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.event: torch.Event | None = None
 
     @property
     def size(self) -> int:
-        """Bytes of all buffers."""
+        """Return the bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
     def allocate(self, tensors: Tensors) -> None:
@@ -60,7 +68,7 @@ class HostBuffers:
             target = self.buffers[name]
             copies[name] = parallel.with_local_part(tensor, target)
             if name.startswith("model.") and name not in parameters:
-                # On CUDA in the order of the training stream, hence before the next forward.
+                # On CUDA the training stream copies it, and so does that before the next forward.
                 target.copy_(source, non_blocking=self.stream is not None)
             else:
                 later.append((target, source))
@@ -69,7 +77,8 @@ class HostBuffers:
         sources = [source for _, source in later]
         if self.device.type == "cpu":
             self.to_copy = later
-        elif self.stream is None:  # a device without streams to order a second thread by
+        elif self.stream is None:
+            # This device has no streams by which a second thread could wait.
             torch._foreach_copy_(targets, sources)
         else:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -80,10 +89,10 @@ class HostBuffers:
         return copies
 
     def finish(self) -> None:
-        """Make the copies complete: for the thread, which waits for the device or copies itself."""
+        """Complete the copies, on the thread: wait for the device, or copy them here."""
         if self.event is not None:
             self.event.synchronize()
-        # On one core, by numpy, which releases Python's lock. A torch copy on a second thread would
+        # numpy copies on one core and releases Python's lock. A torch copy on a second thread would
         # start a second pool of OpenMP threads; with more of them than cores, every later step of
         # training is slower (by a third on two cores).
         for target, source in self.to_copy:
@@ -98,35 +107,40 @@ class HostBuffers:
 
 
 def in_blocks(tensors: Tensors, pinned: bool) -> Tensors:
-    """Host tensors like these, in a few blocks of memory, since each allocation takes long.
+    """Make host tensors like these, in a few blocks of memory, since each allocation takes long.
 
     The pinned allocator rounds a block up to a power of two, so blocks have such sizes: at least
     1 MB, at least the largest tensor, and at most what is left to place, so that all but the last
     one are full. Each block takes the largest tensors that still fit.
     """
     placed: Tensors = {}
-    left = sorted(tensors.items(), key=lambda item: -item[1].nbytes)
+    left = sorted(tensors, key=lambda name: tensors[name].nbytes, reverse=True)
     while left:
-        total = sum(tensor.nbytes + 64 for _, tensor in left)
-        largest = left[0][1].nbytes
-        bits = max(20, total.bit_length() - 1, (largest - 1).bit_length())
-        block = torch.empty(1 << bits, dtype=torch.uint8, pin_memory=pinned)
+        total = sum(tensors[name].nbytes + CACHE_LINE for name in left)
+        largest = tensors[left[0]].nbytes
+        # The power of two that is at most `total`, and the one that is at least `largest`.
+        below_total = total.bit_length() - 1
+        above_largest = (largest - 1).bit_length()
+        exponent = max(SMALLEST_BLOCK, below_total, above_largest)
+        block = torch.empty(1 << exponent, dtype=torch.uint8, pin_memory=pinned)
         used = 0
-        too_large = []
-        for name, like in left:
+        too_large: list[str] = []
+        for name in left:
+            like = tensors[name]
             if used + like.nbytes > block.nbytes:
-                too_large.append((name, like))
+                too_large.append(name)
             else:
                 placed[name] = part_of(block, used, like)
-                used += -(-like.nbytes // 64) * 64  # the next multiple of a cache line
+                # The next one starts at a multiple of a cache line.
+                used += math.ceil(like.nbytes / CACHE_LINE) * CACHE_LINE
         left = too_large
     return placed
 
 
 def part_of(block: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
-    """A tensor like `like` in a block of bytes, by numpy with a storage of its own size.
+    """Return a tensor like `like` whose memory is a part of a block of bytes.
 
-    DCP would first copy one that is only a part of a storage.
+    numpy gives it a storage of its own size. If the block were its storage, DCP would copy it.
     """
     part = torch.from_numpy(block.numpy()[start : start + like.nbytes])
     return part.view(like.dtype).view(like.shape)

@@ -1,4 +1,4 @@
-"""Checkpoints by torch.distributed.checkpoint (DCP): each rank writes its part; training waits."""
+"""Checkpoints by torch.distributed.checkpoint (DCP): ranks write their shards; training waits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from .tensors import Tensors, refuse_nan
 
 @dataclass(frozen=True)
 class CheckpointConfig(StorageConfig):
-    """Saved in parts, by all ranks at once."""
+    """Saved sharded, by all ranks at once."""
 
     threads: int = 0
     """Files that each rank writes at a time (0: one for each 32 MB, up to 4)"""
@@ -26,41 +26,44 @@ class CheckpointConfig(StorageConfig):
 class Writer:
     """Saves in the loop; every rank continues when the checkpoint is published."""
 
+    # It needs no buffers, and an error is raised at once.
     staged_bytes = 0
+    prepared = True
     failed = False
-    prepared = True  # it needs no buffers
 
     def __init__(
         self, config: CheckpointConfig, group: Group, model: nn.Module, device: torch.device
     ) -> None:
-        self.group, self.model = group, model
+        self.group = group
+        self.model = model
         self.staged: Tensors = {}
         self.saver = DcpSaver(group, config.threads)
 
     def prepare(self, tensors: Tensors) -> None:
-        """There are no buffers to allocate."""
+        """Do nothing, since there are no buffers to allocate."""
 
     def begin(self, tensors: Tensors, job: Callable[..., None], *arguments: Any) -> None:
-        """Do the job, which calls `complete` and `write`, while training waits."""
+        """Do the job, which calls `complete` and `write`, while training waits; raise its error."""
         self.staged = divided(tensors, self.group)
         try:
             job(*arguments)
         finally:
-            self.staged = {}  # an optimizer may replace its tensors, and these would stay
+            # An optimizer may replace its tensors: a reference would keep the old ones in memory.
+            self.staged = {}
 
     def complete(self) -> None:
         """Check what is to be written; CheckpointError for a NaN."""
         refuse_nan(self.staged, self.model)
 
     def write(self, folder: Path) -> list[str]:
-        """Write the tensors; the names of this rank's files. Collective."""
+        """Write the tensors and return the names of this rank's files; collective."""
         return self.saver.write(folder, self.staged)
 
     def wait_until_staged(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing, since no save is in flight."""
 
     def settle(self) -> None:
-        """Nothing is in flight after a save that waits."""
+        """Do nothing, since no save is in flight."""
 
     def close(self) -> None:
-        """Nothing runs in the background."""
+        """Do nothing, since nothing runs in the background."""

@@ -1,10 +1,10 @@
-"""Checkpoints by torch.distributed.checkpoint (DCP): each rank writes its part; training continues.
+"""Checkpoints by torch.distributed.checkpoint (DCP): ranks write their shards in the background.
 
-A save first copies this rank's part into host buffers (staging.py). That overlaps with the next
+A save first copies this rank's tensors into host buffers (staging.py). That overlaps with the next
 forward and backward, which only read parameters, and must be over before the optimizer changes
 them. A thread then writes, hashes and publishes, over a process group of its own. One save is in
-flight at a time; a failure waits in `failed` until the loop's control word has carried it to every
-rank.
+flight at a time. After a failure, the loop reads `failed` and tells it to all ranks with its
+control word; then all of them call `settle`, which raises it.
 """
 
 import logging
@@ -25,17 +25,17 @@ from .staging import HostBuffers
 from .storage import StorageConfig
 from .tensors import Tensors, refuse_nan
 
+log = logging.getLogger(__name__)
+# Seconds of waiting for a save that are worth a warning.
+LONG_WAIT = 1.0
+
 
 @dataclass(frozen=True)
 class CheckpointConfig(StorageConfig):
-    """Saved in parts, by all ranks at once, while training continues."""
+    """Saved sharded, by all ranks at once, while training continues."""
 
     threads: int = 0
     """Files that each rank writes at a time (0: one for each 32 MB, up to 4)"""
-
-
-log = logging.getLogger(__name__)
-LONG = 1.0  # seconds of waiting that are worth a warning
 
 
 class Writer:
@@ -44,26 +44,35 @@ class Writer:
     def __init__(
         self, config: CheckpointConfig, group: Group, model: nn.Module, device: torch.device
     ) -> None:
-        self.group, self.model, self.device = group, model, device
+        self.group = group
+        self.model = model
+        self.device = device
         self.saver = DcpSaver(group, config.threads)
         self.buffers = HostBuffers(model, device)
+        # Whether the buffers are allocated.
         self.prepared = False
+        # What is written, and the end of its copying: of the save in flight, or of the last one.
         self.staged: Tensors = {}
-        self.copied: Future[None] | None = None  # of the save in flight, or of the last one
-        # From `begin` until the optimizer has waited once.
+        self.copied: Future[None] | None = None
+        # Whether the optimizer has to wait for the copies, which it does once in a save.
         self.must_wait = False
+        # The save in flight.
         self.writing: Future[None] | None = None
-        self.waited, self.warned = 0.0, False  # for the save before, in seconds
+        # Seconds that training waited for the last save, and whether that was warned of.
+        self.waited = 0.0
+        self.warned = False
         self.thread = ThreadPoolExecutor(1, "checkpoint", self.buffers.begin_thread)
 
     @property
     def failed(self) -> bool:
-        """Whether the save in flight has failed, as far as this rank knows by now."""
-        return bool(self.writing and self.writing.done() and self.writing.exception())
+        """Return whether the save in flight has failed, as far as this rank knows by now."""
+        if self.writing is None or not self.writing.done():
+            return False
+        return self.writing.exception() is not None
 
     @property
     def staged_bytes(self) -> int:
-        """What the host buffers take."""
+        """Return the bytes of the host buffers."""
         return self.buffers.size
 
     def prepare(self, tensors: Tensors) -> None:
@@ -73,8 +82,9 @@ class Writer:
 
     def begin(self, tensors: Tensors, job: Callable[..., None], *arguments: Any) -> None:
         """Begin to copy the tensors; then do the job, which calls `complete` and `write`."""
-        if self.waited > LONG and self.group.is_first and not self.warned:
-            self.warned = True  # once: metrics.jsonl has it each time
+        if self.waited > LONG_WAIT and self.group.is_first and not self.warned:
+            # Once in a run: metrics.jsonl has each wait.
+            self.warned = True
             text = "training waited %.1f s for the save before to end: raise --checkpoint.every"
             log.warning(text, self.waited)
         self.staged = self.buffers.copy(divided(tensors, self.group))
@@ -83,13 +93,13 @@ class Writer:
         self.writing = self.thread.submit(job, *arguments)
 
     def complete(self) -> None:
-        """Wait until the copies are whole, and check them; CheckpointError for a NaN."""
+        """Wait until the copies are complete, and check them; CheckpointError for a NaN."""
         if self.copied is not None:
             self.copied.result()
         refuse_nan(self.staged, self.model)
 
     def write(self, folder: Path) -> list[str]:
-        """Write the copies; the names of this rank's files. Collective."""
+        """Write the copies and return the names of this rank's files; collective."""
         return self.saver.write(folder, self.staged)
 
     def wait_until_staged(self) -> None:
@@ -98,15 +108,17 @@ class Writer:
             return
         self.must_wait = False
         if self.buffers.event is not None:
-            # What the device does next waits for the copies; the host does not.
+            # What the device does next waits for the copies. The host does not wait.
             torch.cuda.current_stream(self.device).wait_event(self.buffers.event)
         elif self.copied is not None:
-            self.copied.exception()  # waits; `complete` raises it
+            # This waits. An error is raised by `complete`, on the thread.
+            self.copied.exception()
 
     def settle(self) -> None:
         """Wait for the save in flight; raises what it raised."""
         if self.writing is not None:
-            writing, self.writing = self.writing, None
+            writing = self.writing
+            self.writing = None
             self.must_wait = False
             started = time.perf_counter()
             writing.result()

@@ -26,52 +26,58 @@ class CheckpointConfig(StorageConfig):
 class Writer:
     """Saves in the loop; every rank continues when the checkpoint is published."""
 
+    # It needs no buffers, and an error is raised at once.
     staged_bytes = 0
+    prepared = True
     failed = False
-    prepared = True  # it needs no buffers
 
     def __init__(
         self, config: CheckpointConfig, group: Group, model: nn.Module, device: torch.device
     ) -> None:
-        self.group, self.model = group, model
+        self.group = group
+        self.model = model
         self.staged: Tensors = {}
 
     def prepare(self, tensors: Tensors) -> None:
-        """There are no buffers to allocate."""
+        """Do nothing, since there are no buffers to allocate."""
 
     def begin(self, tensors: Tensors, job: Callable[..., None], *arguments: Any) -> None:
-        """Do the job, which calls `complete` and `write`, while training waits."""
+        """Do the job, which calls `complete` and `write`, while training waits; raise its error."""
         self.staged = tensors
         try:
             job(*arguments)
         finally:
-            self.staged = {}  # an optimizer may replace its tensors, and these would stay
+            # An optimizer may replace its tensors: a reference would keep the old ones in memory.
+            self.staged = {}
 
     def complete(self) -> None:
         """Check what is to be written; CheckpointError for a NaN."""
         refuse_nan(self.staged, self.model)
 
     def write(self, folder: Path) -> list[str]:
-        """Write the tensors; the names of this rank's files. Collective."""
+        """Write the tensors and return the names of this rank's files; collective."""
         return write_tensors(folder, self.staged, self.group)
 
     def wait_until_staged(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing, since no save is in flight."""
 
     def settle(self) -> None:
-        """Nothing is in flight after a save that waits."""
+        """Do nothing, since no save is in flight."""
 
     def close(self) -> None:
-        """Nothing runs in the background."""
+        """Do nothing, since nothing runs in the background."""
 
 
 def write_tensors(folder: Path, tensors: Tensors, group: Group) -> list[str]:
-    """Write all tensors into one file, on rank 0; the names of this rank's files. Collective."""
+    """Write all tensors into one file, on rank 0; return the names of this rank's files.
+
+    Collective; an error on any rank is raised on all of them.
+    """
     gathered: Tensors = {}
     error: Exception | None = None
     for name, tensor in tensors.items():
-        # One by one, so that only rank 0 has the whole tensors in memory. An error waits for the
-        # block: the other ranks gather on.
+        # One by one, so that only rank 0 has all full tensors in memory. After an error this rank
+        # gathers on, since the other ranks would wait for it; the error is raised in the block.
         try:
             whole = parallel.full_tensor(tensor)
             if group.is_first:

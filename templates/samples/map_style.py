@@ -7,74 +7,57 @@ array is built and no loader state is saved: reading any batch of any dataset co
 
 import contextlib
 import itertools
+import math
 import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
 from multiprocessing.queues import Queue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data._utils import signal_handling
 
+from .collate import batch_of, reads_batches
 from .device import annotated
 from .distributed import Group, World
 from .distributed.stop import Stop
 from .errors import STOP_SIGNALS, UserError
+from .permutation import Permutation as Permutation
+from .permutation import random_words
+from .permutation import stream_key as stream_key
+from .worker_errors import shortage, start_workers
 
 if TYPE_CHECKING:
     from .config import TrainConfig
 
 # Seconds that a batch may take after a stop signal. The save comes after it.
 PATIENCE = 20.0
+# A wait that does not even notice that this time is over is ended so many seconds later.
+AFTER_PATIENCE = 7.0
+# Seconds after which a wait for the workers looks for a stop signal.
+POLL = 5.0
+# Seconds that a batch may take that is read by `read_apart`.
+READ_APART = 120.0
 # The name of the loader's part of a step in a trace.
 WAITING = "waiting for data"
 
 # Random numbers of different purposes have nothing to do with each other, even with one seed: the
-# purpose is a word of their key. Validation's draws in train.py have 6.
+# purpose is a word of their key.
 ORDER = 0
 AUGMENTATION = 1
 STEP = 2
 SUBSET = 3
 MIXTURE = 4
 DRAWS = 5
+VALIDATION_DRAWS = 6
 
-# The increment of SplitMix64: 2^64 / golden ratio.
-GOLDEN = 0x9E3779B97F4A7C15
-MASK = (1 << 64) - 1
-# Rounds of the cipher. Four are measurably biased on small domains.
-ROUNDS = 6
-# Below this size a sorted table is cheaper than a cipher, and exactly uniform.
-TABLE_BELOW = 4096
 # Positions whose ids are computed at once: about 10 ns each, against 300 ns one batch at a time.
 BLOCK = 16384
-
-
-def mix(values: np.ndarray) -> np.ndarray:
-    """Scramble 64-bit words: the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
-
-def stream_key(*words: int) -> int:
-    """Fold integers into one 64-bit key; any change of any word gives an unrelated key."""
-    key = 0
-    # Python integers, since numpy is ten times slower on single words.
-    for word in words:
-        key = (key + GOLDEN + word) & MASK
-        key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9 & MASK
-        key = (key ^ (key >> 27)) * 0x94D049BB133111EB & MASK
-        key ^= key >> 31
-    return key
-
-
-def random_words(key: int, indices: np.ndarray) -> np.ndarray:
-    """Compute the random 64-bit words of a key at these indices (uint64), as SplitMix64 does."""
-    return mix(indices * np.uint64(GOLDEN) + np.uint64(key))
 
 
 def sample_keys(seed: int, positions: np.ndarray) -> np.ndarray:
@@ -98,58 +81,6 @@ def seed_random(*words: int, device: torch.device | None = None) -> None:
         torch.cuda.default_generators[device.index].manual_seed(key)
     elif device.type == "mps":
         torch.mps.manual_seed(key)
-
-
-class Permutation:
-    """A keyed bijection of 0 ... size - 1, computed only at the positions that are read.
-
-    A balanced Feistel network over the next even number of bits (Luby and Rackoff, 1988), repeated
-    until its result is inside the domain (Black and Rogaway, 2002: fewer than four times on
-    average).
-    """
-
-    def __init__(self, size: int, key: int) -> None:
-        self.size = size
-        self.table: np.ndarray | None = None
-        if size < TABLE_BELOW:
-            # The order that sorts random words is a random permutation.
-            words = random_words(key, np.arange(size, dtype=np.uint64))
-            self.table = np.argsort(words, kind="stable")
-            return
-        self.keys = random_words(key, np.arange(ROUNDS, dtype=np.uint64))
-        half = ((size - 1).bit_length() + 1) // 2
-        self.half = np.uint64(half)
-        self.mask = np.uint64((1 << half) - 1)
-
-    def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """Map positions in an epoch (int64, one axis) to sample ids (int64)."""
-        if self.table is not None:
-            return self.table[positions]
-        # The cipher permutes 0 ... 4^half - 1, up to four times as many values as `size`. A result
-        # outside is encrypted again until one is inside. Two positions never get the same id,
-        # since the cycles of a permutation do not join.
-        values = self._encrypt(positions.astype(np.uint64))
-        outside = np.flatnonzero(values >= self.size)
-        while outside.size:
-            values[outside] = self._encrypt(values[outside])
-            outside = np.flatnonzero(values >= self.size)
-        return values.astype(np.int64)
-
-    def _encrypt(self, values: np.ndarray) -> np.ndarray:
-        # A round replaces (left, right) by (right, left ^ f(right)). Whatever f is, that can be
-        # undone, so the whole is a bijection. Here f keeps the top bits of two multiplications.
-        left = values >> self.half
-        right = values & self.mask
-        for key in self.keys:
-            # In place after the first operation, since the cost is the passes over memory.
-            scrambled = right ^ key
-            scrambled *= np.uint64(0xBF58476D1CE4E5B9)
-            scrambled ^= scrambled >> np.uint64(32)
-            scrambled *= np.uint64(0x94D049BB133111EB)
-            scrambled >>= np.uint64(64) - self.half
-            scrambled ^= left
-            left, right = right, scrambled
-        return (left << self.half) | right
 
 
 class GlobalBatches:
@@ -203,14 +134,18 @@ def fixed_subset(size: int, count: int) -> np.ndarray:
     return Permutation(size, stream_key(0, SUBSET))(np.arange(min(count or size, size)))
 
 
-class Share(NamedTuple):
-    """A micro-batch: a slice of the global batch, and its weight: 1.0, or 0.0 for padding."""
+class MicroBatch(NamedTuple):
+    """Which samples of a global batch go through the model at once."""
 
-    places: slice
+    # Their indices in the global batch.
+    indices: slice
+    # The factor of their loss, gradients and counts: 1.0, or 0.0 for padding.
     weight: float
 
 
-def shares(size: int, micro_batch_size: int, rank: int, ranks: int, first: int = 0) -> list[Share]:
+def micro_batches(
+    size: int, micro_batch_size: int, rank: int, ranks: int, first: int = 0
+) -> list[MicroBatch]:
     """Divide a batch of `size` samples, from index `first` on; return this rank's micro-batches."""
     # The ranks take consecutive slices of near-equal size, and cut each into near-equal
     # micro-batches: 9 samples in micro-batches of up to 8 are 5 and 4. With 8 and 1 the batch
@@ -221,15 +156,15 @@ def shares(size: int, micro_batch_size: int, rank: int, ranks: int, first: int =
     # the same number of micro-batches: as many as the largest slice needs.
     count = divide_up(size, ranks * micro_batch_size)
     cuts = [start + divide_up((stop - start) * i, count) for i in range(count + 1)]
-    result: list[Share] = []
+    result: list[MicroBatch] = []
     for low, high in itertools.pairwise(cuts):
         if low < high:
-            result.append(Share(slice(low, high), 1.0))
+            result.append(MicroBatch(slice(low, high), 1.0))
         else:
             # This rank has fewer samples than micro-batches. It pads with the batch's first sample
             # at weight 0, which adds nothing to the loss, the gradients or the counts. Its other
             # micro-batches have one sample each, so padding costs no more than they do.
-            result.append(Share(slice(first, first + 1), 0.0))
+            result.append(MicroBatch(slice(first, first + 1), 0.0))
     return result
 
 
@@ -261,17 +196,18 @@ def fetch(
     """Read samples as one batch of tensors.
 
     `dataset.__getitems__(ids)` may return a finished batch, or a list of samples to collate; a
-    dataset with `__getitem__` alone works too. With `keys` (uint64, one per sample), the dataset's
-    `augment(batch, keys)` changes the batch. `draws` (a key, the first sample's position) seeds the
-    global random numbers, unless the dataset says `draws = False`, which saves 10 us a sample, or
-    a batch with `__getitems__`.
+    dataset with `__getitem__` alone works too. If the dataset has `collate(samples) -> batch`, that
+    makes the batch of such samples, in place of collate.py. With `keys` (uint64, one per sample),
+    the dataset's `augment(batch, keys)` changes the batch. `draws` (a key, the first sample's
+    position) seeds the global random numbers, unless the dataset says `draws = False`, which saves
+    10 us a sample, or a batch with `__getitems__`.
     """
     # The seed is a function of the position, not of the rank, the worker or what was read before.
     # So a sample gets the same random numbers on any number of ranks and workers, and after a
     # resume.
     is_seeded = draws is not None and getattr(dataset, "draws", True)
     key, position = draws or (0, 0)
-    if hasattr(dataset, "__getitems__"):
+    if reads_batches(dataset):
         if is_seeded:
             seed_random(key, position)
         batch = dataset.__getitems__(ids.tolist())
@@ -282,30 +218,28 @@ def fetch(
                 seed_random(key, sample_position)
             batch.append(dataset[sample_id])
     if isinstance(batch, list):
-        try:
-            batch = default_collate(batch)
-        except RuntimeError as error:
-            raise UserError(f"the samples of a batch cannot be stacked: {error}") from None
+        batch = batch_of(batch, ids.tolist(), dataset)
     if keys is None:
         return batch
     return dataset.augment(batch, keys)
 
 
-class _MicroBatches(Dataset):
-    """Micro-batches by (step, share): loader workers compute the sample ids themselves."""
+class _BatchReader(Dataset):
+    """Reads micro-batches by (step, micro-batch); loader workers compute the ids themselves."""
 
     def __init__(self, dataset: Any, order: GlobalBatches) -> None:
         self.dataset = dataset
         self.order = order
         self.draws = stream_key(order.seed, DRAWS)
 
-    def __getitem__(self, item: tuple[int, Share]) -> Any:
-        step, share = item
+    def __getitem__(self, item: tuple[int, MicroBatch]) -> Any:
+        step, micro_batch = item
+        indices = micro_batch.indices
         keys = None
         if hasattr(self.dataset, "augment"):
-            keys = sample_keys(self.order.seed, self.order.positions(step)[share.places])
-        ids = self.order.ids(step)[share.places]
-        first_position = step * self.order.batch_size + share.places.start
+            keys = sample_keys(self.order.seed, self.order.positions(step)[indices])
+        ids = self.order.ids(step)[indices]
+        first_position = step * self.order.batch_size + indices.start
         return fetch(self.dataset, ids, keys, draws=(self.draws, first_position))
 
 
@@ -313,9 +247,14 @@ class Loader:
     """This rank's micro-batches, step after step; `seconds` is the time that the loop waited."""
 
     def __init__(
-        self, dataset: Any, order: GlobalBatches, plan: list[Share], workers: int, pin: bool
+        self,
+        dataset: Any,
+        order: GlobalBatches,
+        plan: list[MicroBatch],
+        workers: int,
+        pin: bool,
     ) -> None:
-        self.source = _MicroBatches(dataset, order)
+        self.source = _BatchReader(dataset, order)
         # The number of samples, None for a stream.
         self.size = len(dataset) if hasattr(dataset, "__len__") else None
         self.plan = plan
@@ -324,6 +263,11 @@ class Loader:
         self.step = 0
         self.seconds = 0.0
         self.iterator: Any = None
+        # When the loop began to wait for the workers, and what knows of stop signals.
+        self.asked = math.inf
+        self.stop: Stop | None = None
+        # Whether the workers did not answer in time.
+        self.gave_up = False
 
     def position(self) -> dict[str, Any]:
         """Return what a manifest must hold to resume here: nothing, the step is enough."""
@@ -334,68 +278,133 @@ class Loader:
         self.close()
         self.step = step
 
-    def next(self) -> list[Any]:
-        """Return the micro-batches of the next step, in the order of the plan."""
+    def next(self, stop: Stop | None = None) -> list[Any]:
+        """Return the micro-batches of the next step, in the order of the plan.
+
+        After a signal that `stop` has received, the workers' next batch is waited for `PATIENCE` at
+        most (KeyboardInterrupt).
+        """
         started = time.perf_counter()
         with annotated(WAITING):
             if self.workers:
-                batches = [self._wait() for _ in self.plan]
+                batches = [self._wait(stop) for _ in self.plan]
+                self.asked = math.inf
             else:
                 batches = self.of(self.step, self.plan)
         self.step += 1
         self.seconds += time.perf_counter() - started
         return batches
 
-    def of(self, step: int, plan: list[Share]) -> list[Any]:
+    def of(self, step: int, plan: list[MicroBatch]) -> list[Any]:
         """Read the micro-batches of any step by any plan, in this process."""
-        return [self.source[step, share] for share in plan]
+        return [self.source[step, micro_batch] for micro_batch in plan]
 
-    def _wait(self) -> Any:
+    def _wait(self, stop: Stop | None) -> Any:
         """Return the workers' next batch; after a stop signal, wait for `PATIENCE` at most."""
         if self.iterator is None:
-            self.iterator = iter(self._start_workers())
-        asked = time.monotonic()
+            loader = self._data_loader(self.source, self._items(self.step), self.workers, POLL)
+            self.iterator = start_workers(loader, self.source.dataset)
+            watching = threading.Thread(target=self._watch, args=(self.iterator,), daemon=True)
+            watching.start()
+        self.stop = stop
+        self.asked = time.monotonic()
         while True:
             try:
                 return next(self.iterator)
             except UserError as error:
                 # DataLoader puts the worker's traceback in front of the message.
                 raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
-            except RuntimeError as error:
+            except (RuntimeError, OSError, EOFError) as error:
+                if self.gave_up:
+                    raise KeyboardInterrupt("the loader workers do not answer") from None
+                line = shortage(error)
+                if line:
+                    raise UserError(line) from None
                 # DataLoader's timeout is the time to look for a stop signal; then it waits again.
                 # Any other error ends the run, and so does a pinning thread that has died, which
                 # DataLoader does not notice when it has a timeout.
                 pinning = getattr(self.iterator, "_pin_memory_thread", threading.main_thread())
                 if not str(error).startswith("DataLoader timed out") or not pinning.is_alive():
                     raise
-                if time.monotonic() - max(Stop.since, asked) > PATIENCE:
+                # Each batch has this time, also one that is asked for long after the signal.
+                if self._overdue() > 0:
+                    self.gave_up = True
                     raise KeyboardInterrupt("the loader workers do not answer") from None
 
-    def _start_workers(self) -> DataLoader:
+    def _overdue(self) -> float:
+        """Return how long the workers have let a stop wait beyond `PATIENCE`, in seconds."""
+        if self.stop is None:
+            return -math.inf
+        return time.monotonic() - max(self.stop.received_at, self.asked) - PATIENCE
+
+    def _watch(self, iterator: Any) -> None:
+        """Kill the workers when a stop waits for them without end; runs on a thread."""
+        # A worker that hangs in C code, and holds Python's lock, cannot hand over the memory of a
+        # batch that it has sent before. For that DataLoader waits without a limit.
+        while self.iterator is iterator and not self.gave_up:
+            time.sleep(1.0)
+            if self._overdue() > AFTER_PATIENCE:
+                self.gave_up = True
+                for worker in iterator._workers:
+                    worker.kill()
+
+    def read_apart(self, source: Dataset, items: list[Any]) -> Generator[Any, None, None]:
+        """Read items of a dataset that are not trained on; by a worker, if the run has workers.
+
+        A file that a dataset opens at its first sample must not be open in this process when the
+        run's workers are forked from it, since all of them would share its position.
+        """
+        if self.workers == 0:
+            for item in items:
+                yield source[item]
+        else:
+            loader = self._data_loader(source, items, workers=1, timeout=READ_APART)
+            iterator = start_workers(loader, self.source.dataset)
+            try:
+                yield from iterator
+            finally:
+                # As in `close`.
+                try:
+                    iterator._shutdown_workers()
+                finally:
+                    for worker in iterator._workers:
+                        worker.kill()
+
+    def _data_loader(
+        self, source: Dataset, items: Iterable[Any], workers: int, timeout: float
+    ) -> DataLoader:
         return DataLoader(
-            self.source,
+            source,
             batch_size=None,
-            sampler=self._items(self.step),
-            num_workers=self.workers,
-            # Seconds after which `_wait` looks for a stop signal.
-            timeout=5,
+            sampler=items,
+            num_workers=workers,
+            timeout=timeout,
             pin_memory=self.pin,
             worker_init_fn=_set_up_worker,
             # Otherwise it would draw a seed from the trainer's random numbers.
             generator=torch.Generator(),
         )
 
-    def _items(self, step: int) -> Iterator[tuple[int, Share]]:
-        """Yield (step, share) for the workers to read, from a step on, without end."""
-        for each in itertools.count(step):
-            for share in self.plan:
-                yield each, share
+    def _items(self, first_step: int) -> Iterator[tuple[int, MicroBatch]]:
+        """Yield what the workers are to read: the plan of each step from one on, without end."""
+        for step in itertools.count(first_step):
+            for micro_batch in self.plan:
+                yield step, micro_batch
 
     def close(self) -> None:
         """Stop the workers; `next` starts them again."""
         # The iterator's finaliser would stop them too, but a traceback can keep the iterator alive.
         # Then Python waits at exit for the workers, which ignore its signal.
+        # Nothing is waited for any more, so `_watch` does nothing.
+        self.asked = math.inf
         if self.iterator is not None:
+            if self.gave_up:
+                # DataLoader would wait ten seconds for each worker that hangs. It also raises an
+                # error when a worker is killed, until it has forgotten their numbers.
+                signal_handling._remove_worker_pids(id(self.iterator))
+                self.iterator._worker_pids_set = False
+                for worker in self.iterator._workers:
+                    worker.kill()
             try:
                 self.iterator._shutdown_workers()
             finally:
@@ -417,13 +426,14 @@ def _send_error(queue: Queue, error: Exception, item: tuple[int, Any]) -> None:
     """Send an error in place of a batch that cannot be sent: the trainer would wait for ever."""
     index, _ = item
     ways_out = "set TMPDIR to a short path, or --train.loader-workers 0"
-    problem = UserError(f"a loader worker cannot send a batch: {error}: {ways_out}")
+    line = shortage(error) or f"{error}: {ways_out}"
+    problem = UserError(f"a loader worker cannot send a batch: {line}")
     # A closed queue (ValueError) means that the run ends: nobody waits for this batch.
     with contextlib.suppress(ValueError):
         queue.put((index, ExceptionWrapper((UserError, problem, None))))
 
 
-def open_loader(dataset: Any, train: "TrainConfig", plan: list[Share], world: World) -> Loader:
+def open_loader(dataset: Any, train: "TrainConfig", plan: list[MicroBatch], world: World) -> Loader:
     """Build the loader of a training set; UserError unless it is a map-style dataset."""
     check_dataset(dataset, "training")
     # A dataset may bring an order, as a mixture does.

@@ -14,22 +14,25 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from . import map_style
+from .collate import batch_of
 from .device import annotated
 from .distributed import Group, World
+from .distributed.stop import Stop
 from .errors import UserError
 from .map_style import STEP as STEP
+from .map_style import VALIDATION_DRAWS as VALIDATION_DRAWS
 from .map_style import WAITING as WAITING
 from .map_style import GlobalBatches as GlobalBatches
 from .map_style import Loader as Loader
-from .map_style import Permutation as Permutation
-from .map_style import Share as Share
+from .map_style import MicroBatch as MicroBatch
 from .map_style import check_dataset as check_dataset
 from .map_style import fetch as fetch
 from .map_style import fixed_subset as fixed_subset
+from .map_style import micro_batches as micro_batches
 from .map_style import sample_keys as sample_keys
 from .map_style import seed_random as seed_random
-from .map_style import shares as shares
-from .map_style import stream_key as stream_key
+from .permutation import Permutation as Permutation
+from .permutation import stream_key as stream_key
 
 if TYPE_CHECKING:
     from .config import TrainConfig
@@ -56,10 +59,12 @@ class StreamLoader(Loader):
     measurements. So at a save its position is right behind the samples of the last step.
     """
 
-    def __init__(self, stream: Any, train: "TrainConfig", plan: list[Share], world: World) -> None:
+    def __init__(
+        self, stream: Any, train: "TrainConfig", plan: list[MicroBatch], world: World
+    ) -> None:
         order = StreamOrder(0, train.global_batch_size, train.seed)
-        super().__init__(_FirstSamples(self), order, plan, workers=0, pin=False)
         self.stream = stream
+        super().__init__(_FirstSamples(self), order, plan, workers=0, pin=False)
         self.world = world
         self.epoch = 0
         self.group: Group | None = None
@@ -70,7 +75,7 @@ class StreamLoader(Loader):
         self.ahead: list[Any] = []
         self.last: list[Any] = []
 
-    def next(self) -> list[Any]:
+    def next(self, stop: Stop | None = None) -> list[Any]:
         """Return the micro-batches of the next step, in the order of the plan."""
         started = time.perf_counter()
         is_first = not self.last
@@ -85,18 +90,20 @@ class StreamLoader(Loader):
             self.stream_state()
         return batches
 
-    def of(self, step: int, plan: list[Share]) -> list[Any]:
+    def of(self, step: int, plan: list[MicroBatch]) -> list[Any]:
         """Return micro-batches of the last step or, without training on them, of the next one."""
         if step < self.step and self.last:
             samples = self.last
         else:
             samples = self._peek()
-        # A plan indexes the global batch; this rank holds its own slice of it alone.
-        start = self.plan[0].places.start
+        # A plan has indices in the global batch, of which this rank holds only its own slice.
+        start = self.plan[0].indices.start
         batches: list[Any] = []
-        for share in plan:
-            chosen = samples[share.places.start - start : share.places.stop - start]
-            batches.append(fetch(chosen, np.arange(len(chosen))))
+        for micro_batch in plan:
+            indices = micro_batch.indices
+            chosen = samples[indices.start - start : indices.stop - start]
+            # Samples of a stream have no number but their index in the batch.
+            batches.append(batch_of(chosen, range(indices.start, indices.stop), self.stream))
         return batches
 
     def _peek(self) -> list[Any]:
@@ -188,13 +195,15 @@ class _FirstSamples:
 
     def __init__(self, loader: StreamLoader) -> None:
         self.loader = loader
+        if hasattr(loader.stream, "collate"):
+            self.collate = loader.stream.collate
 
     def __getitems__(self, ids: list[int]) -> list[Any]:
         first = self.loader.first or self.loader._peek()
         return [first[sample_id % len(first)] for sample_id in ids]
 
 
-def open_loader(dataset: Any, train: "TrainConfig", plan: list[Share], world: World) -> Loader:
+def open_loader(dataset: Any, train: "TrainConfig", plan: list[MicroBatch], world: World) -> Loader:
     """Build the loader of a training set; UserError if it is neither map-style nor a stream."""
     has_items = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
     if has_items and not isinstance(dataset, IterableDataset):

@@ -1,10 +1,13 @@
 """Convert text to tokens and back: a token is a byte. Tokens of your own files are numbers here."""
 
+import codecs
+import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from .errors import UserError
 from .files import warn_left_out
@@ -31,11 +34,19 @@ def fingerprint_of_text(config: TextConfig, spec: "Spec") -> str:
 def encode(text: str, spec: "Spec") -> list[int]:
     """Return the tokens of a text; for token files, of a text like "15496 11 995". UserError."""
     if spec.encoding == "bytes":
-        return list(text.encode() or b"\n")
+        return list(encode_bytes(text) or b"\n")
     words = text.split()
     if not words or not all(w.isdecimal() and int(w) < spec.vocabulary for w in words):
         raise UserError(f'--prompt: wanted tokens below {spec.vocabulary}, as in --prompt "1 2 3"')
     return [int(word) for word in words]
+
+
+def encode_bytes(text: str) -> bytes:
+    """Return a text in UTF-8, and bytes that a shell passed and that are no text as they were."""
+    try:
+        return text.encode(errors="surrogateescape")
+    except UnicodeEncodeError as error:
+        raise UserError(f"--prompt: no text in UTF-8: {error}") from None
 
 
 def decode(tokens: Iterable[int], spec: "Spec") -> Iterator[bytes]:
@@ -45,6 +56,9 @@ def decode(tokens: Iterable[int], spec: "Spec") -> Iterator[bytes]:
             yield bytes([token])
         else:
             yield f"{token} ".encode()
+
+
+# {% include "text/json_lines.py" %}
 
 
 # {% include "text/splits.py" %}

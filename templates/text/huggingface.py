@@ -1,8 +1,10 @@
 """Export to a folder that Hugging Face's transformers loads: `export --to hf`.
 
-transformers need not be installed: `to_transformers` in model.py maps the names.
+transformers need not be installed: `to_transformers` in model.py maps the names. A model of
+transformers or peft itself is written by its `save_pretrained`.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -58,24 +60,29 @@ def export(run_dir: Path, options: ExportConfig) -> str:
     if "step" not in manifest or not (source / "config.json").exists():
         raise UserError(f"{source} is no run directory, whose settings the folder needs")
     model, spec, config = load_trained(source, "cpu", manifest["step"], options.weights)
-    if not hasattr(model, "to_transformers"):
+    has_own_way = hasattr(model, "to_transformers")
+    if not has_own_way and not hasattr(model, "save_pretrained"):
         raise UserError(
             f"{type(model).__name__} (model.py) has no method `to_transformers`, which returns the "
-            "settings (config.json) and the weights of the same model in transformers"
+            "settings (config.json) and the weights of the same model in transformers, and no "
+            "`save_pretrained`"
         )
-    settings, weights = model.to_transformers()
+    text = text_of(config, spec)
     temporary = target.with_name(f".{target.name}-{uuid.uuid4().hex[:8]}")
     try:
         temporary.mkdir(parents=True)
-        write_weights(temporary, weights)
-        end = end_of_document(config, spec)
-        write_json(temporary / "config.json", {**settings, "eos_token_id": end})
-        write_json(temporary / "generation_config.json", {"eos_token_id": end})
-        has_tokenizer = write_tokenizer(temporary, config, spec, end)
+        if has_own_way:
+            settings, weights = model.to_transformers()
+            write_weights(temporary, weights)
+            write_json(temporary / "config.json", {**settings, "eos_token_id": text.end})
+            write_json(temporary / "generation_config.json", {"eos_token_id": text.end})
+        else:
+            model.save_pretrained(temporary)
+        has_tokenizer = write_tokenizer(temporary, text)
         card = model_card(
             name=target.name,
             model=model,
-            spec=spec,
+            text=text,
             config=config,
             origin=f"step {manifest['step']} of {config.train.steps}, {options.weights} weights",
             metrics=validated_at(source, manifest["step"]),
@@ -87,16 +94,45 @@ def export(run_dir: Path, options: ExportConfig) -> str:
         raise UserError(f"{target} cannot be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    without = "" if has_tokenizer else "; no tokenizer, as these token files have none"
+    without = "" if has_tokenizer else "; no tokenizer, since the data has none"
     return f"{target}: step {manifest['step']} from {path} for transformers{without}"
 
 
-def end_of_document(config: Config, spec: Spec) -> int | None:
-    """Return the token that ends a document, if it is known."""
-    try:
-        return end_of_text(config.data, spec)
-    except UserError:
-        return None
+@dataclass(frozen=True)
+class Text:
+    """What the folder says of the text that the model was trained on."""
+
+    fingerprint: str
+    tokenizer: Tokenizer | None = None
+    is_bytes: bool = False
+    # The token that ends a document.
+    end: int | None = None
+    # In tokens.
+    context: int | None = None
+    vocabulary: int | None = None
+    separate_documents: bool = False
+
+
+def text_of(config: Config, spec: Spec) -> Text:
+    """Ask the data for all that the folder needs; data of your own may know none of it."""
+    # The spec and the settings of this project's own data.py have these names.
+    encoding = getattr(spec, "encoding", None)
+    context = getattr(config.data, "context", None)
+    if encoding is None or context is None:
+        return Text(spec.fingerprint, context=context)
+    end = None
+    with contextlib.suppress(UserError):
+        end = end_of_text(config.data, spec)
+    is_bytes = encoding == "bytes"
+    return Text(
+        spec.fingerprint,
+        tokenizer=bytes_tokenizer() if is_bytes else tokenizer_of(spec),
+        is_bytes=is_bytes,
+        end=end,
+        context=context,
+        vocabulary=spec.vocabulary,
+        separate_documents=config.data.documents == "separate",
+    )
 
 
 def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
@@ -123,23 +159,19 @@ def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
     write_json(folder / "model.safetensors.index.json", index)
 
 
-def write_tokenizer(folder: Path, config: Config, spec: Spec, end: int | None) -> bool:
-    """Write the data's tokenizer (for bytes, one whose tokens are the bytes); False if none."""
+def write_tokenizer(folder: Path, text: Text) -> bool:
+    """Write the data's tokenizer; False if it has none."""
+    if text.tokenizer is None:
+        return False
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_input_names": ["input_ids", "attention_mask"],
-        "model_max_length": config.data.context,
+        "model_max_length": text.context,
         "clean_up_tokenization_spaces": False,
     }
-    if spec.encoding == "bytes":
-        tokenizer = bytes_tokenizer()
-    else:
-        tokenizer = tokenizer_of(spec)
-        if tokenizer is None:
-            return False
-        if end is not None:
-            settings["eos_token"] = tokenizer.id_to_token(end)
-    replace_file(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+    if text.end is not None and not text.is_bytes:
+        settings["eos_token"] = text.tokenizer.id_to_token(text.end)
+    replace_file(folder / "tokenizer.json", text.tokenizer.to_str(pretty=True))
     write_json(folder / "tokenizer_config.json", settings)
     return True
 
@@ -162,7 +194,7 @@ def bytes_tokenizer() -> Tokenizer:
 def model_card(
     name: str,
     model: nn.Module,
-    spec: Spec,
+    text: Text,
     config: Config,
     origin: str,
     metrics: dict[str, float],
@@ -174,16 +206,19 @@ def model_card(
     if license_name is not None:
         lines.append(f"license: {license_name.lower()}")
     size = sum(parameter.numel() for parameter in model.parameters())
-    kind = "bytes" if spec.encoding == "bytes" else "tokens"
+    size_of_text = ""
+    if text.vocabulary:
+        unit = "bytes" if text.is_bytes else "tokens"
+        size_of_text = f" over {text.vocabulary:,} {unit}, with a context of {text.context}"
     lines += [
         "---",
         "",
         f"# {config.name}",
         "",
-        f"A language model of {size:,} parameters over {spec.vocabulary:,} {kind}, with a",
-        f"context of {config.data.context}: {origin}.",
+        f"A language model of {size:,} parameters{size_of_text}:",
+        f"{origin}.",
     ]
-    if config.data.documents == "separate":
+    if text.separate_documents:
         lines.append("It was trained without attention across documents: give it one at a time.")
     lines += ["", "## Measured", ""]
     for metric, value in metrics.items():
@@ -195,7 +230,7 @@ def model_card(
     lines += [
         "## Training",
         "",
-        f"Fingerprint of the data: `{spec.fingerprint}`. Settings:",
+        f"Fingerprint of the data: `{text.fingerprint}`. Settings:",
         "",
         "```json",
         json.dumps(settings, indent=2),

@@ -3,12 +3,15 @@
 A tokenizer is a tokenizer.json of the package `tokenizers`, which the command `tokens` writes.
 """
 
+import codecs
 import hashlib
+import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -77,18 +80,28 @@ def fingerprint_of_text(config: TextConfig, spec: "Spec") -> str:
 def encode(text: str, spec: "Spec") -> list[int]:
     """Return the tokens of a text; without a tokenizer, of one like "15496 11 995". UserError."""
     if spec.encoding == "bytes":
-        return list(text.encode() or b"\n")
+        return list(encode_bytes(text) or b"\n")
     tokenizer = tokenizer_of(spec)
     if tokenizer:
         # What reads like a special token is text.
         tokenizer.encode_special_tokens = True
-        tokens = tokenizer.encode(text, add_special_tokens=False).ids
+        # Bytes that are no text become U+FFFD, as in a file that `tokens` reads.
+        readable = encode_bytes(text).decode(errors="replace")
+        tokens = tokenizer.encode(readable, add_special_tokens=False).ids
         # A model needs one token at least.
         return tokens or [end_of_text(TextConfig(), spec)]
     words = text.split()
     if not words or not all(w.isdecimal() and int(w) < spec.vocabulary for w in words):
         raise UserError(f'--prompt: wanted tokens below {spec.vocabulary}, as in --prompt "1 2 3"')
     return [int(word) for word in words]
+
+
+def encode_bytes(text: str) -> bytes:
+    """Return a text in UTF-8, and bytes that a shell passed and that are no text as they were."""
+    try:
+        return text.encode(errors="surrogateescape")
+    except UnicodeEncodeError as error:
+        raise UserError(f"--prompt: no text in UTF-8: {error}") from None
 
 
 def decode(tokens: Iterable[int], spec: "Spec") -> Iterator[bytes]:
@@ -132,6 +145,9 @@ def read_tokenizer(path: Path) -> Tokenizer:
 def digest_of(tokenizer: Tokenizer) -> str:
     """Hash a tokenizer, in 16 hexadecimal digits."""
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:16]
+
+
+# {% include "text/json_lines.py" %}
 
 
 # {% include "text/splits.py" %}

@@ -8,7 +8,6 @@ on all cores (RAYON_NUM_THREADS limits them).
 import codecs
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import zlib
@@ -16,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -26,14 +25,25 @@ from .errors import UserError
 from .files import (
     check_regular,
     fingerprint_files,
+    goes_without_lock,
     open_to_write,
     read_json,
     replacing,
     sync_directory,
+    walk_folders,
     warn_left_out,
     write_json,
 )
-from .text import NAME, digest_of, read_tokenizer, splits_of
+from .text import (
+    NAME,
+    digest_of,
+    has_json_lines,
+    is_json,
+    read_tokenizer,
+    splits_of,
+    texts_in,
+    warn_of_json_as_text,
+)
 
 log = logging.getLogger(__name__)
 # Bytes of text in a shard, or a thousandth of all text, if that is more.
@@ -52,7 +62,8 @@ class TokensConfig:
     """What to encode, and how."""
 
     text: Path
-    """A folder of text files (a document each) and JSON lines (.jsonl), or one such file."""
+    """A folder of text files (a document each) and JSON lines (.jsonl, .ndjson; .json if its first
+    line is an object), or one such file."""
     to: Path
     """Folder to create, with token files, tokenizer.json and tokens.json, which describes them."""
     field: str = "text"
@@ -78,6 +89,8 @@ class Piece(NamedTuple):
     stop: int
     # Whether it is for validation; None: it has JSON lines, and the text of each decides.
     validation: bool | None
+    # Whether each line is a document.
+    has_json_lines: bool = False
 
 
 class Chunk(NamedTuple):
@@ -98,7 +111,7 @@ def write_tokens(options: TokensConfig) -> str:
         raise UserError(f"--to {folder} is inside the text: choose another place")
     if os.path.lexists(folder):
         raise UserError(f"--to {folder} is there already: remove it, or choose another place")
-    root, pieces = divide(options.text)
+    root, pieces = divide(options.text, options.field)
     given = None
     if options.tokenizer:
         given = read_tokenizer(options.tokenizer)
@@ -116,8 +129,9 @@ def write_tokens(options: TokensConfig) -> str:
     with open_to_write(partial / "lock") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"another process is at work in {partial}") from None
+        except OSError as error:
+            if not goes_without_lock(error, partial):
+                raise UserError(f"another process is at work in {partial}") from None
         note = read_progress(partial, plan)
         if note is None:
             with replacing(partial / NAME) as temporary:
@@ -146,17 +160,23 @@ def read_progress(partial: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
     return note
 
 
-def divide(text: Path) -> tuple[Path, list[Piece]]:
-    """Return the folder of the text, and its pieces in a fixed order; UserError for no text."""
+def divide(text: Path, field: str) -> tuple[Path, list[Piece]]:
+    """Return the folder of the text, and its pieces in a fixed order; UserError for no text.
+
+    `field`: that of a JSON line with the text.
+    """
     root = text if text.is_dir() else text.parent
     paths = text_files(text)
     names = [path.relative_to(root) for path in paths]
     pieces: list[Piece] = []
+    json_as_text: list[Path] = []
     for path, name, split in zip(paths, names, splits_of(names), strict=True):
         if split == "test":
             continue
         size = path.stat().st_size
-        is_lines = path.suffix == ".jsonl"
+        is_lines = has_json_lines(path, field)
+        if is_json(path) and not is_lines:
+            json_as_text.append(path)
         if split:
             validation = split == "val"
         elif is_lines:
@@ -168,7 +188,9 @@ def divide(text: Path) -> tuple[Path, list[Piece]]:
         # A text file is one document, hence one piece.
         step = SHARD if is_lines else max(size, 1)
         for start in range(0, size, step):
-            pieces.append(Piece(path, start, min(start + step, size), validation))
+            stop = min(start + step, size)
+            pieces.append(Piece(path, start, stop, validation, is_lines))
+    warn_of_json_as_text(json_as_text)
     if not pieces:
         raise UserError(f"--text {text}: there is no text in it")
     return root, pieces
@@ -178,10 +200,14 @@ def text_files(text: Path) -> list[Path]:
     """List the files of text, in a fixed order, without hidden ones and those that are binary."""
     texts: list[Path] = []
     left_out: list[Path] = []
-    for path in [text] if text.is_file() else sorted(text.rglob("*")):
-        is_hidden = any(part.startswith(".") for part in path.relative_to(text).parts)
-        if path.is_dir() or is_hidden:
-            continue
+    paths: list[Path] = []
+    if text.is_file():
+        paths.append(text)
+    else:
+        for parent, folders, names in walk_folders(text):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            paths += [parent / name for name in names if not name.startswith(".")]
+    for path in sorted(paths):
         check_regular([path])
         with open(path, "rb") as file:
             is_binary = b"\0" in file.read(8192)
@@ -226,8 +252,16 @@ def sample(pieces: list[Piece], field: str) -> Iterator[str]:
 def read_chunks(piece: Piece, field: str) -> Iterator[Chunk]:
     """Read the documents of a piece, about a megabyte at a time; UserError for a bad JSON line."""
     with open(piece.path, "rb") as file:
-        if piece.path.suffix == ".jsonl":
-            yield from read_json_lines(file, piece, field)
+        if piece.has_json_lines:
+            # A line that began in the piece before belongs to that one.
+            if piece.start:
+                file.seek(piece.start - 1)
+                file.readline()
+            for content in texts_in(file, field, piece.stop):
+                validation = piece.validation
+                if validation is None:
+                    validation = zlib.crc32(content) % VALIDATE_ONE_IN == 0
+                yield Chunk(validation, content.decode(), last=True)
             return
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         while True:
@@ -237,31 +271,6 @@ def read_chunks(piece: Piece, field: str) -> Iterator[Chunk]:
                 break
             yield Chunk(bool(piece.validation), decoder.decode(content), last=False)
         yield Chunk(bool(piece.validation), decoder.decode(b"", final=True), last=True)
-
-
-def read_json_lines(file: BinaryIO, piece: Piece, field: str) -> Iterator[Chunk]:
-    """Read the JSON lines that begin in a piece, each a document; UserError."""
-    # A line that began in the piece before belongs to that one.
-    if piece.start:
-        file.seek(piece.start - 1)
-        file.readline()
-    while True:
-        offset = file.tell()
-        if offset >= piece.stop:
-            return
-        line = file.readline()
-        if not line.strip():
-            continue
-        try:
-            # JSON can hold half of a surrogate pair, which UTF-8 cannot: it becomes "?".
-            content = json.loads(line)[field].encode(errors="replace")
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            where = f"{piece.path}, the line at byte {offset:,}"
-            raise UserError(f"{where}: wanted JSON with a text in {field!r}") from None
-        validation = piece.validation
-        if validation is None:
-            validation = zlib.crc32(content) % VALIDATE_ONE_IN == 0
-        yield Chunk(validation, content.decode(), last=True)
 
 
 def encode_all(

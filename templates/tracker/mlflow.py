@@ -30,7 +30,11 @@ class TrackerConfig:
     experiment: str = __name__.partition(".")[0]
 
     def __post_init__(self) -> None:
-        if self.uri and "@" in self.uri.partition("://")[2].partition("/")[0]:
+        if self.uri is None:
+            return
+        without_protocol = self.uri.partition("://")[2]
+        host = without_protocol.partition("/")[0]
+        if "@" in host:
             raise UserError(
                 "--tracker.uri is saved with the run, so it must not hold a password: set "
                 "MLFLOW_TRACKING_URI instead, or MLFLOW_TRACKING_USERNAME and _PASSWORD"

@@ -106,7 +106,7 @@ class Tracking:
             return call(*arguments)
         except BaseException as error:
             # Not only Exception, since a tracker may even call sys.exit.
-            first_line = next(iter(str(error).splitlines()), "")
+            first_line = str(error).partition("\n")[0]
             self._warn(f"{type(error).__name__}: {first_line}")
 
     def _warn(self, problem: str) -> None:

@@ -46,7 +46,8 @@ class Tracker:
         self.run = wandb.init(id=number, resume="allow", settings=settings)
         folder = Path(self.run.dir).parent
         # The offline logs of earlier starts.
-        self.older = set(folder.parent.glob(f"offline-run-*-{number}*")) - {folder}
+        self.older = set(folder.parent.glob(f"offline-run-*-{number}*"))
+        self.older.discard(folder)
         self.run.config.update(to_json(config), allow_val_change=True)
         self.logged = self.run.starting_step - 1
 
@@ -69,7 +70,8 @@ class Tracker:
     def close(self, status: str) -> None:
         """End the log with the run's status."""
         self.run.summary["status"] = status
-        self.run.finish(exit_code=1 if status == "failed" else 0)
+        exit_code = 1 if status == "failed" else 0
+        self.run.finish(exit_code=exit_code)
         for folder in self.older:
             shutil.rmtree(folder)
 

@@ -170,3 +170,73 @@ def test_ranks_end_with_their_launcher_and_save_at_one_ctrl_c(tmp_path: Path) ->
     assert "SIGINT: stopping as soon as the step allows" in said
     assert json.loads((run / "status.json").read_text())["status"] == "preempted"
     assert manifest(run)["step"] == step()
+
+
+# In each attempt that WRONG names, rank 1 ends in the step after STEPS; it begins a restart late.
+FAILING = """
+import os, signal, time
+
+ATTEMPT, RANK = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+if ATTEMPT != "0" and RANK == "1":
+    time.sleep(3)
+
+
+class Failing:
+    def __init__(self):
+        self.steps = 0
+
+    def after_step(self, state, record):
+        is_wrong = RANK == "1" and ATTEMPT in os.environ["WRONG"]
+        if is_wrong and self.steps == int(os.environ["STEPS"]):
+            if os.environ["HOW"] == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            state.nothing_there
+        self.steps += 1
+
+
+def callbacks(config, run_dir):
+    return [Failing()]
+"""
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    project = bake(tmp_path_factory.mktemp("failing"), package_name=PACKAGE, tracker="none")
+    (project / "src" / PACKAGE / "callbacks.py").write_text(FAILING)
+    return project
+
+
+def attempts(said: str) -> int:
+    """How often the ranks were started."""
+    return said.count("\nrun    runs/")
+
+
+def test_an_error_that_would_come_again_ends_the_job_at_once(failing: Path) -> None:
+    """A step that was done, or a crash in the first one, is a reason to try again."""
+    for how, steps, starts, code in (
+        ("raised", 0, 1, 1),
+        ("raised", 2, 2, 0),
+        ("killed", 0, 2, 0),
+    ):
+        run = f"{how}-{steps}"
+        settings = {"HOW": how, "STEPS": str(steps), "WRONG": "0", "MAX_RESTARTS": "1"}
+        with launch(failing, run, "--train.steps", "8", **settings) as process:
+            said = finish(process, codes=(code,))
+        assert attempts(said) == starts, said
+        assert ("start again" in said) == (starts == 2)
+        assert said.count("has no attribute 'nothing_there'") == (how == "raised")
+        if not steps and how == "raised":
+            ends = ["no restart, as an error before the end of the first step comes again"]
+            assert [line.partition("code 1: ")[2] for line in said.split("\n") if ends[0] in line]
+
+
+def test_plain_torchrun_restarts_its_ranks(failing: Path) -> None:
+    """Its own store outlives them: a restart would read the addresses of ranks that are gone."""
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    command = (environment(failing)["PYTHON"], *words, "--max-restarts=2", "-m", PACKAGE, "train")
+    options = ("--preset", "tiny", "--device", "cpu", "--name", "plain", "--train.steps", "12")
+    settings = {"HOW": "killed", "STEPS": "2", "WRONG": "01"}
+    with start(failing, *command, *options, "--checkpoint.every", "1", **settings) as process:
+        said = finish(process, timeout=200)
+    assert attempts(said) == 3 and "finished at step 12" in said
+    assert json.loads((failing / "runs/plain/status.json").read_text())["status"] == "finished"

@@ -170,7 +170,8 @@ class Run:
                 replace(parallel, "wrap", wrap)
                 if parallel.SHARDED:  # all is fake already, and cannot be on `meta` as well
                     replace(parallel, "build_on_meta", lambda make: make())
-                    replace(parallel, "can_be_filled", lambda it: not isinstance(it, DTensor))
+                    for module in (parallel, self.module("distributed.shardable")):
+                        replace(module, "can_be_filled", lambda it: not isinstance(it, DTensor))
                 if hasattr(parallel, "build_mesh"):
                     mesh, really = parallel.build_mesh, unset_fake_temporarily
                     replace(parallel, "build_mesh", lambda *given: _outside(mesh, really, given))
@@ -196,7 +197,8 @@ class Run:
             self.step()  # the optimizer has its state now: the buffers of saves are made
             outcome |= self.save(saves)
             outcome["pinned_again"] = self.save(saves, step=False)["pinned"]
-            outcome["validation"] = dry.waits_of(lambda: self.loop.validate_averaged(state, bool))
+            validate_averaged = self.module("validation").validate_averaged
+            outcome["validation"] = dry.waits_of(lambda: validate_averaged(state, bool))
             assert state.compute_dtype == torch.bfloat16 and state.forward_flops
             return outcome
 
@@ -206,7 +208,11 @@ class Run:
         state, watch = self.state, self.distributed.monitors
         before, after = watch(state, self.folder, group)
         self.journal = self.module("run.journal").Journal(self.folder, state, group)
-        yours = (*self.loop.own.callbacks(self.config, self.folder), self.journal, *after)
+        yours = (
+            *self.loop.callbacks_file.callbacks(self.config, self.folder),
+            self.journal,
+            *after,
+        )
         with mock.patch.object(self.module("profiler"), "profile"):
             profiler = self.module("profiler").Profiler
             everyone = [
@@ -217,8 +223,8 @@ class Run:
                 *(tracker(self.config, self.folder, 0) for tracker in self.loop.TRACKERS),
                 profiler(self.config.profile, self.folder / "traces", state),
             ]
-        self.before_steps = runner.methods_named("before_step", everyone)
-        self.after_steps = runner.methods_named("after_step", everyone)
+        self.before_steps = runner.find_methods("before_step", everyone)
+        self.after_steps = runner.find_methods("after_step", everyone)
         self.group = group
 
     def step(self, recorded: bool = False) -> list[str]:

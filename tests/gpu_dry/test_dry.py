@@ -46,7 +46,10 @@ FILES = {"bytes": "text.txt", "tokenizer": "tokens", "images": "images.npz"}
 
 # The run, the file, what stands there, what is put in its place, and how it is noticed.
 BREAKAGES = {
-    "item": (PLAIN, "train.py", "sums + part", "sums + part.sum().item()", "Waits"),
+    "item": (
+        *(PLAIN, "train.py", "loss_vectors.append(sums_of_batch)"),
+        *("loss_vectors.append(sums_of_batch + 0 * sums_of_batch.sum().item())", "Waits"),
+    ),
     "copy_to_the_host": (
         *(PLAIN, "train.py", "state.grad_norm = norm", "state.grad_norm = norm.cpu()", "Waits"),
     ),
@@ -166,12 +169,12 @@ BREAKAGES = {
         *("            pass", "Race"),
     ),
     "validation_reads_each_batch": (
-        *(PLAIN, "train.py", "sums = sums + loss_vector(loss) * share.weight"),
-        *("sums = sums + loss_vector(loss).cpu() * share.weight", "validation"),
+        *(PLAIN, "validation.py", "sums = sums + loss_vector(loss) * micro_batch.weight"),
+        *("sums = sums + loss_vector(loss).cpu() * micro_batch.weight", "validation"),
     ),
     "record_reads_each_figure": (
-        *(PLAIN, "run/journal.py", "torch.cat([state.sums, bad_steps, grad_norm]).tolist()"),
-        "[x.item() for x in torch.cat([state.sums, bad_steps, grad_norm])]",
+        *(PLAIN, "run/journal.py", "torch.cat([all_sums, bad_steps, grad_norm]).tolist()"),
+        "[x.item() for x in torch.cat([all_sums, bad_steps, grad_norm])]",
         "record",
     ),
     "memory_waits_for_each_step": (

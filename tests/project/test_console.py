@@ -73,7 +73,7 @@ def test_a_start_says_how_much_of_the_model_is_trained(
     state = project.module("train").setup(project.config(run_dir=tmp_path))
     state.model.requires_grad_(False)
     next(state.model.parameters()).requires_grad_()
-    project.module("run.journal").introduce(state, tmp_path)
+    project.module("run.journal").log_start(state, tmp_path)
     size = next(state.model.parameters()).numel()
     assert f"model  32,928 parameters ({size:,} trained), float32 on cpu" in said(caplog)[0]
 
@@ -292,25 +292,32 @@ def test_the_file_of_the_recipe_is_a_debug_run(project: Project) -> None:
 
 
 def test_the_sweep_of_the_recipe(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight lines and a real study, on the tiny preset; a finished run has its figures, too."""
+    """Two processes share the trials of one study; a finished run has its figures, too."""
     import optuna
 
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    studies: list[optuna.Study] = []
-    create = optuna.create_study
-    monkeypatch.setattr(optuna, "create_study", lambda: studies.append(create()) or studies[-1])
     monkeypatch.chdir(project.folder)
     code = recipe("python", "optuna").replace("my_training_run", project.name)
-    assert len([line for line in code.splitlines() if line]) == 8
     assert code.count('"default"') == code.count("n_trials=20") == 1
-    exec(code.replace('"default"', '"tiny"').replace("n_trials=20", "n_trials=3"), {})
-    (study,) = studies
+    short = code.replace('"default"', '"tiny"').replace("n_trials=20", "n_trials=2")
+    (project.folder / "sweep.py").write_text(short)
+    environment = {**os.environ, "PYTHONPATH": str(project.folder / "src")}
+    command = [sys.executable, "sweep.py"]
+    processes = [subprocess.Popen(command, env=environment) for _ in range(2)]
+    try:
+        assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    backend = optuna.storages.journal.JournalFileBackend("sweep.log")
+    storage = optuna.storages.JournalStorage(backend)
+    study = optuna.load_study(study_name="sweep", storage=storage)
+    assert [trial.number for trial in study.trials] == [0, 1, 2, 3]
     losses = {}
     for trial in study.trials:
         lines = (project.folder / f"runs/sweep/{trial.number}/metrics.jsonl").read_text("utf-8")
         losses[trial.number] = json.loads(lines.splitlines()[-1])["validation_loss"]
         assert trial.value == losses[trial.number]
-    assert len(set(losses.values())) == 3 and study.best_value == min(losses.values())
+    assert len(set(losses.values())) == 4 and study.best_value == min(losses.values())
     config = project.module("config")
     again = config.load(Path("runs/sweep/0/config.json"))
     result = project.module("train").run(config.override(again, {"run_dir": "runs/sweep/0"}))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import ConcatDataset, StackDataset, Subset
 
 from benchmarks.common import free_ports
 from tests.conftest import Project, bake, project_fixture, run_together
@@ -60,8 +61,8 @@ def draws(
     project: Project, state: Any, step: int, micro_batch: int = 8, ranks: int = 1
 ) -> list[list[float]]:
     """What is drawn for the samples of a global batch of 8, divided so."""
-    shares = project.module("sampling").shares
-    plans = [shares(8, micro_batch, rank, ranks) for rank in range(ranks)]
+    micro_batches = project.module("sampling").micro_batches
+    plans = [micro_batches(8, micro_batch, rank, ranks) for rank in range(ranks)]
     batches = [batch for plan in plans for batch in state.loader.of(step, plan)]
     return torch.cat([batch["drawn"] for batch in batches]).tolist()
 
@@ -78,6 +79,42 @@ def test_each_position_has_its_own_on_any_number_of_ranks(project: Project) -> N
         assert draws(project, state, 3, micro_batch, ranks) == found
     others = draws(project, state, 4), draws(project, set_up(project, train__seed=1, **BATCH), 3)
     assert all(not set(np.ravel(found)) & set(np.ravel(other)) for other in others)
+
+
+def stacked(samples: Any) -> StackDataset:
+    """Two datasets side by side, and one of them draws."""
+    return StackDataset(drawing=Augmented(samples), plain=range(len(samples)))
+
+
+# What projects put around a dataset that draws in `__getitem__`, as random_split does.
+WRAPPED = {
+    "subset": lambda samples: Subset(Augmented(samples), range(50)),
+    "of a subset": lambda samples: Subset(Subset(Augmented(samples), range(60)), range(50)),
+    "joined": lambda samples: ConcatDataset([Augmented(samples), Augmented(samples)]),
+    "of joined": lambda samples: Subset(ConcatDataset([Augmented(samples)] * 2), range(50)),
+    "stacked": stacked,
+}
+
+
+@pytest.mark.parametrize("overfit", [0, 2])
+@pytest.mark.parametrize("name", WRAPPED)
+def test_what_stands_around_a_dataset_changes_no_draws(
+    project: Project, name: str, overfit: int
+) -> None:
+    """Subset of torch reads batches for one that cannot, and so does --train.overfit."""
+    state = set_up(project, WRAPPED[name], train__overfit=overfit, **BATCH)
+
+    def drawn(micro_batch: int, ranks: int) -> list[list[float]]:
+        micro_batches = project.module("sampling").micro_batches
+        plans = [micro_batches(8, micro_batch, rank, ranks) for rank in range(ranks)]
+        batches = [batch for plan in plans for batch in state.loader.of(3, plan)]
+        samples = [batch["drawing"] if name == "stacked" else batch for batch in batches]
+        return torch.cat([batch["drawn"] for batch in samples]).tolist()
+
+    found = drawn(8, 1)
+    assert len(set(np.ravel(found))) == 24
+    for division in ((4, 1), (3, 1), (8, 2), (2, 2)):
+        assert drawn(*division) == found
 
 
 def test_batches_have_their_own(project: Project) -> None:
@@ -129,16 +166,16 @@ def test_datasets_are_built_alike(project: Project) -> None:
 
 def test_micro_batches_are_near_equal(project: Project) -> None:
     """A micro-batch of one sample that is left over would be the end of batch statistics."""
-    shares = project.module("sampling").shares
+    micro_batches = project.module("sampling").micro_batches
 
     def sizes(*division: int) -> list[int]:
-        return [s.places.stop - s.places.start for s in shares(*division) if s.weight]
+        return [s.indices.stop - s.indices.start for s in micro_batches(*division) if s.weight]
 
     assert sizes(9, 8, 0, 1) == [5, 4] and sizes(60, 16, 0, 1) == [15] * 4
     for batch, micro_batch, ranks in itertools.product(range(1, 30), range(1, 20), range(1, 6)):
-        plans = [shares(batch, micro_batch, rank, ranks) for rank in range(ranks)]
+        plans = [micro_batches(batch, micro_batch, rank, ranks) for rank in range(ranks)]
         assert len({*map(len, plans)}) == 1
-        places = [n for p in plans for s in p if s.weight for n in range(batch)[s.places]]
+        places = [n for p in plans for s in p if s.weight for n in range(batch)[s.indices]]
         assert places == list(range(batch))
         for rank in range(ranks):
             if found := sizes(batch, micro_batch, rank, ranks):
@@ -180,6 +217,9 @@ def test_commands_draw_the_same_on_ranks_in_workers_and_after_a_resume(tmp_path:
     project = bake(tmp_path / "drawing", package_name="of_drawing", task="image_classifier")
     with (project / "src/of_drawing/data.py").open("a") as file:
         file.write(DRAWING)
+    with (project / "src/of_drawing/model.py").open("a") as file:
+        # A new run would try the first samples on all ranks.
+        file.write("\nADDS_UP = False\n")
     (port,) = free_ports(1)
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
 

@@ -103,7 +103,7 @@ def test_many_checkpoints_are_one_short_line(project: Project, tmp_path: Path) -
     for step in range(1, 3001):
         (tmp_path / f"checkpoints/step_{step:08}").mkdir(parents=True)
     result = project.module("train").Result("already finished", 3000)
-    line = project.module("checkpoint.transfer").summary(tmp_path, result)[0]
+    line = project.module("run.summary").summary(tmp_path, result)[0]
     assert line == f"checkpoints in {tmp_path}/checkpoints: 3000, the newest is step_00003000"
 
 
@@ -192,7 +192,7 @@ def test_a_batch_that_a_worker_cannot_send_ends_the_run(project: Project, of_wor
 
 # A run whose loader worker hangs at its fourth batch.
 HANGS = """
-import multiprocessing, sys, time
+import multiprocessing, re, sys, time
 from of_endings import __main__, data, sampling, train
 
 build = data.build_datasets
@@ -207,7 +207,8 @@ class Hanging:
 
     def __getitems__(self, numbers):
         self.batches += multiprocessing.parent_process() is not None
-        time.sleep(1e6 if self.batches == 4 else 0)
+        if self.batches == 4:
+            HANG
         return self.samples.__getitems__(numbers)
 
 
@@ -217,20 +218,32 @@ def built(config):
 
 
 train.build_datasets = built
-sampling.PATIENCE = 1.0
+sampling.PATIENCE = sampling.AFTER_PATIENCE = 1.0
 sys.exit(__main__.main())
 """
+# C code that holds Python's lock: the worker cannot hand over the batch before, either.
+HOLDS_THE_LOCK = 're.match("(a|aa)+$", "a" * 200 + "b")'
 
 
-@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
+@pytest.mark.parametrize(
+    ("hang", "last", "signals"),
+    [
+        ("time.sleep(1e6)", 3, [signal.SIGTERM]),
+        ("time.sleep(1e6)", 3, [signal.SIGINT, signal.SIGINT]),
+        (HOLDS_THE_LOCK, 2, [signal.SIGTERM]),
+    ],
+)
 def test_a_stop_ends_the_wait_for_a_worker_that_hangs(
-    project: Project, tmp_path: Path, signals: list[int]
+    project: Project, tmp_path: Path, hang: str, last: int, signals: list[int]
 ) -> None:
     """And the worker, which ignores stop signals, does not outlive the run."""
     words = (*project.settings, "--run-dir", str(tmp_path / "run"), "--checkpoint.every", "2")
     words += ("--train.log-every", "1", "--train.micro-batch-size", "8")
     with subprocess.Popen(
-        [sys.executable, "-c", HANGS, "train", *words, "--train.loader-workers", "1"],
+        [
+            *(sys.executable, "-c", HANGS.replace("HANG", hang)),
+            *("train", *words, "--train.loader-workers", "1"),
+        ],
         cwd=project.folder,
         env={**os.environ, "PYTHONPATH": str(project.folder / "src")},
         stderr=subprocess.PIPE,
@@ -239,7 +252,7 @@ def test_a_stop_ends_the_wait_for_a_worker_that_hangs(
     ) as process:
         watch = threading.Timer(120, os.killpg, (process.pid, signal.SIGKILL))
         watch.start()
-        assert any(line.startswith("step 3/") for line in process.stderr)
+        assert any(line.startswith(f"step {last}/") for line in process.stderr)
         for number in signals:
             time.sleep(1.5)  # it waits for the worker now
             process.send_signal(number)
@@ -264,18 +277,18 @@ def test_a_pinning_thread_that_has_died_ends_the_run(
     loader = project.module("train").setup(project.config()).loader
     loader.iterator = Iterator()
     with pytest.raises(RuntimeError, match="timed out"):
-        loader._wait()
+        loader._wait(None)
 
 
 def test_a_slow_batch_is_waited_for_after_a_stop_signal(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Patience begins anew with each batch."""
+    """Patience begins anew with each batch; without a signal there is no end to it."""
     sampling, clock = project.module("sampling"), iter(range(0, 1000, 9))
-    monkeypatch.setattr(sampling.Stop, "since", 1.0)
+    stop = project.module("distributed.stop").Stop(project.module("distributed").Group())
 
     class Iterator:
-        answers = iter(["late", "late", 1, "late", "late", 2, *["late"] * 9])
+        answers = iter([*["late"] * 9, 0, "late", "late", 1, "late", "late", 2, *["late"] * 9])
 
         def __next__(self) -> int:
             if (answer := next(self.answers)) == "late":
@@ -286,9 +299,11 @@ def test_a_slow_batch_is_waited_for_after_a_stop_signal(
     loader.iterator = Iterator()
     with monkeypatch.context() as patch:
         patch.setattr(sampling.time, "monotonic", lambda: next(clock))
-        assert [loader._wait(), loader._wait()] == [1, 2]
+        assert loader._wait(stop) == 0
+        stop.received_at = 1.0
+        assert [loader._wait(stop), loader._wait(stop)] == [1, 2]
         with pytest.raises(KeyboardInterrupt):
-            loader._wait()
+            loader._wait(stop)
 
 
 def test_a_batch_that_fails_when_nobody_waits_any_more_is_not_told(project: Project) -> None:

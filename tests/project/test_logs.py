@@ -429,3 +429,16 @@ def test_what_a_killed_start_left_is_removed(project: Project, tmp_path: Path) -
     (tmp_path / "run/.nonce-x").touch()
     project("train", *project.settings, "--run-dir", str(tmp_path / "run"), "--train.steps", "2")
     assert not list((tmp_path / "run").glob(".nonce*"))
+
+
+def test_a_restart_that_would_fail_is_told_before_it(
+    project: Project, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Plain torchrun on several machines shares its store with the ranks of all attempts."""
+    world = project.module("distributed.world")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    for restarts, lines in (("0", 0), ("3", 1)):
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        assert world._store_of_torchrun() is None
+        assert len(caplog.messages) == lines
+    assert "start by ./launch.sh, or set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text

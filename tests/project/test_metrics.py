@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import signal
 import tracemalloc
 from collections.abc import Iterator
@@ -60,12 +61,13 @@ def test_a_metric_may_have_a_count_of_its_own(
         return compute(model, batch)._replace(metrics=metrics | {"none": (tokens.sum(), 0)})
 
     def work_out(state: Any, record: dict[str, Any]) -> None:
-        (batch,) = state.loader.of(state.step - 1, sampling.shares(8, 8, 0, 1))
+        (batch,) = state.loader.of(state.step - 1, sampling.micro_batches(8, 8, 0, 1))
         tokens = batch["tokens"].double()
         values = {"mean": tokens[:, 1:].mean(), "later": tokens[tokens > 110].mean()}
         wanted[state.step] = {name: float(value) for name, value in values.items()}
 
-    monkeypatch.setattr(training, "compute_loss", with_metrics)
+    for name in ("train", "validation"):
+        monkeypatch.setattr(project.module(name), "compute_loss", with_metrics)
     options = {"train__steps": 3, "train__micro_batch_size": 3, "train__validate_every": 0}
     train(project, tmp_path, {"after_step": work_out}, **options)
     for line in lines(tmp_path):
@@ -73,6 +75,108 @@ def test_a_metric_may_have_a_count_of_its_own(
             assert line[name] == pytest.approx(value, rel=1e-5)
         assert line["none"] is None, "nothing was counted"
     assert lines(tmp_path)[-1]["validation_later"] > 110
+
+
+# What compute_loss makes of a sound loss, and what is told of it.
+ODD_LOSSES: dict[str, tuple[Any, str]] = {
+    "a tensor": (lambda loss: loss.total, "expected LossSum, not Tensor"),
+    "a loss per sample": (
+        lambda loss: loss._replace(total=loss.total * torch.ones(4)),
+        r"the total has the shape \(4,\): wanted one number, the sum",
+    ),
+    "a detached loss": (
+        lambda loss: loss._replace(total=loss.total.detach()),
+        "the total has no gradient: wanted the sum of the losses",
+    ),
+    "a number": (
+        lambda loss: loss._replace(total=loss.total.item()),
+        "the total is a float: wanted a tensor",
+    ),
+    "a complex loss": (
+        lambda loss: loss._replace(total=loss.total * 1j),
+        "the total is complex: wanted a real number",
+    ),
+    "several counts": (
+        lambda loss: loss._replace(count=torch.ones(4)),
+        r"the count has the shape \(4,\): wanted one number",
+    ),
+    "a negative count": (
+        lambda loss: loss._replace(count=-3),
+        "the count is -3: wanted how many losses the total adds up",
+    ),
+    "a count that is no number": (
+        lambda loss: loss._replace(count=torch.tensor(torch.nan)),
+        "the count is nan: wanted how many",
+    ),
+    "a count of nothing": (
+        lambda loss: loss._replace(count=0),
+        "the count of a whole batch is 0: wanted how many",
+    ),
+    "no count": (
+        lambda loss: loss._replace(count=None),
+        "the count is a NoneType: wanted a number",
+    ),
+    "a list as a metric": (
+        lambda loss: loss._replace(metrics={"right": [1.0, 2.0]}),
+        "the metric 'right' is a list: wanted a number",
+    ),
+    "a triple as a metric": (
+        lambda loss: loss._replace(metrics={"right": (1.0, 2.0, 3.0)}),
+        "the metric 'right' is a tuple of 3: wanted a sum, or a pair",
+    ),
+    "a metric per sample": (
+        lambda loss: loss._replace(metrics={"right": (torch.ones(4), 4)}),
+        r"the sum of the metric 'right' has the shape \(4,\)",
+    ),
+    "a complex divisor": (
+        lambda loss: loss._replace(metrics={"right": (1.0, torch.tensor(1j))}),
+        "the divisor of the metric 'right' is complex",
+    ),
+    "a list of metrics": (
+        lambda loss: loss._replace(metrics=[("right", 1.0)]),
+        "the metrics are a list: wanted a dict",
+    ),
+    "a metric with a number as its name": (
+        lambda loss: loss._replace(metrics={1: 1.0}),
+        "a metric is named 1: wanted text",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD_LOSSES)
+def test_a_loss_of_a_wrong_kind_is_one_line(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    training = project.module("train")
+    compute, (change, told) = training.compute_loss, ODD_LOSSES[name]
+    monkeypatch.setattr(training, "compute_loss", lambda *given: change(compute(*given)))
+    with pytest.raises(project.module("errors").UserError) as refused:
+        train(project, tmp_path / "run")
+    said = str(refused.value)
+    assert re.match(rf"what compute_loss \(model\.py\) returns: {told}", said), said
+    assert "\n" not in said
+
+
+def test_a_batch_without_anything_to_predict_is_trained_on(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A micro-batch without a target has the count 0; numbers may be numpy's."""
+    training = project.module("train")
+    compute, calls = training.compute_loss, []
+
+    def with_targets_later(*given: Any) -> Any:
+        calls.append(given)
+        loss = compute(*given)
+        metrics = {"a": np.float32(1), "b": (torch.tensor(1.0), np.int64(0)), "c": math.nan}
+        if len(calls) == 1:
+            return loss._replace(total=loss.total * 0, count=0, metrics=metrics)
+        return loss._replace(metrics=metrics)
+
+    monkeypatch.setattr(training, "compute_loss", with_targets_later)
+    options = {"train__steps": 2, "train__micro_batch_size": 2, "train__validate_every": 0}
+    monkeypatch.setattr(project.module("validation"), "compute_loss", with_targets_later)
+    assert train(project, tmp_path / "run", **options).step == 2
+    assert all(line["skipped_steps"] == 0 for line in lines(tmp_path / "run"))
 
 
 def test_a_metric_has_a_name_of_its_own(
@@ -220,9 +324,9 @@ def test_a_validation_cut_short_is_made_up_for(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, again: bool
 ) -> None:
     """In the middle and at the last step; once, before the run goes on, also if stopped again."""
-    training, run_dir = project.module("train"), tmp_path / "stopped"
+    validation, run_dir = project.module("validation"), tmp_path / "stopped"
     undisturbed = train(project, tmp_path / "whole")
-    fetch, armed = training.fetch, False
+    fetch, armed = validation.fetch, False
 
     def stopping(*arguments: Any) -> Any:
         nonlocal armed
@@ -231,7 +335,7 @@ def test_a_validation_cut_short_is_made_up_for(
             os.kill(os.getpid(), signal.SIGTERM)
         return fetch(*arguments)
 
-    monkeypatch.setattr(training, "fetch", stopping)
+    monkeypatch.setattr(validation, "fetch", stopping)
     for _ in range(1 + again):
         armed = True
         result = train(project, run_dir)

@@ -462,7 +462,7 @@ def test_ranks_name_an_unused_parameter_and_the_setting(edited: tuple[Path, str]
     lines = told(folder, *command, "--name", "unused", code=2)
     errors = {line.removeprefix("[rank 1] ") for line in lines if "error" in line.lower()}
     assert errors == {
-        "error: the loss of the last step did not depend on never.weight: remove or freeze "
+        "error: the loss does not depend on never.weight: remove or freeze "
         "such parameters, or add --parallel.find-unused-parameters"
     }
     assert not any("start again" in line for line in lines)

@@ -61,7 +61,7 @@ EDITS: dict[str, Edit] = {
                 )
             ]
         },
-        2,
+        1,
     ),
     "a_key_that_augment_adds": (
         {"task": "image_classifier"},

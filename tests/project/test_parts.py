@@ -94,7 +94,7 @@ def test_what_is_large_is_divided_among_files(
         return names
 
     assert len(files("few bytes", tensors)) == 1
-    monkeypatch.setattr(writing, "LARGE", 400)
+    monkeypatch.setattr(writing, "BYTES_PER_FILE", 400)
     names, folder = files("four", tensors), tmp_path / "four"
     assert len(names) == 4 and len({(folder / name).stat().st_size for name in names}) == 1
     alone = {"model.0": torch.randn(800), "model.1": torch.empty(0)}
@@ -113,7 +113,7 @@ def test_an_error_of_any_thread_fails_the_save(
 ) -> None:
     """Also one that a thread meets outside of its file: DCP loses both."""
     writing = project.module("checkpoint.dcp")
-    monkeypatch.setattr(writing, "LARGE", 400)
+    monkeypatch.setattr(writing, "BYTES_PER_FILE", 400)
     tensors = {f"model.{n}": torch.randn(100) for n in range(8)}
     error, opened = project.module("errors").RankError, Path.open
     for name in ("__0_0.distcp", "__0_3.distcp", ".metadata.tmp"):

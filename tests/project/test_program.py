@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,11 @@ def test_a_program_runs_without_the_package(
     to = tmp_path / "model.pt2"
     words = ("export", "--run-dir", str(tmp_path / "run"), "--to", str(to))
     project(*words)
-    example = "images [2, 1, 8, 8]" if task == "image" else f"tokens [2, {config.data.context}]"
+    # What the model can take: images of any size, and as many tokens as its table has rows.
+    sizes = "any, 1, any, any" if task == "image" else f"any, up to {config.data.context}"
+    name = "images" if task == "image" else "tokens"
     assert capsys.readouterr().out.endswith(
-        f"{to}: the model as a program; its input, by example: {example}\n"
+        f"{to}: the model as a program; its inputs: {name} [{sizes}]\n"
     )
     assert "nothing is overwritten" in project.refuses(*words)
     if task == "image":
@@ -83,40 +86,115 @@ def test_the_program_of_the_average_and_of_an_earlier_step(text: Project, tmp_pa
     assert not torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[1], outputs[2])
 
 
+class Branches(nn.Module):
+    """Looks at a value."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class Pairs(nn.Module):
+    """Takes two samples, and no others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(2, -1)
+
+
+class ManySamples(nn.Module):
+    """Computes something else for more than four samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x if x.size(0) > 4 else x
+
+
+@dataclass
+class Fields:
+    """An output with names."""
+
+    logits: Tensor
+    cache: object = None
+
+
+class LikeTransformers(nn.Module):
+    """Every argument has a default, and the output is a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 4)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool = True,
+    ) -> Fields:
+        assert input_ids is not None and attention_mask is not None and not use_cache
+        assert labels is None or labels.shape == (2,)
+        return Fields(self.head(input_ids) * attention_mask[:, None])
+
+
+class OfAList(nn.Module):
+    """Takes a list of tensors."""
+
+    def forward(self, xs: list[Tensor]) -> Tensor:
+        return torch.stack(xs, 1).sum(1)
+
+
+def test_a_program_takes_what_the_loss_gives_the_model(text: Project) -> None:
+    """By name and by position, in lists; without the targets, with its settings fixed."""
+    program = text.module("program")
+    x, mask = torch.randn(2, 3), torch.ones(2)
+    by_name = {"input_ids": x, "attention_mask": mask, "labels": mask, "use_cache": False}
+    like, of_a_list = LikeTransformers(), OfAList()
+    for model, use, more, output in (
+        (like, lambda: like(**by_name), {"input_ids": x[:1], "attention_mask": mask[:1]}, None),
+        (of_a_list, lambda: of_a_list([x, x]), ([x[:1], x[:1]],), 2 * x[:1]),
+    ):
+        call = program.find_call(model, use)
+        made = program.make_program(Path("model.pt2"), model, call).module()
+        if isinstance(more, dict):
+            found = made(**more)
+            assert list(found) == ["logits"]
+            torch.testing.assert_close(found["logits"], like.head(x[:1]))
+        else:
+            torch.testing.assert_close(made(*more), output)
+
+
 def test_what_has_no_program_says_why(text: Project, tmp_path: Path) -> None:
-    """In one line, with torch's reason; nothing is left of the file."""
-    program = text.module("checkpoint.transfer").export_program
-
-    class Branches(nn.Module):
-        """Looks at a value."""
-
-        def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-            return x if x.sum() > 0 else -x
-
-    class Dictionary(nn.Module):
-        """Takes no tensor."""
-
-        def forward(self, batch: dict[str, Tensor]) -> Tensor:
-            return batch["x"]
-
-    class Pairs(nn.Module):
-        """Takes two samples, and no others."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x.view(2, -1)
-
-    x = torch.ones(2, 3)
-    branches, dictionary, pairs = Branches(), Dictionary(), Pairs()
-    for model, call, reason in (
+    """In one line, with torch's reason."""
+    program = text.module("program")
+    x, target = torch.ones(2, 3), tmp_path / "model.pt2"
+    branches, pairs = Branches(), Pairs()
+    for model, use, reason in (
         (branches, lambda: branches(x, x), "data-dependent"),
-        (dictionary, lambda: dictionary({"x": x}), "cannot make a program"),
         (pairs, lambda: pairs(x), "cannot make a program"),
         (branches, lambda: None, "does not call the model"),
     ):
         with pytest.raises(text.module("errors").UserError, match=reason) as refused:
-            program(tmp_path / "model.pt2", model, call)
+            program.make_program(target, model, program.find_call(model, use))
         assert "\n" not in str(refused.value)
-    linear = nn.Linear(3, 3)
-    with pytest.raises(text.module("errors").UserError, match="cannot be written"):
-        program(tmp_path / "no/model.pt2", linear, lambda: linear(x))
-    assert not [*tmp_path.iterdir()]
+    many = ManySamples()
+    call = program.find_call(many, lambda: many(x))
+    made = program.make_program(target, many, call)
+    five = program.find_call(many, lambda: many(torch.ones(5, 3)))
+    with pytest.raises(text.module("errors").UserError, match="wrong for 5") as refused:
+        program.check_program(target, made, many, five, 5)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_branch_in_ones_own_model_is_named(tmp_path: Path) -> None:
+    """With the file and the line; nothing is written."""
+    with Project.imported(tmp_path, "branching_program", **ANSWERS) as project:
+        model = project.folder / "src/branching_program/model.py"
+        code = model.read_text()
+        forward = "        x = self.embedding(tokens)\n"
+        assert code.count(forward) == 1
+        branch = "        if tokens.sum() > 10:\n            tokens = tokens * 1\n"
+        model.write_text(code.replace(forward, branch + forward))
+        config = project.config(run_dir=tmp_path / "run", train__steps=2)
+        project.module("train").run(config)
+        to = tmp_path / "model.pt2"
+        line = project.refuses("export", "--run-dir", str(tmp_path / "run"), "--to", str(to))
+        assert "(model.py, line " in line and "if tokens.sum() > 10:" in line
+        assert not to.exists()

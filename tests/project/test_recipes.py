@@ -171,6 +171,106 @@ def test_rates_by_layer(text: Project, tmp_path: Path, monkeypatch: pytest.Monke
     assert train.run(config).step == 3  # which saves, by names
 
 
+def order_of(project: Project, name: str, *arguments: Any) -> Any:
+    """An order of samples from the page, made with these arguments."""
+    code = recipe("python", f"class {name}(").replace("from .", f"from {project.name}.")
+    exec(code, names := {"np": np})
+    return names[name](*arguments)
+
+
+def test_batches_of_similar_length(text: Project) -> None:
+    """Each window has the samples of the plain order; any step is found at once."""
+    lengths = np.random.default_rng(0).integers(1, 500, 1000)
+    plain = text.module("sampling").GlobalBatches(1000, 8, 5)
+    order = order_of(text, "ByLength", lengths, 8, 5)
+    steps = [order.ids(step) for step in range(100)]
+    for window in (range(50), range(50, 100)):
+        ids = np.concatenate([steps[step] for step in window])
+        expected = np.concatenate([plain.ids(step) for step in window])
+        assert sorted(ids.tolist()) == sorted(expected.tolist())
+    padding = [np.ptp(lengths[ids]) for ids in steps]
+    assert np.mean(padding) < np.mean([np.ptp(lengths[plain.ids(k)]) for k in range(100)]) / 10
+    # Shuffled: short batches do not come first.
+    firsts = [lengths[ids].mean() for ids in steps[:50]]
+    assert firsts != sorted(firsts)
+    later = order_of(text, "ByLength", lengths, 8, 5)
+    assert np.array_equal(later.ids(10**9), order.ids(10**9))
+    assert np.array_equal(later.ids(77), steps[77])
+
+
+def test_weighted_samples(text: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn as often as their weights say, and trained by the dataset's order."""
+    weights = np.array([1.0, 0.0, 5.0, 2.0, 2.0])
+    order = order_of(text, "Weighted", weights, 10, 3)
+    counts = np.bincount(np.concatenate([order.ids(k) for k in range(2000)]), minlength=5)
+    assert counts[1] == 0
+    assert counts / counts.sum() == pytest.approx(weights / weights.sum(), abs=0.01)
+    assert not np.array_equal(order.ids(0), order_of(text, "Weighted", weights, 10, 4).ids(0))
+
+    train = text.module("train")
+    build = train.build_datasets
+
+    def with_order(config: Any) -> Any:
+        training, validation, spec = build(config)
+        weights = np.zeros(len(training))
+        weights[3] = 1.0
+        training.order = lambda size, seed: order_of(text, "Weighted", weights, size, seed)
+        return training, validation, spec
+
+    monkeypatch.setattr(train, "build_datasets", with_order)
+    state = train.setup(text.config(run_dir=tmp_path))
+    [first, *_] = state.loader.next()
+    samples = first["tokens"]
+    assert all(torch.equal(sample, samples[0]) for sample in samples)
+
+
+def test_a_histogram_is_in_the_report(text: Project, tmp_path: Path) -> None:
+    code = recipe("python", "class Histogram").replace("from .", f"from {text.name}.")
+    exec(code, names := {"Any": Any, "Path": Path})
+    config = text.config(run_dir=tmp_path, train__steps=2, train__validate_every=1)
+    text.module("train").run(config, [names["Histogram"](tmp_path, "embedding.weight")])
+    pictures = sorted(path.name for path in (tmp_path / "samples").glob("*.png"))
+    assert pictures == ["step_00000001.png", "step_00000002.png"]
+    text("report", "--run-dir", str(tmp_path))
+    assert (tmp_path / "report.html").read_text().count("data:image/png") >= 2
+
+
+def test_a_part_is_trained_from_a_step_on(
+    text: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights stay as they are until then; a resume has the bits of the undisturbed run."""
+    train = text.module("train")
+    exec(recipe("python", "class Unfreeze"), names := {"Any": Any})
+
+    def build_optimizer(config: Any, model: Any) -> torch.optim.Optimizer:
+        part = [*model.blocks[0].parameters()]
+        rest = [p for p in model.parameters() if not any(p is each for each in part)]
+        groups = [{"params": rest}, {"params": part, "rate_factor": 0.0}]
+        return torch.optim.AdamW(groups, lr=config.learning_rate)
+
+    class Watch:
+        """Notes a weight of the part after each step."""
+
+        def __init__(self) -> None:
+            self.weights: list[torch.Tensor] = []
+
+        def after_step(self, state: Any, record: Any) -> None:
+            self.weights.append(state.model.blocks[0].up.weight.detach().clone())
+
+    monkeypatch.setattr(train, "build_optimizer", build_optimizer)
+    watch = Watch()
+    flat = {"optim__warmup_steps": 0, "optim__final_fraction": 1.0}
+    for name, all_steps in (("whole", (6,)), ("halves", (4, 6))):
+        for steps in all_steps:
+            config = text.config(run_dir=tmp_path / name, train__steps=steps, **flat)
+            train.run(config, [names["Unfreeze"](3), watch])
+    first, whole = watch.weights[0], watch.weights[:6]
+    assert all(torch.equal(weight, first) for weight in whole[:3])
+    assert not torch.equal(whole[3], first)
+    a, b = text.tensors(tmp_path / "whole"), text.tensors(tmp_path / "halves")
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
 def test_one_cycle_is_torchs(text: Project) -> None:
     schedule = text.module("schedule")
     exec(recipe("python", "One cycle"), names := dict(vars(schedule)))

@@ -47,8 +47,8 @@ BREAKAGES = {
     "no_decay_of_the_rate": ("schedule.py", "+ (1 - final) * height", "* 0 + 1"),
     "weight_decay_on_norms": ("optim.py", '"weight_decay": 0.0', '"weight_decay": 0.1'),
     "validation_without_weights": (
-        "train.py",
-        "sums = sums + loss_vector(loss) * share.weight",
+        "validation.py",
+        "sums = sums + loss_vector(loss) * micro_batch.weight",
         "sums = sums + loss_vector(loss)",
     ),
     "attention_not_causal": ("model.py", "is_causal=True", "is_causal=False"),
@@ -59,9 +59,9 @@ BREAKAGES = {
 IN_PARTS = "in_parts"  # no breakage: the loss of the language model, a few logits at a time
 EDITS = BREAKAGES | {IN_PARTS: ("model.py", "MAX_LOGITS = 2**26", "MAX_LOGITS = 2000")}
 # Of the render's own tests, the one that notices it.
-PLAIN = "test_training.py::test_the_loop_does_what_a_plain_one_does"
+PLAIN = "test_step.py::test_the_loop_does_what_a_plain_one_does"
 RANKS = "test_ranks.py::test_two_ranks_do_what_one_does"
-RATE = "test_model.py::test_the_rate_warms_up_then_falls_as_a_cosine_does"
+RATE = "test_step.py::test_the_rate_warms_up_then_falls_as_its_schedule_says[cosine]"
 NOTICED_BY = {
     "no_warm_up": RATE,
     "clipped_at_twice_the_norm": PLAIN,
@@ -198,7 +198,7 @@ def test_the_own_tests_of_a_render_notice_a_breakage(tmp_path: Path, name: str |
         tests, code = (NOTICED_BY[name],), 1
     jobs = (0, str(project), code, *(f"tests/{test}" for test in tests))
     output = drill("own_tests.py", jobs, sources={"broken": project / "src"})
-    assert ("\n1 failed" if name else "\n11 passed") in output
+    assert ("\n1 failed" if name else "\n15 passed") in output
 
 
 def test_its_own_tests_name_the_line_that_reads_a_value(tmp_path: Path) -> None:
@@ -209,6 +209,6 @@ def test_its_own_tests_name_the_line_that_reads_a_value(tmp_path: Path) -> None:
     assert text.count(right) == 1
     model.write_text(text.replace(right, "total.item() / math.log(2)"))
     line = text[: text.index(right)].count("\n") + 1
-    jobs = (0, str(project), 1, "tests/test_training.py::test_a_step_reads_no_value_on_the_host")
+    jobs = (0, str(project), 1, "tests/test_step.py::test_a_step_reads_no_value_on_the_host")
     output = drill("own_tests.py", jobs, sources={"waiting": project / "src"})
     assert f"model.py:{line}: " in output and "\n1 failed" in output

@@ -27,7 +27,7 @@ def trained(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator["Trained
     with pytest.MonkeyPatch.context() as patch:
         if " " in request.param:
             patch.setattr(torch, "get_num_threads", lambda: 4)
-            patch.setattr(project.module("checkpoint.dcp"), "LARGE", 1024)
+            patch.setattr(project.module("checkpoint.dcp"), "BYTES_PER_FILE", 1024)
         yield Trained(project, tmp_path / "run")
 
 

@@ -141,21 +141,24 @@ def test_waiting_for_data_is_counted(image: Project, tmp_path: Path) -> None:
 
 
 def test_each_checkpoint_has_a_line(image: Project, tmp_path: Path) -> None:
-    commands = image.module("checkpoint.transfer")
+    list_checkpoints = image.module("checkpoint.verify").list_checkpoints
     settings = {"run_dir": tmp_path, "data__path": None, "train__steps": 4}
     image.module("train").run(image.config(**settings, checkpoint__every=2))
-    lines, bad = commands.verified(tmp_path)
-    assert [line.split()[:2] for line in lines] == [[f"step_{n:08}", "good"] for n in (2, 4)]
+    listing = list_checkpoints(tmp_path)
+    starts = [line.split()[:2] for line in listing.lines]
+    assert starts == [["step_00000002", "good"], ["step_00000004", "good"]]
     size = sum(f.stat().st_size for f in (tmp_path / "checkpoints/step_00000004").glob("*.pt"))
-    assert not bad and all(f"good  {size / 1e6:.1f} MB in 1 file" in line for line in lines)
+    wanted = f"good  {size / 1e6:.1f} MB in 1 file"
+    assert not listing.any_damaged and all(wanted in line for line in listing.lines)
     (file,) = (tmp_path / "checkpoints/step_00000002").glob("*.pt")
     file.write_bytes(file.read_bytes()[:-1])
-    lines, bad = commands.verified(tmp_path)
+    listing = list_checkpoints(tmp_path)
+    lines = listing.lines
     assert [line.split()[:2] for line in lines] == [
         ["step_00000002", "DAMAGED"],
         lines[1].split()[:2],
     ]
-    assert "bytes, not" in lines[0] and bad
+    assert "bytes, not" in lines[0] and listing.any_damaged
 
 
 def test_what_a_manifest_says_commands_no_terminal(
@@ -456,7 +459,7 @@ def test_a_harmless_callback_is_left_out_when_it_fails(
 ) -> None:
     runner, callback = image.module("run.callback_runner"), Watched(fails)
     with contextlib.ExitStack() as stack:
-        steps = runner.methods_named("after_step", runner.enter([callback], stack))
+        steps = runner.find_methods("after_step", runner.enter([callback], stack))
         for _ in range(2):
             for step in steps:
                 step(None, None)

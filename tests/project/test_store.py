@@ -37,7 +37,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     answers = {"parallelism": "fsdp", "storage": "object_store"}
     with Project.imported(tmp_path_factory.mktemp("store"), "stored", **answers) as it:
         stores = it.module("checkpoint.object_store")
-        stores.LIMIT, stores.PAUSES = 200.0, (0.01, 0.01, 0.01)
+        stores.REQUEST_TIMEOUT, stores.RETRY_DELAYS = 200.0, (0.01, 0.01, 0.01)
         yield it
 
 
@@ -209,8 +209,8 @@ def test_a_request_is_sent_five_times_at_most(
     import fsspec
 
     module = project.module("checkpoint.object_store")
-    monkeypatch.setattr(module, "PAUSES", (0.01,) * 4)
-    monkeypatch.setattr(module, "LIMIT", 1.0)  # s3fs sets no limit to its PUTs
+    monkeypatch.setattr(module, "RETRY_DELAYS", (0.01,) * 4)
+    monkeypatch.setattr(module, "REQUEST_TIMEOUT", 1.0)  # s3fs sets no limit to its PUTs
     monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": {"read_timeout": 1}})
     folder = module.remote(store.url(f"counted-{how}"))
     requests = {
@@ -394,10 +394,14 @@ def test_one_listing_that_is_lost_ends_no_save(
     project: Project, store: Store, monkeypatch: pytest.MonkeyPatch, listing: int
 ) -> None:
     """A store that answers 404 to a listing says that there is nothing."""
-    saver, storage = Saver(project, store), project.module("checkpoint.storage")
+    saver, module = Saver(project, store), project.module("checkpoint.store_publisher")
     assert saver.save(1)
-    asked, steps = itertools.count(), storage.steps
-    monkeypatch.setattr(storage, "steps", lambda at: [] if next(asked) == listing else steps(at))
+    asked, folders = itertools.count(), module.step_folders
+
+    def listed(directory: Any) -> list[Any]:
+        return [] if next(asked) == listing else folders(directory)
+
+    monkeypatch.setattr(module, "step_folders", listed)
     assert saver.save(2)
     assert next(asked), "nothing was listed"
     monkeypatch.undo()
@@ -493,7 +497,7 @@ def test_what_is_damaged_on_disk_is_not_published(
         if step == 2:
             (tmp_path / "step_00000002/part-0").write_bytes(b"x" * 100)
         both.both.submit(tmp_path / f"step_{step:08d}")
-        both.both.sending.exception()
+        both.both.last_upload.exception()
     with pytest.raises(both.errors, match=r"does not have it.*part-0 has other content"):
         both.both.close()
     assert both.in_store() == [1]
@@ -532,7 +536,7 @@ of_checkpoints = f"{sys.argv[2]}.checkpoint."
 paths, manifest = (importlib.import_module(of_checkpoints + n) for n in ("paths", "manifest"))
 (path,) = paths.published(paths.storage_path(sys.argv[3]))
 assert not manifest.verify(path)[1]
-print(paths.local_copy(path, {})[0], flush=True)
+print(paths.local_copy(path, {}).folder, flush=True)
 time.sleep(600)
 """
 
@@ -674,7 +678,7 @@ def test_a_stop_does_not_wait_for_a_store_that_hangs(
             store.url(f"hanging-{checkpoint}"),
         )
         monkeypatch.setattr(waiting, "GRACE", 3.0)
-        monkeypatch.setattr(waiting.Stop, "since", waiting.Stop.since)
+        monkeypatch.setattr(waiting, "stop_of_run", None)
         error = project.module("checkpoint.manifest").CheckpointError
         with store.failing(hanging), pytest.raises(error, match=r"step 6 was not saved.*no answer"):
             trained(project, 6, run_dir=tmp_path / "run", checkpoint__url=url)
@@ -939,7 +943,7 @@ def test_an_address_in_a_config_is_shown_first(
     project(*verify)
     said = f"{tmp_path} has its checkpoints in {saver.directory}, as its config.json says"
     assert said not in caplog.text, "this process gave it"
-    project.module("checkpoint.object_store").known.clear()
+    project.module("checkpoint.object_store").known_urls.clear()
     project(*verify)
     assert said in caplog.text
 

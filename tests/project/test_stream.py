@@ -109,7 +109,7 @@ def test_what_a_stream_draws_follows_from_seed_step_and_rank(
     for seed, rank in ((0, 0), (0, 1), (1, 0)):
         settings = project.config(train__seed=seed, train__global_batch_size=8).train
         world = SimpleNamespace(rank=rank, size=2)
-        plan = sampling.shares(8, 8, rank, 2)
+        plan = sampling.micro_batches(8, 8, rank, 2)
         sampling.open_loader(stream := Drawing(), settings, plan, world).next()
         found.append({*stream.drawn})
     assert found[0] < {*whole.drawn} and not found[0] & found[1] and not found[0] & found[2]

@@ -225,7 +225,7 @@ def test_every_line_is_in_one_piece(
     path.write_text(content + "\n" * ends)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SHARD", shard)
-        _, pieces = module.divide(path)
+        _, pieces = module.divide(path, "body")
     found = [part.text for piece in pieces for part in module.read_chunks(piece, "body")]
     assert found == texts
 

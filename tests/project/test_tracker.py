@@ -293,14 +293,14 @@ def test_a_run_stopped_in_its_last_validation_is_not_finished(
 ) -> None:
     """By what the tracker says, too, whatever step it is at."""
     with project_with(home / "stopped", "tensorboard") as project:
-        training, run_dir = project.module("train"), project.folder / "runs/stopped"
-        validate = training.validate
+        validation, run_dir = project.module("validation"), project.folder / "runs/stopped"
+        validate = validation.validate
 
         def stopped(state: Any, *rest: Any) -> dict[str, float]:
             os.kill(os.getpid(), signal.SIGTERM)
             return validate(state, *rest)
 
-        monkeypatch.setattr(training, "validate", stopped)
+        monkeypatch.setattr(validation, "validate", stopped)
         train(project, "stopped", 2)
         assert json.loads((run_dir / "status.json").read_text("utf-8"))["step"] == 2
         assert TensorBoard(run_dir).status() == "preempted"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.common import free_ports
-from tests.conftest import Project, project_fixture, run_together
+from tests.conftest import ROOT, Project, project_fixture, run_together
 
 project = project_fixture(
     "for_transformers", text="tokenizer", parallelism="single", checkpoint="torch_save"
@@ -22,6 +22,7 @@ project = project_fixture(
 sharded = project_fixture("sharded_gpt", text="tokenizer", parallelism="fsdp", checkpoint="dcp")
 of_bytes = project_fixture("of_bytes", parallelism="single", checkpoint="torch_save")
 TINY = ("--preset", "tiny", "--device", "cpu", "--data.path", "text.txt", "--train.steps", "6")
+OWN = ROOT / "tests/project/own/llama"
 LETTERS = "".join(map(chr, range(1, 300))) + " to be,\n  or not\t"
 
 
@@ -189,6 +190,38 @@ def test_a_run_of_bytes_goes_on_after_the_answer_is_changed(
     project("train", *TINY, *data, "--run-dir", str(run), "--train.steps", "8")
     assert json.loads((run / "status.json").read_text())["step"] == 8
     assert "resuming from" in (run / "logs/train.log").read_text()
+
+
+def test_a_model_of_transformers_is_written_by_its_own_method(tmp_path: Path) -> None:
+    """With data of one's own, which know nothing of a tokenizer; and as a program."""
+    answers = {"text": "tokenizer", "parallelism": "single", "checkpoint": "torch_save"}
+    with Project.imported(tmp_path, "own_llama", **answers) as llama:
+        shutil.copytree(OWN, llama.folder / "src/own_llama", dirs_exist_ok=True)
+        tiny = ("--preset", "tiny", "--device", "cpu", "--train.steps", "4", "--name", "llama")
+        llama("train", *tiny)
+        llama("export", "--name", "llama", "--to", "llama-hf")
+        llama("export", "--name", "llama", "--to", "llama.pt2")
+        ours, _, _ = sys.modules[llama.name].load_trained(llama.folder / "runs/llama", "cpu")
+        model = theirs(llama.folder / "llama-hf")
+        program = torch.export.load(llama.folder / "llama.pt2").module()
+        inputs = {
+            "input_ids": torch.randint(1, 17, (3, 9)),
+            "attention_mask": torch.ones(3, 9, dtype=torch.int64),
+        }
+        with torch.no_grad():
+            expected = ours(**inputs).logits
+            torch.testing.assert_close(model(**inputs).logits, expected)
+            torch.testing.assert_close(program(**inputs)["logits"], expected)
+        assert not (llama.folder / "llama-hf/tokenizer.json").exists()
+        card = (llama.folder / "llama-hf/README.md").read_text()
+        assert "A language model of" in card and "None" not in card
+
+
+def test_a_project_of_bytes_refuses_the_name(of_bytes: Project) -> None:
+    """It would write a run of that name, which transformers cannot load."""
+    for name in ("hf", "my-hf"):
+        refused = of_bytes.refuses("export", "--to", name)
+        assert "text=tokenizer" in refused and not (of_bytes.folder / name).exists()
 
 
 def test_what_cannot_be_written_is_refused(

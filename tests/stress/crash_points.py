@@ -41,8 +41,8 @@ NOTICED = "code without one of its precautions is found out"
 BREAKAGES = {
     "no_directory_synced": [
         (
-            "from ..files import naming, sync_directory\n",
-            "from ..files import naming\nsync_directory = lambda path: None\n",
+            "from ..files import naming, rename_directory, sync_directory\n",
+            "from ..files import naming, rename_directory\nsync_directory = lambda path: None\n",
         ),
     ],
     "renamed_before_files_are_synced": [

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from . import callbacks, sampling
+from . import callbacks, sampling, validation
 from .checkpoint import publish
 from .distributed import stop
 
@@ -48,8 +48,8 @@ def arm(training: Any) -> None:
         build = training.build_datasets
         training.build_datasets = lambda config: (Failing(build(config), what), *build(config)[1:])
     places: dict[str, tuple[Any, str]] = {
-        "start-up": (training, "start"),
-        "validation": (training, "fetch"),
+        "start-up": (training, "resume"),
+        "validation": (validation, "fetch"),
         "save": (publish.Publisher, "publish"),
         "step": (training, "train_step"),
     }

@@ -37,7 +37,8 @@ def add(package: str) -> None:
 
     training.build_datasets = drawing
     training.build_model = with_buffers(training.build_model)
-    training.compute_loss = weighted(training.compute_loss)
+    validation = importlib.import_module(f"{package}.validation")
+    training.compute_loss = validation.compute_loss = weighted(training.compute_loss)
 
 
 def with_buffers(build_model: Callable[..., Any]) -> Callable[..., Any]:

@@ -162,7 +162,11 @@ class Reader:
         def weights() -> int:
             return int(load(where, model, None, group).partition("/step_")[2][:8])
 
-        yield "verify", lambda: self.module("checkpoint.transfer").verified(where) and 0
+        def verify() -> int:
+            self.module("checkpoint.verify").list_checkpoints(where)
+            return 0
+
+        yield "verify", verify
         yield "--init-from", weights
         if case.name.find("mutated") < 0:
             yield "export", export

@@ -34,7 +34,7 @@ HANGS = {"a start": "owner.json", "a read": "GET .*/step_", "a save": "PUT .*ste
 def quick(package: str, limit: float = LIMIT) -> None:
     """Be less patient than a user would be, so that what takes minutes takes seconds."""
     stores = importlib.import_module(f"{package}.checkpoint.object_store")
-    stores.LIMIT, stores.PAUSES, stores.GRACE = limit, (0.01,) * 4, GRACE
+    stores.REQUEST_TIMEOUT, stores.RETRY_DELAYS, stores.GRACE = limit, (0.01,) * 4, GRACE
 
 
 @dataclass

@@ -19,7 +19,7 @@ def module(package: str, name: str) -> Any:
 
 
 def _tries_once(package: str) -> None:
-    module(package, "object_store").PAUSES = ()
+    module(package, "object_store").RETRY_DELAYS = ()
 
 
 def _has_no_owner(package: str) -> None:
@@ -27,7 +27,7 @@ def _has_no_owner(package: str) -> None:
 
 
 def _leaves_half_uploads(package: str) -> None:
-    module(package, "object_store").RemotePath.abort_uploads = lambda self: None
+    module(package, "object_store").RemotePath.abort_multipart_uploads = lambda self: None
 
 
 def _leaves_rubbish(package: str) -> None:

@@ -20,12 +20,13 @@ from tests.template.test_render import FULLEST, SMALLEST
 LAYERS = (
     {"__main__"},
     {"workflow"},
-    {"train", "infer", "tokens", "huggingface"},  # what is done with a model, by its settings
+    # What is done with a model, by its settings.
+    {"train", "resume", "validation", "adds_up", "infer", "program", "tokens", "huggingface"},
     {"config"},
     {"model", "gpt", "data", "source", "optim", "callbacks", "text"},
     {"compile", "profiler", "checkpoint", "run", "mixture", "sampling", "map_style", "ema"},
     {"distributed"},
-    {"loss", "schedule", "errors", "files", "device"},
+    {"loss", "schedule", "errors", "files", "device", "permutation", "collate", "worker_errors"},
 )
 """The top first; a module belongs to the layer of its room."""
 

@@ -96,7 +96,8 @@ def every(folder: str, names: str, suffix: str = ".py") -> list[str]:
 # What every answer has to export, for somebody who writes another one.
 EXPORTS = ROOT / "tests/template/exports.txt"
 STAGE_FILES = (
-    "chain interleaved compile profile trace recovery drill processes report plots fit meter"
+    "chain interleaved compile compile_trial profile trace recovery drill processes report plots "
+    "fit fake_tensors meter"
 )
 FULL_FILES = "compare expected stages tuning"
 # Every file that only some renders have, and when.
@@ -108,6 +109,7 @@ CONDITIONAL: dict[str, Condition] = {
     "tests/test_ranks.py": ranks,
     **dict.fromkeys(every(PACKAGE, "mixture source"), lambda a: a["samples"] == "mixture"),
     f"{PACKAGE}/map_style.py": lambda a: a["samples"] == "stream",
+    f"{PACKAGE}/distributed/shardable.py": lambda a: a["parallelism"] == "fsdp",
     f"{PACKAGE}/gpt.py": lambda a: (a["task"], a["text"]) == ("language_model", "tokenizer"),
     f"{PACKAGE}/text.py": lambda a: a["task"] == "language_model",
     **dict.fromkeys(
@@ -131,11 +133,11 @@ CONDITIONAL: dict[str, Condition] = {
     f"{PACKAGE}/checkpoint/staging.py": lambda a: a["checkpoint"] == "dcp_async",
     f"{PACKAGE}/distributed/stragglers.py": lambda a: ranks(a) and a["cluster"] != "none",
     **dict.fromkeys(
-        every(f"{PACKAGE}/checkpoint", "object_store"),
+        every(f"{PACKAGE}/checkpoint", "object_store store_publisher"),
         lambda a: a["storage"] == "object_store",
     ),
     **dict.fromkeys(
-        every(f"{PACKAGE}/workflow", STAGE_FILES),
+        every(f"{PACKAGE}/workflow", f"{STAGE_FILES} rank_stages"),
         stages,
     ),
     **dict.fromkeys(
@@ -153,21 +155,28 @@ ALWAYS = {
         ".pre-commit-config.yaml",
     ),
     *(".github/dependabot.yml", ".github/workflows/ci.yml", ".cookiecutter.json"),
-    *every("tests", "conftest test_model test_sampling test_checkpoints test_training"),
+    *every(
+        "tests",
+        "conftest test_callbacks test_checkpoints test_data test_model test_sampling test_step "
+        "test_training test_validation",
+    ),
     *every(
         PACKAGE,
-        "__init__ __main__ callbacks compile config data device ema errors files infer "
-        "loss model optim profiler sampling schedule train",
+        "__init__ __main__ adds_up callbacks collate compile config data device ema errors files "
+        "infer loss model optim permutation profiler program resume sampling schedule train "
+        "validation worker_errors",
     ),
     f"{PACKAGE}/py.typed",
     *every(f"{PACKAGE}/distributed", "__init__ parallel stop"),
     *every(
         f"{PACKAGE}/checkpoint",
-        "__init__ checkpointer manifest paths publish reader storage tensors transfer writer",
+        "__init__ checkpointer manifest paths publish reader storage tensors transfer verify "
+        "writer",
     ),
     *every(
         f"{PACKAGE}/run",
-        "__init__ bad_steps callback_runner directory hardware journal logs tracker",
+        "__init__ bad_steps callback_runner directory hardware journal logs model_state source_code "
+        "summary tracker",
     ),
     *every(f"{PACKAGE}/workflow", "__init__ baseline stage timing"),
 }
@@ -186,14 +195,14 @@ OWNERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         every(
             f"{PACKAGE}/distributed",
-            "parallel world agreement watchdog launch",
+            "parallel shardable world agreement watchdog launch",
         ),
         ("parallelism",),
     ),
     **dict.fromkeys(every(f"{PACKAGE}/distributed", "__init__ stragglers"), RANKS_AND_CLUSTER),
     **dict.fromkeys(every(f"{PACKAGE}/checkpoint", "reader writer dcp staging"), ("checkpoint",)),
     **dict.fromkeys(
-        every(f"{PACKAGE}/checkpoint", "storage paths object_store"),
+        every(f"{PACKAGE}/checkpoint", "storage paths object_store store_publisher"),
         ("storage",),
     ),
     **dict.fromkeys(every(f"{PACKAGE}/run", "tracker tracker_adapter"), ("tracker",)),
@@ -205,7 +214,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     f"{PACKAGE}/workflow/__init__.py": ("workflow",),
     f"{PACKAGE}/workflow/report.html": ("workflow",),
     **dict.fromkeys(
-        every(f"{PACKAGE}/workflow", "scale"),
+        every(f"{PACKAGE}/workflow", "scale rank_stages"),
         ("workflow", "parallelism"),
     ),
     **dict.fromkeys(

@@ -17,7 +17,7 @@ EXCEPTIONS = {
     ("checkpoint/dcp.py", "path.open(mode)"): RESERVED,
     ("checkpoint/writer.py", "path.open('wb')"): RESERVED,
     ("checkpoint/transfer.py", "open(temporary, 'xb')"): "a name from `replacing`",
-    ("checkpoint/paths.py", "path.open('r+')"): "to lock it, and nothing is written",
+    ("checkpoint/paths.py", "lock_file.open('r+')"): "to lock it, and nothing is written",
     ("checkpoint/paths.py", "(folder / '.lock').open('w')"): "in a new folder in TMPDIR",
     ("distributed/agreement.py", "open(os.dup(1), 'wb')"): "a descriptor",
     ("distributed/agreement.py", "open(os.dup(2), 'w')"): "a descriptor",

@@ -97,11 +97,11 @@ def judged_sums(project: Project, run_dir: Path, batch: int, change: Any) -> dic
     sizes = {"train__global_batch_size": batch, "train__micro_batch_size": batch}
     config = project.config(run_dir=run_dir, **sizes)
     baseline, state = project.module("workflow.baseline"), project.module("train").setup(config)
-    compute = project.module("model").compute_loss
+    sums, compute = project.module("adds_up"), project.module("model").compute_loss
     stage = project.module("workflow.stage").Stage("baseline", config)
     with pytest.MonkeyPatch.context() as patch:
         changed = lambda model, batch: change(compute(model, batch), batch)  # noqa: E731
-        patch.setattr(baseline, "compute_loss", changed)
+        patch.setattr(sums, "compute_loss", changed)
         baseline.judge_sums(stage, state)
     state.loader.close()
     assert state.module.training
@@ -203,6 +203,40 @@ def test_what_is_random_is_judged_on_average(project: Project, tmp_path: Path) -
     assert "too random to tell" in hidden["measured"] and not hidden["advice"]
 
 
+def test_what_samples_draw_is_the_same_in_a_batch_and_in_its_parts(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random transforms and a metric about a rare class: judged, and exactly."""
+    import torch
+
+    class Drawn:
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, number: int) -> Any:
+            return {"tokens": torch.randint(0, 256, (33,), dtype=torch.uint8)}
+
+    def judged(change: Any) -> dict[str, str]:
+        return judged_sums(project, tmp_path, 8, change)
+
+    project.train_on(monkeypatch, Drawn())
+    rare = lambda loss, batch: (  # noqa: E731
+        loss._replace(metrics={"rare": (batch["tokens"] < 3).sum()})
+    )
+    sound = judged(rare)
+    assert sound["status"] == "pass" and "standard errors" not in sound["wanted"]
+    mean = judged(lambda loss, batch: loss._replace(total=loss.total / loss.count))
+    assert mean["status"] == "fail" and "not means" in mean["advice"]
+
+
+def test_sums_that_are_not_meant_to_add_up_are_declared(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(project.module("model"), "ADDS_UP", False, raising=False)
+    check = judged_sums(project, tmp_path, 8, lambda loss, _: loss._replace(count=1))
+    assert check["status"] == "pass" and "declared" in check["measured"]
+
+
 def test_a_loss_may_need_what_augment_adds(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +248,7 @@ def test_a_loss_may_need_what_augment_adds(
 
     chunks, compute = project.module("data").Chunks, project.module("model").compute_loss
     monkeypatch.setattr(chunks, "augment", augment, raising=False)
-    for module in ("train", "workflow.baseline"):
+    for module in ("train", "adds_up"):
         weighted = lambda model, batch: (  # noqa: E731
             compute(model, batch)._replace(metrics={"share": batch["shares"].sum()})
         )

@@ -286,9 +286,9 @@ def test_the_interval_loses_the_least(
     least *= math.sqrt(2 * cost * failures) if floor else 0
     best = interval.best_interval(cost, failures, least)
     assert best >= least
-    share = interval.lost_share(best, cost, restart, failures)
+    share = interval.lost_fraction(best, cost, restart, failures)
     grid = (best * 10 ** (k / 50) for k in range(-150, 151))
-    others = [interval.lost_share(t, cost, restart, failures) for t in grid if t >= least]
+    others = [interval.lost_fraction(t, cost, restart, failures) for t in grid if t >= least]
     assert share <= min(others) * (1 + 1e-12)
 
 
@@ -366,4 +366,4 @@ def test_nothing_of_a_drill_stays(on_one: Stand, error: Callable[[], BaseExcepti
     on_one.patch.setattr(on_one.recovery.Drill, "run", run)
     with pytest.raises(error):
         on_one()
-    assert not list(left.parents[1].iterdir())
+    assert [path.name for path in left.parents[1].iterdir()] == [".checkpoint.lock"]

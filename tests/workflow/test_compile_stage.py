@@ -78,7 +78,7 @@ def compiled(project: Project, model: nn.Module, calls: int = 3, **settings: Any
     compilation.compile_model(model, [], config)
     for _ in range(calls):
         model(torch.randn(3, 4))
-    return project.module("workflow.compile")
+    return project.module("workflow.compile_trial")
 
 
 def test_graph_breaks_are_named_with_their_place(project: Project) -> None:
@@ -138,7 +138,7 @@ def test_recompiles_are_named_with_their_guard_until_the_limit(project: Project)
 
 
 def test_eager_steps_are_eager(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, worker, calls = nn.Linear(4, 4), project.module("workflow.compile"), []
+    model, worker, calls = nn.Linear(4, 4), project.module("workflow.compile_trial"), []
 
     def backend(graph: Any, inputs: Any) -> Any:
         return lambda *a: (calls.append(1), graph(*a))[1]
@@ -160,7 +160,7 @@ def test_eager_steps_are_eager(project: Project, monkeypatch: pytest.MonkeyPatch
 
 def cold(project: Project, tmp_path: Path, **changes: Any) -> dict[str, Any]:
     """The trial of one mode, in this process and without a code generator."""
-    worker = project.module("workflow.compile")
+    worker = project.module("workflow.compile_trial")
     changes = {"compile__mode": "full", "compile__backend": "aot_eager", **changes}
     return worker.attempt("cold", project.config(run_dir=tmp_path, **changes))
 
@@ -217,7 +217,7 @@ def test_dropout_is_compared_with_the_same_masks(project: Project, tmp_path: Pat
 def test_other_numbers_fail(project: Project, tmp_path: Path, quick, gate, monkeypatch) -> None:
     """Compiled code that is a little wrong is found."""
     good = cold(project, tmp_path)
-    worker = project.module("workflow.compile")
+    worker = project.module("workflow.compile_trial")
     first_steps = worker.first_steps
 
     def wrong(state: Any) -> Any:
@@ -240,7 +240,7 @@ def test_other_numbers_fail(project: Project, tmp_path: Path, quick, gate, monke
 
 
 def test_differences_are_relative(project: Project) -> None:
-    worker = project.module("workflow.compile")
+    worker = project.module("workflow.compile_trial")
     course = worker.FirstSteps([2.0, 1.0], [torch.ones(4), torch.zeros(2)])
     assert worker.difference(course, course) == {"loss": 0.0, "gradients": 0.0}
     other = worker.FirstSteps([2.0, 1.1], [torch.ones(4) * 1.5, torch.zeros(2)])

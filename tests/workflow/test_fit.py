@@ -38,7 +38,7 @@ def foretold(project: Project, config: Any) -> tuple[int, int, int]:
     """The peak with its micro-batch, and the bytes of the weights and of the optimizer's state."""
     module = project.module("workflow.fit")
     meter = module.Meter(1e12, 1e12)
-    with mock.patch.object(module, "ON_GPU", {}):
+    with mock.patch.object(project.module("workflow.fake_tensors"), "ON_GPU", {}):
         for size, state in module.measure(config, meter):
             if size == config.train.micro_batch_size:
                 return meter.peak, *kept(project, state)
@@ -175,7 +175,7 @@ def test_attention_keeps_no_scores(language: Project) -> None:
 
 
 def test_dropout_is_called_in_any_way_and_costs_nothing_at_zero(language: Project) -> None:
-    dropout, x = language.module("workflow.fit").ON_GPU["dropout"], torch.ones(64)
+    dropout, x = language.module("workflow.fake_tensors").ON_GPU["dropout"], torch.ones(64)
     for idle in (dropout(x, 0.0, True, False), dropout(x, p=0.5, training=False, inplace=False)):
         assert idle is x
     assert 0 < int((dropout(x, p=0.5, training=True) == 0).sum()) < 64
@@ -209,7 +209,7 @@ def test_ddp_keeps_gradients_between_steps(language: Project) -> None:
 
 
 def test_a_norm_keeps_as_much_as_one_kernel(language: Project) -> None:
-    on_gpu = language.module("workflow.fit").ON_GPU
+    on_gpu = language.module("workflow.fake_tensors").ON_GPU
     peak = peaks_of(language)[4]
     with mock.patch.dict(on_gpu):
         del on_gpu["rms_norm"]

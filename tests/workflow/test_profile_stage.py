@@ -396,7 +396,7 @@ def test_shares_add_up_whatever_happened(traces: Any, crafted: Any, lengths: lis
     steps = [step(e - n, e, i) for i, (e, n) in enumerate(zip(ends, lengths, strict=True))]
     events = [event(*kind, at, at + n, tid=1 + away) for kind, (at, n), away in crafted]
     found = traces.breakdown(steps + events)
-    shares = found.shares
+    shares = found.fractions
     assert sum(shares.values()) == pytest.approx(1)
     assert all(0 <= share <= 1 for share in shares.values())
     assert found.seconds.sum(axis=1) * 1e6 == pytest.approx(lengths)

@@ -248,8 +248,7 @@ def test_a_model_without_blocks_is_told_to_name_some(
         "check_ranks",
         "build_mesh",
         "fully_shard",
-        "place",
-        "require_same",
+        "move_to_device",
         "check_replaced",
     ):
         monkeypatch.setattr(parallel, name, lambda *args, **options: None)

@@ -2,11 +2,14 @@
 
 import gc
 import json
+import pickle
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,17 +21,30 @@ from {{ cookiecutter.package_name }}.train import State, run
 # Each run collects what was there before it: set what is imported aside, once for all tests.
 gc.freeze()
 gc.freeze = gc.unfreeze = lambda: None
+# Steps are too small for several threads, which would wait for each other on busy cores.
+torch.set_num_threads(1)
+# The run of these tests, whatever the preset `tiny` of your model says of steps and batches.
+RUN = {
+    "train.steps": 20,
+    "train.global_batch_size": 8,
+    "train.micro_batch_size": 4,
+    "train.log_every": 5,
+    "train.validate_every": 10,
+    "train.validate_samples": 12,
+    "optim.warmup_steps": 5,
+    "checkpoint.every": 5,
+}
 # What your project needs besides the preset `tiny`: every run of these tests has it, as in
 # SETTINGS = {"data.path": Path("tests/few.bin"), "data.vocabulary": 50257}
 SETTINGS: dict[str, Any] = {}
-# {% include "task/" ~ cookiecutter.task ~ "/test_settings.py" ignore missing %}
+# {% include "task/" ~ cookiecutter.task ~ "/test_settings.py" %}
 
 
 def tiny(run_dir: Path, **changes: Any) -> config.Config:
-    """The tiny preset with SETTINGS on the CPU in `run_dir`; changes as in train__steps=7."""
+    """The tiny preset with RUN and SETTINGS on the CPU; changes as in train__steps=7."""
     named = {name.replace("__", "."): value for name, value in changes.items()}
     quiet = {"run_dir": run_dir, "device": "cpu", "track": False}
-    return override(config.preset("tiny"), SETTINGS | quiet | named)
+    return override(config.preset("tiny"), RUN | SETTINGS | quiet | named)
 
 
 def losses(run_dir: Path, name: str = "loss") -> dict[int, float]:
@@ -60,6 +76,89 @@ def same(weights: dict[str, Any], others: dict[str, Any], near: float = 0) -> No
     torch.testing.assert_close(weights, others, atol=near, rtol=10 * near)
 
 
+def weights_of(state: State) -> dict[str, torch.Tensor]:
+    """Copies of the parameters, by name."""
+    return {name: p.detach().clone() for name, p in state.model.named_parameters()}
+
+
+def random_state() -> bytes:
+    """The states of the generators that a model or a dataset draws from by default."""
+    return pickle.dumps((torch.get_rng_state().numpy(), np.random.get_state(), random.getstate()))
+
+
+def draws(call: Callable[[], object]) -> bool:
+    """Whether a call draws random numbers."""
+    before = random_state()
+    call()
+    return random_state() != before
+
+
+def read(dataset: Any, ids: list[int]) -> Any:
+    """Samples as the loader reads them, before they are collated and augmented."""
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(ids)
+    return [dataset[i] for i in ids]
+
+
+class Recorder:
+    """The first samples of a dataset; it notes what is read, and in which mode the model is."""
+
+    def __init__(self, dataset: Any, count: int, model: torch.nn.Module) -> None:
+        self.dataset, self.count, self.model = dataset, min(count, len(dataset)), model
+        self.ids: list[int] = []
+        self.in_training: set[bool] = set()
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitems__(self, ids: list[int]) -> Any:
+        self.ids += ids
+        self.in_training |= {self.model.training, torch.is_grad_enabled()}
+        return read(self.dataset, ids)
+
+
+def contents(value: Any) -> list[Any]:
+    """The tensors of a batch as NumPy arrays, and its other values, in one list."""
+    if isinstance(value, torch.Tensor):
+        return [value.detach().numpy()]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list | tuple):
+        return [value]
+    result = []
+    for each in value:
+        result += contents(each)
+    return result
+
+
+def digest(value: Any) -> bytes:
+    """Equal for batches with equal contents."""
+    return pickle.dumps([np.ascontiguousarray(each).tobytes() for each in contents(value)])
+
+
+def loss_draws(state: State, training: bool) -> bool:
+    """Whether the loss draws random numbers in training, or in evaluation: it is measured."""
+    (batch, *_) = state.loader.of(0, state.plan)
+    modes = {module: module.training for module in state.model.modules()}
+    state.buffers.keep()
+    state.model.train(training)
+    before = random_state()
+    first = compute_loss(state.model, batch).total
+    drawn = random_state() != before
+    # A generator of the model's own shows in the loss only.
+    drawn = drawn or not torch.equal(compute_loss(state.model, batch).total, first)
+    state.buffers.put_back(True)
+    for module, mode in modes.items():
+        module.training = mode
+    return drawn
+
+
+def has_first_batches(state: State) -> bool:
+    """Whether a batch has the form of the data that this project began with."""
+    batch = state.loader.of(0, state.plan)[0]
+    return isinstance(batch, dict) and batch.keys() == FIRST_BATCH
+
+
 def skip_batch_statistics(model: torch.nn.Module, reason: str) -> None:
     """Skip the test for a model whose batch statistics it cannot hold for."""
     norms = (m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm))
@@ -73,10 +172,15 @@ def skip_stream(state: State, reason: str) -> None:
         pytest.skip(f"not applicable: {reason}")
 
 
-def skip_random(state: State) -> None:
-    """Skip the test if the loss draws random numbers without dropout, too, as for noise."""
-    (batch, *_), before = state.loader.of(0, state.plan), torch.get_rng_state()
-    compute_loss(state.model.eval(), batch)
-    state.model.train()
-    if not torch.equal(torch.get_rng_state(), before):
-        pytest.skip("not applicable: the model draws random numbers, by rank, in evaluation too")
+def skip_random(state: State, training: bool = False) -> None:
+    """Skip the test if the loss draws random numbers, in evaluation or in training."""
+    if loss_draws(state, training):
+        mode = "training" if training else "evaluation"
+        pytest.skip(f"not applicable: the loss draws random numbers in {mode}")
+
+
+def skip_drawn_batches(*datasets: Any) -> None:
+    """Skip the test if what is drawn for a sample depends on the batch that it is read with."""
+    for dataset in datasets:
+        if hasattr(dataset, "__getitems__") and draws(lambda: dataset.__getitems__([0])):  # noqa: B023
+            pytest.skip("not applicable: __getitems__ draws random numbers for a whole batch")

@@ -1,18 +1,26 @@
 """The model, its batches and its optimizer: yours to replace, together with model.py."""
 
+import dataclasses
 import math
-import random
+# {% if cookiecutter.task == "language_model" %}
+import sys
+# {% endif %}
 from pathlib import Path
+# {% if cookiecutter.task == "language_model" %}
+from typing import Any
+# {% endif %}
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import tiny
+from conftest import has_first_batches, loss_draws, tiny
 
-from {{ cookiecutter.package_name }}.model import compute_loss
-from {{ cookiecutter.package_name }}.schedule import ScheduleConfig, learning_rate
+from {{ cookiecutter.package_name }}.model import ModelConfig, blocks, compute_loss
 from {{ cookiecutter.package_name }}.train import State, setup, train_step
+
+# The loss of a batch that is learned by heart, beside its first one. A loss that cannot come near
+# 0, such as one with noisy targets, needs a larger number.
+LEARNED = 0.4
 
 
 @pytest.fixture(scope="module")
@@ -23,34 +31,52 @@ def state() -> State:
 # {% include "task/" ~ cookiecutter.task ~ "/test_model.py" %}
 
 
-def test_data_that_says_so_draws_no_random_numbers(state: State) -> None:
-    if getattr(state.loader.source.dataset, "draws", True):
-        pytest.skip("not applicable: what this data draws is seeded")
-    states = (lambda: torch.get_rng_state().tolist(), np.random.get_state, random.getstate)
-    before = [str(state_of()) for state_of in states]
-    state.loader.of(0, state.plan)
-    assert [str(state_of()) for state_of in states] == before
-
-
 def test_matrices_decay_and_nothing_else_does(state: State) -> None:
     groups = state.optimizer.param_groups
-    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    decay = {id(p): group.get("weight_decay", 0) for group in groups for p in group["params"]}
+    if not any(decay.values()):
+        pytest.skip("not applicable: an optimizer without weight decay")
     for name, p in state.model.named_parameters():
         assert not p.requires_grad or (decay[id(p)] > 0) == (p.ndim >= 2), name
+    stated = getattr(state.config.optim, "weight_decay", None)
+    if stated is not None:
+        assert {*decay.values()} <= {0, stated}
 
 
-def test_the_rate_warms_up_then_falls_as_a_cosine_does() -> None:
-    schedule = ScheduleConfig(learning_rate=2.0, warmup_steps=4, final_fraction=0.1)
-    rates = [learning_rate(schedule, step, 12) for step in (0, 3, 4, 8, 12)]
-    assert rates == pytest.approx([0.5, 2.0, 2.0, 1.1, 0.2])
+def test_dropout_is_for_training_only() -> None:
+    changes = {}
+    if "dropout" in {setting.name for setting in dataclasses.fields(ModelConfig)}:
+        changes = {"model__dropout": 0.5}
+    state = setup(tiny(Path("unused"), **changes))
+    if loss_draws(state, training=False):
+        for module in state.model.modules():
+            if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+                module.p = 0.0
+        drop_nothing = setup(tiny(Path("unused"), model__dropout=0.0)) if changes else state
+        if loss_draws(drop_nothing, training=False):
+            pytest.skip("not applicable: the loss draws other random numbers, too")
+        pytest.fail("dropout is active in evaluation")
+    if changes:
+        assert loss_draws(state, training=True), "no dropout in training"
+
+
+def test_blocks_are_parts_of_the_model(state: State) -> None:
+    modules = {*map(id, state.model.modules())}
+    listed = [*map(id, blocks(state.model))]
+    assert modules.issuperset(listed) and len({*listed}) == len(listed)
 
 
 def test_one_batch_can_be_learned_by_heart() -> None:
     rate = {"optim__learning_rate": 1e-2, "optim__warmup_steps": 0}
     state = setup(tiny(Path("unused"), train__steps=60, train__global_batch_size=4, **rate))
+    draws = loss_draws(state, training=True)
     batches, losses = state.loader.next(), []
     for _ in range(60):
         state.sums = 0.0
         train_step(state, batches)
         losses.append(float(state.sums[0] / state.sums[1]))
-    assert losses[-1] < 0.4 * losses[0]
+    if losses[-1] < 0.4 * losses[0]:
+        return
+    if draws or losses[0] <= 0:
+        pytest.skip("not applicable: noise, or a loss below 0, has no level to fall to")
+    assert losses[-1] < LEARNED * losses[0]

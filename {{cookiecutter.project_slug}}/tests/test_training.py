@@ -1,19 +1,25 @@
 """The loop on your model and data: it learns, resumes exactly, and refuses what would not be."""
 
 import contextlib
+import dataclasses
 import json
 import os
+import re
 import resource
 import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from conftest import (
     after_step,
+    has_first_batches,
     losses,
+    read,
     same,
     skip_batch_statistics,
     skip_random,
@@ -22,17 +28,16 @@ from conftest import (
     train,
 )
 
-from {{ cookiecutter.package_name }} import callbacks
 from {{ cookiecutter.package_name }} import train as training
 from {{ cookiecutter.package_name }}.__main__ import main
 from {{ cookiecutter.package_name }}.checkpoint.transfer import load_weights
-from {{ cookiecutter.package_name }}.config import override
-from {{ cookiecutter.package_name }}.distributed import Group, World
+from {{ cookiecutter.package_name }}.config import Config
+from {{ cookiecutter.package_name }}.data import build_datasets
+from {{ cookiecutter.package_name }}.distributed import Group
 from {{ cookiecutter.package_name }}.errors import RankError, UserError
-from {{ cookiecutter.package_name }}.model import build_model, compute_loss
+from {{ cookiecutter.package_name }}.model import build_model
 from {{ cookiecutter.package_name }}.run.directory import RunDirectory
-from {{ cookiecutter.package_name }}.schedule import set_schedule
-from {{ cookiecutter.package_name }}.train import State, run, setup, train_step
+from {{ cookiecutter.package_name }}.train import State, run, setup
 
 INFER = Path(training.__file__).with_name("infer.py").exists()  # yours to delete
 
@@ -48,92 +53,46 @@ def main_with(monkeypatch, *words: str) -> int:
     return main()
 
 
+def records(run_dir: Path) -> list[dict]:
+    """What metrics.jsonl says of the steps after an interruption, but not how long they took."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    unequal = re.compile(".*(second|bytes|time|mfu)")
+    return [
+        {name: value for name, value in line.items() if not unequal.match(name)}
+        for line in lines
+        if line["step"] > 7
+    ]
+
+
+# With an average, which a checkpoint has to hold, too.
+INTERRUPTED = {"optim__ema": 0.9, "train__log_every": 1}
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
     """A run directory, and the weights at the end."""
     run_dir = tmp_path_factory.mktemp("undisturbed")
-    return run_dir, train(tiny(run_dir))
+    return run_dir, train(tiny(run_dir, **INTERRUPTED))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_an_interrupted_run_goes_on_exactly(tmp_path: Path, number: int, undisturbed) -> None:
-    assert run(tiny(tmp_path), [interrupt(number)]).status == "preempted"
+    settings = tiny(tmp_path, **INTERRUPTED)
+    assert run(settings, [interrupt(number)]).status == "preempted"
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "preempted"
     run_dir, weights = undisturbed
-    same(train(tiny(tmp_path)), weights)
-    last = tiny(tmp_path).train.steps
-    assert losses(tmp_path)[last] == losses(run_dir)[last]
-
-
-def test_the_loop_does_what_a_plain_one_does(tmp_path: Path) -> None:
-    """Accumulation, scale, clipping, schedule; with your model, data, loss and optimizer."""
-    schedule = {"train__steps": 9, "optim__warmup_steps": 3, "optim__final_fraction": 0.1}
-    settings = tiny(tmp_path, train__micro_batch_size=3, **schedule)
-    state, plain = setup(settings), setup(override(settings, {"train.micro_batch_size": 8}))
-    skip_batch_statistics(state.model, "batch statistics depend on how a batch is divided")
-    skip_random(state)
-    for model in (state.model, plain.model):
-        model.eval()  # dropout draws other numbers for other micro-batches
-
-    def norm_of(optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-
-    given, clip = [], 0.0
-    state.optimizer.register_step_pre_hook(lambda optimizer, *_: given.append(norm_of(optimizer)))
-    for step in range(9):
-        (batch,) = plain.loader.next()
-        loss = compute_loss(plain.model, batch)
-        (loss.total / loss.count).backward()
-        norm = norm_of(plain.optimizer)
-        clip = clip or 0.7 * float(norm)  # one that bites
-        torch.nn.utils.clip_grads_with_norm_(plain.model.parameters(), clip, norm)
-        set_schedule(plain.optimizer, settings, step)
-        plain.optimizer.step()
-        plain.optimizer.zero_grad()
-
-        state.config, state.sums = override(settings, {"optim.clip": clip}), 0.0
-        train_step(state, state.loader.next())
-        seen = [*state.sums[:2].tolist(), float(state.grad_norm), float(given[-1])]
-        wanted = [loss.total.item(), int(loss.count), float(norm), min(float(norm), clip)]
-        assert seen == pytest.approx(wanted, rel=1e-3)
-        rates = [[g["lr"] for g in one.optimizer.param_groups] for one in (state, plain)]
-        assert rates[0] == pytest.approx(rates[1])
-    same(state.model.state_dict(), plain.model.state_dict(), near=1e-4)
-
-
-def test_a_step_that_is_not_finite_is_skipped() -> None:
-    state = setup(tiny(Path("unused"), optim__clip=1.0))
-    train_step(state, state.loader.next())
-    parameters = [p for p in state.model.parameters() if p.requires_grad]
-    before = [p.detach().clone() for p in parameters]
-    hook = parameters[0].register_hook(lambda gradient: gradient * torch.nan)
-    train_step(state, state.loader.next())
-    hook.remove()
-    assert int(state.bad_steps) == 1
-    assert all(map(torch.equal, parameters, before))
-    train_step(state, state.loader.next())
-    assert not torch.equal(parameters[0], before[0])
-
-
-def test_a_step_reads_no_value_on_the_host(monkeypatch) -> None:
-    """`if tensor`, .item() or float() would wait for a GPU: tensors on `meta` have no values."""
-    monkeypatch.setattr(training, "step_unless", lambda bad, optimizer: optimizer.step())
-    state = setup(tiny(Path("unused")), World(rank=0, size=1, device=torch.device("meta")))
-    try:
-        train_step(state, state.loader.next())
-    except NotImplementedError as error:
-        pytest.skip(f"not applicable: an operator does not run on `meta`: {error}")
-    assert state.step == 1
+    same(train(settings), weights)
+    assert records(tmp_path) == records(run_dir)
+    assert max(losses(tmp_path, "validation_ema_loss")) == settings.train.steps
 
 
 @pytest.mark.parametrize(
     ("changes", "near"),
     [
         ({"train__loader_workers": 1}, 0),
-        ({"train__activation_checkpointing": True}, 1e-6),
-        ({"compile__mode": "blocks", "compile__backend": "eager"}, 1e-5),
-        ({"compile__mode": "full", "compile__backend": "eager"}, 1e-5),
+        ({"train__activation_checkpointing": True}, 1e-5),
+        ({"compile__mode": "blocks", "compile__backend": "eager"}, 1e-4),
+        ({"compile__mode": "full", "compile__backend": "eager"}, 1e-4),
     ],
     ids=("loader workers", "activation checkpointing", "compiled blocks", "compiled"),
 )
@@ -142,9 +101,18 @@ def test_another_way_changes_no_name_and_no_result(tmp_path, changes, near, capl
         skip_batch_statistics(setup(tiny(tmp_path)).model, "they would be updated twice")
     if "train__loader_workers" in changes:
         skip_stream(setup(tiny(tmp_path)), "a stream is read ahead by workers of its own")
-    plain = train(tiny(tmp_path / "a", train__steps=6))
+    steps = {"train__steps": 6, "train__log_every": 1}
+    plain = train(tiny(tmp_path / "a", **steps))
     caplog.set_level("INFO")
-    same(train(tiny(tmp_path / "b", train__steps=6, **changes)), plain, near)
+    other = train(tiny(tmp_path / "b", **steps, **changes))
+    if near:
+        # Weights whose gradient is 0 follow its rounding, which the loss does not see.
+        assert plain.keys() == other.keys()
+        for figure in ("loss", "validation_loss"):
+            expected = losses(tmp_path / "a", figure)
+            assert losses(tmp_path / "b", figure) == pytest.approx(expected, rel=near, abs=1e-6)
+    else:
+        same(other, plain)
     assert ("graph breaks: " in caplog.text) == ("compile__mode" in changes)
 
 
@@ -153,44 +121,42 @@ def test_training_can_be_traced_while_it_runs(tmp_path: Path) -> None:
     assert len(list((tmp_path / "traces").glob("*.json.gz"))) == 2
 
 
-def test_callbacks_are_called_and_left_out_if_harmless(tmp_path, monkeypatch, caplog) -> None:
-    calls = []
+def test_an_interrupted_validation_is_done_at_the_resume(tmp_path: Path, monkeypatch) -> None:
+    class Stopping:
+        """Validation data that is read at step 10 when the signal comes."""
 
-    class Recorder:
-        harmless = True
+        def __init__(self, state: State) -> None:
+            self.state, self.dataset = state, state.validation
 
-        def __enter__(self):
-            calls.append("enter")
+        def __len__(self) -> int:
+            return len(self.dataset)
 
-        def __exit__(self, *exception):
-            calls.append("exit")
+        def __getitems__(self, ids: list[int]) -> Any:
+            if self.state.step == 10:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return read(self.dataset, ids)
 
-        def before_step(self, state):
-            calls.append(f"before {state.step}")
+    def set_up_stopping(*arguments: Any) -> State:
+        state = setup(*arguments)
+        state.validation = Stopping(state)
+        return state
 
-        def after_step(self, state, record):
-            calls.append(f"after {state.step} {record is not None}")
-
-        def after_validation(self, state, figures):
-            figures["validation_extra"] = 7.0
-            raise RuntimeError("on purpose")
-
-    monkeypatch.setattr(callbacks, "callbacks", lambda config, run_dir: [Recorder()])
-    result = run(tiny(tmp_path, train__steps=4, train__log_every=2, train__validate_every=3))
-    steps = ["before 0", "after 1 False", "before 1", "after 2 True", "before 2"]
-    assert calls == ["enter", *steps, "exit"]  # after the error at step 3 it is left out
-    assert result.status == "finished" and "on purpose" in caplog.text
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line).get("validation_extra") for line in lines] == [None, 7.0, None]
-    Recorder.harmless = False
-    with pytest.raises(RuntimeError, match="on purpose"):
-        run(tiny(tmp_path, train__steps=9, train__validate_every=6))
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "setup", set_up_stopping)
+        result = run(tiny(tmp_path))
+    assert (result.status, result.step) == ("preempted", 10)
+    run(tiny(tmp_path))
+    assert sorted(losses(tmp_path, "validation_loss")) == [10, 20]
+    assert sorted(losses(tmp_path)) == [5, 10, 15, 20]
 
 
 def test_bfloat16_learns_what_float32_does(tmp_path: Path) -> None:
+    skip_random(setup(tiny(tmp_path)), training=True)  # bfloat16 draws other numbers
     for precision in ("bf16", "fp32"):
-        train(tiny(tmp_path / precision, train__precision=precision))
-    assert losses(tmp_path / "bf16") == pytest.approx(losses(tmp_path / "fp32"), rel=0.1)
+        train(tiny(tmp_path / precision, train__precision=precision, train__steps=10))
+    expected = losses(tmp_path / "fp32")
+    near = 0.1 * max(abs(loss) for loss in expected.values())
+    assert losses(tmp_path / "bf16") == pytest.approx(expected, abs=near)
 
 
 def test_a_finished_run_says_so_and_can_be_prolonged(tmp_path: Path) -> None:
@@ -209,7 +175,56 @@ def test_another_run_is_not_taken_for_this_one(tmp_path: Path) -> None:
     afresh = tiny(tmp_path / "a", train__steps=6, train__seed=1, fresh=True)
     assert run(afresh).status == "finished" and (tmp_path / "a.old-1/checkpoints").is_dir()
     changes = {"train__seed": 1, "train__steps": 2, "init_from": tmp_path / "a"}
-    assert run(tiny(tmp_path / "b", **changes)).status == "finished"
+    begun: dict[str, torch.Tensor] = {}
+
+    def copy_weights(state: State) -> None:
+        if state.step == 0:
+            begun.update({name: p.detach().clone() for name, p in state.model.named_parameters()})
+
+    before_step = SimpleNamespace(before_step=copy_weights)
+    assert run(tiny(tmp_path / "b", **changes), [before_step]).status == "finished"
+    saved = setup(afresh).model
+    load_weights(tmp_path / "a", saved, 6, Group())
+    same(begun, dict(saved.named_parameters()))
+
+
+def test_other_data_is_not_taken_for_this(tmp_path: Path, monkeypatch) -> None:
+    train(tiny(tmp_path, train__steps=2))
+
+    def other_data(settings: Config) -> tuple:
+        training_set, validation, spec = build_datasets(settings)
+        if not dataclasses.is_dataclass(spec):
+            pytest.skip("not applicable: the spec is no dataclass")
+        return training_set, validation, dataclasses.replace(spec, fingerprint="of other data")
+
+    monkeypatch.setattr(training, "build_datasets", other_data)
+    with pytest.raises(UserError, match="of other data"):
+        run(tiny(tmp_path, train__steps=4))
+
+
+def test_a_record_is_the_mean_since_the_last_one(tmp_path: Path) -> None:
+    """And what is due at a step is done there: validation, and a checkpoint."""
+    sums: dict[int, list[float]] = {}
+
+    def note(state: State, record: dict | None) -> None:
+        if record is None:
+            sums[state.step] = torch.as_tensor(state.sums)[:2].tolist()
+        assert (record is not None) == (state.step % 3 == 0 or state.step in (5, 10, 11))
+
+    every = {"train__log_every": 3, "train__validate_every": 5, "checkpoint__every": 4}
+    run(tiny(tmp_path, train__steps=11, **every), [after_step(note)])
+    train(tiny(tmp_path / "each", train__steps=11, train__log_every=1))
+    single = losses(tmp_path / "each")
+    found = losses(tmp_path)
+    assert sorted(found) == [3, 5, 6, 9, 10, 11]
+    assert sums[1][0] / sums[1][1] == pytest.approx(single[1], rel=1e-4)
+    assert sums[2][0] == pytest.approx(sums[1][0] + single[2] * (sums[2][1] - sums[1][1]), rel=1e-3)
+    assert found[10] == pytest.approx(single[10], rel=1e-3)
+    assert min(single[4], single[5]) <= found[5] * (1 + 1e-4)
+    assert found[5] <= max(single[4], single[5]) * (1 + 1e-4)
+    assert sorted(losses(tmp_path, "validation_loss")) == [5, 10, 11]
+    saved = sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir())
+    assert saved == [4, 8, 11]
 
 
 def test_a_damaged_checkpoint_costs_one_interval(tmp_path: Path, caplog) -> None:
@@ -283,9 +298,10 @@ def test_frozen_and_unused_parameters_resume(tmp_path: Path, monkeypatch) -> Non
         return model
 
     monkeypatch.setattr(training, "build_model", build)
-    undisturbed = train(tiny(tmp_path / "a"))
-    run(tiny(tmp_path / "b"), [interrupt()])
-    same(train(tiny(tmp_path / "b")), undisturbed)
+    steps = {"train__steps": 10}
+    undisturbed = train(tiny(tmp_path / "a", **steps))
+    run(tiny(tmp_path / "b", **steps), [interrupt()])
+    same(train(tiny(tmp_path / "b", **steps)), undisturbed)
 
 
 def test_a_run_directory_has_one_writer(tmp_path: Path) -> None:
@@ -321,6 +337,19 @@ def test_bad_settings_are_told_in_one_line(tmp_path: Path, capsys, monkeypatch) 
     assert not list(tmp_path.iterdir())
 
 
+def test_infer_works_on_a_finished_run(tmp_path: Path, capfd, monkeypatch) -> None:
+    if not INFER:
+        pytest.skip("not applicable: there is no infer.py")
+    train(tiny(tmp_path, train__steps=5))
+    try:
+        code = main_with(monkeypatch, "infer", "--step", "5", "--run-dir", str(tmp_path))
+        assert code == 0 and capfd.readouterr().out
+    except Exception as error:
+        if has_first_batches(setup(tiny(tmp_path))):
+            raise
+        pytest.skip(f"not applicable: infer.py is not written for this data yet: {error!r}")
+
+
 def test_the_commands_work_on_a_finished_run(tmp_path: Path, capfd, monkeypatch) -> None:
     def command(*words: str, codes: tuple[int, ...] = (0,)) -> str:
         assert main_with(monkeypatch, *words, "--run-dir", str(tmp_path)) in codes, words
@@ -328,18 +357,19 @@ def test_the_commands_work_on_a_finished_run(tmp_path: Path, capfd, monkeypatch)
 
     train(tiny(tmp_path))
     assert "best" in command("verify")
-    if INFER:
-        assert command("infer", "--step", "20")
     settings = ("--config", str(tmp_path / "config.json"))
     pytest.importorskip(f"{training.__package__}.workflow.stage")  # or you deleted it
-    from {{ cookiecutter.package_name }}.workflow import STAGES
+    from {{ cookiecutter.package_name }}.workflow import STAGES, baseline
 
+    monkeypatch.setattr(baseline, "MEASURED", 8)
     if "profile" in STAGES:
         from {{ cookiecutter.package_name }}.workflow import interleaved
 
         monkeypatch.setattr(interleaved, "SECONDS", 0.1)  # what is measured does not matter here
         monkeypatch.setattr(interleaved, "WINDOW", 0.01)
-        assert "top operators" in command("profile", *settings)
+        monkeypatch.setattr(interleaved, "WINDOWS", (2, 2))
+        few = ("--profile.wait", "0", "--profile.warmup", "1", "--profile.active", "1")
+        assert "top operators" in command("profile", *settings, *few)
         assert list((tmp_path / "traces").glob("*.json.gz"))
     assert "deterministic" in command("baseline", *settings, codes=(0, 1))  # 1: a slow machine
     (tmp_path / "checkpoints/step_00000020/manifest.json").unlink()

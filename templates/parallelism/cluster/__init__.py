@@ -1,6 +1,7 @@
 """The ranks of a run: joining, agreeing, stopping, noticing hangs and stragglers."""
 
 from .agreement import Group as Group
+from .agreement import require_same_model as require_same_model
 from .stragglers import monitors as monitors
 from .world import World as World
 from .world import join as join

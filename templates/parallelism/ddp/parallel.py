@@ -24,7 +24,8 @@ from .world import World
 if TYPE_CHECKING:
     from ..train import State
 
-SHARDED = False  # in place, with hooks on the modules
+# Whether `wrap` shards the model in place, with hooks on its modules.
+SHARDED = False
 
 
 @dataclass(frozen=True)
@@ -40,16 +41,26 @@ class ParallelConfig:
 
 
 def check_ranks(config: ParallelConfig, ranks: int) -> None:
-    """UserError when the work cannot be spread over so many processes; any number will do."""
+    """Accept any number of processes."""
+
+
+def reduces_each_micro_batch(config: ParallelConfig) -> bool:
+    """Return whether the ranks sum gradients after each micro-batch, not once in a step."""
+    return False
+
+
+def reshards_after_forward(config: ParallelConfig) -> bool:
+    """Return whether a block's weights are gathered for forward, and again for backward."""
+    return False
 
 
 def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
-    """The model that `make` builds, on every rank."""
+    """Build the model, on every rank."""
     return make()
 
 
 class DdpModule(nn.Module):
-    """What DDP wraps: it calls the model, or a function with the model as its first argument.
+    """Calls the model, or a function with the model as its first argument; DDP wraps this module.
 
     So `compute_loss` gets the user's model, not DDP's wrapper, and may call it several times.
     """
@@ -57,9 +68,11 @@ class DdpModule(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        # Looked up once: `require_gradients` reads them at each step.
+        self.trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
     def forward(self, *given: Any, function: Callable[..., Any] = nn.Module.__call__) -> Any:
-        """`function(model, *given)`."""
+        """Return `function(model, *given)`."""
         return function(self.model, *given)
 
 
@@ -70,7 +83,7 @@ def wrap(
     world: World,
     compute_dtype: torch.dtype,
 ) -> nn.Module:
-    """Move the model to its device and wrap it; returns the module to call."""
+    """Move the model to its device and wrap it; return the module to call."""
     model.to(world.device)
     if not world.distributed:
         return model
@@ -84,7 +97,8 @@ def wrap(
         find_unused_parameters=config.find_unused_parameters,
         gradient_as_bucket_view=True,
     )
-    module.broadcast_buffers = False  # `agree_on_buffers`: once a step
+    # `agree_on_buffers` does that, once a step and not at each forward.
+    module.broadcast_buffers = False
     return module
 
 
@@ -95,14 +109,15 @@ def warm_up(module: nn.Module, step: Callable[[], object]) -> None:
     the order in which they are summed depends on their place in a bucket: so without this the first
     step after a resume would not have the bits of the same step in a run that was not interrupted.
     """
+    # With --parallel.find-unused-parameters the buckets stay as they are.
     if not isinstance(module, DistributedDataParallel) or module.find_unused_parameters:
-        return  # with that setting the buckets stay as they are
+        return
     if dist.get_world_size() > 2:
         step()
 
 
 def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any:
-    """`compute_loss` of the model itself, inside DDP; matrix products in the run's dtype."""
+    """Compute the loss of a batch by the model, inside DDP; matrix products in the run's dtype."""
     autocast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if state.compute_dtype != torch.float32:
         autocast = torch.autocast(state.world.device.type, state.compute_dtype)
@@ -112,7 +127,8 @@ def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any
         try:
             return state.module(batch, function=compute_loss)
         except RuntimeError as error:
-            # DDP finds at the next forward that a parameter got no gradient, and gives its number.
+            # DDP notices only at the next forward that a parameter got no gradient, and gives its
+            # number, not its name.
             unused = re.search(r"not receive grad for rank \d+: (\d+)", str(error))
             if not unused:
                 raise
@@ -124,44 +140,60 @@ def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any
 
 
 def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
-    """Context of one micro-batch's forward and backward; gradients are reduced in the last one."""
+    """Wrap a micro-batch's forward and backward; in the last one, gradients are reduced."""
     if last or not isinstance(state.module, DistributedDataParallel):
         return contextlib.nullcontext()
     return state.module.no_sync()
 
 
+def require_gradients(state: "State") -> None:
+    """UserError for a parameter that has got no gradient on this rank, after the step's backward.
+
+    On the other ranks DDP would wait for it, and take the next collective of this one in its place.
+    """
+    module = state.module
+    if not isinstance(module, DistributedDataParallel) or module.find_unused_parameters:
+        return
+    for name, parameter in module.module.trained:
+        if parameter.grad is None:
+            raise UserError(
+                f"the loss does not depend on {name}: remove or freeze "
+                "such parameters, or add --parallel.find-unused-parameters"
+            )
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds: all of it."""
+    """Return the part of a tensor that this rank holds: all of it."""
     return tensor
 
 
 def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Like `tensor`, with `part` as the part that this rank holds."""
+    """Return a tensor like `tensor`, of which this rank holds `part`: all of it."""
     return part
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor: each rank has it."""
+    """Return the full tensor, which each rank has."""
     return tensor
 
 
 def shard_like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Shard a full `source` as `target` is sharded: it is not."""
+    """Return the full `source`, since `target` is not sharded."""
     return source
 
 
 def replicas(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
-    """How many ranks hold the same part of a tensor as this one, and its index among them."""
+    """Return how many ranks hold this rank's part of a tensor, and its index among them."""
     return size, rank
 
 
 def compare_loaded(tensors: Iterable[torch.Tensor], world: World) -> None:
-    """RankError, on every rank, if one has loaded other bits."""
+    """RankError, on every rank, if two ranks have loaded different bits."""
     require_same({LOADED: bit_sum(tensors)}, world, RankError)
 
 
 def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
-    """2-norm of all gradients together, a scalar on the device, the same on every rank."""
+    """Compute the 2-norm of all gradients together: a scalar on the device, alike on every rank."""
     # As torch.nn.utils.get_total_norm, which first sorts by device and dtype for twice the cost.
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
@@ -171,14 +203,14 @@ def divide_work(
     like: list[torch.Tensor],
     work: Callable[[list[torch.Tensor]], list[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """`work` on the matrices, which all ranks have; each is worked on by one rank.
+    """Do `work` on the matrices, which all ranks have; one rank works on each of them.
 
-    That rank then sends the result to the others, while the next ones are on their way.
+    That rank then sends the result to the others. All results are under way at the same time.
     """
     if not dist.is_initialized():
         return work(matrices)
     ranks = dist.get_world_size()
-    # Dealt out by size, so that the ranks have about as much to do.
+    # Rank by rank in the order of their sizes, so that the ranks have about as much to do.
     by_size = sorted(range(len(matrices)), key=lambda index: -matrices[index].numel())
     mine = by_size[dist.get_rank() :: ranks]
     results = [torch.empty_like(m, memory_format=torch.contiguous_format) for m in matrices]

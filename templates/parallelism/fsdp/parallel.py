@@ -7,12 +7,10 @@ runs without one, as one rank, unsharded.
 
 import contextlib
 import gc
-import itertools
 import logging
 import os
 import random
 import warnings
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,18 +24,26 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import RankError, UserError
-from ..files import fingerprint
 from .agreement import LOADED, bit_sum
 from .agreement import agree_on_buffers as agree_on_buffers
 from .agreement import all_reduce as all_reduce
 from .agreement import require_same as require_same
+from .shardable import (
+    can_be_filled,
+    check_memory,
+    check_replaced,
+    check_shardable,
+    named_tensors,
+    references,
+)
 from .world import World
 
 if TYPE_CHECKING:
     from ..train import State
 
 log = logging.getLogger(__name__)
-SHARDED = True  # in place, with hooks on the modules
+# Whether `wrap` shards the model in place, with hooks on its modules.
+SHARDED = True
 
 
 @dataclass(frozen=True)
@@ -61,8 +67,18 @@ def check_ranks(config: ParallelConfig, ranks: int) -> None:
         raise UserError(f"--parallel.replicate: {copies} copies cannot share {ranks} ranks evenly")
 
 
+def reduces_each_micro_batch(config: ParallelConfig) -> bool:
+    """Return whether the ranks sum gradients after each micro-batch, not once in a step."""
+    return config.reduce_each
+
+
+def reshards_after_forward(config: ParallelConfig) -> bool:
+    """Return whether a block's weights are gathered for forward, and again for backward."""
+    return config.reshard_after_forward
+
+
 def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
-    """The model that `make` builds: whole on rank 0, its shapes on the others until `wrap`.
+    """Build the model: whole on rank 0, and on the others only its shapes until `wrap`.
 
     So only rank 0 ever holds the whole model. A model that cannot be built on torch's `meta` device
     is built whole on each rank, with a warning.
@@ -75,7 +91,8 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
     else:
         try:
             model = build_on_meta(make)
-        except Exception as error:  # of the user's code, whatever it is
+        # The user's code may raise anything.
+        except Exception as error:
             problem = f"{type(error).__name__}: {error}".partition("\n")[0]
             model = make()
     problems = [""] * world.size
@@ -83,7 +100,8 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
     if world.rank == 0 and any(problems):
         text = "each rank builds the whole model, since its shapes cannot be built on `meta`: %s"
         log.warning(text, max(problems))
-    # Only rank 0 has drawn what a build draws: what is drawn from here on is the same on all.
+    # Only rank 0 has drawn the model's random numbers. With the states of its generators, what is
+    # drawn from here on is the same on all ranks.
     states: list[Any] = [random_states()]
     dist.broadcast_object_list(states, src=0)
     set_random_states(states[0])
@@ -91,7 +109,7 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
 
 
 def random_states() -> tuple[Any, Any, Any]:
-    """The states of the generators of torch (on the CPU), NumPy and Python."""
+    """Return the states of the generators of torch (on the CPU), NumPy and Python."""
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
@@ -104,7 +122,7 @@ def set_random_states(states: tuple[Any, Any, Any]) -> None:
 
 
 def build_on_meta(make: Callable[[], nn.Module]) -> nn.Module:
-    """The model with tensors that have no memory; ValueError if that leaves out some of them.
+    """Build the model of tensors without memory; ValueError if one of them would stay so.
 
     The generators of random numbers are as before, in case the model is then built whole.
     """
@@ -118,9 +136,10 @@ def build_on_meta(make: Callable[[], nn.Module]) -> nn.Module:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not can_be_filled(tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__} ({tensor.layout})")
-        known |= {id(tensor), id(tensor._base)}  # a view keeps what it is a view of
-    # Only parameters and buffers get values. Another tensor, in a list or in an object of the
-    # user's, would stay without.
+        # A view keeps the tensor that it is a view of.
+        known |= {id(tensor), id(tensor._base)}
+    # Only parameters and buffers get memory and values. Another tensor, in a list or in an object
+    # of the user's, would stay without.
     for tensor in meta_tensors():
         if id(tensor) not in known:
             raise ValueError(f"a tensor {list(tensor.shape)} is no parameter or buffer of a module")
@@ -128,15 +147,10 @@ def build_on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def meta_tensors() -> list[torch.Tensor]:
-    """All tensors on `meta` in this process, as Python's garbage collector knows them."""
+    """Return all tensors on `meta` in this process, which Python's garbage collector knows."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     return [tensor for tensor in tensors if tensor.is_meta]
-
-
-def can_be_filled(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is all in its elements: it is no subclass, not sparse, not sharded yet."""
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
 
 
 def wrap(
@@ -146,7 +160,7 @@ def wrap(
     world: World,
     compute_dtype: torch.dtype,
 ) -> nn.Module:
-    """Shard each block, then the rest, in place; returns the module to call.
+    """Shard each block, then the rest, in place; return the module to call.
 
     UserError, by name, for what FSDP would train in another way than DDP.
     """
@@ -161,8 +175,6 @@ def wrap(
     units = units_of(model, blocks)
     check_shardable(model, units)
     check_memory(model)
-    forms = [(n, t.shape, t.dtype) for n, t in (*model.named_parameters(), *model.named_buffers())]
-    require_same({"the model (a digest of its shapes)": fingerprint(str(forms))}, world)
     if not units and world.rank == 0:
         advice = "return its largest parts, as in [*model.layers]"
         log.warning("blocks(model) in model.py names no layer: all is gathered at once; %s", advice)
@@ -170,10 +182,13 @@ def wrap(
     originals = references(model)
     buffers: dict[torch.Tensor, torch.Tensor] = {}
     for unit in [*units, model]:
-        place(unit, world, buffers)
+        move_to_device(unit, world, buffers)
         attributes = {name: dict(vars(p)) for name, p in unit.named_parameters()}
-        # The root is needed again at once, in backward.
-        reshard = config.reshard_after_forward if unit is not model else None
+        reshard = config.reshard_after_forward
+        # What the model has beside its blocks is needed again at once, in backward. With None, FSDP
+        # keeps the outermost module gathered.
+        if unit is model:
+            reshard = None
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         for name, parameter in unit.named_parameters():
             keep_attributes(attributes[name], parameter)
@@ -183,31 +198,39 @@ def wrap(
 
 
 def units_of(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """The blocks that have parameters, each once; a block within another comes before it."""
-    wanted = {block for block in blocks if any(True for _ in block.parameters())} - {model}
-    units = [(path, module) for path, module in model.named_modules() if module in wanted]
-    units.sort(key=lambda unit: -unit[0].count("."))  # the deepest first
-    return [module for _, module in units]
+    """Return the blocks that have parameters, each once; a block in another comes before it."""
+    with_parameters = {block for block in blocks if [*block.parameters()]} - {model}
+    units_at_depth: dict[int, list[nn.Module]] = {}
+    for path, module in model.named_modules():
+        if module in with_parameters:
+            units_at_depth.setdefault(path.count("."), []).append(module)
+    units: list[nn.Module] = []
+    for depth in sorted(units_at_depth, reverse=True):
+        units += units_at_depth[depth]
+    return units
 
 
-def place(module: nn.Module, world: World, buffers: dict[torch.Tensor, torch.Tensor]) -> None:
+def move_to_device(
+    module: nn.Module, world: World, buffers: dict[torch.Tensor, torch.Tensor]
+) -> None:
     """Move what is not sharded yet to this rank's device, with rank 0's values; ties stay.
 
-    `buffers` has those that were moved with another unit.
+    `buffers` maps those that were moved with another unit to what replaced them.
     """
+    # What replaced a tensor maps to itself: a module that is met again keeps it.
     parameters: dict[torch.Tensor, torch.Tensor] = {}
-    for part in module.modules():
-        for name, parameter in named_tensors(part, "_parameters"):
+    for submodule in module.modules():
+        for name, parameter in named_tensors(submodule, "_parameters"):
             if can_be_filled(parameter) and parameter not in parameters:
                 new = nn.Parameter(filled(parameter, world), parameter.requires_grad)
                 keep_attributes(vars(parameter), new)
                 parameters |= {parameter: new, new: new}
-            setattr(part, name, parameters.get(parameter, parameter))
-        for name, buffer in named_tensors(part, "_buffers"):
+            setattr(submodule, name, parameters.get(parameter, parameter))
+        for name, buffer in named_tensors(submodule, "_buffers"):
             if can_be_filled(buffer) and buffer not in buffers:
                 new = filled(buffer, world)
                 buffers |= {buffer: new, new: new}
-            setattr(part, name, buffers.get(buffer, buffer))
+            setattr(submodule, name, buffers.get(buffer, buffer))
 
 
 def keep_attributes(attributes: dict[str, Any], parameter: torch.Tensor) -> None:
@@ -216,139 +239,42 @@ def keep_attributes(attributes: dict[str, Any], parameter: torch.Tensor) -> None
         vars(parameter).setdefault(name, value)
 
 
-def named_tensors(module: nn.Module, kind: str) -> list[tuple[str, torch.Tensor]]:
-    """A module's own "_parameters" or "_buffers", by name."""
-    return [(name, value) for name, value in getattr(module, kind).items() if value is not None]
-
-
 def filled(tensor: torch.Tensor, world: World) -> torch.Tensor:
-    """A tensor like this one on this rank's device, with the values that rank 0 has; collective."""
+    """Return a tensor like this one on this rank's device, with rank 0's values; collective."""
     new = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
     if world.rank == 0:
         new.copy_(tensor.detach())
-    dist.broadcast(new.view(-1).view(torch.uint8), 0)  # as bytes: gloo knows few dtypes
+    # As bytes, since gloo knows few dtypes.
+    dist.broadcast(new.view(-1).view(torch.uint8), 0)
     return new
 
 
-def check_shardable(model: nn.Module, units: list[nn.Module]) -> None:
-    """UserError, by name, for parameters that FSDP cannot shard, or would train otherwise."""
-    path_of = {module: path for path, module in model.named_modules()}
-    first: dict[torch.Tensor, tuple[str, nn.Module]] = {}  # where a parameter was met first
-    dtypes: dict[Any, tuple[str, torch.dtype]] = {}
-    for unit in [*units, model]:
-        for module in own_modules(unit, units):
-            for last_name, p in named_tensors(module, "_parameters"):
-                name = f"{path_of[module]}.{last_name}".removeprefix(".")
-                if p.ndim == 0:
-                    raise UserError(f"FSDP cannot shard the scalar {name}: give it the shape [1]")
-                if p._backward_hooks or p._post_accumulate_grad_hooks:
-                    raise UserError(
-                        f"FSDP would lose the gradient hook of {name}: do its work in forward "
-                        "(as in weight * mask), or render with parallelism=ddp"
-                    )
-                other, other_unit = first.setdefault(p, (name, unit))
-                if other_unit is not unit:
-                    raise UserError(
-                        f"FSDP would untie {other} and {name}, one weight in two of blocks(model) "
-                        "(model.py): leave their modules out, or return one that has both"
-                    )
-                # All trained ones of a unit have one dtype; a frozen one may have any.
-                other, dtype = dtypes.setdefault(unit if p.requires_grad else p, (name, p.dtype))
-                if p.dtype != dtype:
-                    raise UserError(
-                        f"FSDP shards a block as one dtype: {name} is {p.dtype}, {other} is "
-                        f"{dtype}. Give them the same, or let blocks() return the module of one, "
-                        "too"
-                    )
-
-
-def own_modules(unit: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-    """The modules of a unit, without those of the units in it."""
-    inside = {*unit.modules()}
-    of_others: set[nn.Module] = set()
-    for other in units:
-        if other is not unit and other in inside:
-            of_others |= {*other.modules()}
-    return [module for module in unit.modules() if module not in of_others]
-
-
-def check_memory(model: nn.Module) -> None:
-    """UserError for a parameter whose memory another parameter or a buffer has, too."""
-    by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if can_be_filled(tensor):
-            by_storage.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
-    for held in by_storage.values():
-        for (name, one), (other, two) in itertools.combinations(held, 2):
-            either_is_trained = isinstance(one, nn.Parameter) or isinstance(two, nn.Parameter)
-            if either_is_trained and overlap(one, two):
-                raise UserError(
-                    f"FSDP would part {name} and {other}, which have one memory: make them one "
-                    "parameter, or compute one of them in forward"
-                )
-
-
-def overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two views of one storage have an element in common."""
-    if one.dtype != two.dtype:
-        return True
-    start_of_one, end_of_one = extent(one)
-    start_of_two, end_of_two = extent(two)
-    if end_of_one <= start_of_two or end_of_two <= start_of_one:
-        return False
-    # Their ranges meet, but columns of one matrix, say, need not.
-    size = one.untyped_storage().nbytes() // one.itemsize
-    marks = torch.zeros(size, dtype=torch.bool)
-    marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
-    return bool(marks.as_strided(two.shape, two.stride(), two.storage_offset()).any())
-
-
-def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The range of a storage's elements that a view reaches into."""
-    start = int(tensor.storage_offset())
-    end = start + 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        end += (size - 1) * stride
-    return start, end
-
-
-def references(model: nn.Module) -> dict[str, weakref.ref[torch.Tensor]]:
-    """Weak references to what `place` replaces."""
-    named = (*model.named_parameters(), *model.named_buffers())
-    return {name: weakref.ref(tensor) for name, tensor in named if can_be_filled(tensor)}
-
-
-def check_replaced(originals: dict[str, weakref.ref[torch.Tensor]]) -> None:
-    """UserError for a tensor that something still holds, though the modules have another now."""
-    gc.collect()
-    left = [name for name, original in originals.items() if original() is not None]
-    if left:
-        raise UserError(
-            f"FSDP replaces parameters and buffers, but something holds {left[0]} besides its "
-            "module, such as a list, an object or a function: let it hold the module instead"
-        )
-
-
 def copies_of_the_model(config: ParallelConfig) -> int:
-    """As many as the settings say, or as there are machines, each with a torchrun."""
-    return config.replicate or int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    """Return how many copies the settings ask for; without a number, one a machine."""
+    if config.replicate:
+        return config.replicate
+    # torchrun counts the machines, since each has a torchrun of its own.
+    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
 def build_mesh(config: ParallelConfig, world: World) -> DeviceMesh:
-    """The ranks as a line, or as one line of shards for each copy."""
+    """Arrange the ranks in a line of shards, or in one such line for each copy of the model."""
     copies = copies_of_the_model(config)
     if copies == 1:
         return init_device_mesh(world.device.type, (world.size,))
-    shape, names = (copies, world.size // copies), ("replicate", "shard")
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    return init_device_mesh(
+        world.device.type,
+        (copies, world.size // copies),
+        mesh_dim_names=("replicate", "shard"),
+    )
 
 
 def warm_up(module: nn.Module, step: Callable[[], object]) -> None:
-    """Every step, the first one too, sums gradients in the same order."""
+    """Do nothing: every step, the first one too, sums gradients in the same order."""
 
 
 def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any:
-    """`compute_loss` of a batch: FSDP casts by its own policy, a plain process by autocast."""
+    """Compute the loss of a batch: FSDP casts by its own policy, a plain process by autocast."""
     if state.compute_dtype == torch.float32 or state.world.distributed:
         return compute_loss(state.module, batch)
     with torch.autocast(state.world.device.type, state.compute_dtype):
@@ -356,26 +282,30 @@ def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any
 
 
 def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
-    """Context of one micro-batch's forward and backward; gradients are reduced in the last one."""
+    """Wrap a micro-batch's forward and backward; in the last one, gradients are reduced."""
     if isinstance(state.module, FSDPModule):
         state.module.set_requires_gradient_sync(last or state.config.parallel.reduce_each)
     return contextlib.nullcontext()
 
 
+def require_gradients(state: "State") -> None:
+    """Do nothing: a gradient that is missing on some ranks counts as zeros there."""
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds."""
+    """Return the part of a tensor that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Like `tensor`, with `part` as the part that this rank holds."""
+    """Return a tensor sharded like `tensor`, of which this rank holds `part`."""
     if not isinstance(tensor, DTensor):
         return part
     return DTensor(part, tensor._spec, requires_grad=False)
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather the full tensor: to be called on all ranks."""
+    """Gather the full tensor; collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -383,24 +313,28 @@ def shard_like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Shard a full `source`, the same on all ranks, as `target` is sharded."""
     if not isinstance(target, DTensor):
         return source
-    # Without sending it: all ranks have it.
+    # Without a source rank nothing is sent, since all ranks have the whole tensor.
     return distribute_tensor(source, target.device_mesh, target.placements, src_data_rank=None)
 
 
 def replicas(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
-    """How many ranks hold the same part of a tensor as this one, and its index among them."""
+    """Return how many ranks hold this rank's part of a tensor, and its index among them."""
     if not isinstance(tensor, DTensor):
         return size, rank
-    count, index, mesh = 1, 0, tensor.device_mesh
+    count = 1
+    index = 0
+    mesh = tensor.device_mesh
+    # Along an axis of the mesh a tensor is either replicated or sharded.
     axes = zip(mesh.shape, mesh.get_coordinate() or (), tensor.placements, strict=True)
-    for length, mine, placement in axes:
+    for length, coordinate, placement in axes:
         if placement.is_replicate():
-            count, index = count * length, index * length + mine
+            count *= length
+            index = index * length + coordinate
     return count, index
 
 
 def compare_loaded(tensors: Iterable[torch.Tensor], world: World) -> None:
-    """RankError, on every rank, if one has loaded other bits of a shard that others hold, too."""
+    """RankError, on every rank, if two ranks have loaded different bits of the same shard."""
     shards: dict[str, list[torch.Tensor]] = {}
     for tensor in tensors:
         holders, index = replicas(tensor, world.rank, world.size)
@@ -413,8 +347,8 @@ def compare_loaded(tensors: Iterable[torch.Tensor], world: World) -> None:
 
 
 def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
-    """2-norm of all gradients together, a scalar on the device, the same on every rank."""
-    # Left to itself it would go through DTensors one by one.
+    """Compute the 2-norm of all gradients together: a scalar on the device, alike on every rank."""
+    # Without `foreach` it would go through DTensors one by one.
     norm = torch.nn.utils.get_total_norm(gradients, foreach=world.distributed or None)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -424,20 +358,23 @@ def divide_work(
     like: list[torch.Tensor],
     work: Callable[[list[torch.Tensor]], list[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """`work` on whole matrices, of which this rank has the rows of its shard of those in `like`.
+    """Do `work` on whole matrices, of which this rank holds rows, as it does of those in `like`.
 
-    Each is gathered by one rank, which works on it and sends the others their rows. So a rank has
-    one whole matrix at a time, and nothing is worked out twice.
+    Each matrix is gathered by one rank, which works on it and sends the others their rows. So a
+    rank has one whole matrix at a time, and no work is done twice.
     """
     if not isinstance(like[0], DTensor):
         return work(matrices)
     mesh = like[0].device_mesh
-    group, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    # The last axis of the mesh is the one that shards.
+    group = mesh.get_group(mesh.ndim - 1)
+    ranks = mesh.size(mesh.ndim - 1)
     rank = dist.get_rank(group)
     results = [*matrices]
+    # The matrices of one round have about the same size, so the ranks have about as much to do.
     by_size = sorted(range(len(matrices)), key=lambda index: -like[index].numel())
     for first in range(0, len(matrices), ranks):
-        # In each round rank i gathers the i-th of these; in the last one some may have none.
+        # In each round rank i works on the i-th of these; in the last round some ranks have none.
         indices = by_size[first : first + ranks]
         works = rank < len(indices)
         sent = torch.cat([matrices[index].flatten() for index in indices])

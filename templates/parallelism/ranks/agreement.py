@@ -1,6 +1,7 @@
 """Agreement between the ranks: of their host sides, and of running buffers."""
 
 import contextlib
+import itertools
 import logging
 import os
 import socket
@@ -15,34 +16,45 @@ from typing import Any, NoReturn, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import RankError, UserError
-from ..files import naming, open_to_write
+from ..files import fingerprint, naming, open_to_write
 from .world import PHASE_LIMIT, World
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 LOADED = "the checksum of what was loaded, which a bad disk or memory changes,"
-_block = threading.local()  # `open`: whether this thread is inside a `together` block
+# At each of so many steps `agree_on_buffers` looks for buffers that have begun to change.
+LOOK_EVERY = 50
+# `open`: whether this thread is inside a `together` block.
+_block = threading.local()
 
 
 class Group:
     """The ranks' host sides: how they share values, and learn of each other's errors.
 
-    All ranks call the methods that say so together, in the same order. On one plain process each
-    of them returns at once.
+    All ranks call the collective methods together, in the same order. On one plain process each of
+    them returns at once.
     """
 
-    console: TextIO | None = None  # of a rank whose stderr is redirected into its log
+    # The console, on a rank whose stderr is redirected into its log.
+    console: TextIO | None = None
 
     def __init__(self, world: World | None = None) -> None:
         self.rank = world.rank if world else 0
         self.size = world.size if world else 1
-        self.is_first = self.rank == 0  # it does what only one rank has to do
+        # The first rank does what only one has to do.
+        self.is_first = self.rank == 0
         self.step_limit = world.step_limit if world else PHASE_LIMIT
-        self.phases, self.resumed = 1, 0.0  # start-up, until the watchdog has seen a first step
+        # How many phases are open: at first one, the start-up, which the watchdog ends when it has
+        # seen a first step.
+        self.phases = 1
+        # When the last phase ended, by time.monotonic().
+        self.resumed = 0.0
+        # Waits for the exchange under way, and returns its result.
         self.maxima: Callable[[], list[float]] | None = None
+        # What the ranks do, for the line that a stop signal prints.
         self.doing = "step"
         self.process_group: Any = None
         if world and world.distributed:
@@ -70,23 +82,30 @@ class Group:
 
     def say(self, text: str) -> None:
         """Print to the console and to a redirected stderr, without waiting for a lock."""
-        for file in filter(None, (self.console, sys.stderr)):  # the latter may be on a disk
+        for file in (self.console, sys.stderr):
+            if file is None:
+                continue
+            # A redirected stderr may be on a disk that is full or gone.
             with contextlib.suppress(OSError):
                 print(text, file=file, flush=True)
 
     @contextlib.contextmanager
     def phase(self, doing: str) -> Iterator[None]:
         """Allow PHASE_LIMIT for the block: a validation, a save (watchdog.py)."""
-        self.phases, self.doing = self.phases + 1, doing
+        self.phases += 1
+        self.doing = doing
         try:
             yield
         finally:
-            self.resumed = time.monotonic()  # first, for the watchdog's thread
-            self.phases, self.doing = self.phases - 1, "step"
+            # The time comes first: when the watchdog's thread sees that the phase is over, it must
+            # not count the phase as part of a step.
+            self.resumed = time.monotonic()
+            self.phases -= 1
+            self.doing = "step"
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """A block of host work; an error in it, on any rank, is raised on all ranks at its end.
+        """Run a block of host work; an error in it, on any rank, is raised on all at its end.
 
             with group.together():
                 if group.is_first:
@@ -126,9 +145,12 @@ class Group:
         _require_outside("gather")
         if self.process_group is None:
             return [value]
-        gathered: Any = [None] * self.size if self.is_first else None
+        if not self.is_first:
+            dist.gather_object(value, None, group_dst=0, group=self.process_group)
+            return [value]
+        gathered: list[Any] = [None] * self.size
         dist.gather_object(value, gathered, group_dst=0, group=self.process_group)
-        return gathered if self.is_first else [value]
+        return gathered
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is set on any rank; collective."""
@@ -155,7 +177,8 @@ class Group:
         nonce = folder / f".nonce-{self.broadcast(uuid.uuid4().hex)}"
         with self.together():
             if self.is_first:
-                for left in folder.glob(".nonce-*"):  # by a start that was killed
+                # A start that was killed may have left one.
+                for left in folder.glob(".nonce-*"):
                     left.unlink()
                 with naming(nonce), open_to_write(nonce) as file:
                     file.write("shared\n")
@@ -167,7 +190,8 @@ class Group:
                 problem = f"{socket.gethostname()} does not see what rank 0 writes to {folder}"
                 raise UserError(f"{problem}: put --run-dir where all machines see the same files")
         if self.is_first:
-            with contextlib.suppress(OSError):  # else the next start removes it
+            # If this fails, the next start removes it.
+            with contextlib.suppress(OSError):
                 nonce.unlink()
 
     def exchange(self, flags: list[int]) -> list[int]:
@@ -177,7 +201,8 @@ class Group:
         """
         if self.process_group is None:
             return flags
-        self.maxima = self.maxima or self.maximum(flags)
+        if self.maxima is None:
+            self.maxima = self.maximum(flags)
         agreed = self.maxima()
         self.maxima = self.maximum(flags)
         return [int(flag) for flag in agreed]
@@ -188,18 +213,19 @@ class Group:
             self.maxima()
 
     def maximum(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Start an element-wise maximum over the ranks; returns a function that waits for it."""
+        """Start an element-wise maximum over the ranks; return a function that waits for it."""
         _require_outside("maximum")
         tensor = torch.tensor(values, dtype=torch.float64)
         work: Any = dist.all_reduce(tensor, dist.ReduceOp.MAX, self.process_group, async_op=True)
 
         def wait() -> list[float]:
-            # Longer than the watchdog needs to name a rank. This is for when the watchdog hangs,
-            # too, on a disk that went with a machine.
+            # Longer than the watchdog needs to name a rank that hangs. The limit is for when the
+            # watchdog hangs, too, on a disk that went with a machine.
             limit = PHASE_LIMIT if self.phases else 2 * self.step_limit + timedelta(minutes=1)
             try:
                 work.wait(limit)
-            except RuntimeError as error:  # too late, or a rank is gone
+            except RuntimeError as error:
+                # The limit has passed, or a rank is gone.
                 raise RankError(f"a rank did not answer the others: {error}") from error
             return tensor.tolist()
 
@@ -207,13 +233,13 @@ class Group:
 
 
 def _require_outside(name: str) -> None:
-    """RuntimeError in a `together` block."""
+    """RuntimeError if this thread is in a `together` block."""
     if getattr(_block, "open", False):
         raise RuntimeError(f"Group.{name} is a collective, which may not be in a together() block")
 
 
 def _as_sent(error: Exception | None) -> Exception | None:
-    """An error as the other ranks get it: by its message, since not every error can be pickled."""
+    """Return an error for the other ranks: its message, since not every error can be pickled."""
     if error is None:
         return None
     if isinstance(error, UserError):
@@ -225,7 +251,7 @@ def _as_sent(error: Exception | None) -> Exception | None:
 
 
 def _in_one_line(failures: Sequence[Exception | None]) -> str:
-    """The different errors of the ranks, each with the first rank that had it; four at most."""
+    """Join the different errors of the ranks, each with its first rank; four at most."""
     first_rank: dict[str, int] = {}
     for rank, failure in enumerate(failures):
         if failure is not None:
@@ -247,14 +273,16 @@ def _print_to(out: int, err: int) -> None:
 def agree_on_buffers(running: Any, step: int, world: World) -> None:
     """Give all ranks the same RunningBuffers (run/bad_steps.py), after the forwards of a step.
 
-    Only those that forward changes are sent. They are found by value, since batch normalisation
-    counts no versions: at the first step and at each 50th, when the host waits for the device. A
-    buffer that begins to change later is found at the next 50th step.
+    Only buffers that forward changes are sent, since most models have others, such as masks, that
+    stay as they are.
     """
     if world.size == 1 or not running.slots:
         return
     tensors = running.tensors()
-    if running.changing is None or step % 50 == 0:
+    # Which buffers change is found by comparing values, since batch normalisation does not count
+    # tensor versions. To read the result, the host waits for the device: so only now and then. A
+    # buffer that begins to change in between is sent from the next comparison on.
+    if running.changing is None or step % LOOK_EVERY == 0:
         changed = [(now != then).any() for now, then in zip(tensors, running.copies, strict=True)]
         on_any_rank = torch.stack(changed).float()
         dist.all_reduce(on_any_rank)
@@ -266,7 +294,10 @@ def agree_on_buffers(running: Any, step: int, world: World) -> None:
         tensor = tensors[index]
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
-        (fractional if tensor.is_floating_point() else others).append(tensor)
+        if tensor.is_floating_point():
+            fractional.append(tensor)
+        else:
+            others.append(tensor)
     if fractional:
         # The mean over the ranks, in float64 so that their order does not matter much.
         values = torch.cat([tensor.flatten().to(torch.float64) for tensor in fractional])
@@ -288,14 +319,42 @@ def _scatter(values: Tensor, tensors: list[Tensor]) -> None:
         tensor.copy_(part.view_as(tensor))
 
 
+def require_same_model(model: nn.Module, world: World) -> None:
+    """UserError, on every rank, unless all have built the same tensors in the same order.
+
+    Ranks pair parameters and buffers by their order, in DDP's broadcast as in an optimizer that
+    divides its work: with another order they would exchange layers of one shape.
+    """
+    if world.size == 1:
+        return
+    tensors: list[str] = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensors.append(f"{name} {list(tensor.shape)} {tensor.dtype}".replace("torch.", ""))
+    digests = [""] * world.size
+    dist.all_gather_object(digests, fingerprint(*tensors))
+    if len(set(digests)) == 1:
+        return
+    tensors_of: list[list[str]] = [[]] * world.size
+    dist.all_gather_object(tensors_of, tensors)
+    for rank, theirs in enumerate(tensors_of):
+        for ours, other in itertools.zip_longest(tensors_of[0], theirs, fillvalue="nothing"):
+            if ours != other:
+                raise UserError(
+                    f"the ranks have built different models: rank 0 has {ours} where rank {rank} "
+                    f"has {other}. build_model (model.py) must register parameters and buffers in "
+                    "the same order in each process: loop over a sorted list, not over a set"
+                )
+
+
 def require_same(values: dict[str, Any], world: World, error: Any = UserError) -> None:
-    """An error, on every rank, if two ranks have different values of one name."""
+    """Raise an error, on every rank, if two ranks have different values of one name."""
     values_of: list[Any] = [values] * world.size
     if world.distributed:
         dist.all_gather_object(values_of, values)
-    first: dict[str, tuple[int, Any]] = {}  # the first rank that has a name, and its value
-    for rank, theirs in enumerate(values_of):
-        for name, value in theirs.items():
+    # The first rank that has a name, and its value.
+    first: dict[str, tuple[int, Any]] = {}
+    for rank, values_of_rank in enumerate(values_of):
+        for name, value in values_of_rank.items():
             first_rank, expected = first.setdefault(name, (rank, value))
             if value != expected:
                 text = f"{name} must be the same on all ranks: {value} on rank {rank}"
@@ -303,7 +362,7 @@ def require_same(values: dict[str, Any], world: World, error: Any = UserError) -
 
 
 def bit_sum(tensors: Iterable[Tensor]) -> int:
-    """The sum of all bytes: a change of any one bit changes it."""
+    """Sum all bytes: a change of any one bit changes the sum."""
     total = 0
     for tensor in tensors:
         content = tensor.detach().contiguous().flatten().view(torch.uint8)

@@ -7,7 +7,8 @@
   exits with 128 + the signal's number; whether the ranks have saved is in status.json.
 - On several machines a torchrun whose peer was stopped does not wait long for it.
 - No rank outlives it: if it is killed, the kernel kills its ranks (world.py).
-- An error the user can fix (exit code 2) is not retried on one machine. On several it is, since a
+- An error that would come again is not retried on one machine: one the user can fix (exit code 2),
+  or one of the code before the end of the first step (70). On several machines it is, since a
   torchrun that gives up ends the job on all of them.
 """
 
@@ -28,6 +29,7 @@ from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher import api as launcher
 
+from ..errors import FAILED_AT_START
 from .stop import TO_BE_RESTARTED
 from .world import LOOPBACK, ON_LOOPBACK, die_with_the_launcher, prefer
 
@@ -40,17 +42,17 @@ USER_ERROR = 2
 REPEATED = ("Sending process", "Received ", "failed (exitcode: ")
 
 
-def only_user_errors(failures: dict[int, ProcessFailure]) -> bool:
-    """Whether some rank failed for an error the user can fix, and none crashed."""
+def failed_with(code: int, failures: dict[int, ProcessFailure]) -> bool:
+    """Whether some rank ended with this exit code, and none crashed."""
     for failure in failures.values():
         # torchrun itself ends the other ranks, with SIGTERM. Any other signal is a crash.
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
             return False
-    return any(failure.exitcode == USER_ERROR for failure in failures.values())
+    return any(failure.exitcode == code for failure in failures.values())
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent, which also says how each rank ended, and does not retry user errors."""
+    """torchrun's agent, which says how each rank ended, and retries no error that would repeat."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         options.setdefault("exit_barrier_timeout", EXIT_SECONDS)
@@ -63,7 +65,7 @@ class Agent(LocalElasticAgent):
         most = worker_group.spec.max_restarts
         left = self._remaining_restarts
         one_machine = os.environ.get("NNODES", "1") == "1"
-        if left == most and one_machine and only_user_errors(result.failures):
+        if left == most and one_machine and failed_with(USER_ERROR, result.failures):
             # The ranks have reported the error, and would end by it again.
             self._remaining_restarts = 0
             return result
@@ -73,7 +75,10 @@ class Agent(LocalElasticAgent):
                 endings.append(ending(rank, failure))
         if endings:
             text = ", ".join(endings)
-            if left:
+            if left == most and one_machine and failed_with(FAILED_AT_START, result.failures):
+                text += ": no restart, as an error before the end of the first step comes again"
+                self._remaining_restarts = 0
+            elif left:
                 text += f": all ranks start again ({most - left + 1} of {most})"
             # The console may be closed.
             with contextlib.suppress(OSError):
@@ -146,7 +151,7 @@ if __name__ == "__main__":
         launch(sys.argv[1:])
     except ChildFailedError as failed:
         # The ranks have reported an error the user can fix.
-        if only_user_errors(failed.failures):
+        if failed_with(USER_ERROR, failed.failures):
             sys.exit(USER_ERROR)
         # This says which rank failed first, and how; a traceback of torchrun would not help.
         sys.exit(str(failed))

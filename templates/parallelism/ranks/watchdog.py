@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ..errors import note_step
 from ..files import open_to_write, write_json
 from .agreement import Group
 from .world import PHASE_LIMIT
@@ -82,6 +83,11 @@ class Watchdog:
 
     def __exit__(self, *exception: object) -> None:
         self.over.set()
+
+    def before_step(self, state: "State") -> None:
+        """Note when a whole step is done, all callbacks after it included."""
+        if self.stepping:
+            note_step()
 
     def after_step(self, state: "State", record: dict[str, Any] | None) -> None:
         """Restart the clock for the next step."""

@@ -7,6 +7,7 @@ NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME or NCCL_IB_HCA.
 
 import ctypes
 import gc
+import logging
 import os
 import signal
 import socket
@@ -26,6 +27,7 @@ from ..errors import UserError
 if TYPE_CHECKING:
     from .parallel import ParallelConfig
 
+log = logging.getLogger(__name__)
 # Limit of start-up, a validation or a save: a slow disk is no reason to end a run.
 PHASE_LIMIT = timedelta(minutes=30)
 
@@ -103,10 +105,14 @@ def join(config: "ParallelConfig", device_name: str) -> World:
     # A save may hold up a collective for longer than a step may take. When a collective times out,
     # NCCL ends the process without an explanation: let the watchdog be first, which names the rank.
     options: dict[str, Any] = {"timeout": max(PHASE_LIMIT, 2 * step_limit)}
-    # torchrun may share its own store with the ranks.
-    shared_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if os.environ["MASTER_ADDR"] == LOOPBACK and not shared_store:
-        options |= {"rank": rank, "world_size": ranks, "store": _store_on_loopback(rank)}
+    store: dist.Store | None = None
+    # torchrun shares its own store with the ranks, unless launch.sh has started it.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = _store_of_torchrun()
+    elif os.environ["MASTER_ADDR"] == LOOPBACK:
+        store = _store_on_loopback(rank)
+    if store:
+        options |= {"rank": rank, "world_size": ranks, "store": store}
     if device.type == "cuda":
         prefer(NCCL)
         dist.init_process_group("nccl", device_id=device, **options)
@@ -166,6 +172,32 @@ def prefer(settings: dict[str, str]) -> None:
     """Set the environment variables that the user has not set."""
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+
+
+def _store_of_torchrun() -> dist.Store | None:
+    """Return torchrun's store for this attempt of a job on one machine; None on several.
+
+    The store outlives a restart, and torch uses the same keys in it again: the ranks would read the
+    addresses of ranks that are gone, and fail or wait for them.
+    """
+    if os.environ.get("GROUP_WORLD_SIZE") != "1":
+        # Each torchrun has a count of its own, so no variable names the attempt on all machines.
+        if os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
+            log.warning(
+                "after a restart the ranks would read torchrun's store of the attempt before, and "
+                "fail or hang: start by ./launch.sh, or set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+                "for torchrun"
+            )
+        return None
+    prefer(ON_LOOPBACK)
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=PHASE_LIMIT,
+        wait_for_workers=False,
+    )
+    return dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 
 def _store_on_loopback(rank: int) -> dist.Store:

@@ -1,4 +1,4 @@
-"""One process: whatever several would have to agree on is decided at once."""
+"""One process: it decides alone what several would have to agree on."""
 
 import contextlib
 import os
@@ -27,31 +27,34 @@ class World:
 
 
 class Group:
-    """What several processes would do together: one process returns at once."""
+    """The methods by which several processes agree: one process returns at once."""
 
-    rank, size, process_group = 0, 1, None
+    rank = 0
+    size = 1
+    process_group = None
     is_first = True
+    # What the process does, for the line that a stop signal prints.
     doing = "step"
 
     def __init__(self, world: World | None = None) -> None:
-        """There is nobody to agree with."""
+        """Keep nothing: there is no other process."""
 
     def __str__(self) -> str:
         return ""
 
     @contextlib.contextmanager
     def phase(self, doing: str) -> Iterator[None]:
-        """Take as long as it takes: nobody waits for this process."""
+        """Name what the block does; it may take any time, since no process waits for this one."""
         self.doing = doing
         yield
         self.doing = "step"
 
     def prove_shared(self, folder: Path) -> None:
-        """Nobody else has to see what this process writes."""
+        """Do nothing: no other process has to see what this one writes."""
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """A block of host work; its errors become a RankError, except those of the user."""
+        """Run a block of host work; its errors become a RankError, but a UserError stays one."""
         try:
             yield
         except (UserError, RankError):
@@ -60,27 +63,31 @@ class Group:
             raise RankError(f"{type(error).__name__}: {error}") from error
 
     def broadcast(self, value: T) -> T:
-        """The value itself."""
+        """Return the value itself."""
         return value
 
     def gather(self, value: T) -> list[T]:
-        """The value of the one process."""
+        """Return the value of the one process."""
         return [value]
 
     def any(self, flag: bool) -> bool:
-        """The flag itself."""
+        """Return the flag itself."""
         return flag
 
     def exchange(self, flags: list[int]) -> list[int]:
-        """The flags themselves."""
+        """Return the flags themselves."""
         return flags
 
     def settle(self) -> None:
-        """No exchange is ever under way."""
+        """Do nothing: no exchange is ever under way."""
+
+
+def require_same_model(model: Any, world: World) -> None:
+    """Do nothing: no other process has built a model."""
 
 
 def launcher() -> str | None:
-    """No launcher is needed."""
+    """Return None: no launcher started this process."""
     return None
 
 
@@ -94,14 +101,14 @@ def join(config: ParallelConfig, device_name: str) -> World:
 
 
 def leave(world: World) -> None:
-    """Nothing to leave."""
+    """Do nothing: there is no process group."""
 
 
 def regrouping(told_to_stop: Callable[[], bool]) -> bool:
-    """No other machine can join or leave."""
+    """Return False: no other machine can join or leave."""
     return False
 
 
 def monitors(state: Any, run_dir: Path, group: Group) -> tuple[list[Any], list[Any]]:
-    """Nobody waits for this process, so nothing watches it."""
+    """Return no callbacks: no process waits for this one, so nothing watches it."""
     return [], []

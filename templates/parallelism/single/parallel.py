@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from ..train import State
     from . import World
 
-SHARDED = False  # in place, with hooks on the modules
+# Whether `wrap` shards the model in place, with hooks on its modules.
+SHARDED = False
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,18 @@ def check_ranks(config: ParallelConfig, ranks: int) -> None:
         )
 
 
+def reduces_each_micro_batch(config: ParallelConfig) -> bool:
+    """Return whether the ranks sum gradients after each micro-batch, not once in a step."""
+    return False
+
+
+def reshards_after_forward(config: ParallelConfig) -> bool:
+    """Return whether a block's weights are gathered for forward, and again for backward."""
+    return False
+
+
 def build(make: Callable[[], nn.Module], world: "World") -> nn.Module:
-    """The model that `make` builds."""
+    """Build the model."""
     return make()
 
 
@@ -43,16 +54,16 @@ def wrap(
     world: "World",
     compute_dtype: torch.dtype,
 ) -> nn.Module:
-    """Move the model to its device; returns the module to call."""
+    """Move the model to its device; return the module to call."""
     return model.to(world.device)
 
 
 def warm_up(module: nn.Module, step: Callable[[], object]) -> None:
-    """Nothing is summed over processes."""
+    """Do nothing: no gradient is summed over processes."""
 
 
 def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any:
-    """`compute_loss` of a batch: matrix products in the run's dtype, the rest in float32."""
+    """Compute the loss of a batch: matrix products in the run's dtype, the rest in float32."""
     if state.compute_dtype == torch.float32:
         return compute_loss(state.module, batch)
     with torch.autocast(state.world.device.type, state.compute_dtype):
@@ -60,37 +71,37 @@ def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any
 
 
 def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
-    """Context of one micro-batch's forward and backward; `last` of its step or not."""
+    """Wrap a micro-batch's forward and backward: nothing is reduced, in the last one either."""
     return contextlib.nullcontext()
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this process holds: all of it."""
+    """Return the part of a tensor that this process holds: all of it."""
     return tensor
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor."""
+    """Return the full tensor, which this process has."""
     return tensor
 
 
 def shard_like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Shard a full `source` as `target` is sharded: it is not."""
+    """Return the full `source`, since `target` is not sharded."""
     return source
 
 
 def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Like `tensor`, with `part` in its place."""
+    """Return a tensor like `tensor`, of which this process holds `part`: all of it."""
     return part
 
 
 def replicas(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
-    """How many processes hold a tensor, and the index of this one among them."""
+    """Return how many processes hold a tensor, and the index of this one among them."""
     return 1, 0
 
 
 def total_norm(gradients: list[torch.Tensor], world: "World") -> torch.Tensor:
-    """2-norm of all gradients together, a scalar on the device."""
+    """Compute the 2-norm of all gradients together: a scalar on the device."""
     # As torch.nn.utils.get_total_norm, which first sorts by device and dtype for twice the cost.
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
@@ -100,22 +111,26 @@ def divide_work(
     like: list[torch.Tensor],
     work: Callable[[list[torch.Tensor]], list[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """`work` on the matrices, divided among the processes."""
+    """Do `work` on the matrices, all of them in this process."""
     return work(matrices)
 
 
 def all_reduce(tensor: torch.Tensor, world: "World") -> torch.Tensor:
-    """Sum over the processes: the tensor itself."""
+    """Return the tensor itself, the sum over one process."""
     return tensor
 
 
+def require_gradients(state: "State") -> None:
+    """Do nothing: no other process would wait for a gradient that is missing here."""
+
+
 def agree_on_buffers(running: Any, step: int, world: "World") -> None:
-    """No other process has buffers that could differ."""
+    """Do nothing: no other process has buffers that could differ."""
 
 
 def require_same(values: dict[str, Any], world: "World") -> None:
-    """No other process has values that could differ."""
+    """Do nothing: no other process has values that could differ."""
 
 
 def compare_loaded(tensors: Iterable[torch.Tensor], world: "World") -> None:
-    """No other process has loaded anything."""
+    """Do nothing: no other process has loaded anything."""

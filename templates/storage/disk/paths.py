@@ -6,29 +6,31 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..distributed import Group
 from ..errors import UserError
 from ..files import read_json
-from . import PUBLISHED, step_name
+from . import PUBLISHED, LocalFiles, step_name
 
 Place = Path
 DAMAGED = re.compile(r"step_\d{8,}\.damaged-\d+")
-URL = re.compile(r"[a-zA-Z][\w+.-]+:/.*")  # with one slash too: pathlib folds two into one
+# One slash is enough, since pathlib folds two into one.
+URL = re.compile(r"[a-zA-Z][\w+.-]+:/.*")
 NO_STORE = "which this project cannot open: render it with storage=object_store"
 
 
 def storage_path(where: Path | str) -> Path:
-    """A path; UserError for the address of an object store."""
+    """Return a path; UserError for the address of an object store."""
     if URL.fullmatch(str(where)):
         raise UserError(f"{where} is the address of an object store, {NO_STORE}")
     return Path(where)
 
 
 def checkpoints_of(run: Path) -> Path:
-    """Where a run has its checkpoints; UserError if its settings name an object store."""
-    directory, url = run / "checkpoints", None
+    """Return the folder of a run's checkpoints; UserError if its settings name an object store."""
+    directory = run / "checkpoints"
+    url = None
     with contextlib.suppress(UserError, KeyError, TypeError):
         url = read_json(run / "config.json")["checkpoint"]["url"]
     if url and not directory.exists():
@@ -37,37 +39,35 @@ def checkpoints_of(run: Path) -> Path:
 
 
 def published(directory: Path) -> list[Path]:
-    """Published checkpoints, oldest first, good or not."""
+    """Return the published checkpoints, oldest first, good or not."""
     names = os.listdir(directory) if directory.is_dir() else []
     steps = [int(name.removeprefix("step_")) for name in names if PUBLISHED.fullmatch(name)]
     return [directory / step_name(step) for step in sorted(steps)]
 
 
 def damaged(directory: Path) -> list[str]:
-    """The names of damaged checkpoints that were set aside."""
-    return sorted(filter(DAMAGED.fullmatch, os.listdir(directory) if directory.is_dir() else ()))
+    """Return the names of the damaged checkpoints that were set aside."""
+    names = os.listdir(directory) if directory.is_dir() else []
+    return sorted(name for name in names if DAMAGED.fullmatch(name))
 
 
-def open_regular(path: Path) -> Any:
+def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading; OSError for a link, a device or a pipe."""
-    # Nothing else is opened at all: opening a pipe waits for a writer.
+    # Anything else must not even be opened: opening a pipe waits for a writer.
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
-    return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    return open(descriptor, "rb")
 
 
-def local_copy(
-    path: Path, manifest: dict[str, Any], group: Group | None = None
-) -> tuple[Path, int, int]:
-    """Where the files of a checkpoint are, this rank among those that read them there, and ranks.
-
-    They are not copied: they are on a disk that all ranks see.
-    """
+def local_copy(path: Path, manifest: dict[str, Any], group: Group | None = None) -> LocalFiles:
+    """Return the folder with the files of a checkpoint, which all ranks read; nothing is copied."""
+    # A checkpoint that was copied here from an object store has its files in a folder of its own.
     folder = path / manifest.get("folder", "")
     if group is None:
-        return folder, 0, 1
-    return folder, group.rank, group.size
+        return LocalFiles(folder, rank=0, ranks=1)
+    return LocalFiles(folder, group.rank, group.size)
 
 
 def release_copies() -> None:
-    """Nothing to remove: nothing was copied."""
+    """Do nothing, since nothing was copied."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..distributed import Group
+from ..distributed.stop import Stop
 from .paths import checkpoints_of
 from .publish import Publisher, RetentionConfig
 
@@ -15,14 +16,19 @@ C = TypeVar("C")
 class StorageConfig(RetentionConfig):
     """Checkpoints on disk."""
 
-    far = False  # they are in the run directory
+    # Whether the run directory has no checkpoints.
+    far = False
 
 
 def open_storage(run_dir: Path, config: StorageConfig, group: Group, identity: Any) -> Publisher:
-    """What publishes and finds the checkpoints of a run; UserError if it has them in a store."""
+    """Return what publishes and finds a run's checkpoints; UserError if a store has them."""
     return Publisher(checkpoints_of(run_dir), config, group)
 
 
 def on_disk(config: C) -> C:
-    """The settings of a run on this machine's disk: these."""
+    """Return the settings of a run that saves to this machine's disk: these do."""
     return config
+
+
+def end_in_time(stop: Stop) -> None:
+    """Do nothing: only requests to a store have to end before the launcher kills this process."""

@@ -1,4 +1,4 @@
-"""Files of checkpoints, on disk or in an object store: find them, open them, fetch them."""
+"""Files of checkpoints, on disk or in an object store: find them, open them, download them."""
 
 import atexit
 import contextlib
@@ -12,151 +12,186 @@ import stat
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TextIO
 
 from ..distributed import Group
 from ..errors import UserError
 from ..files import read_json
-from . import MANIFEST, PUBLISHED, step_name
+from . import MANIFEST, PUBLISHED, LocalFiles, step_name
 from .object_store import URL, RemotePath, remote, remote_of
 
-Place = Any  # a Path or a RemotePath, by the settings: either has what a checkpoint needs
+# A Path or a RemotePath, by the settings of the run: both have the methods that are used here.
+Place = Any
+# Where a damaged checkpoint is set aside: on disk its folder, in a store its manifest is renamed.
 DAMAGED = re.compile(r"(step_\d{8,}|manifest\.json)\.damaged-\d+")
-TRANSFERS = 4  # files that a rank fetches or sends at a time
-scratch: dict[Path, Any] = {}  # folders of this process in TMPDIR, with the locks that it holds
-copies: dict[RemotePath, Path] = {}  # what was fetched, and where it is
+# Files that a rank downloads or uploads at a time.
+TRANSFERS = 4
+# The temporary folders of this process, each with the open file whose lock it holds.
+temporary_folders: dict[Path, TextIO] = {}
+# What was downloaded, and where it is.
+copies: dict[RemotePath, Path] = {}
 
 
 def storage_path(where: Path | str | RemotePath) -> Place:
-    """A path, or the place in a store that a URL names; UserError for a URL that cannot be used."""
+    """Return a path on disk, or that in a store; UserError for a URL that cannot be opened."""
     if isinstance(where, RemotePath):
         return where
-    return remote(str(where)) if URL.fullmatch(str(where)) else Path(where)
+    if URL.fullmatch(str(where)):
+        return remote(str(where))
+    return Path(where)
 
 
 def checkpoints_of(run: Place) -> Place:
-    """Where a run has its checkpoints: in the store that its settings name, else in itself.
+    """Return the folder of a run's checkpoints: in the store that its settings name, or on disk.
 
-    A URL is the place itself.
+    A run that is given by its address in a store is that folder itself.
     """
     if isinstance(run, RemotePath):
         return run
     url = None
     with contextlib.suppress(UserError, KeyError, TypeError):
         url = read_json(run / "config.json")["checkpoint"]["url"]
-    return remote_of(run, url) if url else run / "checkpoints"
+    if url:
+        return remote_of(run, url)
+    return run / "checkpoints"
 
 
 def names_in(folder: Place) -> list[str]:
-    """The names in a folder, none if it is not there."""
+    """Return the names in a folder, none if it does not exist."""
     if isinstance(folder, RemotePath):
-        return [*folder.sizes()]
+        return list(folder.sizes())
     return os.listdir(folder) if folder.is_dir() else []
 
 
-def steps(directory: Place) -> list[Place]:
-    """The folders of checkpoints, oldest first, finished or not."""
+def step_folders(directory: Place) -> list[Place]:
+    """Return the folders of checkpoints, oldest first, published or not."""
     names = [name for name in names_in(directory) if PUBLISHED.fullmatch(name)]
     steps = [int(name.removeprefix("step_")) for name in names]
     return [directory / step_name(step) for step in sorted(steps)]
 
 
 def published(directory: Place) -> list[Place]:
-    """Published checkpoints, oldest first, good or not."""
-    # On a disk one without a manifest is damaged; in a store it was never finished.
-    is_far = isinstance(directory, RemotePath)
-    return [path for path in steps(directory) if not is_far or (path / MANIFEST).exists()]
+    """Return the published checkpoints, oldest first, good or not."""
+    folders = step_folders(directory)
+    if not isinstance(directory, RemotePath):
+        # On disk a rename published it, so without a manifest it is damaged.
+        return folders
+    # In a store only the manifest publishes it.
+    return [folder for folder in folders if (folder / MANIFEST).exists()]
 
 
 def damaged(directory: Place) -> list[str]:
-    """The names of damaged checkpoints that were set aside."""
-    names = names_in(directory)
-    if isinstance(directory, RemotePath):
-        names = [f"{path.name}/{name}" for path in steps(directory) for name in path.sizes()]
-    return sorted(name for name in names if DAMAGED.fullmatch(name.rpartition("/")[2]))
+    """Return the names of the damaged checkpoints that were set aside."""
+    if not isinstance(directory, RemotePath):
+        return sorted(name for name in names_in(directory) if DAMAGED.fullmatch(name))
+    found: list[str] = []
+    for folder in step_folders(directory):
+        for name in folder.sizes():
+            if DAMAGED.fullmatch(name):
+                found.append(f"{folder.name}/{name}")
+    return sorted(found)
 
 
-def open_regular(path: Place) -> Any:
+def open_regular(path: Place) -> BinaryIO:
     """Open an object or a regular file for reading; OSError for a link, a device or a pipe."""
     if isinstance(path, RemotePath):
         return io.BytesIO(path.read())
-    # Nothing else is opened at all: opening a pipe waits for a writer.
+    # Anything else must not even be opened: opening a pipe waits for a writer.
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
-    return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    return open(descriptor, "rb")
 
 
-def local_copy(
-    path: Place, manifest: dict[str, Any], group: Group | None = None
-) -> tuple[Path, int, int]:
-    """Where the files of a checkpoint are, this rank among those that read them there, and ranks.
+def local_copy(path: Place, manifest: dict[str, Any], group: Group | None = None) -> LocalFiles:
+    """Return a folder on this machine with the files of a checkpoint.
 
-    On disk they are where they are, and all ranks read them. Of a store each machine fetches a copy
-    into TMPDIR, which its ranks share, and which needs room for it until `release_copies`. With a
-    `group` that is a new copy, and this a collective call.
+    On disk all ranks read the files where they are. From a store each machine downloads a copy into
+    TMPDIR, which its ranks share, and which takes up room until `release_copies`. With a `group`
+    this always downloads, and is collective: an error on any rank is raised on all of them. Without
+    one it returns the copy that this process has, and downloads only if there is none.
     """
-    own = group or Group()
+    ranks = group or Group()
     if not isinstance(path, RemotePath):
-        return path / manifest.get("folder", ""), own.rank, own.size
-    rank, ranks = 0, 1
-    if own.size > 1:
-        rank = int(os.environ.get("LOCAL_RANK", 0))
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if group or path not in copies:
+        return LocalFiles(path / manifest.get("folder", ""), ranks.rank, ranks.size)
+    local_rank = 0
+    local_ranks = 1
+    if ranks.size > 1:
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if group is not None or path not in copies:
         release_copies()
         made = ""
-        with own.together():
-            if rank == 0:  # of this machine, whose other ranks learn of its folder
-                made = str(make_scratch())
-        folders = own.broadcast(own.gather(made))
-        folder = Path(folders[own.rank - rank])
-        copies[path] = folder / path.name if not manifest and path.is_file() else folder
-        with own.together():
-            fetch(path, manifest, folder, rank, ranks)
-    return copies[path], rank, ranks
+        with ranks.together():
+            if local_rank == 0:
+                made = str(make_temporary_folder())
+        made_by_rank = ranks.broadcast(ranks.gather(made))
+        first_here = ranks.rank - local_rank
+        folder = Path(made_by_rank[first_here])
+        with ranks.together():
+            copies[path] = download(path, manifest, folder, local_rank, local_ranks)
+    return LocalFiles(copies[path], local_rank, local_ranks)
 
 
-def fetch(path: RemotePath, manifest: dict[str, Any], folder: Path, rank: int, ranks: int) -> None:
-    """Copy this rank's share of a checkpoint's files, or those of a folder, or a file."""
-    source = path / manifest["folder"] if manifest.get("folder") else path
-    names = manifest.get("files") or path.sizes()
-    sources = {name: source / name for name in names} or {path.name: path}
+def download(
+    path: RemotePath, manifest: dict[str, Any], folder: Path, local_rank: int, local_ranks: int
+) -> Path:
+    """Download a checkpoint, a folder or one object; return where it is in `folder`.
 
-    def copy(name: str) -> None:
-        # One that is missing, or not as it was saved, is damage, which verifying finds.
-        try:
-            sources[name].fetch(folder / name)
-        except OSError as error:
-            (folder / name).unlink(missing_ok=True)
-            if error.errno not in (errno.ENOENT, errno.EBADMSG):
-                raise
-
+    Every rank of a machine downloads some of the files of a checkpoint.
+    """
+    if not manifest and path.is_file():
+        download_file(path, folder / path.name)
+        return folder / path.name
+    source = path
+    if manifest.get("folder"):
+        source = path / manifest["folder"]
+    names = sorted(manifest.get("files") or path.sizes())
+    mine = names[local_rank::local_ranks]
+    sources = [source / name for name in mine]
+    targets = [folder / name for name in mine]
     with ThreadPoolExecutor(TRANSFERS) as pool:
-        list(pool.map(copy, sorted(sources)[rank::ranks]))
+        # The list waits for all, and raises the first error.
+        list(pool.map(download_file, sources, targets))
+    return folder
+
+
+def download_file(source: RemotePath, target: Path) -> None:
+    """Download one object; leave no file if the object is missing or damaged."""
+    try:
+        source.fetch(target)
+    except OSError as error:
+        target.unlink(missing_ok=True)
+        # Such damage is no error here: the check of the files then finds that one is missing.
+        if error.errno not in (errno.ENOENT, errno.EBADMSG):
+            raise
 
 
 @atexit.register
 def release_copies() -> None:
-    """Remove what was fetched."""
+    """Remove what was downloaded."""
     copies.clear()
-    for folder in [*scratch]:
-        remove_scratch(folder)
+    for folder in list(temporary_folders):
+        remove_temporary_folder(folder)
 
 
-def make_scratch() -> Path:
-    """A new folder in TMPDIR; removes those of processes that were killed."""
-    for path in Path(tempfile.gettempdir()).glob("checkpoint-*/.lock"):
-        if path.parent not in scratch:
-            with contextlib.suppress(OSError), path.open("r+") as lock:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its process would hold it
-                shutil.rmtree(path.parent, ignore_errors=True)
+def make_temporary_folder() -> Path:
+    """Make a folder in TMPDIR, after removing the folders of processes that were killed."""
+    for lock_file in Path(tempfile.gettempdir()).glob("checkpoint-*/.lock"):
+        if lock_file.parent in temporary_folders:
+            continue
+        # The lock of a process that lives cannot be taken (OSError).
+        with contextlib.suppress(OSError), lock_file.open("r+") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock_file.parent, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-"))
-    scratch[folder] = (folder / ".lock").open("w")
-    fcntl.lockf(scratch[folder], fcntl.LOCK_EX)
+    lock = (folder / ".lock").open("w")
+    fcntl.lockf(lock, fcntl.LOCK_EX)
+    temporary_folders[folder] = lock
     return folder
 
 
-def remove_scratch(folder: Path) -> None:
-    """Remove a folder that `make_scratch` made."""
+def remove_temporary_folder(folder: Path) -> None:
+    """Remove a folder that `make_temporary_folder` made, and release its lock."""
     shutil.rmtree(folder, ignore_errors=True)
-    scratch.pop(folder).close()
+    temporary_folders.pop(folder).close()

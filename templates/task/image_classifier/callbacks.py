@@ -7,7 +7,8 @@ A callback has any of these methods (train.py calls them):
                                         None at steps without one
     after_validation(state, figures)    e.g. {"validation_loss": 1.2}
 
-`state` is train.State: model, optimizer, step, config; `state.finish("why")` ends the run. A
+`state` is train.State: `state.model` is your model, unwrapped; there are also optimizer, step and
+config. `state.finish("why")` ends the run. A
 callback may be a context manager, entered before the first step and left after the last one. If it
 has `state_dict()` and `load_state_dict(state)`, checkpoints store its state as JSON. An exception
 in a callback ends the run, unless its class sets `harmless = True`: then the first exception is a
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from .device import move
 from .files import replace_file
+from .run.model_state import evaluation_mode
 from .sampling import fetch, fixed_subset
 
 if TYPE_CHECKING:
@@ -68,11 +70,8 @@ class WorstMistakes:
         chosen = fixed_subset(len(state.validation), state.config.train.micro_batch_size)
         batch = move(fetch(state.validation, chosen), state.world.device)
         # All ranks run the model, since it may be sharded.
-        state.module.eval()
-        try:
+        with evaluation_mode(state.module):
             logits = state.module(batch["images"]).float()
-        finally:
-            state.module.train()
         if state.world.rank == 0:
             labels = batch["labels"]
             guesses = logits.argmax(dim=1)

@@ -7,7 +7,8 @@ A callback has any of these methods (train.py calls them):
                                         None at steps without one
     after_validation(state, figures)    e.g. {"validation_loss": 1.2}
 
-`state` is train.State: model, optimizer, step, config; `state.finish("why")` ends the run. A
+`state` is train.State: `state.model` is your model, unwrapped; there are also optimizer, step and
+config. `state.finish("why")` ends the run. A
 callback may be a context manager, entered before the first step and left after the last one. If it
 has `state_dict()` and `load_state_dict(state)`, checkpoints store its state as JSON. An exception
 in a callback ends the run, unless its class sets `harmless = True`: then the first exception is a
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 
 from .files import replace_file
+from .run.model_state import evaluation_mode
 from .sampling import fetch
 
 if TYPE_CHECKING:
@@ -62,11 +64,8 @@ class Sample:
         sample = fetch(state.validation, np.array([0]))["tokens"][0]
         prompt = sample[: self.prompt_length].tolist()
         # All ranks generate, since the model may be sharded.
-        state.module.eval()
-        try:
+        with evaluation_mode(state.module):
             tokens = prompt + list(generate(state.module, prompt, context, options))
-        finally:
-            state.module.train()
         if state.world.rank == 0:
             text = b"".join(decode(tokens, state.spec)).decode(errors="replace")
             log.info("sample at step %d: %r", state.step, text)

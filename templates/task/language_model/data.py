@@ -19,8 +19,17 @@ import torch
 from torch import Tensor
 
 from .errors import UserError
-from .files import check_regular, fingerprint, fingerprint_files, warn_left_out
-from .text import TextConfig, described, fingerprint_of_text, splits_of
+from .files import check_regular, fingerprint, fingerprint_files, walk_folders, warn_left_out
+from .text import (
+    TextConfig,
+    described,
+    fingerprint_of_text,
+    has_json_lines,
+    is_json,
+    splits_of,
+    texts_in,
+    warn_of_json_as_text,
+)
 
 if TYPE_CHECKING:
     from .config import Config
@@ -31,7 +40,8 @@ class DataConfig(TextConfig):
     """Text, or tokens."""
 
     path: Path | None = None
-    """A text file, a .bin file of tokens, or a folder (default: the Python standard library)."""
+    """A text file (of JSON lines their "text"), a .bin file of tokens, or a folder (default: the
+    Python standard library)."""
     context: int = 128
     """Context length, in tokens."""
     vocabulary: int = 0
@@ -145,12 +155,20 @@ class Chunks:
         length, width = self.context + 1, self.kind.itemsize
         if not isinstance(path := self.sources[source], Path):
             return path[start : start + length]
-        if source not in self.files:
-            while len(self.files) >= MOST_OPEN:
-                self.files.pop(next(iter(self.files))).close()
-            self.files[source] = open(path, "rb", buffering=0)  # noqa: SIM115 - kept open
-        # Not mapped: for a stretch anywhere the system would read far around it.
-        content = os.pread(self.files[source].fileno(), length * width, start * width)
+        try:
+            if source not in self.files:
+                while len(self.files) >= MOST_OPEN:
+                    self.files.pop(next(iter(self.files))).close()
+                self.files[source] = open(path, "rb", buffering=0)  # noqa: SIM115 - kept open
+            # Not mapped: for a stretch anywhere the system would read far around it.
+            content = os.pread(self.files[source].fileno(), length * width, start * width)
+        except OSError as error:
+            raise UserError(f"{path} can no longer be read: {error.strerror}") from None
+        if len(content) < length * width:
+            raise UserError(
+                f"{path} has become shorter since this run began to read it: put the file back as "
+                "it was; then the same command resumes"
+            )
         return np.frombuffer(content, self.kind)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -179,6 +197,7 @@ def read_text(path: Path, ending: str) -> list[list[np.ndarray]]:
     """All text at `path` in files named so, as bytes (uint8): for training, for validation."""
     texts: dict[Path, bytes] = {}
     left_out: list[Path] = []
+    json_as_text: list[Path] = []
     for file in text_files(path, ending) if path.is_dir() else [path]:
         if ending and not file.is_file():
             continue  # the system's own folder may have links to nothing
@@ -186,10 +205,16 @@ def read_text(path: Path, ending: str) -> list[list[np.ndarray]]:
         content = file.read_bytes()
         if b"\0" in content:  # UTF-16, or no text
             left_out.append(file)
-        else:
-            texts[file.relative_to(path)] = content
+            continue
+        if has_json_lines(file, "text"):
+            with open(file, "rb") as lines:
+                content = b"\0".join(texts_in(lines, "text", len(content)))
+        elif is_json(file):
+            json_as_text.append(file)
+        texts[file.relative_to(path)] = content
     if not ending:  # the user's own
         warn_left_out(left_out, "not UTF-8 text (NUL bytes, as UTF-16 has)")
+        warn_of_json_as_text(json_as_text)
     parts: dict[str, list[bytes]] = {"train": [], "val": [], "test": []}
     for split, (name, content) in zip(splits_of([*texts]), texts.items(), strict=True):
         # The same on every machine, and when files are added.
@@ -203,7 +228,9 @@ def read_text(path: Path, ending: str) -> list[list[np.ndarray]]:
 
 def text_files(folder: Path, ending: str) -> Iterator[Path]:
     """Files below a folder, in a fixed order, without hidden and installed ones."""
-    for parent, folders, files in os.walk(folder):
+    # Links are followed in a folder of the user's, not in the system's own.
+    walked = os.walk(folder) if ending else walk_folders(folder)
+    for parent, folders, files in walked:
         left_out = ("site-packages", "__pycache__")
         folders[:] = sorted(f for f in folders if f not in left_out and f[0] != ".")
         yield from (Path(parent, f) for f in sorted(files) if f.endswith(ending) and f[0] != ".")

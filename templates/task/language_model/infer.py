@@ -33,11 +33,15 @@ def infer(model: nn.Module, spec: Spec, config: Config, options: InferConfig) ->
     """Print the prompt and the model's continuation, token by token."""
     prompt = encode(options.prompt, spec)
     tokens = itertools.chain(prompt, generate(model, prompt, config.data.context, options))
+    # Bytes, since one character may come in several tokens. A notebook only takes text.
+    stdout = getattr(sys.stdout, "buffer", None)
     try:
-        # Bytes, since one character may come in several tokens.
         for text in decode(tokens, spec):
-            sys.stdout.buffer.write(text)
-            sys.stdout.buffer.flush()
+            if stdout is None:
+                print(text.decode(errors="replace"), end="")
+            else:
+                stdout.write(text)
+                stdout.flush()
     finally:
         print()
 

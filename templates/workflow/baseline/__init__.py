@@ -19,7 +19,7 @@ class WorkflowConfig:
 
 
 def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:
-    """Run one of `COMMANDS`; `parse(kind)` reads settings of that kind from the arguments."""
+    """Run one of `COMMANDS`; `parse` reads the settings of a class from the arguments."""
     from ..checkpoint.storage import on_disk
     from .baseline import measure
     from .stage import StageConfig

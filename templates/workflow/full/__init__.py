@@ -14,7 +14,6 @@ STAGES = stages.STAGES
 COMMANDS = stages.COMMANDS | {
     "compare": "Tell what is better or worse in one run, or result of a stage, than in another.",
 }
-stages.MODULES["baseline"] = "tuning"  # which measures the baseline, and then searches
 
 
 @dataclass(frozen=True)
@@ -26,14 +25,23 @@ class WorkflowConfig(stages.WorkflowConfig):
 
 
 def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:
-    """Run one of `COMMANDS`; `parse(kind)` reads settings of that kind from the arguments."""
+    """Run one of `COMMANDS`; `parse` reads the settings of a class from the arguments."""
     if name == "compare":
         from .compare import CompareConfig, compare
 
         return compare(parse(CompareConfig))
+    if name == "baseline":
+        # In this project the stage also searches for faster settings.
+        from ..checkpoint.storage import on_disk
+        from .stage import StageConfig
+        from .tuning import measure
+
+        return measure(on_disk(parse(StageConfig)))
     if name == "workflow":
         from .stage import StageConfig, stage_file
 
-        if (config := parse(StageConfig)).workflow.expect:  # which may expect other figures by now
+        config = parse(StageConfig)
+        if config.workflow.expect:
+            # The file may expect other losses by now, so the baseline is measured again.
             stage_file(config.directory, "baseline").unlink(missing_ok=True)
     return stages.run_command(name, arguments, parse)

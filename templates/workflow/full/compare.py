@@ -19,7 +19,7 @@ from ..files import flatten, read_json
 from ..run.hardware import in_units
 from ..run.journal import finite, read_records
 from . import STAGES
-from .chain import has_effect, own_metrics, read_stage, result_in
+from .chain import has_effect, read_stage, result_in, user_metrics
 from .interleaved import Interval, median_interval
 from .timing import differences, spread
 
@@ -101,7 +101,11 @@ def content_of_run(path: Path) -> Content:
     records = list(read_records(path))
     figures: Content = {"records": len(records)}
     for name in ("loss", "validation_loss"):
-        figures[f"{name}es"] = {r["step"]: r[name] for r in records if name in r}
+        losses: dict[int, Any] = {}
+        for record in records:
+            if name in record:
+                losses[record["step"]] = record[name]
+        figures[f"{name}es"] = losses
     for name in OF_RUN:
         # Without the first record, which includes warm-up and compilation.
         values = finite_values(records[1:], name)
@@ -109,7 +113,7 @@ def content_of_run(path: Path) -> Content:
             figures[name] = max(values) if name.endswith("bytes") else spread(values)
     # The metrics of your code have no verdict: only you know whether more of them is better.
     names: list[str] = []
-    for metric in own_metrics(records):
+    for metric in user_metrics(records):
         names += [metric, f"validation_{metric}"]
     last: dict[str, float] = {}
     for record in records:
@@ -147,8 +151,10 @@ def another_machine(a: Content, b: Content) -> str:
     if a["versions"]["torch"] != b["versions"]["torch"]:
         return f"torch {a['versions']['torch']} and {b['versions']['torch']}"
     # Only a training run has ranks.
-    if a.get("ranks") and b.get("ranks") and a["ranks"] != b["ranks"]:
-        return f"{a['ranks']} and {b['ranks']} ranks"
+    ranks_of_a = a.get("ranks")
+    ranks_of_b = b.get("ranks")
+    if ranks_of_a and ranks_of_b and ranks_of_a != ranks_of_b:
+        return f"{ranks_of_a} and {ranks_of_b} ranks"
     return ""
 
 
@@ -270,7 +276,9 @@ def verdict_of_losses(name: str, a: dict[int, float], b: dict[int, float]) -> tu
         return name, "not comparable: no step in common"
     last = steps[-1]
     line = f"{name} at step {last} {a[last]:.4f} -> {b[last]:.4f}"
-    if not any(differences([a[step] for step in steps], [b[step] for step in steps])):
+    losses_of_a = [a[step] for step in steps]
+    losses_of_b = [b[step] for step in steps]
+    if not differences(losses_of_a, losses_of_b).any():
         return line, "the same to the bit"
     later = steps[len(steps) // 2 :]
     lost_in_a = sum(math.isnan(a[step]) for step in later)

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..distributed import leave
 from ..run.hardware import in_units, usable_cores
-from ..sampling import Loader, shares
+from ..sampling import Loader, micro_batches
 from ..train import State
 from . import baseline
 from .chain import flag, recommend, typed_settings
@@ -40,7 +40,7 @@ def measure(config: StageConfig) -> int:
     try_micro_batches(stage, state)
     wait = float(steps.waits.mean())
     waited = wait / float(steps.seconds.mean())
-    workers = 2 * config.train.loader_workers or 2
+    workers = max(2, 2 * config.train.loader_workers)
     advice = f"{baseline.CHEAPER}, or read ahead with --train.loader-workers {workers}"
     slow = waited >= baseline.DATA_WAIT_LIMIT and wait >= baseline.NEGLIGIBLE_WAIT
     # What is typed stays, so the gate must not pass on another number.
@@ -104,7 +104,7 @@ def try_micro_batches(stage: Stage, state: State) -> None:
     ways: dict[str, Way] = {}
     peaks: dict[int, int] = {}
     for size in sizes_to_try(given, batch, stage.figures["step_seconds"]["median"]):
-        plan = shares(batch, size, state.world.rank, state.world.size)
+        plan = micro_batches(batch, size, state.world.rank, state.world.size)
         try:
             way = without_loader(dataclasses.replace(state, plan=plan))
             peaks[size] = peak_of(way, state)
@@ -126,17 +126,21 @@ def try_micro_batches(stage: Stage, state: State) -> None:
     if len(ways) < 2:
         return
     seconds = time_interleaved(ways)
-    median = {size: float(np.median(seconds[str(size)])) for size in sorted(peaks)}
-    parts: list[str] = []
-    for size, step in median.items():
-        parts.append(f"{size}: {batch / step:,.0f} samples/s, {in_units(peaks[size])}")
-    measured = "; ".join(parts) + too_large
+    median: dict[int, float] = {}
+    texts: list[str] = []
+    for size in sorted(peaks):
+        step = float(np.median(seconds[str(size)]))
+        median[size] = step
+        texts.append(f"{size}: {batch / step:,.0f} samples/s, {in_units(peaks[size])}")
+    measured = "; ".join(texts) + too_large
     wanted = "measured, with the peak memory"
     stage.check("micro_batch", True, measured=measured, wanted=wanted)
     refused = ""
     if any(isinstance(module, _BatchNorm) for module in state.model.modules()):
         refused = "batch statistics change with it"
-    best = choose(stage, setting, given, seconds, refused) or given
+    best = choose(stage, setting, given, seconds, refused)
+    if best is None:
+        best = given
     stage.figures["micro_batch"] = {
         "best": best,
         "median_step_seconds": median,
@@ -195,7 +199,7 @@ def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | Non
     recommended = stage.figures.get("recommended", {})
     if "train.micro_batch_size" in recommended:
         size = recommended["train.micro_batch_size"]["value"]
-    plan = shares(train.global_batch_size, size, world.rank, world.size)
+    plan = micro_batches(train.global_batch_size, size, world.rank, world.size)
 
     def reading(workers: int) -> State:
         """Return the state with a loader of this many workers."""

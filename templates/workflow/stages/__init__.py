@@ -7,22 +7,19 @@ import contextlib
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..errors import RankError, UserError
+from .rank_stages import RANK_STAGES
 
-ABOUT = {
+# The stages in the order in which they build on each other, and what each does.
+STAGES = {
     "baseline": "Measure one eager process: determinism, learning, throughput, waiting for data.",
     "compile": "Try torch.compile: graph breaks, recompiles, same numbers, speedup, warm caches.",
     "profile": "Trace some steps for Perfetto: where a step's time goes, and what to try next.",
-    "scale": "Run on 1 to n processes: same losses, efficiency, memory per rank, DDP or FSDP.",
+    **RANK_STAGES,
     "checkpoint": "Drill the recovery: restore, reshard, kill, damage; say how often to save.",
 }
-MODULES = {name: name for name in ABOUT} | {"checkpoint": "recovery"}
-HERE = Path(__file__).parent
-# The stages of this project, in the order in which they build on each other.
-STAGES = {name: ABOUT[name] for name, file in MODULES.items() if (HERE / f"{file}.py").exists()}
 COMMANDS = STAGES | {
     "fit": "Tell how much memory a rank needs on a GPU, and what fits, on any machine.",
     "workflow": "Run all stages in order, up to the first failed gate; then write the report.",
@@ -49,7 +46,7 @@ class WorkflowConfig:
 
 
 def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:
-    """Run one of `COMMANDS`; `parse(kind)` reads settings of that kind from the arguments."""
+    """Run one of `COMMANDS`; `parse` reads the settings of a class from the arguments."""
     if name == "fit":
         from .fit import FitConfig, fit
 
@@ -69,4 +66,7 @@ def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -
         with contextlib.suppress(UserError, RankError):  # a crashed stage may have left nothing
             print(f"report: {publish_report(config.directory)}")
         return code
-    return importlib.import_module(f"{__package__}.{MODULES[name]}").measure(on_disk(config))
+    # The module of a stage has its name, but for the checkpoint stage.
+    module = "recovery" if name == "checkpoint" else name
+    stage = importlib.import_module(f"{__package__}.{module}")
+    return stage.measure(on_disk(config))

@@ -27,7 +27,7 @@ from ..train import setup
 from . import STAGES
 from .interleaved import TOO_NOISY, Interval, speedup_of, time_interleaved, with_loader
 from .processes import leave, plain_environment
-from .stage import PACKAGE, STATUSES, Stage, StageConfig, origin, stage_file
+from .stage import PACKAGE, STATUSES, Stage, StageConfig, lock_stage, origin, stage_file
 
 # The name of workflow/recommended.json and recommended.toml.
 RECOMMENDED = "recommended"
@@ -51,6 +51,7 @@ WITHOUT_EFFECT = {
 # The type of each key of a stage's JSON that is read.
 RESULT_TYPES = {
     "stage": str,
+    "status": str,
     "checks": list,
     "advice": list,
     "figures": dict,
@@ -77,9 +78,15 @@ def run_stages(given: StageConfig, arguments: list[str]) -> int:
     """Run each stage with these arguments in its own process; 0 if no gate failed, else 1.
 
     A stage measured before with the same settings and code is not run again, so the same command
-    continues an interrupted workflow. The first failed gate ends it, except
-    for `compile` and with `--workflow.keep-going`.
+    continues an interrupted workflow. The first failed gate ends it, except for `compile` and with
+    `--workflow.keep-going`. UserError if a workflow of this run is under way.
     """
+    with lock_stage(on_disk(given).directory, "workflow"):
+        return run_unlocked_stages(given, arguments)
+
+
+def run_unlocked_stages(given: StageConfig, arguments: list[str]) -> int:
+    """Run the stages as `run_stages` does, which has locked the workflow of this run."""
     signal.signal(signal.SIGTERM, leave)
     config = on_disk(given)
     typed = typed_settings(arguments)
@@ -194,13 +201,20 @@ def read_stage(run_dir: Path, name: str) -> dict[str, Any] | None:
 def result_in(path: Path, *stages: str) -> dict[str, Any]:
     """Return what one of these stages measured; UserError for any other file."""
     content = read_json(path)
-    complete = all(isinstance(content.get(key), kind) for key, kind in RESULT_TYPES.items())
-    if not complete or content["stage"] not in stages or content.get("status") not in [*STATUSES]:
+    if not is_complete(content) or content["stage"] not in stages:
         raise UserError(f"{path} is not a result of a stage: {' or '.join(stages)}")
     return content
 
 
-def own_metrics(records: list[dict[str, Any]]) -> list[str]:
+def is_complete(content: dict[str, Any]) -> bool:
+    """Return whether this is the JSON of a stage, with all keys that are read."""
+    for key, expected_type in RESULT_TYPES.items():
+        if not isinstance(content.get(key), expected_type):
+            return False
+    return content["status"] in STATUSES
+
+
+def user_metrics(records: list[dict[str, Any]]) -> list[str]:
     """Return the names of the metrics in metrics.jsonl that your code adds, sorted."""
     names = set[str]()
     for record in records:
@@ -346,5 +360,6 @@ def time_steps(configs: dict[str, StageConfig]) -> dict[str, list[float]]:
     # The first steps compile, which must not be timed.
     for way in ways.values():
         way(2)
+    # Each window has whole rounds of loader workers, whichever settings it times.
     workers = [max(1, config.train.loader_workers) for config in configs.values()]
     return time_interleaved(ways, multiple=math.lcm(*workers))

@@ -157,8 +157,8 @@ def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
     """
     checkpointer = resume(state, run_dir, group)
     quiet = record_steps(state, QUIET_STEPS).seconds[1:]
-    own = time_own_saves(state, checkpointer)
-    ranks: list[SaveTimes] = group.gather(own)
+    times = save_and_restore(state, checkpointer)
+    ranks: list[SaveTimes] = group.gather(times)
     blocked = np.max([rank.blocked for rank in ranks], axis=0)
     published = np.max([rank.published for rank in ranks], axis=0)
     return {
@@ -169,7 +169,7 @@ def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
     }
 
 
-def time_own_saves(state: State, checkpointer: Checkpointer) -> SaveTimes:
+def save_and_restore(state: State, checkpointer: Checkpointer) -> SaveTimes:
     """Save several times and restore once; return the times of this rank."""
     blocked = np.zeros(SAVES)
     published = np.zeros(SAVES)

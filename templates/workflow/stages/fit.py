@@ -1,36 +1,30 @@
 """Memory that a rank needs on a GPU, and its highest possible speed, computed without a GPU.
 
-The project's own setup and step run as one rank of many on fake tensors, which have shapes but no
-data. A dispatch mode sees every operator, and every tensor from its creation until it is freed.
+The project's own setup and step run as one rank of many on fake tensors (fake_tensors.py). A
+dispatch mode sees every operator, and every tensor from its creation until it is freed (meter.py).
 The speed is a roofline bound (Williams et al., 2009): an operator takes as long as its FLOPs at the
 GPU's peak, or as the bytes that it reads and writes at the GPU's bandwidth. For compiled code only
 the matrix products count.
 """
 
 import argparse
-import contextlib
 import math
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, cast
-from unittest.mock import patch
+from typing import cast
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
-from .. import train as loop
-from ..checkpoint.tensors import create_optimizer_state
 from ..config import Config, override
-from ..distributed import World, parallel
+from ..distributed import parallel
 from ..errors import UserError
 from ..run.hardware import PEAK_BF16_TFLOPS, in_units
+from ..sampling import MicroBatch
+from ..train import State, train_step
+from .fake_tensors import one_rank, read_batch
 from .meter import Meter
 from .processes import named, refusal
 from .stage import PACKAGE
@@ -67,56 +61,6 @@ GPUS = {
     "MI300X": Gpu(192, 5.3),
 }
 
-# The functions that run on a CPU, before `one_rank` replaces them in torch.nn.functional.
-CPU_ATTENTION = F.scaled_dot_product_attention
-CPU_DROPOUT = torch.native_dropout
-
-
-def attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
-    """Compute attention by the flash kernel, where the shapes allow that."""
-    if query.ndim != 4 or query.shape[-1] != value.shape[-1]:
-        return CPU_ATTENTION(query, key, value, *rest, **options)
-    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
-
-
-def rms_norm(
-    input: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    """Normalise by a layer norm, which keeps as much for backward as a GPU's one RMSNorm kernel."""
-    return F.layer_norm(input, shape, weight)
-
-
-def dropout(
-    input: Tensor, p: float = 0.5, training: bool = True, *rest: Any, **options: Any
-) -> Tensor:
-    """Drop by the kernel that keeps a mask of bool for backward."""
-    if not p or not training:
-        return input
-    dropped, _ = CPU_DROPOUT(input, p, True)
-    return dropped
-
-
-def in_float32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the function as CUDA's autocast runs it: in float32, unlike a CPU's autocast."""
-
-    def cast_and_call(x: Tensor, *rest: Any, **options: Any) -> Tensor:
-        if torch.is_autocast_enabled("cpu"):
-            x = x.float()
-        return function(x, *rest, **options)
-
-    return cast_and_call
-
-
-# Functions of torch.nn.functional that keep other tensors on a GPU than on a CPU.
-ON_GPU: dict[str, Callable[..., Tensor]] = {
-    "scaled_dot_product_attention": attention,
-    "rms_norm": rms_norm,
-    "dropout": dropout,
-    "group_norm": in_float32(F.group_norm),
-    "layer_norm": in_float32(F.layer_norm),
-    "softmax": in_float32(F.softmax),
-}
-
 
 @dataclass(frozen=True)
 class FitConfig(Config):
@@ -130,95 +74,6 @@ class FitConfig(Config):
     """Memory of each GPU in GB (0: the usual one of its kind)."""
 
 
-def build_at_once(make: Callable[[], nn.Module], world: World) -> nn.Module:
-    """Build the model on this rank, whatever its rank: fake weights take no memory."""
-    return make()
-
-
-def accept_step(sums: Tensor, norm: Tensor, ranks: int, clip: float) -> tuple[float, Tensor, bool]:
-    """Judge a step as good: fake tensors have no values to look at."""
-    return 1.0, norm, False
-
-
-def stay(module: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
-    """Leave a module on its device."""
-    return module
-
-
-def do_nothing(*arguments: Any) -> None:
-    """Stand in for what ranks agree on: there is only one."""
-
-
-def patch_loop(stack: contextlib.ExitStack, config: FitConfig, meter: Meter) -> None:
-    """Replace, until the stack closes, what of the loop cannot run on fake tensors."""
-    data = loop.build_datasets(config)
-    resize = torch.UntypedStorage.resize_
-
-    def prepared_datasets(config: Config) -> Any:
-        return data
-
-    def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
-        result = resize(storage, size)
-        meter.hold(storage)
-        return result
-
-    def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-        stack.enter_context(patch.object(owner, name, replacement))
-
-    # The datasets are built above, before tensors are fake: their values are needed.
-    replace(loop, "build_datasets", prepared_datasets)
-    replace(loop, "judge_step", accept_step)
-    # The loop's names for traces tell the meter in which phase it is.
-    replace(loop, "annotated", meter.annotated)
-    replace(parallel, "build", build_at_once)
-    replace(parallel, "require_same", do_nothing)
-    replace(parallel, "agree_on_buffers", do_nothing)
-    # FSDP frees gathered weights by this method, without an operator that the meter could see.
-    replace(torch.UntypedStorage, "resize_", resize_and_count)
-    replace(nn.Module, "to", stay)
-    for name, replacement in ON_GPU.items():
-        replace(F, name, replacement)
-
-
-def join_fake_ranks(stack: contextlib.ExitStack, config: FitConfig, world: World) -> None:
-    """Start a process group of FSDP whose collectives return at once, until the stack closes."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.ranks)
-    stack.callback(dist.destroy_process_group)
-    # Only the parallel.py of FSDP has this function. The mesh is built here, before tensors are
-    # fake, since it reads the values of a tensor of ranks.
-    mesh = vars(parallel)["build_mesh"](config.parallel, world)
-
-    def prepared_mesh(*arguments: Any) -> Any:
-        return mesh
-
-    stack.enter_context(patch.object(parallel, "build_mesh", prepared_mesh))
-
-
-@contextlib.contextmanager
-def one_rank(config: FitConfig, meter: Meter) -> Iterator[loop.State]:
-    """Yield the state of a rank. In the block tensors are fake, and ranks agree on nothing."""
-    sharded = parallel.SHARDED and config.ranks > 1
-    size = config.ranks if sharded else 1
-    world = World(0, size, torch.device("cpu"), distributed=sharded)
-    with contextlib.ExitStack() as stack:
-        patch_loop(stack, config, meter)
-        if sharded:
-            join_fake_ranks(stack, config, world)
-        stack.enter_context(fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(meter)
-        state = loop.setup(config, world)
-        create_optimizer_state(state.optimizer)
-        if config.ranks > world.size:
-            # Under DDP gradients are never freed: they are views of its buckets.
-            stack.enter_context(patch.object(state.optimizer, "zero_grad"))
-            for group in state.optimizer.param_groups:
-                for weight in group["params"]:
-                    weight.grad = torch.zeros_like(weight)
-        yield state
-
-
 def like_a_gpu(config: FitConfig, ranks: int) -> FitConfig:
     """Return the settings with which a CPU follows the step of a GPU."""
     changes = {"ranks": ranks, "compile.mode": "none", "device": "cpu"}
@@ -229,7 +84,7 @@ def like_a_gpu(config: FitConfig, ranks: int) -> FitConfig:
 
 def foretold(config: Config, ranks: int) -> int:
     """Return the peak bytes of a rank's tensors, with the micro-batches of these settings."""
-    # A stage's settings have more fields, which `fit` does not know.
+    # `config` may be a StageConfig, which has more fields than FitConfig takes.
     training_settings = {field.name: getattr(config, field.name) for field in fields(Config)}
     fit_config = like_a_gpu(FitConfig(**training_settings), ranks)
     samples = math.ceil(config.train.global_batch_size / ranks)
@@ -249,41 +104,34 @@ def powers_of_two(most: int) -> list[int]:
     return [*sizes, most]
 
 
-def read_batch(state: loop.State) -> Any:
-    """Read the first micro-batch; return it as fake tensors."""
-    # The real batch must be freed at once, else the meter would count it too.
-    with _disable_current_modes():
-        batch = state.loader.source[0, state.plan[0]]
-    return tree_map_only(Tensor, torch.clone, batch)
-
-
 def measure(
     config: FitConfig, meter: Meter, sizes: Sequence[int] = ()
-) -> Iterator[tuple[int, loop.State]]:
+) -> Iterator[tuple[int, State]]:
     """Count a step for each micro-batch size; yield the size and the state after the step.
 
     Without `sizes`: 1, 2, 4 ... samples, up to all samples of a rank in one micro-batch.
     """
     samples = math.ceil(config.train.global_batch_size / config.ranks)
-    sizes = sizes or powers_of_two(samples)
-    # Only FSDP has this setting.
-    meter.reduces_each_micro_batch = getattr(config.parallel, "reduce_each", False)
-    with one_rank(config, meter) as state:
-        if any(isinstance(module, _BatchNorm) for module in state.model.modules()):
-            # Batch statistics need two samples. With one sample a rank there is no choice.
-            sizes = [size for size in sizes if size > 1 or samples == 1]
+    if not sizes:
+        sizes = powers_of_two(samples)
+    meter.reduces_each_micro_batch = parallel.reduces_each_micro_batch(config.parallel)
+    with one_rank(config, config.ranks, meter) as state:
+        batch_norm = any(isinstance(module, _BatchNorm) for module in state.model.modules())
         for size in sizes:
+            # Batch statistics need two samples. If a rank has only one, there is no choice.
+            if batch_norm and size == 1 and samples > 1:
+                continue
             # The second micro-batch adds to the gradients of the first. All later ones are like
             # the second, so they are counted without running them.
-            micro_batches = min(2, math.ceil(samples / size))
-            state.plan = [loop.Share(slice(0, size), 1.0)] * micro_batches
+            count = min(2, math.ceil(samples / size))
+            state.plan = [MicroBatch(slice(0, size), 1.0)] * count
             batch = read_batch(state)
-            meter.begin(repeats=samples / size / micro_batches)
-            loop.train_step(state, [batch] * micro_batches)
+            meter.begin(repeats=samples / size / count)
+            train_step(state, [batch] * count)
             yield size, state
 
 
-def describe_memory(meter: Meter, state: loop.State) -> str:
+def describe_memory(meter: Meter, state: State) -> str:
     """Say what takes the memory at the peak, and how much a rank sends."""
     weights = sum(parallel.local_part(weight).nbytes for weight in state.model.parameters())
     optimizer = 0
@@ -297,7 +145,7 @@ def describe_memory(meter: Meter, state: loop.State) -> str:
     return f"{text}\neach rank sends {in_units(sent_by(meter, state))} in a step"
 
 
-def sent_by(meter: Meter, state: loop.State) -> float:
+def sent_by(meter: Meter, state: State) -> float:
     """Return the bytes that a rank sends in a step."""
     if state.world.size > 1:
         sent = meter.cost["sent"]
@@ -360,8 +208,10 @@ def choose_ranks(config: FitConfig) -> int:
     """Return the number of ranks; UserError if they cannot share a global batch."""
     batch = config.train.global_batch_size
     ranks = config.ranks
-    if not ranks:
-        ranks = 1 if refusal(config, GPUS_PER_MACHINE) else min(GPUS_PER_MACHINE, batch)
+    if ranks == 0:
+        ranks = min(GPUS_PER_MACHINE, batch)
+        if refusal(config, GPUS_PER_MACHINE):
+            ranks = 1
     whole_machines = ranks <= GPUS_PER_MACHINE or ranks % GPUS_PER_MACHINE == 0
     if not 1 <= ranks <= batch or not whole_machines:
         limits = f"1 to {batch} (a global batch), beyond {GPUS_PER_MACHINE} in eights"
@@ -380,7 +230,8 @@ def print_rows(config: FitConfig, target: Target) -> list[Row]:
         changed = override(config, {"train.activation_checkpointing": recompute})
         for size, state in measure(changed, meter):
             # MFU leaves out the FLOPs of recomputation, so those of the first row serve for all.
-            flops_per_sample = flops_per_sample or meter.cost["flops"] / batch
+            if flops_per_sample == 0:
+                flops_per_sample = meter.cost["flops"] / batch
             row = Row(
                 size=size,
                 recompute=recompute,
@@ -391,21 +242,29 @@ def print_rows(config: FitConfig, target: Target) -> list[Row]:
                 memory=describe_memory(meter, state),
             )
             rows.append(row)
-            eager_mfu = flops_per_sample * row.eager / target.flops
-            compiled_mfu = flops_per_sample * row.compiled / target.flops
-            eager = f"{row.eager:12,.1f} {eager_mfu:4.0%}"
-            compiled = f"{row.compiled:12,.1f} {compiled_mfu:4.0%}"
-            answer = "yes" if recompute else "no"
-            verdict = "fits    " if row.fits else "too much"
-            memory = f"{in_units(row.peak):>7} {verdict}"
-            print(f"{size:11}  {answer:9}  {memory} {eager} {compiled}", flush=True)
+            print_row(row, target, flops_per_sample)
     return rows
+
+
+def print_row(row: Row, target: Target, flops_per_sample: float) -> None:
+    """Print a row of the table, with the MFU that its samples a second amount to."""
+    eager_mfu = flops_per_sample * row.eager / target.flops
+    compiled_mfu = flops_per_sample * row.compiled / target.flops
+    recompute = "yes" if row.recompute else "no"
+    verdict = "fits    " if row.fits else "too much"
+    memory = f"{in_units(row.peak):>7} {verdict}"
+    eager = f"{row.eager:12,.1f} {eager_mfu:4.0%}"
+    compiled = f"{row.compiled:12,.1f} {compiled_mfu:4.0%}"
+    print(f"{row.size:11}  {recompute:9}  {memory} {eager} {compiled}", flush=True)
 
 
 def training_command(row: Row, ranks: int, arguments: list[str]) -> str:
     """Return the command that trains with what fits; `arguments` are those of `fit`."""
+    # Only `fit` uses these options, and `train` would not know most of them: the parser takes them
+    # out of the arguments.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--ranks", "--device", "--device-memory", dest="of_fit")
+    for option in ("--ranks", "--device", "--device-memory"):
+        parser.add_argument(option)
     _, words = parser.parse_known_args(arguments)
     words.append(f"--train.micro-batch-size={row.size}")
     negation = "" if row.recompute else "no-"

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from ..config import Config, ProfileConfig
-from ..distributed import Group, join, leave
+from ..distributed import Group, join, leave, parallel
 from ..errors import RankError, command_for
 from ..profiler import Profiler
 from ..train import State, setup, train_step
@@ -86,12 +86,12 @@ def judge_steps(
 ) -> None:
     """Say where the time goes and what to try; an untraced step takes `untraced` seconds."""
     # The slowest rank waits least in communication, since the others wait for it there.
-    exposed = [each.shares["communication"] for each in ranks]
+    exposed = [rank.fractions["communication"] for rank in ranks]
     slowest = exposed.index(min(exposed))
     rank = ranks[slowest]
     steps = len(rank.seconds)
     traced = rank.step_seconds
-    compilations = max(each.compilations for each in ranks)
+    compilations = max(each_rank.compilations for each_rank in ranks)
     show_operators(stage, rank)
     print(f"     a step took {traced * 1e3:.2f} ms while traced, else {untraced * 1e3:.2f} ms")
     stage.figures |= {"steps": steps, "traced_step_seconds": traced, "recompiles": compilations}
@@ -106,17 +106,17 @@ def judge_steps(
         problem = f"the trace holds nothing that {device.type} did: torch.profiler cannot see it"
         stage.check("shares", None, measured=problem, wanted="measured")
         return
-    shares = rank.shares
+    fractions = rank.fractions
     if rank.device:
-        shares = without_tracing(shares, traced / untraced)
-    stage.check("shares", True, measured=describe_shares(shares), wanted="measured")
-    diagnosis, *others = diagnose(shares, compilations)
-    stage.figures |= {"shares": shares, "diagnosis": diagnosis}
+        fractions = without_tracing(fractions, traced / untraced)
+    stage.check("shares", True, measured=describe_fractions(fractions), wanted="measured")
+    diagnosis, *others = diagnose(fractions, compilations)
+    stage.figures |= {"shares": fractions, "diagnosis": diagnosis}
     if len(ranks) > 1:
         compare_ranks(stage, ranks, slowest)
-    advise(stage, f"{diagnosis}: {advice(diagnosis, shares, rank, stage.config)}")
+    advise(stage, f"{diagnosis}: {advice(diagnosis, fractions, rank, stage.config)}")
     for other in others:
-        advise(stage, f"besides, {advice(other, shares, rank, stage.config)}")
+        advise(stage, f"besides, {advice(other, fractions, rank, stage.config)}")
 
 
 def show_operators(stage: Stage, rank: Breakdown) -> None:
@@ -132,10 +132,10 @@ def show_operators(stage: Stage, rank: Breakdown) -> None:
         print(f"     {operator['share']:6.1%} {milliseconds} {calls}  {name}")
 
 
-def describe_shares(shares: dict[str, float]) -> str:
+def describe_fractions(fractions: dict[str, float]) -> str:
     """Describe the fraction of each part in words."""
     words = {"data": "waiting for data", "host": "host gaps"}
-    return ", ".join(f"{words.get(part, part)} {shares[part]:.1%}" for part in PARTS)
+    return ", ".join(f"{words.get(part, part)} {fractions[part]:.1%}" for part in PARTS)
 
 
 def compare_ranks(stage: Stage, ranks: list[Breakdown], slowest: int) -> None:
@@ -146,26 +146,30 @@ def compare_ranks(stage: Stage, ranks: list[Breakdown], slowest: int) -> None:
     exposed = seconds[:, :, COMMUNICATION].sum(axis=1)
     # The rank with the least communication is taken to wait for nobody.
     waiting = float((exposed - exposed.min()).sum() / seconds.sum())
-    stage.figures |= {"ranks": [rank.shares for rank in ranks], "waiting_for_ranks": waiting}
+    stage.figures |= {"ranks": [rank.fractions for rank in ranks], "waiting_for_ranks": waiting}
     print(f"     the ranks wait {waiting:.1%} of their time, mostly for rank {slowest}, shown here")
 
 
-def without_tracing(shares: dict[str, float], slowdown: float) -> dict[str, float]:
+def without_tracing(fractions: dict[str, float], slowdown: float) -> dict[str, float]:
     """Return the fractions of a step on a GPU without what tracing added, all of it on the host.
 
     A traced step takes `slowdown` times as long as an untraced one.
     """
-    added = min(max(0.0, 1 - 1 / slowdown), shares["host"])
-    rest = shares | {"host": shares["host"] - added}
-    return {part: share / (1 - added) for part, share in rest.items()}
+    # The fraction of a traced step that tracing added.
+    added = max(0.0, 1 - 1 / slowdown)
+    added = min(added, fractions["host"])
+    rest = fractions | {"host": fractions["host"] - added}
+    return {part: fraction / (1 - added) for part, fraction in rest.items()}
 
 
-def diagnose(shares: dict[str, float], compilations: int) -> list[str]:
+def diagnose(fractions: dict[str, float], compilations: int) -> list[str]:
     """Name what most of a step goes to, then what else it loses much of its time to."""
-    lost = {cause: sum(shares[part] for part in parts) for cause, parts in CAUSES.items()}
+    lost: dict[str, float] = {}
+    for cause, parts in CAUSES.items():
+        lost[cause] = sum(fractions[part] for part in parts)
     diagnosis = "recompiling"
     if not compilations:
-        diagnosis = max(CAUSES, key=lambda cause: lost[cause])
+        diagnosis = max(lost, key=lost.__getitem__)
     diagnoses = [diagnosis]
     for cause in CAUSES:
         # Time in kernels is what a step is for, so it is a loss only as the main cause.
@@ -176,33 +180,33 @@ def diagnose(shares: dict[str, float], compilations: int) -> list[str]:
     return diagnoses
 
 
-def advice(diagnosis: str, shares: dict[str, float], rank: Breakdown, config: Config) -> str:
+def advice(diagnosis: str, fractions: dict[str, float], rank: Breakdown, config: Config) -> str:
     """Return the measurement behind a diagnosis, and the next thing to try."""
-    if diagnosis == "input-bound" and shares["copies"] > shares["data"]:
+    if diagnosis == "input-bound" and fractions["copies"] > fractions["data"]:
         diagnosis = "copies"
-    tries = remedies(diagnosis, shares, rank, config)
+    tries = remedies(diagnosis, fractions, rank, config)
     if not tries:
         tries = ["a leaner model, or more devices; the loop itself has little left"]
-    return f"{evidence(diagnosis, shares, rank)}. Try {', or '.join(tries)}"
+    return f"{evidence(diagnosis, fractions, rank)}. Try {', or '.join(tries)}"
 
 
-def evidence(diagnosis: str, shares: dict[str, float], rank: Breakdown) -> str:
+def evidence(diagnosis: str, fractions: dict[str, float], rank: Breakdown) -> str:
     """Describe the measurement behind a diagnosis."""
     if diagnosis == "recompiling":
         return f"{rank.compilations} compilations within {len(rank.seconds)} steps, which need none"
     if diagnosis == "input-bound":
-        return f"a step waits for data during {shares['data']:.0%} of its time"
+        return f"a step waits for data during {fractions['data']:.0%} of its time"
     if diagnosis == "copies":
-        return f"copies between host and device take {shares['copies']:.0%} of a step"
+        return f"copies between host and device take {fractions['copies']:.0%} of a step"
     if diagnosis == "host-bound":
         gap = rank.longest_gap
         lengths = f"{gap.seconds * 1e3:.2g} of {rank.step_seconds * 1e3:.3g} ms"
         between = f"after {gap.after[:48]} and before {gap.before[:48]}"
-        idle = f"nothing is computed in {shares['host']:.0%} of a step"
+        idle = f"nothing is computed in {fractions['host']:.0%} of a step"
         return f"{idle}; the longest gap, {lengths}, is {between}"
     if diagnosis == "communication-bound":
-        return f"exposed communication is {shares['communication']:.0%} of a step"
-    computing = f"{shares['kernels']:.0%} of a step is computing"
+        return f"exposed communication is {fractions['communication']:.0%} of a step"
+    computing = f"{fractions['kernels']:.0%} of a step is computing"
     # torch knows no operators of a CUDA graph.
     if rank.operators:
         largest = rank.operators[0]
@@ -211,7 +215,7 @@ def evidence(diagnosis: str, shares: dict[str, float], rank: Breakdown) -> str:
 
 
 def remedies(
-    diagnosis: str, shares: dict[str, float], rank: Breakdown, config: Config
+    diagnosis: str, fractions: dict[str, float], rank: Breakdown, config: Config
 ) -> list[str]:
     """List what to try for a diagnosis with these settings; empty if nothing is left to try."""
     train = config.train
@@ -222,14 +226,14 @@ def remedies(
         tries.append(f"`{command_for('compile', config.directory)}`: it names the guards")
         tries.append("--compile.dynamic True, or data of one length")
     if diagnosis == "input-bound":
-        workers = 2 * train.loader_workers or 2
+        workers = max(2, 2 * train.loader_workers)
         tries.append(f"--train.loader-workers {workers}, or a cheaper __getitems__")
     if diagnosis == "copies":
         tries.append("smaller types in the dataset (uint8, converted on the device)")
         tries.append("no .item(), .cpu() or print in the step: they copy, and wait")
     if diagnosis == "host-bound":
         # One long gap comes from Python code at that point, many short ones from small kernels.
-        if rank.longest_gap.seconds > 0.2 * shares["host"] * rank.step_seconds:
+        if rank.longest_gap.seconds > 0.2 * fractions["host"] * rank.step_seconds:
             return ["to move the Python work there out of the step"]
         tries += compiling
         if train.micro_batch_size < train.global_batch_size:
@@ -240,8 +244,7 @@ def remedies(
             tries.append("--train.precision bf16")
         tries += compiling
     if diagnosis == "communication-bound":
-        # Only a sharded project has this setting.
-        if getattr(config.parallel, "reshard_after_forward", False):
+        if parallel.reshards_after_forward(config.parallel):
             tries.append("--parallel.no-reshard-after-forward")
         tries.append("a larger --train.global-batch-size, or fewer ranks")
     return tries

@@ -295,8 +295,9 @@ def best_interval(cost: float, failures: float, least: float = 0.0) -> float:
     return max(math.sqrt(2 * cost * failures), least)
 
 
-def lost_share(interval: float, cost: float, restart: float, failures: float) -> float:
+def lost_fraction(interval: float, cost: float, restart: float, failures: float) -> float:
     """Return the fraction of time lost to saves, repeated steps and restarts (first order)."""
+    # A failure repeats half an interval on average.
     return cost / interval + (interval / 2 + restart) / failures
 
 
@@ -330,8 +331,8 @@ def advise_interval(stage: Stage) -> None:
     # --checkpoint.every 0 saves only at the end.
     steps = config.checkpoint.every or config.train.steps
     interval = steps * step
-    lost = f"{lost_share(best, blocked, restart, failures):.2%}"
-    lost_now = f"{lost_share(interval, blocked, restart, failures):.2%}"
+    lost = f"{lost_fraction(best, blocked, restart, failures):.2%}"
+    lost_now = f"{lost_fraction(interval, blocked, restart, failures):.2%}"
     often = f"save every {best_steps} steps"
     say(f"with a failure every {hours:g} h, {often}: {lost} of the time is lost")
     # Within a factor of two of the best interval little more is lost.

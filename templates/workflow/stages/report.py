@@ -15,7 +15,7 @@ from ..run.hardware import in_units
 from ..run.journal import METRICS, finite, parsed
 from ..run.samples import samples_of
 from . import STAGES, plots
-from .chain import RECOMMENDED, own_metrics, read_stage
+from .chain import RECOMMENDED, read_stage, user_metrics
 from .recovery import RESTART
 from .stage import PACKAGE
 from .timing import spread
@@ -63,7 +63,7 @@ def publish_report(run_dir: Path) -> Path:
             compiled=COMPILED,
             plots=overview(sections, records),
             samples=shown_samples(run_dir),
-            origin=origin_of(newest),
+            origin=origin_of(newest if "machine" in newest else run, run.get("source", {})),
             settings=flatten(settings or newest.get("settings", {})),
         )
     path = run_dir / "report.html"
@@ -106,9 +106,17 @@ def last_validation(records: list[JsonObject]) -> list[JsonObject]:
     return validated[-1:]
 
 
-def origin_of(result: JsonObject) -> list[tuple[str, Any]]:
-    """List the machine and the versions that a stage was measured with."""
-    return [*result.get("machine", {}).items(), *result.get("versions", {}).items()]
+def origin_of(result: JsonObject, source: JsonObject) -> list[tuple[str, Any]]:
+    """List the machine and the versions of a stage or a run, and the commit of the run's code."""
+    machine = result.get("machine", {})
+    versions = result.get("versions", {})
+    rows = [*machine.items(), *versions.items()]
+    if "commit" in source:
+        commit = str(source["commit"])[:12]
+        if "changed" in source:
+            commit += f", changed since ({source['changed']})"
+        rows.append(("commit", commit))
+    return rows
 
 
 def shown_samples(run_dir: Path) -> list[Sample]:
@@ -183,7 +191,7 @@ def pictures_of(name: str, figures: JsonObject) -> list[plots.Picture]:
         return [operators_picture(figures)]
     if name == "scale":
         return scale_pictures(figures)
-    # A drill in which a process broke down has no interval.
+    # Of the other stages only the drill has an interval, unless one of its processes failed.
     if "interval_seconds" in figures:
         return [recovery_picture(figures)]
     return []
@@ -231,7 +239,7 @@ def recovery_picture(figures: JsonObject) -> plots.Picture:
 
 def overview(sections: dict[str, JsonObject], records: list[JsonObject]) -> list[plots.Picture]:
     """Draw the plots at the top of the page: metrics, throughput and memory of the run."""
-    names = ["loss", *own_metrics(records)[:METRICS_DRAWN]]
+    names = ["loss", *user_metrics(records)[:METRICS_DRAWN]]
     pictures = [metric_picture(name, records) for name in names]
     rates: list[plots.Bar] = []
     for each in sections.values():
@@ -255,7 +263,11 @@ def metric_picture(name: str, records: list[JsonObject]) -> plots.Picture:
 
 def run_rate(records: list[JsonObject]) -> list[plots.Bar]:
     """Return the throughput of the training run, in a list that is empty without records of it."""
-    rates = [record["samples_per_second"] for record in records if record.get("samples_per_second")]
+    rates: list[float] = []
+    for record in records:
+        # A record without a rate, or with a rate of 0, says nothing.
+        if record.get("samples_per_second"):
+            rates.append(record["samples_per_second"])
     if not rates:
         return []
     run = spread(rates)
@@ -277,9 +289,10 @@ def read_metrics(path: Path, notes: list[str]) -> list[JsonObject]:
             record = parsed(line)
             if record:
                 values = {metric: value for metric, value in record.items() if finite(value)}
+                validated = "validation_loss" in values
                 # A later record of the same slice replaces the earlier one.
                 slice_index = POINTS * lines.tell() // size
-                kept["validation_loss" in values, slice_index] = values
+                kept[validated, slice_index] = values
             elif line.endswith(b"\n"):
                 # Only a whole line counts as damaged: the last one may still be being written.
                 damaged += 1

@@ -77,8 +77,8 @@ def measure(config: StageConfig) -> int:
     judge_losses(stage, records, reason)
     if not reason and device.type == "cpu" and most > cores:
         reason = f"{most} ranks take turns on {named(cores, 'core')}"
-    for kind in ("strong", "weak"):
-        judge_efficiency(stage, kind, records, reason, device.type)
+    for scaling in ("strong", "weak"):
+        judge_efficiency(stage, scaling, records, reason, device.type)
     judge_memory(stage, records, device)
     batch = config.train.global_batch_size
     advise(stage, f"learning rate: leave it, the global batch is {batch} on any number of ranks")
@@ -126,11 +126,11 @@ def judge_losses(stage: Stage, records: Records, reason: str) -> None:
     if reason:
         stage.check("same_losses", None, measured=reason, wanted=wanted)
         return
-    largest: dict[str, float] = {}
-    for name in TOLERANCE:
-        largest[name] = max(
-            differences(one[name], record[name]).max() for record in records.values()
-        )
+    largest = dict.fromkeys(TOLERANCE, 0.0)
+    for record in records.values():
+        for name in TOLERANCE:
+            difference = float(differences(one[name], record[name]).max())
+            largest[name] = max(largest[name], difference)
     measured = f"{len(one['losses'])} steps on 1 to {max(records)} ranks: {text.format(**largest)}"
     advice = "look for what depends on the rank, or on how a batch is divided: a mean where "
     advice += "compute_loss must return a sum, statistics of a batch, files read by rank"
@@ -138,31 +138,35 @@ def judge_losses(stage: Stage, records: Records, reason: str) -> None:
     stage.check("same_losses", passed, measured=measured, wanted=wanted, advice=advice)
 
 
-def judge_efficiency(stage: Stage, kind: str, records: Records, reason: str, device: str) -> None:
+def judge_efficiency(
+    stage: Stage, scaling: str, records: Records, reason: str, device: str
+) -> None:
     """Check a rank's samples/s relative to one process's; without GPUs only record it.
 
-    `kind` is "strong" (the same global batch) or "weak" (a batch for each rank).
+    `scaling` is "strong" (the same global batch) or "weak" (a batch for each rank).
     """
     most = max(records)
-    one = Interval(*records[1][kind]["interval"])
+    one = Interval(*records[1][scaling]["interval"])
     efficiencies: dict[int, float] = {}
     shown: list[str] = []
     for ranks in sorted(records)[1:]:
-        step = Interval(*records[ranks][kind]["interval"])
+        step = Interval(*records[ranks][scaling]["interval"])
         # Each of n ranks ideally needs 1/n of the time for the same global batch.
-        times = ranks if kind == "strong" else 1
+        times = ranks if scaling == "strong" else 1
         efficiency = one.value / (times * step.value)
         low = one.low / (times * step.high)
         high = one.high / (times * step.low)
         efficiencies[ranks] = efficiency
         shown.append(f"{ranks} ranks {efficiency:.0%} ({low:.0%} to {high:.0%})")
-    name = f"{kind}_efficiency"
+    name = f"{scaling}_efficiency"
     stage.figures[name] = {str(ranks): value for ranks, value in efficiencies.items()}
     limit = 0.0
     if device == "cuda":
         # Below 1/n, n ranks are slower than one.
-        limit = 1 / most if kind == "strong" else LEAST_WEAK
-    wanted = f"{most} ranks above {limit:.0%}" if limit else "measured"
+        limit = 1 / most if scaling == "strong" else LEAST_WEAK
+    wanted = "measured"
+    if limit:
+        wanted = f"{most} ranks above {limit:.0%}"
     if reason:
         stage.check(name, None, measured=reason, wanted=wanted)
         return
@@ -182,8 +186,8 @@ def judge_memory(stage: Stage, records: Records, device: torch.device) -> None:
     else:
         capacity = free_host_memory()
         totals = {ranks: ranks * peak for ranks, peak in peaks.items()}
-    parts = [f"{named(ranks, 'rank')} {in_units(peak)}" for ranks, peak in peaks.items()]
-    measured = f"a rank's peak: {', '.join(parts)}, of {in_units(capacity)}"
+    texts = [f"{named(ranks, 'rank')} {in_units(peak)}" for ranks, peak in peaks.items()]
+    measured = f"a rank's peak: {', '.join(texts)}, of {in_units(capacity)}"
     if on_gpu:
         # There are models that `fit` cannot follow.
         with contextlib.suppress(Exception):
@@ -261,12 +265,16 @@ def has_drawn(state: State) -> bool:
     seed = state.config.train.seed
     generators: list[Any] = [torch]
     if device.type != "cpu":
-        generators.append(getattr(torch, device.type))
+        # The module of this kind of device, as torch.cuda.
+        generators.append(torch.get_device_module(device))
     after = [generator.get_rng_state() for generator in generators]
-    # As at the start of the step.
+    # The seed of a step's start: only drawing can have changed the state since.
     seed_random(seed, STEP, state.step - 1, state.world.rank, device=device)
     before = [generator.get_rng_state() for generator in generators]
-    return any(not torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    for state_before, state_after in zip(before, after, strict=True):
+        if not torch.equal(state_before, state_after):
+            return True
+    return False
 
 
 def compare(config: Config, world: World) -> dict[str, Any]:

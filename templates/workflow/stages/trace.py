@@ -1,4 +1,4 @@
-"""The trace of torch.profiler, read back, and each step's time divided into parts.
+"""Read a trace of torch.profiler back, and divide each step's time into parts.
 
 Traces are JSON in Chrome's trace event format. Each moment of a step belongs to one part.
 """
@@ -98,7 +98,7 @@ class Operator(TypedDict):
     name: str
     self_seconds: float
     calls: int
-    # self_seconds as a fraction of the traced time.
+    # `self_seconds` as a fraction of the traced time; the key of the stage's JSON.
     share: float
 
 
@@ -115,10 +115,10 @@ class Breakdown(NamedTuple):
     operators: list[Operator]
 
     @property
-    def shares(self) -> dict[str, float]:
+    def fractions(self) -> dict[str, float]:
         """The fraction of each part in all steps together; they add up to 1."""
-        parts = self.seconds.sum(axis=0)
-        fractions = (parts / parts.sum()).tolist()
+        seconds = self.seconds.sum(axis=0)
+        fractions = (seconds / seconds.sum()).tolist()
         return dict(zip(PARTS, fractions, strict=True))
 
     @property
@@ -256,10 +256,13 @@ def operators_of(averages: Iterable[Any], device: bool, seconds: float) -> list[
             microseconds = average.self_device_time_total
         else:
             microseconds = average.self_cpu_time_total
-        own = microseconds / 1e6
-        if own:
+        self_seconds = microseconds / 1e6
+        if self_seconds:
             operator = Operator(
-                name=average.key, self_seconds=own, calls=average.count, share=own / seconds
+                name=average.key,
+                self_seconds=self_seconds,
+                calls=average.count,
+                share=self_seconds / seconds,
             )
             operators.append(operator)
     return sorted(operators, key=lambda operator: operator["self_seconds"], reverse=True)

@@ -107,10 +107,12 @@ def main(package: str) -> None:
     assert torch.equal(parallel.full_tensor(inner.frozen), Odd().frozen)
 
     try:  # as after an edit on one machine only
-        sharded(lambda: Odd(width=8 + world.rank))
+        importlib.import_module(f"{package}.distributed").require_same_model(
+            Odd(width=8 + world.rank), world
+        )
         raise AssertionError("ranks with other models were not told")
     except importlib.import_module(f"{package}.errors").UserError as error:
-        assert "the model (a digest of its shapes) must be the same on all ranks" in str(error)
+        assert "the ranks have built different models" in str(error)
 
     status = Path("/proc/self/status")
     Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak from here on

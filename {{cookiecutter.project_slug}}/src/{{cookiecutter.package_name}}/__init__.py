@@ -6,11 +6,12 @@ from typing import Any
 
 
 def load_trained(
-    run_dir: Path | str, device: str = "auto", step: int | None = None, weights: Any = "last"
+    run_dir: Path | str, device: str = "auto", step: Any = None, weights: Any = "last"
 ) -> tuple[Any, Any, Any]:
-    """The model of a run with its weights ("last" or "ema"), its spec of the data, its settings.
+    """Return a run's model in evaluation mode, the spec of its data, and its settings.
 
-    In one process, in evaluation mode. UserError when there is no such run or step.
+    `step` is a number or "best" (by validation); by default it is the newest good checkpoint.
+    `weights` are "last" or "ema". In one process. UserError when there is no such run or step.
     """
     # Not imported with the package, whose commands start without torch.
     from . import device as devices

@@ -27,6 +27,7 @@ def train(arguments: list[str]) -> int:
     gc.disable()  # it would look through what is imported, over and over: a quarter of the start
     from .config import Config
     from .distributed.stop import TO_BE_RESTARTED
+    from .run.summary import summary
     from .train import run
 
     config = parse("train", Config, arguments)
@@ -36,8 +37,6 @@ def train(arguments: list[str]) -> int:
     gc.freeze()
     gc.enable()
     result = run(config)
-    from .checkpoint.transfer import summary  # only now, as a run needs none of it
-
     lines = [f"{result.status} at step {result.step}"]
     if os.environ.get("RANK", "0") == "0":
         lines += summary(config.directory, result)
@@ -47,12 +46,12 @@ def train(arguments: list[str]) -> int:
 
 def verify(arguments: list[str]) -> int:
     """List the checkpoints of a run and verify every byte; exit code 1 when one is damaged."""
-    from .checkpoint.transfer import verified
+    from .checkpoint.verify import list_checkpoints
     from .config import RunLocation
 
-    lines, damaged = verified(parse("verify", RunLocation, arguments).directory)
-    print(printable("\n".join(lines)))
-    return 1 if damaged else 0
+    listing = list_checkpoints(parse("verify", RunLocation, arguments).directory)
+    print(printable("\n".join(listing.lines)))
+    return 1 if listing.any_damaged else 0
 
 
 def export(arguments: list[str]) -> int:
@@ -67,28 +66,13 @@ def export(arguments: list[str]) -> int:
         """The run, its checkpoint, and what to write."""
 
     options = parse("export", Export, arguments)
-    make = program if options.to.suffix == ".pt2" else module.export
-    print(make(options.directory, options))
+    if options.to.suffix == ".pt2":
+        from .program import export_program
+
+        print(export_program(options.directory, options))
+    else:
+        print(module.export(options.directory, options))
     return 0
-
-
-def program(run_dir: Path, options: Any) -> str:
-    """Write a run's model as a program of torch.export; a line about what was written."""
-    import numpy as np
-
-    from . import load_trained
-    from .checkpoint.transfer import export_program
-    from .data import build_datasets
-    from .model import compute_loss
-    from .sampling import fetch
-
-    if options.to.exists():
-        raise UserError(f"{options.to} is there already: nothing is overwritten")
-    source = options.source or run_dir
-    model, _, config = load_trained(source, "cpu", options.step, options.weights)
-    _, validation, _ = build_datasets(config)
-    batch = fetch(validation, np.array([0, 0]))  # two: a program of one would take no more
-    return export_program(options.to, model, lambda: compute_loss(model, batch))
 
 
 def infer(arguments: list[str]) -> int:
@@ -97,15 +81,15 @@ def infer(arguments: list[str]) -> int:
 
     from . import infer as task
     from . import load_trained
-    from .checkpoint.transfer import Weights
+    from .checkpoint.transfer import Step, Weights
     from .config import RunLocation
 
     @dataclass(frozen=True)
     class Inference(RunLocation, task.InferConfig):
         """The run, its checkpoint, and the input."""
 
-        step: int | None = None
-        """Step of the checkpoint (default: the newest good one)."""
+        step: Step = None
+        """Step of the checkpoint, or "best" by validation (default: the newest good one)."""
         weights: Weights = "last"
         """Weights to use: the last ones, or their EMA (--optim.ema)."""
         device: str = "auto"
@@ -139,18 +123,25 @@ def parse(name: str, kind: type, arguments: list[str]) -> Any:
     """Settings of a kind from the arguments of a command; a run's start from a preset or a file."""
     import tyro
 
-    from .config import Config, load, preset
+    from .config import Config, load, outweighing, override, preset
+    from .files import expand_home
     from .model import PRESETS
     from .run.directory import with_saved
 
     about = HELP[name]
     program_name = f"{PROGRAM} {name}"
     if not issubclass(kind, Config):
-        return tyro.cli(kind, prog=program_name, description=about, args=arguments)
+        options = tyro.cli(kind, prog=program_name, description=about, args=arguments)
+        return expand_home(options)
     parser = argparse.ArgumentParser(program_name, add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", default="")
     parser.add_argument("--config", type=Path)
     given, rest = parser.parse_known_args(arguments)
+    given.config = expand_home(given.config)
+    typed: set[str] = set()
+    for word in rest:
+        if word.startswith("--"):
+            typed.add(word.removeprefix("--").partition("=")[0].replace("-", "_"))
     about += (
         f"\n\n  --preset NAME  Settings to start from: {', '.join(PRESETS)}."
         "\n  --config FILE  TOML or a run's config.json, which overrides the preset."
@@ -160,7 +151,10 @@ def parse(name: str, kind: type, arguments: list[str]) -> Any:
         start = preset(given.preset, kind, saved)
         if given.config is not None:
             start = load(given.config, kind, start)
-        return tyro.cli(kind, prog=program_name, description=about, args=rest, default=start)
+        # What is typed wins, over a number of epochs in a preset, say, if it is the steps.
+        start = override(start, outweighing(typed))
+        options = tyro.cli(kind, prog=program_name, description=about, args=rest, default=start)
+        return expand_home(options)
 
     # A config.json has all settings, so none is left to take from the run that is continued.
     has_all_settings = given.config is not None and given.config.suffix != ".toml"
@@ -216,8 +210,9 @@ def main() -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # less memory is lost between blocks of a GPU's
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    stdout: Any = sys.stdout
-    stdout.reconfigure(errors="backslashreplace")  # a name in a file may be no text
+    # A name in a file may be no text. A notebook's stdout takes any, and has no such method.
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
     return run_main(lambda: dispatch(sys.argv[1:]))
 
 

@@ -23,7 +23,7 @@ from .compile import CompileConfig
 from .data import DataConfig
 from .distributed.parallel import ParallelConfig
 from .errors import UserError
-from .files import flatten, read_json, to_json
+from .files import expand_home, flatten, read_json, to_json
 from .model import PRESETS, ModelConfig
 from .optim import OptimConfig
 from .run.directory import OF_ONE_RUN
@@ -31,6 +31,8 @@ from .run.tracker import TrackerConfig
 
 log = logging.getLogger(__name__)
 C = TypeVar("C")
+# A setting, the one that it follows from if that is given, and the value of that if it is not.
+FOLLOWS_FROM = {"train.steps": ("train.epochs", 0.0), "name": ("run_dir", None)}
 ACCEPTED: dict[Any, Any] = {float: (int, float), Path: (str, Path), tuple: (list, tuple)}
 
 
@@ -51,6 +53,8 @@ class TrainConfig:
     """Steps between validations (0: never)."""
     validate_samples: int = 0
     """Validation samples, the same ones each time (0: all)."""
+    validate_batch_size: int = 0
+    """Samples per forward on each rank in a validation (0: as many as in training)."""
     overfit: int = 0
     """Train on the samples of this many batches only, to test a new model (0: on all data)."""
     seed: int = 0
@@ -118,7 +122,7 @@ class RunLocation:
     def directory(self) -> Path:
         """The run directory; UserError for a name that leads elsewhere."""
         plain = self.name == Path(self.name).name and self.name.isprintable()
-        if not plain or self.name in ("", ".."):
+        if not plain or self.name in ("", "..", "~"):
             raise UserError(f"--name {self.name!r} is no plain name; for a path there is --run-dir")
         directory = self.run_dir or Path("runs") / self.name
         storage_path(directory)  # UserError for an address that this project cannot open
@@ -207,6 +211,8 @@ def override(config: C, changes: dict[str, Any], lenient: bool = False) -> C:
 
     UserError for unknown names; if `lenient`, as other renders and releases have some, a log line.
     """
+    named = {name for name, _ in flatten(changes)}
+    changes = {**changes, **outweighing(named)}
     unknown: dict[str, Any] = {}
     config = _replace(config, changes, unknown)
     if unknown and lenient:
@@ -218,6 +224,21 @@ def override(config: C, changes: dict[str, Any], lenient: bool = False) -> C:
         advice = f": did you mean {near[0]}?" if near else ""
         raise UserError(f"{name} is not a setting of this project{advice}")
     return config
+
+
+def outweighing(named: set[str]) -> dict[str, Any]:
+    """Return the settings, turned off, that would replace the value of one that is `named`."""
+    changes: dict[str, Any] = {}
+    for name, (source, off) in FOLLOWS_FROM.items():
+        if name in named and source not in named:
+            changes[source] = off
+    return changes
+
+
+def with_steps(config: Config, samples: int) -> Config:
+    """Return the settings with --train.epochs over so many samples as --train.steps."""
+    steps = math.ceil(config.train.epochs * samples / config.train.global_batch_size)
+    return override(config, {"train.steps": steps, "train.epochs": 0.0})
 
 
 def _replace(part: Any, changes: dict[str, Any], unknown: dict[str, Any], prefix: str = "") -> Any:
@@ -255,7 +276,7 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
         if _fits(value, kind) and not _is_too_large(name, value):
             origin: Any = get_origin(kind) or kind
             # JSON has no paths and no tuples.
-            return origin(value) if origin in (Path, tuple) else value
+            return expand_home(origin(value)) if origin in (Path, tuple) else value
     expected = hint.__name__ if isinstance(hint, type) else str(hint).removeprefix("typing.")
     raise UserError(f"{name} is {repr(value)[:60]}: expected {expected}")
 

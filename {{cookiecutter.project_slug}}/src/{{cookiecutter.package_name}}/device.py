@@ -1,11 +1,17 @@
 """The device of this process: choose it, set torch up, copy batches to it, name parts of traces."""
 
 import contextlib
+import copy
 import os
+from collections import UserDict
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.profiler import record_function
+from torch.utils import _pytree as pytree
 
 from .errors import UserError
 
@@ -72,7 +78,7 @@ def annotated(name: str) -> contextlib.AbstractContextManager:
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """Copy the tensors of a batch (nested dicts, lists, tuples) to a device, without waiting."""
+    """Copy the tensors of a batch, however nested, to a device, without waiting."""
     if device.type == "cpu":
         # The loader made it there.
         return batch
@@ -81,12 +87,49 @@ def move(batch: Any, device: torch.device) -> Any:
         if device.type == "cuda" and not batch.is_pinned():
             batch = batch.pin_memory()
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
+    if type(batch) is dict:
         return {key: move(value, device) for key, value in batch.items()}
+    if isinstance(batch, dict | UserDict):
+        # A copy keeps what else it has, as a defaultdict or transformers' BatchEncoding does.
+        moved = copy.copy(batch)
+        for key, value in batch.items():
+            moved[key] = move(value, device)
+        return moved
+    if callable(getattr(batch, "to", None)):
+        return move_object(batch, device)
     if isinstance(batch, list | tuple):
         values = [move(value, device) for value in batch]
         # Named tuples take their fields one by one.
         if hasattr(batch, "_fields"):
             return type(batch)(*values)
         return type(batch)(values)
+    if isinstance(batch, Mapping):
+        moved = {key: move(value, device) for key, value in batch.items()}
+        try:
+            return type(batch)(moved)
+        except TypeError:
+            # A class that takes other arguments. DataLoader's pinning makes it a dict, too.
+            return moved
+    # A deque, and classes that a library has registered as containers.
+    if type(batch) in pytree.SUPPORTED_NODES:
+        return pytree.tree_map(partial(move, device=device), batch)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        moved = copy.copy(batch)
+        for field in fields(batch):
+            if hasattr(batch, field.name):
+                value = move(getattr(batch, field.name), device)
+                # A frozen one refuses a plain assignment.
+                object.__setattr__(moved, field.name, value)
+        return moved
     return batch
+
+
+def move_object(batch: Any, device: torch.device) -> Any:
+    """Move an object by its own method `to`, as a graph, a tensordict or a packed sequence."""
+    if device.type == "cuda" and hasattr(batch, "pin_memory"):
+        batch = batch.pin_memory()
+    try:
+        return batch.to(device, non_blocking=True)
+    except TypeError:
+        # A class may have a `to` that takes a device only.
+        return batch.to(device)

@@ -1,6 +1,6 @@
 """An exponential moving average of the weights (EMA), stored in the optimizer's state.
 
-So checkpoints hold it, sharded as the weights are, and a resumed run continues it.
+There a checkpoint saves it, sharded as the weights are, and a resumed run continues it.
 """
 
 import contextlib
@@ -12,11 +12,12 @@ from torch import nn
 
 from .distributed import parallel
 
+# The key of the average in the optimizer's state of a parameter.
 EMA = "ema"
 
 
 def keep_average(optimizer: torch.optim.Optimizer) -> None:
-    """Let averages follow the weights from now on, at each step, by the groups' "ema_decay"."""
+    """Update an average of the weights after each step from now on, with the groups' ema_decay."""
     for group in optimizer.param_groups:
         # The schedule sets it before each step.
         group["ema_decay"] = 0.0
@@ -25,6 +26,7 @@ def keep_average(optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def _update_averages(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Move each average a fraction of the way to its weights; no collective, no wait."""
     for group in optimizer.param_groups:
         trained = [p for p in group["params"] if p.grad is not None]
         if not trained:

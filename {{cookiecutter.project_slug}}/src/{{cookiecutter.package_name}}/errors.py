@@ -6,10 +6,23 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+
+# The exit code of a rank that an error of the code ended before its first step was done: it would
+# come again, so launch.py does not start the ranks again. (EX_SOFTWARE of sysexits.h)
+FAILED_AT_START = 70
+# Errors that may not come again: of files, memory, the network, a GPU. By name, since torch's are
+# known only once torch is imported.
+PASSING = {"OSError", "MemoryError", "OutOfMemoryError", "AcceleratorError", "DistError"}
+PASSING |= {"RankError"}
+# Words of such errors that torch raises as plain RuntimeErrors.
+PASSING_WORDS = ("gloo", "DataLoader worker", "CUDA error")
+# Whether this process has done a step.
+stepped = threading.Event()
 
 # After one of these a run saves and stops.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -55,7 +68,11 @@ def run_main(command: Callable[[], int]) -> int:
         line = _in_one_line(error)
         if not line and "RANK" not in os.environ:
             raise  # Python prints the traceback, or a debugger stops here
-        code = 2 if isinstance(error, UserError) else 1
+        code = 1
+        if isinstance(error, UserError):
+            code = 2
+        elif "RANK" in os.environ and _would_repeat(error):
+            code = FAILED_AT_START
         _report(line or traceback.format_exc().rstrip())
     if "RANK" in os.environ:
         # Leave at once: finalisers of the process group may wait for ranks that are gone, and
@@ -70,6 +87,22 @@ def run_main(command: Callable[[], int]) -> int:
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_IGN)
     return code
+
+
+def note_step() -> None:
+    """Note that this process has done a step: an error from here on may not come again."""
+    stepped.set()
+
+
+def _would_repeat(error: Exception) -> bool:
+    """Whether a restart would end by the same error: one of the code, before the first step."""
+    if stepped.is_set():
+        return False
+    for kind in type(error).__mro__:
+        if kind.__name__ in PASSING:
+            return False
+    text = str(error)
+    return not any(word in text for word in PASSING_WORDS)
 
 
 def _report(text: str) -> None:

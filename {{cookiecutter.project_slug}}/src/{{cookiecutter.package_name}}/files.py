@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,8 +16,14 @@ from typing import Any
 from .errors import UserError
 
 log = logging.getLogger(__name__)
+# How a file system says that it cannot do something at all.
+NOT_SUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+# Set to 1, it states that no other job writes to the same place.
+WITHOUT_LOCKS = "WITHOUT_LOCKS"
 PROBES = 256
 PROBE_BYTES = 4096
+# Whether it was said that folders cannot be synced.
+warned_of_sync = False
 
 
 @contextlib.contextmanager
@@ -34,6 +41,61 @@ def naming(path: Any) -> Iterator[None]:
         if cause is error and cause.filename:
             raise
         raise OSError(cause.errno, cause.strerror, str(cause.filename or path)) from error
+
+
+def expand_home(value: Any) -> Any:
+    """Expand "~" in a path, and in all paths of some settings, where no shell has done it.
+
+    UserError if the home directory is not known: a folder named "~" is dangerous to remove.
+    """
+    if isinstance(value, Path):
+        expanded = Path(os.path.expanduser(value))
+        if expanded.parts[:1] == ("~",):
+            raise UserError(f"{value}: the home directory is not known: give the path without ~")
+        return expanded
+    if type(value) in (list, tuple):
+        return type(value)(map(expand_home, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes: dict[str, Any] = {}
+        for field in dataclasses.fields(value):
+            before = getattr(value, field.name)
+            expanded = expand_home(before)
+            if field.init and expanded != before:
+                changes[field.name] = expanded
+        return dataclasses.replace(value, **changes) if changes else value
+    return value
+
+
+def walk_folders(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+    """Walk a folder like os.walk, and follow links to folders elsewhere; each folder once.
+
+    Links to folders below `root` are not followed, since these are read under their own names, nor
+    are links to a folder that has `root` in it. A warning names what is left out.
+    """
+    top = root.resolve()
+    visited = {_identity(root)}
+    left_out: list[Path] = []
+    for parent, folders, files in os.walk(root, followlinks=True):
+        # The caller may sort the folders, and remove those that it does not want.
+        yield Path(parent), folders, files
+        for name in list(folders):
+            folder = Path(parent, name)
+            is_left_out = _identity(folder) in visited
+            if folder.is_symlink():
+                target = folder.resolve()
+                is_left_out |= target.is_relative_to(top) or top.is_relative_to(target)
+            if is_left_out:
+                folders.remove(name)
+                left_out.append(folder)
+            else:
+                visited.add(_identity(folder))
+    warn_left_out(left_out, "links to folders that are read under another name, or are above")
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    """Return what is the same for all names of a folder."""
+    status = folder.stat()
+    return status.st_dev, status.st_ino
 
 
 def check_regular(files: Iterable[Path]) -> None:
@@ -122,15 +184,69 @@ def write_json(path: Path, content: Any) -> None:
     replace_file(path, json.dumps(content, indent=2) + "\n")
 
 
+def goes_without_lock(error: OSError, path: Path) -> bool:
+    """Return whether to go on although a lock was refused; False if another process has it.
+
+    UserError on a file system without locks, unless the user states that no other job writes there.
+    """
+    if error.errno not in NOT_SUPPORTED | {errno.ENOLCK}:
+        return False
+    problem = f"{path} is on a file system without locks ({error.strerror})"
+    if os.environ.get(WITHOUT_LOCKS) != "1":
+        raise UserError(
+            f"{problem}, so a second job there would not be noticed: choose another place, or set "
+            f"{WITHOUT_LOCKS}=1 if no other job writes there"
+        ) from None
+    log.warning("%s: take care that no other job writes there (%s=1)", problem, WITHOUT_LOCKS)
+    return True
+
+
+def rename_directory(source: Path, target: Path) -> None:
+    """Rename a directory, or copy it where the file system cannot rename it.
+
+    UserError for a mount, which can be neither renamed nor removed.
+    """
+    try:
+        os.rename(source, target)
+        return
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            raise UserError(
+                f"{source} cannot be renamed, since it is a mount: mount the folder above it in "
+                "its place, or choose another name for the run"
+            ) from None
+        if error.errno != errno.EXDEV:
+            raise
+    log.warning(
+        "%s is in a lower layer of an overlay, as of a container's image, which cannot rename "
+        "folders: it is copied to %s, and removed",
+        source,
+        target,
+    )
+    shutil.copytree(source, target, symlinks=True)
+    # The copy is on disk before the original goes.
+    os.sync()
+    shutil.rmtree(source)
+
+
 def sync_directory(path: Path) -> None:
     """Sync the names in a directory; a synced file whose name is not synced can still be lost."""
+    global warned_of_sync
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
         with naming(path):
             os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # of a file system that decides itself when to
+        if error.errno not in NOT_SUPPORTED | {errno.EINVAL}:
             raise
+        if not warned_of_sync:
+            log.warning(
+                "%s is on a file system that cannot sync folders (%s): after a power loss the "
+                "newest checkpoint may be gone",
+                path,
+                error.strerror,
+            )
+            warned_of_sync = True
     finally:
         os.close(descriptor)
 

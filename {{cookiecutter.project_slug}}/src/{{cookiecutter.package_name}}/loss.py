@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +23,91 @@ class LossSum(NamedTuple):
     metrics: dict[str, Any]
 
 
+RETURNED = "what compute_loss (model.py) returns"
+SUM_OF_LOSSES = "the sum of the losses of the batch"
+COUNTED = "how many losses the total adds up (tokens, images)"
+
+
 def require_type(value: object, kind: type, what: str) -> None:
     """Check that one of your functions returned a value of this type (UserError)."""
     if not isinstance(value, kind):
         raise UserError(f"{what}: expected {kind.__name__}, not {type(value).__name__}")
+
+
+def check_loss(loss: Any, is_trained: bool = True) -> None:
+    """Check all that compute_loss returned (UserError), without waiting for the device.
+
+    `is_trained` is False where no gradient is wanted.
+    """
+    require_type(loss, LossSum, RETURNED)
+    if not isinstance(loss.total, torch.Tensor):
+        kind = type(loss.total).__name__
+        raise UserError(f"{RETURNED}: the total is a {kind}: wanted a tensor, {SUM_OF_LOSSES}")
+    device = loss.total.device
+    check_number(loss.total, "the total", device)
+    if is_trained and not loss.total.requires_grad:
+        raise UserError(
+            f"{RETURNED}: the total has no gradient: wanted {SUM_OF_LOSSES}, as the model gave it, "
+            "without .detach(), .item(), torch.tensor(...) or torch.no_grad()"
+        )
+    check_number(loss.count, "the count", device)
+    is_on_host = not isinstance(loss.count, torch.Tensor) or loss.count.device.type == "cpu"
+    if is_on_host:
+        check_count(float(loss.count))
+    if not isinstance(loss.metrics, dict):
+        kind = type(loss.metrics).__name__
+        raise UserError(f"{RETURNED}: the metrics are a {kind}: wanted a dict, maybe an empty one")
+    for name, metric in loss.metrics.items():
+        if not isinstance(name, str):
+            raise UserError(f"{RETURNED}: a metric is named {name!r}: wanted text")
+        if not isinstance(metric, tuple):
+            check_number(metric, f"the metric {name!r}", device)
+            continue
+        if len(metric) != 2:
+            raise UserError(
+                f"{RETURNED}: the metric {name!r} is a tuple of {len(metric)}: wanted a sum, or a "
+                "pair of a sum and its divisor"
+            )
+        check_number(metric[0], f"the sum of the metric {name!r}", device)
+        check_number(metric[1], f"the divisor of the metric {name!r}", device)
+
+
+def check_number(value: object, what: str, device: torch.device) -> None:
+    """Check that a value is a real number, or a tensor of one that `device` has (UserError)."""
+    if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Real):
+            wanted = "a number or a tensor of one number"
+            raise UserError(f"{RETURNED}: {what} is a {type(value).__name__}: wanted {wanted}")
+        return
+    problem = ""
+    if value.ndim > 0:
+        problem = f"has the shape {tuple(value.shape)}: wanted one number, the sum (.sum())"
+    elif value.is_complex():
+        problem = "is complex: wanted a real number"
+    elif value.device != device:
+        problem = f"is on {value.device}, the total on {device}: wanted a number, or a tensor there"
+    if problem:
+        raise UserError(f"{RETURNED}: {what} {problem}")
+
+
+def check_count(count: float) -> None:
+    """UserError for a count that no batch can have."""
+    # Of a micro-batch it may be 0: images without a box, texts without a target.
+    if not 0 <= count < math.inf:
+        raise UserError(f"{RETURNED}: the count is {count:g}: wanted {COUNTED}")
+
+
+def check_counted(sums: torch.Tensor) -> None:
+    """UserError if a whole batch has a loss but counts nothing; `sums` is its loss vector.
+
+    Only on a CPU: for a GPU the host would wait. There such a step is skipped as a bad one.
+    """
+    if sums.device.type != "cpu":
+        return
+    total, count, *_ = sums.tolist()
+    # A batch without anything to predict has a loss of 0. A NaN is the matter of `judge_step`.
+    if count == 0 and abs(total) > 0:
+        raise UserError(f"{RETURNED}: the count of a whole batch is 0: wanted {COUNTED}")
 
 
 def check_model(model: nn.Module) -> nn.Module:
@@ -39,6 +121,13 @@ def check_model(model: nn.Module) -> nn.Module:
         if is_embedding and module.sparse:
             raise UserError(f"{name}.weight has sparse gradients: make it with sparse=False")
     return model
+
+
+def check_optimizer(optimizer: object) -> None:
+    """UserError for an optimizer that the loop cannot step."""
+    require_type(optimizer, torch.optim.Optimizer, "what build_optimizer (optim.py) returns")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UserError("LBFGS computes a loss several times a step: use another one (optim.py)")
 
 
 def loss_vector(loss: LossSum) -> torch.Tensor:
@@ -97,7 +186,13 @@ def judge_step(
 
 
 def means(sums: list[float], names: Iterable[str]) -> dict[str, float]:
-    """Compute the mean loss and metrics from a sum of loss vectors, read from the device."""
+    """Compute the mean loss and metrics from a sum of loss vectors, read from the device.
+
+    UserError if the count of the loss is negative, which `check_loss` has not read from a GPU.
+    """
+    count_of_loss = sums[1]
+    if count_of_loss < 0:
+        check_count(count_of_loss)
     result: dict[str, float] = {}
     for name, total, count in zip(("loss", *names), sums[::2], sums[1::2], strict=True):
         result[name] = total / count if count else math.nan

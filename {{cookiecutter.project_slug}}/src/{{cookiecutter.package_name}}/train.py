@@ -1,12 +1,13 @@
-"""The training loop, from top to bottom: `setup`, `resume`, `train_step`, `validate`, `run`."""
+"""The training loop, from top to bottom: `setup`, `train_step`, `run`.
+
+`resume` and `validate` have files of their own: resume.py and validation.py.
+"""
 
 import contextlib
 import logging
-import math
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 if not __package__:
@@ -16,65 +17,85 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from . import callbacks as own
+from . import callbacks as callbacks_file
 from . import sampling
+from .adds_up import warn_unless_sums_add_up
 from .checkpoint.checkpointer import Checkpointer
-from .checkpoint.tensors import require_same_identity, shapes_and_dtypes
+from .checkpoint.storage import end_in_time
 from .compile import Compiling, checkpoint_activations, compile_model
-from .config import Config, override, spec_to_json
+from .config import Config, spec_to_json, with_steps
 from .data import build_datasets
 from .device import annotated, move, set_up_torch
-from .distributed import Group, World, join, leave, monitors, parallel
+from .distributed import Group, World, join, leave, monitors, parallel, require_same_model
 from .distributed.stop import Agreed, Stop
-from .ema import averaged_weights, keep_average
+from .ema import keep_average
 from .errors import UserError
-from .files import flatten, to_json, write_json
-from .loss import LossSum, check_model, judge_step, loss_vector, means, require_type
+from .files import to_json, write_json
+from .loss import (
+    check_counted,
+    check_loss,
+    check_model,
+    check_optimizer,
+    judge_step,
+    loss_vector,
+    require_type,
+)
 from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer
+from .resume import resume
 from .run import hardware
 from .run.bad_steps import BadSteps, RunningBuffers, step_unless, try_step
-from .run.callback_runner import enter, methods_named
-from .run.directory import OF_ONE_START, RunDirectory
-from .run.journal import Journal, introduce, metric_names, validated_at, validation_figures
+from .run.callback_runner import enter, find_methods
+from .run.directory import RunDirectory, only_run
+from .run.journal import Journal, log_start, metric_names, validated_at
+from .run.model_state import ModelState, begin_training
 from .run.tracker import TRACKERS
-from .sampling import STEP, Loader, Share, fetch, fixed_subset, seed_random, shares
+from .sampling import STEP, Loader, MicroBatch, fixed_subset, micro_batches, seed_random
 from .schedule import set_schedule
+from .validation import evaluate
+from .validation import validate as validate
 
 log = logging.getLogger(__name__)
-# The purpose of random numbers that validation data draws; sampling.py has the others.
-VALIDATION_DRAWS = 6
 
 
-def no_run_to_end(reason: str) -> None:
-    """What `state.finish` does where steps are only measured."""
+def ignore_request_to_finish(reason: str) -> None:
+    """Stand in for `state.finish` where steps are only measured, and there is no run to end."""
 
 
 @dataclass
 class State:
-    """What a step needs. `module` is the callable: `model` itself, wrapped, or sharded."""
+    """What a step needs."""
 
     config: Config
     world: World
+    # What data.py says of the data.
     spec: Any
+    # The user's model, and what is called in its place: itself, wrapped, or sharded.
     model: nn.Module
     module: nn.Module
     optimizer: torch.optim.Optimizer
-    plan: list[Share]
+    # This rank's micro-batches in each global batch.
+    plan: list[MicroBatch]
     loader: Loader
     validation: Any
     compute_dtype: torch.dtype
-    peak_flops: float | None  # of the device, where it is known: for MFU
-    forward_flops: int | None  # of one sample
+    # Of the device, and of the forward pass of one sample: for MFU, None where they are not known.
+    peak_flops: float | None
+    forward_flops: int | None
     buffers: RunningBuffers
-    step: int = 0  # completed optimizer steps
+    # Completed optimizer steps.
+    step: int = 0
     checkpointer: Checkpointer | None = None
-    # Since the last record, over all ranks, on the device:
-    sums: Any = 0.0  # a tensor of loss, count, metrics (float32)
-    metrics: tuple[str, ...] | None = None  # their names
-    bad_steps: Tensor | int = 0  # skipped for a non-finite loss or gradient
-    grad_norm: Tensor | float = 0.0  # of the last step
-    finish: Callable[[str], None] = no_run_to_end  # for the reason that a callback gives
+    # The sums of `loss_vector` (loss.py) since the last record, over all ranks; on the device.
+    sums: Tensor | float = 0.0
+    # The names of the metrics in `sums`.
+    metrics: tuple[str, ...] | None = None
+    # Steps since the last record that were skipped for a loss or gradient that was not finite.
+    bad_steps: Tensor | int = 0
+    # The norm of the last step's gradient, before clipping.
+    grad_norm: Tensor | float = 0.0
+    # A callback ends the run by calling it with the reason.
+    finish: Callable[[str], None] = ignore_request_to_finish
 
 
 @dataclass(frozen=True)
@@ -84,51 +105,50 @@ class Result:
     status: Literal["finished", "preempted", "regrouping", "already finished"]
     step: int
     validation: dict[str, float] = field(default_factory=dict)
-    blocked_seconds: float = 0.0  # that training waited for saves
+    # How long training waited for saves.
+    blocked_seconds: float = 0.0
 
 
 def setup(config: Config, world: World | None = None) -> State:
     """Build everything a step needs; `world` if the caller has joined it already."""
     world = world or join(config.parallel, config.device)
-    settings, batch_size = config.train, config.train.global_batch_size
+    batch_size = config.train.global_batch_size
     if batch_size < world.size:
         problem = f"--train.global-batch-size {batch_size} is below the {world.size} ranks"
         raise UserError(f"{problem}: raise it or start fewer processes")
-    sampling.seed_random(settings.seed)  # a split that is drawn is the same on all ranks
-    dtype = settings.compute_dtype(world.device)
-    set_up_torch(settings.seed, settings.deterministic, dtype)
+    # What follows may draw random numbers, such as a split of the data or the model's first
+    # weights. Here the seed is the same on all ranks, so these are, too.
+    sampling.seed_random(config.train.seed)
+    dtype = config.train.compute_dtype(world.device)
+    set_up_torch(config.train.seed, config.train.deterministic, dtype)
     hardware.pin_to_numa_node(world.device)
-    train, validation, spec = build_datasets(config)
-    identity = getattr(spec, "fingerprint", None)
-    require_type(identity, str, "`fingerprint` in the spec of build_datasets (data.py)")
-    sampling.check_dataset(validation, "validation")
-    if (settings.overfit or settings.epochs) and not hasattr(train, "__len__"):
-        raise UserError("--train.epochs, --train.overfit: a stream has no number of samples")
-    if settings.overfit:
-        chosen = fixed_subset(len(train), settings.overfit * batch_size)
-        train = Subset(train, chosen.tolist())  # type: ignore[arg-type]
-    if settings.epochs:
-        steps = math.ceil(settings.epochs * len(train) / batch_size)
-        config = override(config, {"train.steps": steps, "train.epochs": 0.0})
-    plan = shares(batch_size, settings.micro_batch_size, world.rank, world.size)
+    train, validation, spec = _datasets(config)
+    if config.train.epochs:
+        config = with_steps(config, samples=len(train))
+    settings = config.train
+    plan = micro_batches(batch_size, settings.micro_batch_size, world.rank, world.size)
     loader = sampling.open_loader(train, settings, plan, world)
 
-    model = check_model(parallel.build(lambda: build_model(config, spec), world))
+    def make_model() -> nn.Module:
+        return build_model(config, spec)
+
+    model = check_model(parallel.build(make_model, world))
+    require_same_model(model, world)
     peak_flops = hardware.peak_flops(world.device)
     forward_flops = None
     if peak_flops is not None:
-        one_sample = loader.source[0, Share(slice(0, 1), 1.0)]
+        one_sample = loader.source[0, MicroBatch(slice(0, 1), 1.0)]
         forward_flops = hardware.forward_flops(model, compute_loss, one_sample)
-    # The order matters: the compiler must see what is recomputed, and DDP and FSDP must wrap what
-    # is compiled, since their hooks would break the graph.
+    # The order matters. The compiler must see what is recomputed, so checkpointing of activations
+    # comes first. DDP and FSDP wrap what is compiled, since their hooks would break the graph. The
+    # optimizer comes last, since FSDP replaces the parameters.
     if settings.activation_checkpointing:
         checkpoint_activations(blocks(model))
     compile_model(model, blocks(model), config.compile)
-    module = parallel.wrap(model, blocks(model), config.parallel, world, dtype).train()
+    begin_training(model)
+    module = parallel.wrap(model, blocks(model), config.parallel, world, dtype)
     optimizer = build_optimizer(config.optim, model)
-    require_type(optimizer, torch.optim.Optimizer, "what build_optimizer (optim.py) returns")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UserError("LBFGS computes a loss several times a step: use another one (optim.py)")
+    check_optimizer(optimizer)
     if config.optim.ema:
         keep_average(optimizer)
     return State(
@@ -148,96 +168,82 @@ def setup(config: Config, world: World | None = None) -> State:
     )
 
 
-def resume(state: State, run_dir: Path, group: Group) -> Checkpointer:
-    """Continue from the run's newest good checkpoint, or begin; `state` gets its step.
-
-    UserError when the checkpoints are of another run, or the ranks are not of the same one.
-    """
-    config = state.config
-    identity = {  # what must be equal for a resume
-        "seed": config.train.seed,
-        "global_batch_size": config.train.global_batch_size,
-        "training_samples": state.loader.size,
-        "data": state.spec.fingerprint,
-        "parameters": shapes_and_dtypes(state.model),
-    }
-    settings = to_json(config)
-    of_one_rank = OF_ONE_START | {"data.path"}
-    shared = {name: value for name, value in flatten(settings) if name not in of_one_rank}
-    require_same_identity({**identity, "settings": shared}, group)
-
-    facts = {
-        "identity": identity,
-        "schedule": {**settings["optim"], "steps": config.train.steps},
-        "config": settings,  # for machines that have nothing in common but an object store
-    }
-    checkpointer = Checkpointer(
-        run_dir,
-        config.checkpoint,
-        state.world,
-        state.model,
-        state.optimizer,
-        facts,
-        state.loader.position,
-    )
-    state.checkpointer = checkpointer
-    state.step = checkpointer.restore(config.reset_optimizer)
-    if state.step == 0 and config.init_from:
-        from .checkpoint.transfer import load_weights
-
-        report = load_weights(config.init_from, state.model, None, group, config.init_strict)
-        log.info("weights: %s", report)
-    if state.step > 0 or config.init_from:
-        parallel.compare_loaded(checkpointer.tensors().values(), state.world)
-    state.loader.resume(state.step, checkpointer.restored, group)
-    return checkpointer
+def _datasets(config: Config) -> tuple[Any, Any, Any]:
+    """Build the datasets, to train on and to validate on, and their spec (UserError)."""
+    settings = config.train
+    datasets = build_datasets(config)
+    try:
+        train, validation, spec = datasets
+    except (TypeError, ValueError):
+        wanted = "a training set, a validation set, and a spec with a fingerprint"
+        raise UserError(f"build_datasets (data.py) has to return three values: {wanted}") from None
+    identity = getattr(spec, "fingerprint", None)
+    require_type(identity, str, "`fingerprint` in the spec of build_datasets (data.py)")
+    sampling.check_dataset(validation, "validation")
+    if (settings.overfit or settings.epochs) and not hasattr(train, "__len__"):
+        raise UserError("--train.epochs, --train.overfit: a stream has no number of samples")
+    if settings.overfit:
+        chosen = fixed_subset(len(train), settings.overfit * settings.global_batch_size)
+        train = Subset(train, chosen.tolist())  # type: ignore[arg-type]
+    return train, validation, spec
 
 
 def train_step(state: State, batches: list[Any]) -> None:
-    """One optimizer step on this rank's micro-batches of the global batch.
+    """Take one optimizer step, on this rank's micro-batches of the global batch.
 
-    The gradient is of (sum of losses) / (sum of counts) over all ranks, whatever their shares.
-    Nothing here waits for the device, but what `agree_on_buffers` does at each 50th step.
+    The gradient is that of (sum of losses) / (sum of counts) over all ranks, however the batch is
+    divided. Nothing here waits for the device, except `agree_on_buffers` at each 50th step.
     """
     config, world = state.config, state.world
     # Random numbers are a function of (seed, step, rank), so no generator's state is saved.
     seed_random(config.train.seed, STEP, state.step, world.rank, device=world.device)
     # Between steps a schedule-free optimizer leaves the average in the model, which is what is
     # validated and saved; what it trains follows from that average and its state.
-    schedule_free: Any = state.optimizer if hasattr(state.optimizer, "eval") else None
-    if schedule_free:
+    schedule_free: Any = None
+    if hasattr(state.optimizer, "eval"):
+        schedule_free = state.optimizer
         if state.checkpointer:
+            # `train` changes the weights, as the optimizer's step does further below.
             state.checkpointer.before_optimizer_step()
-        state.model.state_dict()  # lets go what FSDP has gathered, the average
+        # FSDP may still hold the gathered average: this lets it go.
+        state.model.state_dict()
         schedule_free.train()
+    # In the first step of a start the checks of the loss may wait for the device.
+    is_first = state.metrics is None
     state.buffers.keep()
-    sums: Any = None
-    for i, (share, batch) in enumerate(zip(state.plan, batches, strict=True)):
-        with parallel.accumulate(state, last=i == len(batches) - 1):
+    loss_vectors: list[Tensor] = []
+    for i, (micro_batch, batch) in enumerate(zip(state.plan, batches, strict=True)):
+        is_last = i == len(batches) - 1
+        with parallel.accumulate(state, is_last):
             with annotated("forward"):
                 loss = parallel.forward(compute_loss, state, move(batch, world.device))
-                require_type(loss, LossSum, "what compute_loss (model.py) returns")
                 if state.metrics is None:
+                    check_loss(loss)
                     names = {"metrics of compute_loss (model.py)": [*loss.metrics]}
                     parallel.require_same(names, world)
                 state.metrics = metric_names(loss, state.metrics)
             with annotated("backward"):
                 total = loss.total
                 sums_of_batch = loss_vector(loss)
-                if share.weight != 1:
+                if micro_batch.weight != 1:
                     # A rank without samples left takes one at weight 0, since all ranks must take
                     # part in the collectives of backward.
-                    total = total * share.weight
-                    sums_of_batch = sums_of_batch * share.weight
+                    total = total * micro_batch.weight
+                    sums_of_batch = sums_of_batch * micro_batch.weight
                 total.backward()
-        sums = sums_of_batch if sums is None else sums + sums_of_batch
+        loss_vectors.append(sums_of_batch)
+    parallel.require_gradients(state)
+    # Only now, since the next forward would change the buffers again.
     parallel.agree_on_buffers(state.buffers, state.step, world)
-    parallel.all_reduce(sums, world)
+    sums = parallel.all_reduce(sum(loss_vectors[1:], start=loss_vectors[0]), world)
+    if is_first:
+        check_counted(sums)
 
-    parameters = (p for group in state.optimizer.param_groups for p in group["params"])
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients: list[Tensor] = []
+    for group in state.optimizer.param_groups:
+        gradients += [p.grad for p in group["params"] if p.grad is not None]
     norm = parallel.total_norm(gradients, world)
-    # One factor turns sums into means and clips: gradients are multiplied once.
+    # One factor turns sums into means and clips, so that gradients are multiplied only once.
     scale, norm, bad = judge_step(sums, norm, world.size, config.optim.clip)
     torch._foreach_mul_([parallel.local_part(g) for g in gradients], scale)
     set_schedule(state.optimizer, config, state.step)
@@ -251,7 +257,7 @@ def train_step(state: State, batches: list[Any]) -> None:
     state.buffers.put_back(bad)
     state.optimizer.zero_grad(set_to_none=True)
 
-    # Accumulated on the device and read at log steps only. `bad` is a tensor on a GPU.
+    # The sums stay on the device, and are read only at log steps. `bad` is a tensor on a GPU.
     if bad is not False:
         sums = sums.masked_fill(torch.as_tensor(bad), 0)
     state.sums = state.sums + sums
@@ -260,67 +266,32 @@ def train_step(state: State, batches: list[Any]) -> None:
     state.step += 1
 
 
-def never() -> bool:
-    """What `validate` asks where nothing can stop it."""
-    return False
-
-
-@torch.no_grad()
-def validate(state: State, stopped: Callable[[], object] = never) -> dict[str, float]:
-    """Mean loss and metrics over the validation data, divided among the ranks.
-
-    {} if `stopped()`, which must answer the same on all ranks, becomes true half way.
-    """
-    config, world = state.config.train, state.world
-    chosen = fixed_subset(len(state.validation), config.validate_samples)
-    key = sampling.stream_key(config.seed, VALIDATION_DRAWS)
-    state.module.eval()
-    sums: Any = 0.0
-    names: Any = None
-    for first in range(0, len(chosen), config.global_batch_size):
-        if stopped():
-            return {}
-        ids = chosen[first : first + config.global_batch_size]
-        for share in shares(len(ids), config.micro_batch_size, world.rank, world.size):
-            draws = key, first + share.places.start
-            batch = fetch(state.validation, ids[share.places], None, draws)
-            loss = parallel.forward(compute_loss, state, move(batch, world.device))
-            names = metric_names(loss, names)
-            sums = sums + loss_vector(loss) * share.weight
-    state.module.train()
-    figures = means(parallel.all_reduce(sums, world).tolist(), names)
-    return {f"validation_{name}": value for name, value in figures.items()}
-
-
-def validate_averaged(state: State, stopped: Callable[[], object]) -> dict[str, float]:
-    """`validate`, and the same with the averages of the weights where there are some."""
-    figures = validate(state, stopped)
-    if not figures or not state.config.optim.ema:
-        return figures
-    with averaged_weights(state.model, state.optimizer):
-        averaged = validate(state, stopped)
-    renamed = {n.replace("_", "_ema_", 1): value for n, value in averaged.items()}
-    return figures | renamed if averaged else {}
-
-
 def run(config: Config, callbacks: Iterable[Any] = (), world: World | None = None) -> Result:
-    """Train from the newest checkpoint to `config.train.steps`; `world` as in `setup`."""
-    # `callbacks` are called after those of callbacks.py, which says what they are.
-    world = world or join(config.parallel, config.device)
-    result = _run(config, world, callbacks)
-    leave(world)  # only here, as the frame that held the model and the optimizer is gone
+    """Train from the newest checkpoint to `config.train.steps`; `world` as in `setup`.
+
+    `callbacks` are called after those of callbacks.py, which says what a callback is.
+    """
+    with only_run():
+        world = world or join(config.parallel, config.device)
+        result = _run(config, world, callbacks)
+        # Only here is the frame gone that held the model and the optimizer.
+        leave(world)
     return result
 
 
-def _run(config: Config, world: World, own_callbacks: Iterable[Any]) -> Result:
+def _run(config: Config, world: World, more_callbacks: Iterable[Any]) -> Result:
     group = Group(world)
     directory = RunDirectory(config.directory, group, config.fresh, config.checkpoint.far)
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(Stop(group))  # first, since a stop signal may come early
+        # The order matters. `Stop` comes first, since a signal may come during start-up. The run
+        # directory is locked after `setup`, so that --fresh renames an old run only for settings
+        # and data that work. The watchdog comes before `resume`, in which ranks wait for each
+        # other. The run writes to its directory only after `resume`, which may refuse it.
+        stop = stack.enter_context(Stop(group))
+        end_in_time(stop)
         state = setup(config, world)
         config = state.config
         run_dir = stack.enter_context(directory)
-        # The watchdog also watches the restore, which waits for the other ranks.
         watching, after_journal = monitors(state, run_dir.path, group)
         first = [hardware.GarbageCollection(), hardware.MemoryUse(), *watching]
         callbacks = enter(first, stack)
@@ -348,29 +319,35 @@ def _run(config: Config, world: World, own_callbacks: Iterable[Any]) -> Result:
 
         state.finish = stop.finish
         run_dir.begin(state, stop, spec_to_json(state.spec))
-        introduce(state, run_dir.path)
+        log_start(state, run_dir.path)
         stack.callback(state.loader.close)
         journal = Journal(run_dir.path, state, group)
-        # Callbacks are called in this order. Yours come before the record is written, so that they
-        # can add to it. Only rank 0 writes, which is no part of a step for stragglers.
-        yours = [*own.callbacks(config, run_dir.path), *own_callbacks]
-        checkpointer.remember(yours)  # their state, which is saved and restored
+        # Callbacks are called in this order. The user's come before the journal writes the record,
+        # so that they can add to it. What comes after it is no part of a step for stragglers, since
+        # only rank 0 writes.
+        user_callbacks = [*callbacks_file.callbacks(config, run_dir.path), *more_callbacks]
+        # Those with a `state_dict` are saved, and restored here.
+        checkpointer.remember(user_callbacks)
         bad_steps = BadSteps(config.train, train_step, group)
-        callbacks += enter([bad_steps, *yours, journal, *after_journal], stack)
+        after_users = [ModelState(state), journal, *after_journal]
+        callbacks += enter([bad_steps, *user_callbacks, *after_users], stack)
         if config.track and group.is_first:
             trackers = [tracker(config, run_dir.path, state.step) for tracker in TRACKERS]
             callbacks += enter(trackers, stack)
         if config.profile.every > 0:
-            from .profiler import Profiler  # only here, since it changes what kineto prints
+            # Only here, since importing it changes what kineto prints.
+            from .profiler import Profiler
 
             callbacks += enter([Profiler(config.profile, run_dir.path / "traces", state)], stack)
         if config.compile.mode != "none":
             callbacks += enter([Compiling()], stack)
 
-        first_micro_batch = state.plan[:1]
-        parallel.warm_up(
-            state.module, lambda: try_step(train_step, state, state.step, first_micro_batch)
-        )
+        warn_unless_sums_add_up(state)
+
+        def try_first_micro_batch() -> None:
+            try_step(train_step, state, state.step, state.plan[:1])
+
+        parallel.warm_up(state.module, try_first_micro_batch)
         agreed, validation = _loop(state, checkpointer, stop, journal, callbacks, validation_owed)
         with group.phase("save"):
             checkpointer.finish(state.step)
@@ -397,16 +374,18 @@ def _loop(
     interrupted the validation of the step that the run resumes from.
     """
     settings, group = state.config.train, stop.group
-    before_step = methods_named("before_step", callbacks)
-    after_step = methods_named("after_step", callbacks)
+    # Looked up once, so that a step calls the methods directly.
+    before_step = find_methods("before_step", callbacks)
+    after_step = find_methods("after_step", callbacks)
     validation: dict[str, float] = {}
     if validation_owed:
-        validation = _evaluate(state, checkpointer, stop, callbacks)
+        validation = evaluate(state, stop, callbacks)
     journal.begin(validation)
-    # A stop signal during the last validation leaves it empty: the poll below then sees the signal.
+    # A stop signal during the last validation leaves `validation` empty. Then the loop is entered
+    # once more, and the poll below returns that signal.
     while state.step < settings.steps or not validation:
-        # Flags that any rank raised, as of the step before: all ranks act at the same step and
-        # none waits for another.
+        # A stop takes effect between two steps, at the same one on all ranks: a poll returns what
+        # any rank had sent at the poll before, so no rank waits for another. `_run` saves then.
         agreed = stop.poll(checkpointer.writer.failed)
         if agreed.save_failed:
             checkpointer.settle()  # raises on all ranks, or warns (--checkpoint.on-failure)
@@ -414,7 +393,7 @@ def _loop(
             reason = stop.reason if agreed.finish else signal.Signals(agreed.stop_signal).name
             log.info("%s: saving step %d, then stopping", reason, state.step)
             return agreed, validation
-        batches = state.loader.next()
+        batches = state.loader.next(stop)
         for call in before_step:
             call(state)
         train_step(state, batches)
@@ -422,37 +401,26 @@ def _loop(
         record = None
         validate_now = is_due(state, settings.validate_every)
         if validate_now or is_due(state, settings.log_every):
-            record = journal.record(state)  # only here the host waits for the device
+            # Only here does the host wait for the device.
+            record = journal.record(state)
         if validate_now and record:
-            validation = _evaluate(state, checkpointer, stop, callbacks)
+            validation = evaluate(state, stop, callbacks)
             record |= validation
         for call in after_step:
             call(state, record)
-        if is_due(state, state.config.checkpoint.every):
+        # A callback that ends the run after a validation (early stopping) ends it at this step, on
+        # any number of ranks, so that the last checkpoint is the one that was validated.
+        is_last = validate_now and stop.finishes_now()
+        if is_last or is_due(state, state.config.checkpoint.every):
             # After the record is written: a resume cuts metrics.jsonl back to the checkpoint.
             with group.phase("save"):
                 checkpointer.save(state.step, record)
+        if is_last:
+            log.info("%s: stopping at step %d", stop.reason, state.step)
+            return Agreed(finish=True), validation
     return Agreed(), validation
 
 
-def _evaluate(
-    state: State, checkpointer: Checkpointer, stop: Stop, callbacks: list[Any]
-) -> dict[str, float]:
-    """Validate, and call the callbacks; {} if a stop signal cuts it short."""
-
-    def stopped() -> bool:
-        # A callback that ends the run does not interrupt a validation.
-        agreed = stop.poll(checkpointer.writer.failed)
-        return agreed.stop_signal > 0 and not agreed.finish
-
-    with stop.group.phase("validation"):
-        metrics = validate_averaged(state, stopped)
-        if metrics:
-            for call in methods_named("after_validation", callbacks):
-                call(state, metrics)
-    return validation_figures(metrics)
-
-
 def is_due(state: State, every: int) -> bool:
-    """Whether to do after this step what is done at the last step and at multiples of `every`."""
+    """Tell whether this step is the last one or a multiple of `every` (0: the last one only)."""
     return state.step == state.config.train.steps or (every > 0 and state.step % every == 0)

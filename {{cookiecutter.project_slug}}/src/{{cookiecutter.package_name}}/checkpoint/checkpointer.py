@@ -4,12 +4,12 @@ A save, from `Checkpointer.save` on: the writer (writer.py) stages the tensors, 
 in the background; `_publish` waits for that and lets the publisher (publish.py) have this rank's
 files written, hashed and published. With checkpoint=dcp_async `_publish` runs in a thread.
 
-A restore: the publisher finds and verifies the newest good checkpoint; `restore` compares whose it
-is; `load` fits its tensors to the optimizer and reads them.
+A restore: the publisher finds and verifies the newest good checkpoint; `restore` checks that this
+run saved it; `load` fits its tensors to the optimizer and reads them.
 """
 
 import contextlib
-import copy
+import json
 import logging
 import platform
 import re
@@ -24,7 +24,7 @@ from torch import nn
 from ..distributed import Group, World
 from ..ema import EMA
 from ..errors import RankError, UserError, command_for, printable
-from . import CheckpointError, step_name
+from . import CheckpointError
 from .paths import Place, release_copies
 from .reader import open_tensors
 from .storage import open_storage
@@ -39,7 +39,8 @@ from .tensors import (
 from .writer import CheckpointConfig, Writer
 
 log = logging.getLogger(__name__)
-STATE = re.compile(rf"optimizer\.(?!param_groups\.).*(?<!\.{EMA})")  # of a parameter
+# The names of optimizer state that a resume must not lose: all of the parameters' but averages.
+STATE = re.compile(rf"optimizer\.(?!param_groups\.).*(?<!\.{EMA})")
 
 
 class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
@@ -59,28 +60,57 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
         So does what `facts_now`, called on all ranks at each save, returns on rank 0.
         """
-        self.run_dir, self.config, self.world = run_dir, config, world
-        self.model, self.optimizer = model, optimizer
-        self.facts, self.facts_now = facts, facts_now
+        self.run_dir = run_dir
+        self.config = config
+        self.world = world
+        self.model = model
+        self.optimizer = optimizer
+        self.facts = facts
+        self.facts_now = facts_now
         self.group = Group(world)
         self.writer = Writer(config, self.group, model, world.device)
         self.publisher = open_storage(run_dir, config, self.group, facts.get("identity"))
+        # How long training has waited for saves.
         self.blocked_seconds = 0.0
-        self.last_good: int | None = None  # published for certain
-        self.restored: dict[str, Any] = {}  # the manifest
+        # The step of the last checkpoint that was published for certain, or restored.
+        self.last_good: int | None = None
+        # The manifest of the checkpoint that was restored.
+        self.restored: dict[str, Any] = {}
+        # The callbacks whose state is saved, by name.
         self.remembered: dict[str, Any] = {}
 
     def remember(self, callbacks: Iterable[Any]) -> None:
         """Restore the saved state of each callback with `state_dict()`; save it from now on."""
         saved = self.restored.get("callbacks")
-        for one in callbacks:
-            if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
-                name = type(one).__name__
-                while name in self.remembered:  # another of its class
-                    name += "+"
-                self.remembered[name] = one
-                if isinstance(saved, dict) and name in saved:
-                    one.load_state_dict(saved[name])
+        if not isinstance(saved, dict):
+            saved = {}
+        for callback in callbacks:
+            if not hasattr(callback, "state_dict") or not hasattr(callback, "load_state_dict"):
+                continue
+            name = type(callback).__name__
+            # Several callbacks of one class are told apart by their order.
+            while name in self.remembered:
+                name += "+"
+            self.remembered[name] = callback
+            if name in saved:
+                callback.load_state_dict(saved[name])
+            elif self.restored:
+                log.warning(
+                    "the checkpoint has no state of the callback %s: it starts afresh", name
+                )
+            if name.endswith("+"):
+                log.warning(
+                    "the states of the callbacks %s and %s are told apart by their order only: a "
+                    "resume needs the same order",
+                    name[:-1],
+                    name,
+                )
+        for name in saved.keys() - self.remembered.keys():
+            log.warning(
+                "the checkpoint has the state of a callback %s, which this run does not have: it "
+                "is dropped (was the class renamed?)",
+                printable(name),
+            )
 
     def save(self, step: int, figures: Mapping[str, float] | None = None) -> None:
         """Save a checkpoint of `step`, once; RankError, on every rank, when any rank failed.
@@ -88,7 +118,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         `figures`: those of the validation at this step, if there was one. The optimizer must not
         step before `before_optimizer_step()` has returned.
         """
-        self.settle()  # a save is never skipped: this waits for the one before
+        # No save is skipped: this waits until the one before is published.
+        self.settle()
         if step == self.last_good:
             return
         facts = self._facts_of(step, figures or {})
@@ -96,25 +127,41 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self.writer.begin(self.tensors(), self._publish, step, facts)
 
     def _publish(self, step: int, facts: dict[str, Any]) -> None:
-        """Write what was staged, and publish it; in a thread with checkpoint=dcp_async."""
-        # Before DCP's collectives, where a rank that is missing would make the others wait.
+        """Write what was staged, and publish it; in a thread with checkpoint=dcp_async.
+
+        All ranks enter it. An error on any rank, here or in `publish`, is raised on all of them.
+        """
+        # A rank that fails must be known before DCP's collectives, in which the others would wait.
         with self.group.together():
             self.writer.complete()
-        # So that retention need not read it back from the manifest.
-        self.publisher.scores[self.publisher.directory / step_name(step)] = facts["score"]
         self.publisher.publish(step, self.writer.write, facts)
         self.last_good = step
 
     def _facts_of(self, step: int, figures: Mapping[str, float]) -> dict[str, Any]:
-        """What the manifest says beside its files."""
+        """Return what the manifest says beside its files."""
         best = self.config.best
         score = figures.get(best)
+        if score is not None:
+            score = float(score)
         if score is None and "validation_loss" in figures:
             log.warning("--checkpoint.best %s: the validation has no such figure", best)
         callbacks: dict[str, Any] = {}
-        for name, callback in self.remembered.items():
-            # Copied: it may change before a save in the background writes it.
-            callbacks[name] = copy.deepcopy(callback.state_dict())
+        with self.group.together():
+            for name, callback in self.remembered.items():
+                state = callback.state_dict()
+                try:
+                    # A copy, too: it may change before a save in the background writes it.
+                    kept = json.loads(json.dumps(state))
+                except (TypeError, ValueError) as error:
+                    kept = error
+                # JSON makes lists of tuples, and texts of keys that are numbers.
+                if repr(kept) != repr(state):
+                    raise UserError(
+                        f"the state of the callback {name} cannot be saved: JSON does not keep "
+                        f"{state!r:.80}. Let its state_dict() return numbers, texts, lists and "
+                        "dictionaries whose keys are texts"
+                    )
+                callbacks[name] = kept
         return {
             **self.facts,
             **self.facts_now(),
@@ -122,7 +169,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             "samples": step * self.facts["identity"]["global_batch_size"],
             "world_size": self.world.size,
             "validation_loss": figures.get("validation_loss"),
-            "score": [f"{self.config.best_is} {best}", None if score is None else float(score)],
+            "score": [f"{self.config.best_is} {best}", score],
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
@@ -135,7 +182,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def before_optimizer_step(self) -> None:
         """Wait until a save in flight no longer needs the weights as they are."""
         with self._blocking():
-            # An optimizer has its state from its first step on.
+            # The first time after the optimizer's first step, when it has its state.
             if not self.writer.prepared and any(self.optimizer.state.values()):
                 self.writer.prepare(self.tensors())
             self.writer.wait_until_staged()
@@ -159,7 +206,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """After an error, wait for a save in flight before the run directory is let go."""
-        # Not among several ranks: there the process leaves at once, and the others may be gone.
+        # Several ranks do not: the process ends at once, and the other ranks may be gone.
         if kind and self.world.size == 1:
             try:
                 self.close()
@@ -167,9 +214,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 log.warning("%s", error)
 
     def tensors(self) -> Tensors:
-        """All that is saved, sharing memory with the model and the optimizer."""
+        """Return all that is saved; the tensors share memory with the model and the optimizer."""
         tensors: Tensors = {}
-        # The model first: state_dict() is what brings FSDP's parameters back to their shards.
+        # The model comes first, since its state_dict() brings FSDP's parameters back to shards.
         for name, tensor in self.model.state_dict().items():
             tensors[f"model.{name}"] = tensor
         for name, tensor in optimizer_tensors(self.model, self.optimizer).items():
@@ -177,16 +224,18 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         return tensors
 
     def restore(self, reset_optimizer: bool = False) -> int:
-        """Find, verify and load the newest good checkpoint; its step, or 0 when there is none.
+        """Find, verify and load the newest good checkpoint; return its step, 0 if there is none.
 
-        It is verified as a whole before anything is loaded. UserError if another run saved it, or
-        if optimizer state would be lost; `reset_optimizer` drops that state instead.
+        Collective. The whole checkpoint is verified before anything is loaded. UserError if another
+        run saved it, or if optimizer state would be lost; `reset_optimizer` drops that state
+        instead. An error on any rank is raised on all of them.
         """
         newest = self.publisher.newest_good()
         if newest is None:
             return 0
         path, manifest = newest
-        if problems := identity_differences(manifest.get("identity"), self.facts["identity"]):
+        problems = identity_differences(manifest.get("identity"), self.facts["identity"])
+        if problems:
             raise UserError(self._other_run(path, problems, self.publisher.start_over))
         self.load(path, manifest, reset_optimizer)
         release_copies()
@@ -206,29 +255,42 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         with self.group.together():
             source = open_tensors(path, manifest)
         tensors = self.tensors()
-        # What the optimizer has now and the checkpoint has not, and the other way round.
-        missing = {n for n in tensors.keys() - source.forms.keys() if n.startswith("optimizer.")}
-        lost = {n for n in source.forms.keys() - tensors.keys() if STATE.fullmatch(n)}
+        # State that the optimizer has now and the checkpoint lacks, and state that only the
+        # checkpoint has.
+        missing: set[str] = set()
+        for name in tensors.keys() - source.forms.keys():
+            if name.startswith("optimizer."):
+                missing.add(name)
+        lost: set[str] = set()
+        for name in source.forms.keys() - tensors.keys():
+            if STATE.fullmatch(name):
+                lost.add(name)
         if missing:
             lost |= self._remove_unsaved_state(missing)
         if lost and not reset_optimizer:
             self._refuse_to_lose(lost, path, manifest)
-        for names, fate in (missing, "not saved and start afresh"), (lost, "saved and left out"):
-            if names:
-                one = printable(min(names))
-                log.warning("%d tensors of the optimizer %s, e.g. %s", len(names), fate, one)
+        text = "%d tensors of the optimizer %s, e.g. %s"
+        if missing:
+            example = printable(min(missing))
+            log.warning(text, len(missing), "not saved and start afresh", example)
+        if lost:
+            log.warning(text, len(lost), "saved and left out", printable(min(lost)))
 
-        source.read({n: t for n, t in tensors.items() if n not in missing}, self.group)
-        # The optimizer's plain numbers were read into tensors made for that.
+        targets = dict(tensors)
+        for name in missing:
+            del targets[name]
+        source.read(targets, self.group)
+        # `tensors` has a copy of each plain number of the optimizer. It was read into the copy.
         for name, holder, key in optimizer_slots(self.model, self.optimizer):
-            if isinstance(value := holder[key], int | float):
+            value = holder[key]
+            if isinstance(value, int | float):
                 holder[key] = type(value)(tensors[f"optimizer.{name}"].item())
 
     def _remove_unsaved_state(self, missing: set[str]) -> set[str]:
-        """Remove the new state of each parameter of which a checkpoint has only a part.
+        """Remove the new state of each parameter whose state a checkpoint lacks, or has in part.
 
-        `missing`: names that the checkpoint lacks. Returns those that it has and that are therefore
-        left out.
+        `missing`: the names that the checkpoint lacks. Returns the names that it has and that are
+        left out, as their parameters begin with no state.
         """
         unused: set[str] = set()
         for name, parameter in self.model.named_parameters():
@@ -236,7 +298,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             new = {key for key in state if f"optimizer.{name}.{key}" in missing}
             if new == {EMA}:
                 del state[EMA]
-            elif new:  # the parameter may never have had a gradient
+            elif new:
+                # The whole state starts afresh, as it does before a parameter's first gradient.
                 unused |= {f"optimizer.{name}.{key}" for key in state.keys() - new}
                 del self.optimizer.state[parameter]
         return unused
@@ -252,15 +315,17 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         raise UserError(self._other_run(path, problems, way_out))
 
     def _other_run(self, path: Place, problems: list[str], way_out: str) -> str:
-        """Why this run cannot resume from a checkpoint, and the ways out."""
+        """Return why this run cannot resume from a checkpoint, and the ways out."""
         lines = ["\n  ".join([f"this run cannot resume from {path}:", *problems])]
-        if (self.run_dir / "config.json").exists():  # not if it resumes from an object store
+        # The directory of a new run that found another one's checkpoints has no settings yet.
+        if (self.run_dir / "config.json").exists():
             lines.append(f"Resume with the saved settings: {command_for('train', self.run_dir)}")
         lines.append(
             "Or add to your command --name NEW (--run-dir NEW if it has one) for another run"
             f"{offer_weights(path, problems)}; or {way_out}."
         )
-        return printable("\n".join(lines))  # names in a file may be crafted
+        # Somebody may have crafted the names in the file.
+        return printable("\n".join(lines))
 
     @contextlib.contextmanager
     def _blocking(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, and whether all that it names is whole.
+"""The manifest of a checkpoint, and the check of all files that it names.
 
 manifest.json names each file with its size and sha256, and ends with a digest of itself. This
 detects corruption, not tampering. A manifest can name only plain files beside it.
@@ -7,7 +7,6 @@ detects corruption, not tampering. A manifest can name only plain files beside i
 import contextlib
 import errno
 import hashlib
-import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -24,26 +23,31 @@ from .paths import Place, local_copy, open_regular
 
 FORMAT_VERSION = 1
 FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
+# The end of the file: a sha256 in 64 letters, and what closes the JSON. Together that many bytes.
 SEAL = b'%s"\n}'
-SEALED = 64 + 3  # bytes at the end of the file
-Verified = tuple[dict[str, Any], list[str]]  # a manifest, and its problems
+SEALED = 64 + 3
+# A manifest, and its problems.
+Verified = tuple[dict[str, Any], list[str]]
+# Errors of reading that mean damage. EBADMSG is of a storage that has checksums of its own.
 DAMAGE = {
     errno.ENOENT: "is missing",
     errno.ENOTDIR: "is missing",
     errno.EINVAL: "is not a regular file",
     errno.ELOOP: "is a link",
-    errno.EBADMSG: "has other content than was saved",  # by the checksums of the storage
+    errno.EBADMSG: "has other content than was saved",
 }
 
 
 def sealed(manifest: dict[str, Any]) -> bytes:
-    """A manifest as it is written: JSON whose last entry is the sha256 of all text before it."""
-    text = f'{json.dumps(manifest, indent=1)[:-2]},\n "digest": "'.encode()
-    return text + SEAL % hashlib.sha256(text).hexdigest().encode()
+    """Return a manifest as it is written: JSON that ends with the sha256 of all text before."""
+    without_end = json.dumps(manifest, indent=1).removesuffix("\n}")
+    text = f'{without_end},\n "digest": "'.encode()
+    digest = hashlib.sha256(text).hexdigest()
+    return text + SEAL % digest.encode()
 
 
 def problem_of(path: Place, error: OSError) -> RankError:
-    """Whether an error of reading is damage (CheckpointError), or may pass (RankError)."""
+    """Return a CheckpointError for an error that is damage, a RankError for one that may pass."""
     if error.errno in DAMAGE:
         return CheckpointError(f"{path.name} {DAMAGE[error.errno]}")
     # No permission or a failing disk is no damage: it must not cost a good checkpoint its name.
@@ -53,17 +57,18 @@ def problem_of(path: Place, error: OSError) -> RankError:
 
 @contextlib.contextmanager
 def reading(path: Place) -> Iterator[None]:
-    """Give all that libraries raise one type and one line."""
+    """Turn whatever a library raises into a CheckpointError of one line."""
     try:
         yield
     except (UserError, RankError):
         raise
-    except Exception as error:  # a file that is something else can fail in any way
+    except Exception as error:
+        # A file that is something else can fail in any way.
         raise CheckpointError(f"reading {path} was refused: {reason_of(error)}") from error
 
 
 def reason_of(error: BaseException) -> str:
-    """The kind of an error and its first line, without torch's advice to load anything."""
+    """Return the type of an error and its first line, without torch's advice to load anything."""
     text = str(error).rpartition("WeightsUnpickler error: ")[2].strip()
     first_line = text.partition("\n")[0]
     return f"{type(error).__name__}: {first_line}"
@@ -76,14 +81,16 @@ def read_manifest(path: Place) -> dict[str, Any]:
             content = file.read()
     except OSError as error:
         raise problem_of(path / MANIFEST, error) from error
-    text, digest = content[:-SEALED], content[-SEALED:]
-    if digest != SEAL % hashlib.sha256(text).hexdigest().encode():
+    text = content[:-SEALED]
+    digest = hashlib.sha256(text).hexdigest()
+    if content[-SEALED:] != SEAL % digest.encode():
         raise CheckpointError(f"{MANIFEST} does not match its own digest")
     try:
-        manifest = _as_written_here(json.loads(content))
+        manifest = _in_this_release(json.loads(content))
     except CheckpointError:
         raise
-    except Exception as error:  # sealed, but by other code, or with other content
+    except Exception as error:
+        # The digest is right, but other code has written something else.
         raise CheckpointError(f"{MANIFEST} is not a manifest ({type(error).__name__})") from error
     name = step_name(manifest["step"])
     if PUBLISHED.fullmatch(path.name) and path.name != name:
@@ -91,17 +98,18 @@ def read_manifest(path: Place) -> dict[str, Any]:
     return manifest
 
 
-def _as_written_here(manifest: dict[str, Any]) -> dict[str, Any]:
-    """A manifest with what earlier releases left out; any exception if a field cannot be used."""
+def _in_this_release(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Add the fields that earlier releases left out; any exception if a field cannot be used."""
     version = manifest["format_version"]
-    if type(version) is not int or version != FORMAT_VERSION:  # True == 1
+    # For Python, True equals 1.
+    if type(version) is not int or version != FORMAT_VERSION:
         problem = f"{MANIFEST} has format {version}; this code reads {FORMAT_VERSION}"
         raise CheckpointError(problem)
     manifest["step"] = int(manifest["step"])
-    manifest["files"] = {
-        name: {"size": int(entry["size"]), "sha256": str(entry["sha256"])}
-        for name, entry in manifest["files"].items()
-    }
+    files: dict[str, dict[str, Any]] = {}
+    for name, entry in manifest["files"].items():
+        files[name] = {"size": int(entry["size"]), "sha256": str(entry["sha256"])}
+    manifest["files"] = files
     manifest["config"] = dict(manifest.get("config") or {})
     # Earlier releases had the loss of the validation only.
     loss = manifest.get("validation_loss")
@@ -109,10 +117,14 @@ def _as_written_here(manifest: dict[str, Any]) -> dict[str, Any]:
     # Adding 0.0 makes a float of a number, and refuses text, which `float` would take.
     manifest["validation_loss"] = None if loss is None else loss + 0.0
     manifest["score"] = ["" + rule, None if score is None else score + 0.0]
-    for name in [*manifest["files"], manifest.get("folder", "x")]:
+    names = list(files)
+    # In an object store, and where it was copied from there, the files are in a folder.
+    if "folder" in manifest:
+        names.append(manifest["folder"])
+    for name in names:
         if not FILE_NAME.fullmatch(name) or name in (".", "..", MANIFEST):
             raise CheckpointError(f"{MANIFEST} names a file outside its own directory: {name!a}")
-    if not manifest["files"]:
+    if not files:
         raise CheckpointError(f"{MANIFEST} names no file")
     return manifest
 
@@ -124,7 +136,8 @@ def check_file(path: Path, entry: dict[str, Any]) -> str | None:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             size = file.tell()
     except OSError as error:
-        if isinstance(problem := problem_of(path, error), CheckpointError):
+        problem = problem_of(path, error)
+        if isinstance(problem, CheckpointError):
             return str(problem)
         raise problem from error
     if size != entry["size"]:
@@ -137,11 +150,11 @@ def check_file(path: Path, entry: dict[str, Any]) -> str | None:
 def verify(path: Place, group: Group | None = None) -> Verified:
     """Verify a checkpoint, every byte, the work divided among the ranks; collective.
 
-    Returns the manifest ({} if it cannot be read) and the problems; the same on every rank. The
-    files of a checkpoint in an object store are copied for that (`local_copy`).
+    Returns the manifest ({} if it is damaged) and the problems, the same on every rank. RankError,
+    on every rank, when any rank cannot read something, which is no damage.
     """
     group = group or Group()
-    # All is read twice: one wrong read must not cost a good checkpoint its name.
+    # What fails is read a second time: one wrong read must not cost a good checkpoint its name.
     manifest, problems = _read_on_first(path, group)
     if problems:
         manifest, problems = _read_on_first(path, group)
@@ -153,7 +166,7 @@ def verify(path: Place, group: Group | None = None) -> Verified:
 
 
 def _read_on_first(path: Place, group: Group) -> Verified:
-    """The manifest as rank 0 reads it, and what is wrong with it; collective."""
+    """Return the manifest as rank 0 reads it, and what is wrong with it; collective."""
     manifest: dict[str, Any] = {}
     problems: list[str] = []
     with group.together():
@@ -166,26 +179,40 @@ def _read_on_first(path: Place, group: Group) -> Verified:
 
 
 def _check_files(path: Place, manifest: dict[str, Any], group: Group) -> list[str]:
-    """What is wrong with the files of a checkpoint; collective."""
-    folder, rank, size = local_copy(path, manifest, group)
+    """Return what is wrong with the files of a checkpoint, the same on every rank; collective.
+
+    RankError, on every rank, if one of them cannot read a file.
+    """
+    local = local_copy(path, manifest, group)
     problems: list[str] = []
     with group.together():
         # Hashing releases Python's lock: a file for each core that this rank may use.
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            checks = [
-                pool.submit(check_file, folder / name, entry)
-                for name, entry in shared_out(manifest, rank, size)
-            ]
-        problems = [problem for check in checks if (problem := check.result())]
-    # Two ranks may have met the same problem.
-    found = itertools.chain.from_iterable(group.gather(problems))
-    return group.broadcast(list(dict.fromkeys(found)))
+            checks = []
+            for name in files_of_rank(manifest, local.rank, local.ranks):
+                entry = manifest["files"][name]
+                checks.append(pool.submit(check_file, local.folder / name, entry))
+        for check in checks:
+            problem = check.result()
+            if problem is not None:
+                problems.append(problem)
+    # Each once: several machines may have met the same problem.
+    distinct: dict[str, None] = {}
+    for of_one_rank in group.gather(problems):
+        distinct.update(dict.fromkeys(of_one_rank))
+    return group.broadcast(list(distinct))
 
 
-def shared_out(manifest: dict[str, Any], rank: int, size: int) -> list[tuple[str, dict[str, Any]]]:
-    """The files, with their entries, that one of `size` ranks takes: each about as many bytes."""
+def files_of_rank(manifest: dict[str, Any], rank: int, ranks: int) -> list[str]:
+    """Return the names of the files that one of several ranks checks: about as many bytes each."""
     sizes = {name: entry["size"] for name, entry in manifest["files"].items()}
-    names = sorted(sizes, key=sizes.__getitem__, reverse=True)
-    # In snake order (ranks 0 to n, then n to 0), which balances the bytes per rank.
-    mine = names[rank :: 2 * size] + names[2 * size - 1 - rank :: 2 * size]
-    return [(name, manifest["files"][name]) for name in mine]
+    largest_first = sorted(sizes, key=sizes.__getitem__, reverse=True)
+    # In snake order, which balances the bytes: one to each rank from the first to the last, then
+    # one to each from the last to the first, and so on.
+    names: list[str] = []
+    for index, name in enumerate(largest_first):
+        turn, offset = divmod(index, ranks)
+        chosen = offset if turn % 2 == 0 else ranks - 1 - offset
+        if chosen == rank:
+            names.append(name)
+    return names

@@ -17,6 +17,7 @@ The file system must be POSIX and shared by all ranks; rename must be atomic and
 """
 
 import contextlib
+import errno
 import hashlib
 import logging
 import math
@@ -30,16 +31,19 @@ from typing import Any, Literal
 
 from ..distributed import Group
 from ..errors import RankError, UserError
-from ..files import naming, sync_directory
+from ..files import naming, rename_directory, sync_directory
 from . import MANIFEST, CheckpointError, step_name
 from .manifest import FORMAT_VERSION, read_manifest, sealed, verify
 from .paths import Place, damaged, published
 
 log = logging.getLogger(__name__)
+# How the names of directories begin that are being written, and that are being removed.
 RESERVED = ".saving-"
 DISCARDED = ".discarded-"
-Write = Callable[[Path], Iterable[str]]  # writes a rank's files into a folder, and names them
-Found = tuple[Place, dict[str, Any]]  # a checkpoint and its manifest
+# Writes a rank's files into a folder, and returns their names.
+Write = Callable[[Path], Iterable[str]]
+# A checkpoint and its manifest.
+Found = tuple[Place, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -75,12 +79,17 @@ class Publisher:
     """
 
     start_over = "start over with --fresh, which sets the old run aside"
-    refused = False  # whether the storage does not let this run remove anything
 
     def __init__(self, directory: Place, retention: RetentionConfig, group: Group) -> None:
-        self.directory, self.retention, self.group = directory, retention, group
-        self.scores: dict[Place, list[Any]] = {}  # of the checkpoints that retention counts
-        self.synced = False  # whether the names of the directory and its parents are durable
+        self.directory = directory
+        self.retention = retention
+        self.group = group
+        # The scores of the checkpoints that retention counts.
+        self.scores: dict[Place, list[Any]] = {}
+        # Whether the names of the directory and its parents are synced to disk.
+        self.synced = False
+        # Whether the storage has refused to remove something.
+        self.refused = False
 
     def publish(self, step: int, write: Write, facts: dict[str, Any]) -> Place:
         """Save one checkpoint: the six steps above. Returns where it is.
@@ -110,7 +119,8 @@ class Publisher:
             with group.together():
                 if group.is_first:
                     self.commit(reserved, manifest)
-        except UserError:  # another run has taken over: nothing there is this run's to remove
+        except UserError:
+            # Another run has taken over the directory: nothing there is this run's to remove.
             raise
         except Exception as error:
             if group.is_first and reserved:
@@ -118,11 +128,14 @@ class Publisher:
             raise CheckpointError(f"checkpoint of step {step} was not saved: {error}") from error
         path = self.directory / step_name(step)
         if group.is_first:
+            if "score" in facts:
+                # So that `prune` need not read it back from the manifest.
+                self.scores[path] = facts["score"]
             self.prune()
         return path
 
     def newest_good(self, after: int = -1) -> Found | None:
-        """The newest checkpoint that verifies, later than step `after`; None if there is none.
+        """Return the newest checkpoint that verifies, later than step `after`; None if none does.
 
         Collective. Damaged ones are renamed to `step_….damaged-<n>`. CheckpointError if only
         damaged ones are there: a person must decide whether to start over. RankError if one cannot
@@ -135,7 +148,7 @@ class Publisher:
                 self.remove_leftovers()
                 paths = published(self.directory)
         for path in reversed(group.broadcast(paths)):
-            if int(path.name[5:]) <= after:
+            if int(path.name.removeprefix("step_")) <= after:
                 return None
             manifest, problems = verify(path, group)
             if not problems:
@@ -151,7 +164,8 @@ class Publisher:
         with group.together():
             if group.is_first:
                 names = damaged(self.directory)
-        if names := group.broadcast(names):
+        names = group.broadcast(names)
+        if names:
             raise CheckpointError(
                 f"no good checkpoint is left in {self.directory} ({', '.join(names)}). "
                 f"Look at them, or {self.start_over}."
@@ -159,44 +173,56 @@ class Publisher:
         return None
 
     def close(self) -> None:
-        """Nothing to wait for: `publish` has done it all."""
+        """Do nothing, since `publish` leaves nothing to wait for."""
 
     def prune(self) -> None:
-        """Remove what retention does not keep, and reservations that nobody writes to."""
+        """Remove what retention does not keep, and reservations that nobody writes to.
+
+        A failure is a warning: the checkpoint is saved all the same.
+        """
         try:
-            known, self.scores = self.scores, {}
+            scores: dict[Place, list[Any]] = {}
             for path in published(self.directory):
                 # One with a damaged manifest is neither counted nor removed: a person should see
                 # it. Nor is one that cannot be read just now.
                 with contextlib.suppress(RankError, OSError):
-                    score = known[path] if path in known else read_manifest(path)["score"]
-                    self.scores[path] = score
-            good = list(self.scores)
-            kept = {*good[-self.retention.keep :], best_by_validation(self.scores)}
+                    if path in self.scores:
+                        scores[path] = self.scores[path]
+                    else:
+                        scores[path] = read_manifest(path)["score"]
+            self.scores = scores
+            # Oldest first, as `published` lists them.
+            good = list(scores)
+            newest = good[-self.retention.keep :]
+            best = best_by_validation(scores)
+            every = self.retention.keep_every
             for path in good:
-                every = self.retention.keep_every
-                for_good = every > 0 and int(path.name[5:]) % every == 0
-                if path not in kept and not for_good:
+                step = int(path.name.removeprefix("step_"))
+                for_good = every > 0 and step % every == 0
+                if path not in newest and path != best and not for_good:
                     self.discard(path)
             self.remove_leftovers()
         except (OSError, RankError, UserError) as error:
             self.warn_not_removed(error)
 
     def warn_not_removed(self, error: Exception) -> None:
-        """Warn that old checkpoints stay: once where this run may remove nothing."""
-        lasting = isinstance(error, PermissionError)
-        if not (lasting and self.refused):
-            log.warning("old checkpoints could not be removed: %s", error)
-        self.refused = self.refused or lasting
+        """Warn that old checkpoints stay; only once if this run has no permission to remove any."""
+        if isinstance(error, PermissionError):
+            if self.refused:
+                return
+            self.refused = True
+        log.warning("old checkpoints could not be removed: %s", error)
 
     def reserve(self, step: int) -> str:
-        """Make a fresh directory to write into; its name."""
+        """Make a fresh directory to write into, and return its name."""
         if not self.synced:
             self.directory.mkdir(parents=True, exist_ok=True)
-            # This run may have made all of the path, or a process killed before it could sync it.
+            # Any name in the path may be new and not synced: this run has made it, or one that was
+            # killed before it could sync it.
             for parent in self.directory.parents:
+                # Without these rights no process of this user has made a name here, or above.
                 if not os.access(parent, os.R_OK | os.W_OK):
-                    break  # then no process of this user has made a name in it
+                    break
                 sync_directory(parent)
             self.synced = True
         name = f"{RESERVED}{step_name(step)}-{uuid.uuid4().hex[:8]}"
@@ -204,12 +230,13 @@ class Publisher:
         return name
 
     def folder_of(self, reserved: str) -> Path:
-        """Where the ranks write the files of a reservation."""
+        """Return where the ranks write the files of a reservation."""
         return self.directory / reserved
 
     def make_durable(self, reserved: str, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Sync this rank's files to disk and hash them; their entries in the manifest."""
-        folder, entries = self.folder_of(reserved), {}
+        """Sync this rank's files to disk and hash them; return their entries in the manifest."""
+        folder = self.folder_of(reserved)
+        entries: dict[str, dict[str, Any]] = {}
         for name in names:
             with naming(folder / name), open(folder / name, "rb", buffering=0) as written:
                 os.fsync(written.fileno())
@@ -231,7 +258,8 @@ class Publisher:
         os.rename(reservation, target)
         try:
             sync_directory(self.directory)
-        except OSError:  # it is not certain to be there after a power loss
+        except OSError:
+            # After a power loss the new name may be gone, so this does not count as published.
             with contextlib.suppress(OSError):
                 os.rename(target, reservation)
             raise
@@ -245,40 +273,51 @@ class Publisher:
         number = 1
         while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
             number += 1
-        os.rename(path, aside)
+        rename_directory(path, aside)
         sync_directory(self.directory)
         return aside
 
     def discard(self, path: Path) -> None:
         """Begin to remove a checkpoint; `remove_leftovers` does the rest."""
-        # Renamed first: a crash half way through removing must not leave half a checkpoint.
-        os.rename(path, self.directory / f"{DISCARDED}{path.name}-{uuid.uuid4().hex[:8]}")
+        # It is renamed first: a crash half way through must not leave half a checkpoint.
+        try:
+            os.rename(path, self.directory / f"{DISCARDED}{path.name}-{uuid.uuid4().hex[:8]}")
+        except OSError as error:
+            # A lower layer of an overlay cannot rename folders. Without its manifest, half a
+            # checkpoint counts as a damaged one.
+            if error.errno != errno.EXDEV:
+                raise
+            (path / MANIFEST).unlink()
+            shutil.rmtree(path)
 
     def remove_leftovers(self) -> None:
         """Remove what was discarded, or reserved by a process that is gone."""
         # Nobody else writes here: the run directory has one writer, and it saves one at a time.
         names = os.listdir(self.directory) if self.directory.exists() else []
-        if leftovers := [name for name in names if name.startswith((RESERVED, DISCARDED))]:
-            # Also the renames of a killed process: else a crash of the machine might bring back
-            # the name of a checkpoint that was half removed.
+        leftovers = [name for name in names if name.startswith((RESERVED, DISCARDED))]
+        if leftovers:
+            # The renames must be on disk first, those of a killed process too. Otherwise a crash of
+            # the machine might bring back the name of a checkpoint that is half removed.
             sync_directory(self.directory)
             for name in leftovers:
                 shutil.rmtree(self.directory / name, ignore_errors=True)
 
 
 def best_by_validation(scores: Mapping[Place, list[Any]]) -> Place | None:
-    """The best by the rule of the newest score, such as ["min validation_loss", 1.2 or None].
+    """Return the best of checkpoints, oldest first, by the newest one's rule; None without scores.
 
-    Scores by another rule do not count; of equal ones the newest is the best.
+    A score is a rule and a value, such as ["min validation_loss", 1.2], or None for the value if
+    there was no validation. Scores by another rule do not count; of equal ones the newest is best.
     """
     best: Place | None = None
     best_value = math.nan
-    rule = ""
-    for path, (other_rule, value) in reversed([*scores.items()]):
-        rule = rule or other_rule
-        if other_rule != rule or value is None or not math.isfinite(value):
+    newest_rule = ""
+    for path, (rule, value) in reversed(list(scores.items())):
+        newest_rule = newest_rule or rule
+        if rule != newest_rule or value is None or not math.isfinite(value):
             continue
-        better = value > best_value if rule.startswith("max ") else value < best_value
-        if best is None or better:
-            best, best_value = path, value
+        is_better = value > best_value if rule.startswith("max ") else value < best_value
+        if best is None or is_better:
+            best = path
+            best_value = value
     return best

@@ -23,13 +23,18 @@ from ..errors import UserError
 from . import CheckpointError
 from .manifest import reading
 
-Tensors = dict[str, torch.Tensor]  # by names as in "model.norm.weight"
+# By names as in "model.norm.weight".
+Tensors = dict[str, torch.Tensor]
 SAFETENSORS = ".safetensors"
+# Entries of an optimizer's groups that this project sets and does not save.
+GROUP_SETTINGS = ("lr", "initial_lr", "rate_factor", "ema_decay", "matrices")
 
 
 def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a nested dictionary by the names that DCP gives them."""
-    for key, value in tree.items() if isinstance(tree, Mapping) else ():
+    """Yield the tensors of a nested dictionary by the names that DCP gives them."""
+    if not isinstance(tree, Mapping):
+        return
+    for key, value in tree.items():
         if isinstance(value, torch.Tensor):
             yield f"{prefix}{key}", value
         else:
@@ -37,16 +42,17 @@ def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def nested(tensors: Tensors) -> dict[str, Any]:
-    """The dictionary that is saved: the opposite of `flat`."""
-    tree: dict[str, Any] = {"model": {}, "optimizer": {}}
-    for full, tensor in tensors.items():
-        kind, _, name = full.partition(".")
-        if kind == "model":
-            tree[kind][name] = tensor
+    """Return the nested dictionary that is saved: the opposite of `flat`."""
+    model: dict[str, torch.Tensor] = {}
+    optimizer: dict[str, Tensors] = {}
+    for full_name, tensor in tensors.items():
+        section, _, name = full_name.partition(".")
+        if section == "model":
+            model[name] = tensor
         else:
             parameter, _, key = name.rpartition(".")
-            tree[kind].setdefault(parameter, {})[key] = tensor
-    return tree
+            optimizer.setdefault(parameter, {})[key] = tensor
+    return {"model": model, "optimizer": optimizer}
 
 
 def check_shapes(saved: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
@@ -54,7 +60,8 @@ def check_shapes(saved: Mapping[str, torch.Tensor], targets: Mapping[str, torch.
     for name, target in targets.items():
         if name not in saved:
             raise CheckpointError(f"there is no {name} in what was saved")
-        if saved[name].shape != target.shape:  # copying would repeat a smaller one
+        # Without this check, copying would repeat a smaller one.
+        if saved[name].shape != target.shape:
             shapes = f"{list(saved[name].shape)}, wanted {list(target.shape)}"
             raise CheckpointError(f"{name} is {shapes}")
 
@@ -62,20 +69,27 @@ def check_shapes(saved: Mapping[str, torch.Tensor], targets: Mapping[str, torch.
 class OneFile:
     """Tensors in one file, of `torch.save` or of safetensors, or in a folder of the latter.
 
-    `forms` are the mapped tensors by name, which `rename` may change, given all of them.
+    `forms` are the tensors by name. They are mapped: `read` reads their values.
     """
 
-    def __init__(self, path: Path, rename: Any = dict) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
+        self.forms: Tensors = {}
         with reading(path):
             files = sorted(path.glob(f"*{SAFETENSORS}")) if path.is_dir() else [path]
-            pairs = [pair for file in files for pair in load_file(file)]
-            if len(tensors := dict(pairs)) < len(pairs):
-                raise UserError(f"{path} has tensors of the same name in several files: give one")
-            self.forms = rename(tensors)
+            for file in files:
+                for name, tensor in load_file(file):
+                    if name in self.forms:
+                        problem = f"{path} has tensors of the same name in several files"
+                        raise UserError(f"{problem}: give one")
+                    self.forms[name] = tensor
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
-        """Copy into live tensors, of sharded ones the parts that are here; a collective call."""
+        """Copy values into tensors of the run, of sharded ones the shards of this rank.
+
+        Collective. CheckpointError, on every rank, before anything is copied if a tensor is missing
+        or has another shape.
+        """
         with group.together():
             check_shapes(self.forms, targets)
             for name, target in targets.items():
@@ -83,29 +97,33 @@ class OneFile:
 
 
 def load_file(path: Path) -> Iterable[tuple[str, torch.Tensor]]:
-    """The tensors of a file, mapped unless torch.save wrote it before it had its zip format."""
+    """Return the tensors of a file by name, mapped unless it is of an old torch.save."""
     if path.suffix == SAFETENSORS:
         return load_safetensors(path).items()
-    mapped = zipfile.is_zipfile(path)
-    return flat(torch.load(path, map_location="cpu", weights_only=True, mmap=mapped))
+    # Before torch.save wrote zip files, what it wrote cannot be mapped.
+    can_be_mapped = zipfile.is_zipfile(path)
+    return flat(torch.load(path, map_location="cpu", weights_only=True, mmap=can_be_mapped))
 
 
 def optimizer_slots(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """What any optimizer keeps: the name of each value, the dictionary that has it, and its key."""
+    """Yield what any optimizer saves: the name of each value, its dictionary, and its key there."""
     seen: set[nn.Parameter] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         state = optimizer.state.get(parameter, {})
         for key, value in state.items():
-            # Of tied weights, the average by each name, as `model.state_dict()` has the weights.
+            # The state of tied weights is saved once; their average under each of the names, as
+            # `model.state_dict()` has the weights.
             if value is not None and (parameter not in seen or key == EMA):
                 yield f"{name}.{key}", state, key
         seen.add(parameter)
-    # Some optimizers count their steps in their groups, beside settings. Those are the arguments of
-    # the class, or of the classes of `optimizers` where one is made of several.
-    settings = {"lr", "initial_lr", "rate_factor", "ema_decay", "matrices"}
-    for one in (optimizer, *getattr(optimizer, "optimizers", ())):
+    # Some optimizers count their steps in their groups, beside their settings. Settings are not
+    # saved: they are the arguments of the class, or of the classes of `optimizers` where an
+    # optimizer is made of several.
+    settings = set(GROUP_SETTINGS)
+    settings |= inspect.signature(type(optimizer)).parameters.keys()
+    for one in getattr(optimizer, "optimizers", ()):
         settings |= inspect.signature(type(one)).parameters.keys()
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
@@ -115,7 +133,7 @@ def optimizer_slots(
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """The optimizer's state, by parameter name and key; numbers come as scalar tensors."""
+    """Return the optimizer's state by parameter name and key, numbers as scalar tensors."""
     tensors: Tensors = {}
     for name, holder, key in optimizer_slots(model, optimizer):
         value = holder[key]
@@ -131,15 +149,16 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ten
 
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Let the optimizer allocate its state, by a step that changes nothing worth keeping."""
-    # Only the optimizer itself knows what it keeps, and of which shape and type.
+    # Only the optimizer itself knows which tensors it keeps, and of which shapes and dtypes. It
+    # takes a step with a learning rate and gradients of 0, after which its settings are restored.
     settings: list[dict[str, Any]] = []
-    # One gradient for all parameters that are alike, since the first touch of memory takes long.
+    # Parameters that are alike share one gradient, since the first touch of memory takes long.
     zeros: dict[Any, torch.Tensor] = {}
     for group in optimizer.param_groups:
         settings.append({key: value for key, value in group.items() if key != "params"})
         group["lr"] = 0.0
         for parameter in group["params"]:
-            form = parameter.shape, parameter.stride(), parameter.dtype, parameter.device
+            form = (parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
             if form not in zeros:
                 zeros[form] = torch.zeros_like(parameter)
             parameter.grad = zeros[form]
@@ -166,11 +185,13 @@ def refuse_nan(tensors: Tensors, model: nn.Module) -> None:
         # The smallest and the largest element, which are NaN if any element is.
         numpy_knows_it = tensor.dtype != torch.bfloat16 and tensor.itemsize > 1
         if tensor.device.type == "cpu" and numpy_knows_it:
-            # On one thread: a torch operator in the writer's thread would start a pool of threads.
+            # numpy stays on one thread. A torch operator in the writer's thread would start a
+            # second pool of threads.
             array = tensor.numpy()
             extremes = [float(array.min()), float(array.max())]
         else:
-            if tensor.itemsize == 1:  # float8 has no order
+            # float8 cannot be compared.
+            if tensor.itemsize == 1:
                 tensor = tensor.float()
             extremes = torch.stack(torch.aminmax(tensor)).tolist()
         for extreme in extremes:
@@ -179,7 +200,7 @@ def refuse_nan(tensors: Tensors, model: nn.Module) -> None:
 
 
 def shapes_and_dtypes(model: nn.Module) -> dict[str, list[Any]]:
-    """The shape and dtype of each tensor that a model saves; UserError for what is no tensor."""
+    """Return the shape and dtype of each tensor that a model saves; UserError for other values."""
     result: dict[str, list[Any]] = {}
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):
@@ -191,14 +212,15 @@ def shapes_and_dtypes(model: nn.Module) -> dict[str, list[Any]]:
 def identity_differences(
     saved: Any, ours: dict[str, Any], there: str = "saved", here: str = "now"
 ) -> list[str]:
-    """Name each field that differs, with both values; `saved` may be anything out of JSON."""
+    """Return each field that differs, with both values; `saved` may be anything out of JSON."""
     differences: list[str] = []
     if not isinstance(saved, dict):
         saved = {}
     for field in sorted(saved.keys() | ours.keys()):
-        old, new = saved.get(field), ours.get(field)
+        old = saved.get(field)
+        new = ours.get(field)
         if isinstance(old, dict) and isinstance(new, dict):
-            # Such as the shapes of all parameters: the first three differences are named.
+            # A dictionary can be large, as that of all shapes is: three differences are named.
             keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
             for key in keys[:3]:
                 values = f"{old.get(key)!a:.100} {there}, {new.get(key)} {here}"
@@ -214,7 +236,8 @@ def require_same_identity(identity: dict[str, Any], group: Group) -> None:
     """UserError, on every rank, when one has other data or another model than rank 0."""
     first = group.broadcast(identity)
     with group.together():
-        if problems := identity_differences(first, identity, "on rank 0", "here"):
+        problems = identity_differences(first, identity, "on rank 0", "here")
+        if problems:
             raise UserError(
                 f"rank {group.rank} is not of the same run as rank 0: {'; '.join(problems)}. All "
                 "machines need the same code, settings and data"
@@ -222,7 +245,7 @@ def require_same_identity(identity: dict[str, Any], group: Group) -> None:
 
 
 def offer_weights(path: Any, differences: list[str]) -> str:
-    """How another run begins with a checkpoint's weights, if the parameters do not differ."""
+    """Return how another run begins with a checkpoint's weights, if the parameters are alike."""
     if any(difference.startswith("parameters") for difference in differences):
         return ""
     return f", which begins with these weights by --init-from {path}"

@@ -13,15 +13,18 @@ from typing import Any, Literal
 from ..errors import STOP_SIGNALS
 from . import Group, regrouping
 
-TO_BE_RESTARTED = 75  # exit code (EX_TEMPFAIL) after "regrouping": any but 0 makes torchrun restart
+# The exit code after "regrouping" (EX_TEMPFAIL): any but 0 makes torchrun start the ranks again.
+TO_BE_RESTARTED = 75
 
 
 @dataclass(frozen=True)
 class Agreed:
     """What any rank has asked for; all ranks read the same at the same step."""
 
-    stop_signal: int = 0  # its number; 0 if no rank got one
-    finish: bool = False  # whether a callback ends the run
+    # The number of the signal, 0 if no rank got one.
+    stop_signal: int = 0
+    # Whether a callback ends the run.
+    finish: bool = False
     save_failed: bool = False
 
     @property
@@ -31,26 +34,31 @@ class Agreed:
 
 
 class Stop:
-    """Takes over the stop signals: the handler reports the first and sets a flag; the loop polls.
+    """Handles the stop signals: the handler reports the first and sets a flag; the loop polls.
 
     A second Ctrl-C, or one during start-up, raises KeyboardInterrupt at once.
     """
 
-    since = math.inf  # when this process got a stop signal
-    reason = ""  # of the callback that ends the run
-
     def __init__(self, group: Group) -> None:
         self.group = group
+        # The last stop signal that this process got, and when it got the first one, by
+        # time.monotonic().
         self.signal: int | None = None
+        self.received_at = math.inf
+        # What the callback says that ends the run.
+        self.reason = ""
+        # Whether the loop has begun to poll: before that, the run is in its start-up.
         self.polled = False
+        # The handlers that were there before.
         self.previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
-        Stop.since = math.inf
         numbers = list(STOP_SIGNALS)
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup
+        # nohup ignores it.
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             numbers.remove(signal.SIGHUP)
-        with contextlib.suppress(ValueError):  # none is handled in other threads
+        # Only the main thread can handle signals; in another one a run handles none.
+        with contextlib.suppress(ValueError):
             for number in numbers:
                 self.previous[number] = signal.signal(number, self._handle)
         return self
@@ -78,6 +86,13 @@ class Stop:
             self.reason = "a callback of another rank"
         return Agreed(stop_signal, bool(finish), bool(any_save_failed))
 
+    def finishes_now(self) -> bool:
+        """Tell whether a callback of any rank has ended the run; waits for all ranks."""
+        finish = self.group.any(bool(self.reason))
+        if finish and not self.reason:
+            self.reason = "a callback of another rank"
+        return finish
+
     def finish(self, reason: str) -> None:
         """End the run as finished, on all ranks at the same step: this one or the next."""
         self.reason = reason or "a callback"
@@ -94,12 +109,16 @@ class Stop:
         if number == signal.SIGINT and (self.signal == signal.SIGINT or not self.polled):
             raise KeyboardInterrupt("Ctrl-C")
         if self.signal is None:
-            Stop.since = time.monotonic()
+            self.received_at = time.monotonic()
             if self.group.rank == 0:
                 doing = self.group.doing if self.polled else "start-up"
                 said = f"{signal.Signals(number).name}: stopping as soon as the {doing} allows\n"
-                with contextlib.suppress(OSError):  # not by a stream, which may be in use
-                    os.write(2, ("\n" * sys.stderr.isatty() + said).encode())
+                # A terminal shows "^C" on the line.
+                if sys.stderr.isatty():
+                    said = f"\n{said}"
+                # Not by sys.stderr: the signal may have interrupted a call of it.
+                with contextlib.suppress(OSError):
+                    os.write(2, said.encode())
         self.signal = number
 
 

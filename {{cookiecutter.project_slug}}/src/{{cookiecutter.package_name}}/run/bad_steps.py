@@ -15,7 +15,7 @@ from torch import nn
 
 from ..distributed import Group
 from ..errors import UserError
-from ..sampling import Share, shares
+from ..sampling import MicroBatch, micro_batches
 
 if TYPE_CHECKING:
     from ..config import TrainConfig
@@ -134,8 +134,9 @@ class BadSteps:
 
     def _search(self, state: "State", low: int, high: int) -> list[int]:
         """Return the indices in batch[low:high] of the samples that are bad on their own."""
-        micro_batch = state.config.train.micro_batch_size
-        plan = shares(high - low, micro_batch, state.world.rank, state.world.size, low)
+        world = state.world
+        size = state.config.train.micro_batch_size
+        plan = micro_batches(high - low, size, world.rank, world.size, low)
         # The loss is summed over all ranks, so all of them take the same way through the search.
         trial = try_step(self.train_step, state, state.step - 1, plan)
         if not trial.bad_steps:
@@ -159,9 +160,9 @@ class FrozenOptimizer:
 
 
 def try_step(
-    train_step: Callable[..., None], state: "State", step: int, plan: list[Share]
+    train_step: Callable[..., None], state: "State", step: int, plan: list[MicroBatch]
 ) -> "State":
-    """Take a step, on a part of a batch, that changes nothing; returns its copy of the state."""
+    """Take a step on these micro-batches that changes nothing; return its copy of the state."""
     frozen: Any = FrozenOptimizer(state.optimizer)
     trial = dataclasses.replace(
         state,

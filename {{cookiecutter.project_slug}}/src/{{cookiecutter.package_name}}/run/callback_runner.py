@@ -9,7 +9,10 @@ log = logging.getLogger(__name__)
 
 
 def enter(callbacks: Iterable[Any], stack: contextlib.ExitStack) -> list[Any]:
-    """Enter the callbacks that are context managers, which `stack` leaves; those to call."""
+    """Enter the callbacks that are context managers, and return all of them, to be called.
+
+    `stack` leaves them at its end. A harmless one is returned in a wrapper that catches its errors.
+    """
     entered: list[Any] = []
     for callback in callbacks:
         if getattr(callback, "harmless", False):
@@ -23,8 +26,8 @@ def enter(callbacks: Iterable[Any], stack: contextlib.ExitStack) -> list[Any]:
     return entered
 
 
-def methods_named(name: str, callbacks: Iterable[Any]) -> list[Callable[..., None]]:
-    """The methods of that name, looked up once so that a step calls them directly."""
+def find_methods(name: str, callbacks: Iterable[Any]) -> list[Callable[..., None]]:
+    """Return the methods of a name, of the callbacks that have one."""
     return [getattr(callback, name) for callback in callbacks if hasattr(callback, name)]
 
 

@@ -27,20 +27,22 @@ PEAK_BF16_TFLOPS = {
 
 
 def host_memory() -> int:
-    """Resident bytes of this process and its loader workers, without what these share with it."""
-    own = psutil.Process().memory_info()
-    held = own.rss - getattr(own, "shared", 0)  # without mapped files
-    # A forked worker shares most of its pages: counting them again would count them twice.
+    """Return the bytes in memory of this process and its loader workers, without mapped files."""
+    memory = psutil.Process().memory_info()
+    resident = memory.rss - getattr(memory, "shared", 0)
+    # A forked worker shares most of its pages with this process. `uss` is what it has alone.
     for worker in multiprocessing.active_children():
-        with contextlib.suppress(psutil.Error):  # it has ended since
-            held += psutil.Process(worker.pid).memory_full_info().uss
-    return held
+        # A worker may have ended meanwhile.
+        with contextlib.suppress(psutil.Error):
+            resident += psutil.Process(worker.pid).memory_full_info().uss
+    return resident
 
 
 class GarbageCollection:
-    """A callback: collects garbage at log lines only, and not among what was made before the run.
+    """A callback: collects garbage at log lines only, and none of what was made before the run.
 
-    To look through all objects would stop one rank, and all that wait for it, at a random moment.
+    Python's own collection looks through all objects at a random moment. That stops one rank, and
+    all others that wait for it.
     """
 
     def __enter__(self) -> None:
@@ -79,7 +81,7 @@ class MemoryUse:
 
 
 def in_units(size: float) -> str:
-    """A number of bytes as people read it, as in "1.23 GB"."""
+    """Format a number of bytes, as in "1.23 GB"."""
     units = ("B", "kB", "MB", "GB", "TB")
     digits = len(f"{size:.0f}")
     power = min((digits - 1) // 3, len(units) - 1)
@@ -87,14 +89,17 @@ def in_units(size: float) -> str:
 
 
 def forward_flops(model: nn.Module, compute: Any, batch: Any) -> int | None:
-    """FLOPs of the forward of one batch; backward takes twice as many.
+    """Count the FLOPs of the forward of one batch; backward takes twice as many.
 
     Counted on meta tensors, so nothing is computed; None when the model cannot run on them.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # only where a peak is known: 0.2 s
+    # The import takes 0.2 s, so it is not at the top: only a GPU of a known peak needs it.
+    from torch.utils.flop_counter import FlopCounterMode
 
     tensors = [*model.parameters(), *model.buffers()]
+    # The user's model may raise anything on meta tensors.
     with contextlib.suppress(Exception), torch.no_grad():
+        # deepcopy takes what `memo` has for a tensor in place of a copy of it.
         shadow = copy.deepcopy(model, memo={id(t): t.detach().to("meta") for t in tensors})
         with FlopCounterMode(display=False) as counter:
             compute(shadow, move(batch, torch.device("meta")))
@@ -103,7 +108,7 @@ def forward_flops(model: nn.Module, compute: Any, batch: Any) -> int | None:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak bf16 FLOP/s of a CUDA device by its name, None if the table does not have it."""
+    """Return the peak bf16 FLOP/s of a CUDA device by its name; None if it is not in the table."""
     name = device_name(device)
     for word, tflops in PEAK_BF16_TFLOPS.items():
         # As a whole word: an RTX A1000 is no A100.
@@ -113,19 +118,18 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def device_name(device: torch.device) -> str:
-    """The maker's name of a CUDA device, the type of any other."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    """Return the maker's name of a CUDA device, the type of any other."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return device.type
 
 
 def where_measured(device: torch.device) -> dict[str, Any]:
-    """The machine and the versions that figures depend on."""
-    model = None
-    with contextlib.suppress(OSError):
-        model = re.search(r"^model name\s*: *(.+)", Path("/proc/cpuinfo").read_text("utf-8"), re.M)
+    """Return the machine and the versions that measurements depend on."""
     machine = {
         "device": device_name(device),
         "gpus": torch.cuda.device_count(),
-        "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
+        "cpu": cpu_name(),
         "cores": usable_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "platform": platform.platform(),
@@ -135,8 +139,19 @@ def where_measured(device: torch.device) -> dict[str, Any]:
     return {"machine": machine, "versions": versions}
 
 
+def cpu_name() -> str:
+    """Return the maker's name of the CPU on Linux, elsewhere what Python says."""
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text("utf-8")
+        model = re.search(r"^model name\s*: *(.+)", text, re.MULTILINE)
+        if model:
+            return model[1].strip()
+    return platform.processor() or platform.machine()
+
+
 def pin_to_numa_node(device: torch.device) -> None:
     """Keep to the cores of a GPU's NUMA node, unless the user has chosen cores (Linux)."""
+    # With fewer usable cores than the machine has, the user or a container has chosen some.
     if device.type != "cuda" or usable_cores() != os.cpu_count():
         return
     gpu: Any = torch.cuda.get_device_properties(device)
@@ -144,14 +159,15 @@ def pin_to_numa_node(device: torch.device) -> None:
         name = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
         text = Path("/sys/bus/pci/devices", name, "local_cpulist").read_text("ascii")
         near: set[int] = set()
-        for cores in text.split(","):  # as in "0-3,8-11"
+        # The text is like "0-3,8-11".
+        for cores in text.split(","):
             first, _, last = cores.partition("-")
             near |= set(range(int(first), int(last or first) + 1))
         os.sched_setaffinity(0, near)
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on, which in a container can be fewer than there are."""
+    """Return how many cores this process may use: in a container, perhaps not all there are."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -59,6 +59,8 @@ class Journal:
         self.mark = Mark(
             step=state.step, clock=time.perf_counter(), data_seconds=0.0, blocked_seconds=0.0
         )
+        # Metrics of validations that were not finite, of which the log has warned.
+        self.undefined: set[str] = set()
         # Lines that the disk has not taken yet.
         self.unwritten = b""
 
@@ -76,9 +78,10 @@ class Journal:
         """Return the metrics since the last record, the same on all ranks; waits for the device."""
         # Steps only queue work on the device. To read a value, the host has to wait until all of
         # that work is done, so everything is joined into one tensor and read once per record.
-        bad_steps = torch.as_tensor(state.bad_steps).to(state.sums).view(1)
-        grad_norm = torch.as_tensor(state.grad_norm).to(state.sums).view(1)
-        *sums, skipped, norm = torch.cat([state.sums, bad_steps, grad_norm]).tolist()
+        all_sums = torch.as_tensor(state.sums)
+        bad_steps = torch.as_tensor(state.bad_steps).to(all_sums).view(1)
+        grad_norm = torch.as_tensor(state.grad_norm).to(all_sums).view(1)
+        *sums, skipped, norm = torch.cat([all_sums, bad_steps, grad_norm]).tolist()
         loss_and_metrics = means(sums, state.metrics or ())
         # The next record starts from zero.
         state.sums = 0.0
@@ -162,9 +165,20 @@ class Journal:
 
     def _show_validation(self, record: dict[str, Any]) -> None:
         shown = []
-        for name, value in validation_of(record).items():
+        for name, value in record.items():
+            if not name.startswith("validation_") or not isinstance(value, float):
+                continue
             label = name.removeprefix("validation_").replace("_", " ")
             shown.append(f"{label} {value:.4f}")
+            if not math.isfinite(value) and name not in self.undefined:
+                self.undefined.add(name)
+                log.warning(
+                    "validation %s is %s at step %d: a checkpoint with such a value is never the "
+                    "best. A metric that some batches do not define needs its own count, 0 there",
+                    label,
+                    value,
+                    record["step"],
+                )
         if shown:
             log.info("validation at step %d: %s", record["step"], ", ".join(shown))
 
@@ -237,12 +251,13 @@ def validated_at(run_dir: Path, step: int) -> dict[str, float]:
     return {}
 
 
-def finite(value: Any) -> tuple[float, ...]:
-    """Return a value of a record as a tuple of one float, () if it is not a finite number."""
-    with contextlib.suppress(TypeError, OverflowError):
-        if math.isfinite(value):
-            return (float(value),)
-    return ()
+def finite(value: Any) -> bool:
+    """Tell whether a value of a record is a finite number."""
+    try:
+        # Of something else than a number it raises a TypeError, of a huge integer the other.
+        return math.isfinite(value)
+    except (TypeError, OverflowError):
+        return False
 
 
 def validation_of(record: dict[str, Any]) -> dict[str, float]:
@@ -283,7 +298,7 @@ def metric_names(loss: LossSum, before: tuple[str, ...] | None) -> tuple[str, ..
     return names
 
 
-def introduce(state: "State", run_dir: Path) -> None:
+def log_start(state: "State", run_dir: Path) -> None:
     """Log the model, the data, the batch and the run directory."""
     begin = f"resumed at step {state.step}" if state.step else "new"
     log.info("model  %s", _model(state))

@@ -1,19 +1,15 @@
 """The baseline stage: how one eager process trains here, before anything is made faster."""
 
 import gc
-import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
+from ..adds_up import DRAWS, TOLERANCE, BatchSlice, compare, evaluate, is_declared, whole_and_parts
 from ..config import Config, override
-from ..device import move
-from ..distributed import join, leave, parallel
-from ..loss import LossSum, loss_vector, require_type
-from ..model import compute_loss
+from ..distributed import join, leave
 from ..run.hardware import in_units
-from ..sampling import STEP, fetch, sample_keys, seed_random
+from ..run.model_state import evaluation_mode
 from ..train import State, setup
 from .stage import Stage
 from .timing import Steps, describe, differences, peak_memory, record_steps, spread
@@ -29,20 +25,6 @@ BATCHES = 8
 DATA_WAIT_LIMIT = 0.05
 NEGLIGIBLE_WAIT = 1e-3
 CHEAPER = "make __getitems__ cheaper"
-# Relative. Rounding to bfloat16 is less than this, while a mean is off by a factor.
-ADDS_UP = 0.01
-# A model may be random in evaluation too, so each batch is evaluated this often.
-DRAWS = 16
-# A limit above this says nothing.
-TOO_RANDOM = 0.1
-NOT_A_SUM = {
-    "mean": "compute_loss must return sums, not means (reduction='sum')",
-    "count": "a count must be of its batch: how many values its sum adds up",
-    "batch": "it compares samples of a batch, so micro-batches and ranks change it. For a loss, "
-    "make what is compared one sample; for a metric, return the sums it is made of",
-}
-# Of the vector of sums, the entry with the count that the loss is divided by.
-COUNT_OF_LOSS = 1
 # Relative differences of the first loss and of the others, where kernels may add in any order.
 FIRST = 1e-5
 OTHERS = 1e-2
@@ -52,7 +34,7 @@ def measure(config: Config) -> int:
     """Measure and judge; return 0 when the gate is passed, 1 when it is not."""
     stage = Stage("baseline", config)
     state, steps = judge_steps(stage)
-    workers = 2 * config.train.loader_workers or 2
+    workers = max(2, 2 * config.train.loader_workers)
     judge_waits(stage, steps, f"{CHEAPER}, or read ahead with --train.loader-workers {workers}")
     world = state.world
     # Nothing may refer to the model when the process group ends.
@@ -112,8 +94,9 @@ def loss_on_first_batches(state: State) -> float:
     """Return the mean loss over the first batches."""
     batches: list[BatchSlice] = []
     for step in range(BATCHES):
-        for share in state.plan:
-            batches.append(BatchSlice(step, share.places))
+        for micro_batch in state.plan:
+            batches.append(BatchSlice(step, micro_batch.indices))
+    # The first sum is the loss; its count follows it.
     total, count, *_ = evaluate(state, batches).sums.sum((0, 1)).tolist()
     return total / count
 
@@ -134,10 +117,14 @@ def measure_throughput(stage: Stage, state: State, steps: Steps) -> None:
     """Add throughput, peak memory and MFU to the stage, and print them."""
     seconds = spread(steps.seconds)
     samples = state.config.train.global_batch_size / seconds["median"]
+    measured = f"{samples:,.1f} samples/s"
     # Only the spec of a language model has tokens.
-    tokens = samples * (getattr(state.spec, "tokens_per_sample", None) or 0)
-    token_rate = f", {tokens:,.0f} tokens/s" if tokens else ""
-    measured = f"{samples:,.1f} samples/s{token_rate}; a step {describe(seconds)}"
+    tokens_per_sample = getattr(state.spec, "tokens_per_sample", None)
+    tokens = None
+    if tokens_per_sample:
+        tokens = samples * tokens_per_sample
+        measured += f", {tokens:,.0f} tokens/s"
+    measured += f"; a step {describe(seconds)}"
     stage.check("throughput", True, measured=measured, wanted="measured")
 
     memory = peak_memory(state.world.device)
@@ -152,7 +139,7 @@ def measure_throughput(stage: Stage, state: State, steps: Steps) -> None:
     stage.figures |= {
         "step_seconds": seconds,
         "samples_per_second": samples,
-        "tokens_per_second": tokens or None,
+        "tokens_per_second": tokens,
         "parameters": sum(parameter.numel() for parameter in state.model.parameters()),
         "peak_memory_bytes": memory,
         "mfu": mfu,
@@ -196,100 +183,28 @@ def judge_sums(stage: Stage, state: State) -> None:
     In evaluation mode, without dropout. A model may be random even then, so the means over several
     draws are compared.
     """
-    wanted = f"the same within {ADDS_UP:.0%}"
+    wanted = f"the same within {TOLERANCE:.0%}"
+    if is_declared():
+        measured = "declared: ADDS_UP = False in model.py"
+        stage.check("adds_up", True, measured=measured, wanted=wanted)
+        return
     size = min(state.config.train.micro_batch_size, state.config.train.global_batch_size)
     if size == 1:
         stage.check("adds_up", None, measured="one sample cannot be divided", wanted=wanted)
         return
-    middle = (size + 1) // 2
-    batches = [
-        BatchSlice(0, slice(size)),
-        BatchSlice(0, slice(middle)),
-        BatchSlice(0, slice(middle, size)),
-    ]
-    state.module.eval()
-    drawn = evaluate(state, batches, DRAWS)
-    state.module.train()
-
-    scale = drawn.sums.abs().amax((0, 1)).clamp(min=1e-12)
-    residuals = drawn.sums[:, 1] + drawn.sums[:, 2] - drawn.sums[:, 0]
-    standard_error = (residuals / scale).std(0) / math.sqrt(DRAWS)
-    if standard_error.max() > ADDS_UP / 100:
+    with evaluation_mode(state.module):
+        evaluation = evaluate(state, whole_and_parts(size), DRAWS)
+    comparison = compare(evaluation, size)
+    if comparison.is_random:
         wanted += f", and 4 standard errors of {DRAWS} draws of its random numbers"
-    limit = ADDS_UP + 4 * standard_error
-    whole, first, second = drawn.sums.mean(0)
-    relative = (first + second - whole).abs() / scale
-    # Written with `not`, since a NaN must count as wrong.
-    wrong = [i for i in range(len(drawn.names)) if not relative[i] <= limit[i]]
-    worst = wrong[0] if wrong else int(relative.argmax())
-    measured = f"{drawn.names[worst]} of {size} samples {whole[worst]:.6g}, "
-    measured += f"in parts {first[worst]:.6g} + {second[worst]:.6g}"
-
+    wrong = comparison.wrong
+    worst = wrong[0] if wrong else int(comparison.relative.argmax())
+    measured = comparison.describe(worst)
     passed = not wrong
     advice = ""
     if wrong:
-        # The first half's weight in a mean over the batch.
-        weight = float(first[COUNT_OF_LOSS] / (first[COUNT_OF_LOSS] + second[COUNT_OF_LOSS]))
-        if COUNT_OF_LOSS in wrong:
-            weight = middle / size
-        mean = weight * first + (1 - weight) * second
-        is_mean = bool(((mean - whole).abs() / scale <= limit)[worst])
-        advice = NOT_A_SUM[kind_of_mistake(worst, is_mean)]
-    elif limit.max() > TOO_RANDOM:
+        advice = comparison.advice(worst)
+    elif comparison.is_too_random:
         passed = None
         measured = f"too random to tell: {measured}"
     stage.check("adds_up", passed, measured=measured, wanted=wanted, advice=advice)
-
-
-def kind_of_mistake(index: int, is_mean: bool) -> str:
-    """Return the key of `NOT_A_SUM` for an entry of the vector of sums that does not add up."""
-    # Each sum is followed by its count.
-    if index % 2 == 1:
-        return "count"
-    if is_mean:
-        return "mean"
-    return "batch"
-
-
-@dataclass(frozen=True)
-class BatchSlice:
-    """A slice of the global batch of a step."""
-
-    step: int
-    samples: slice
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Sums and counts of batches, [draws, batches, names], in the order of `names`."""
-
-    sums: torch.Tensor
-    names: list[str]
-
-
-def evaluate(state: State, batches: list[BatchSlice], draws: int = 1) -> Evaluation:
-    """Compute the sums of batches, several times with other seeds."""
-    vectors: list[torch.Tensor] = []
-    names: list[str] = []
-    seed = state.config.train.seed
-    world = state.world
-    dataset = state.loader.source.dataset
-    order = state.loader.source.order
-    for batch_slice in draws * batches:
-        # Each evaluation draws other random numbers, the same in each run.
-        seed_random(seed, STEP, len(vectors), world.rank, device=world.device)
-        # Augmented as in training: the keys are of the samples, whatever the draw.
-        keys = None
-        if hasattr(dataset, "augment"):
-            positions = order.positions(batch_slice.step)
-            keys = sample_keys(order.seed, positions[batch_slice.samples])
-        ids = order.ids(batch_slice.step)[batch_slice.samples]
-        batch = move(fetch(dataset, ids, keys), world.device)
-        with torch.no_grad():
-            loss = parallel.forward(compute_loss, state, batch)
-            require_type(loss, LossSum, "what compute_loss (model.py) returns")
-        vectors.append(loss_vector(loss).double().cpu())
-        names = ["loss", "count"]
-        for name, metric in loss.metrics.items():
-            names += [name, f"count of {name}" if isinstance(metric, tuple) else "count"]
-    return Evaluation(torch.stack(vectors).unflatten(0, (draws, -1)), names)

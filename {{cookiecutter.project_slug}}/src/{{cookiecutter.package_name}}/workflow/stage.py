@@ -9,11 +9,12 @@ import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ..config import Config
 from ..device import pick_device
-from ..files import to_json, write_json
+from ..files import open_to_write, to_json, write_json
+from ..run.directory import lock_file, write_owner
 from ..run.hardware import where_measured
 from . import WorkflowConfig
 
@@ -40,7 +41,7 @@ class Stage:
         self.checks: list[dict[str, str]] = []
         self.advice: list[str] = []
         self.file = stage_file(config.directory, name)
-        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.lock = lock_stage(config.directory, name)
 
     def check(
         self, name: str, passed: bool | None, *, measured: str, wanted: str, advice: str = ""
@@ -92,6 +93,7 @@ class Stage:
             "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         write_json(self.file, content)
+        self.lock.close()
         print(f"{self.name}: {self.status.replace('_', ' ')} ({self.file})", flush=True)
         return int(self.status == "fail")
 
@@ -103,6 +105,16 @@ def null_of(constant: str) -> None:
 def stage_file(run_dir: Path, name: str) -> Path:
     """Return where a stage writes its results."""
     return run_dir / "workflow" / f"{name}.json"
+
+
+def lock_stage(run_dir: Path, name: str) -> TextIO:
+    """Lock a stage of a run until the returned file is closed; UserError if it is under way."""
+    file = stage_file(run_dir, name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = open_to_write(file.with_name(f".{name}.lock"), "a+", errors="replace")
+    lock_file(lock, file)
+    write_owner(lock)
+    return lock
 
 
 def origin(config: Config) -> dict[str, Any]:

@@ -58,7 +58,8 @@ def record_steps(state: State, steps: int) -> Steps:
         seconds[i] = ended - started
         idle[i] = ended - issued
         waits[i] = state.loader.seconds - waited_before
-        losses[i] = means(state.sums.tolist(), state.metrics or ())["loss"]
+        sums = torch.as_tensor(state.sums).tolist()
+        losses[i] = means(sums, state.metrics or ())["loss"]
         # The loop sums up losses until a record is written. Here each step has its own.
         state.sums = 0.0
     # In training the host would not be idle until the device is done, but read the next batch.

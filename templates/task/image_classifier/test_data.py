@@ -1,0 +1,93 @@
+def all_of(dataset: Any) -> tuple[torch.Tensor, list[int]]:
+    """All images, and their labels; skips the test for another kind of data."""
+    batch = read(dataset, list(range(len(dataset))))
+    if not isinstance(batch, dict) or not {"images", "labels"} <= batch.keys():
+        pytest.skip("not applicable: other data")
+    return batch["images"], batch["labels"].tolist()
+
+
+def test_images_of_a_file_have_their_labels(tmp_path: Path) -> None:
+    """Each is for training or for validation, in one scale from 0 to 1."""
+    numbers = np.arange(1, 41)
+    images = np.zeros((40, 4, 5, 3), np.uint8) + numbers[:, None, None, None].astype(np.uint8)
+    images[:, 0, 0, 0] = 0
+    images[-1, 0, 0, 1:] = 80
+    np.savez(tmp_path / "images.npz", images=images, labels=numbers % 7)
+    training, validation, spec = own_data(path=tmp_path / "images.npz")
+    seen = []
+    for part in (training, validation):
+        pixels, labels = all_of(part)
+        assert pixels.shape[1:] == (3, 4, 5) and pixels.dtype == torch.float32
+        found = (pixels[:, 2, 3, 4] * 80).round().int().tolist()
+        assert labels == [number % 7 for number in found]
+        assert pixels[:, 0, 0, 0].abs().max() == 0
+        seen.append(found)
+    assert sorted(seen[0] + seen[1]) == numbers.tolist()
+    assert all_of(training)[0].max() == 1
+    assert len(seen[1]) == 8
+    assert len(spec.classes) == 7
+
+
+def test_images_of_folders_have_their_labels(tmp_path: Path) -> None:
+    """By their place below train and val, or by a hash of their names."""
+    from PIL import Image
+
+    shades = {"cat": 50, "dog": 200}
+    for name, shade in shades.items():
+        for number in range(20):
+            for folder in (tmp_path / "plain", tmp_path / "split" / ("train", "val")[number % 2]):
+                (folder / name).mkdir(parents=True, exist_ok=True)
+                pixels = np.full((4, 4), shade + number, np.uint8)
+                Image.fromarray(pixels).save(folder / name / f"{number}.png")
+    for folder in ("plain", "split"):
+        training, validation, spec = own_data(path=tmp_path / folder)
+        seen = []
+        for part in (training, validation):
+            pixels, labels = all_of(part)
+            found = (pixels[:, 0, 2, 2] * 255).round().int().tolist()
+            assert [spec.classes[label] for label in labels] == [
+                "cat" if shade < 150 else "dog" for shade in found
+            ]
+            seen.append(found)
+        assert sorted(seen[0] + seen[1]) == [*range(50, 70), *range(200, 220)]
+        if folder == "split":
+            assert {shade % 2 for shade in seen[0]} == {0}
+            assert {shade % 2 for shade in seen[1]} == {1}
+        else:
+            assert 0 < len(seen[1]) < len(seen[0])
+
+
+def test_training_images_are_shifted_and_no_others(state: State) -> None:
+    """By no more than --data.max-shift, each by its own key; what is moved in is 0."""
+    training, validation, _ = own_data(max_shift=2)
+    images = torch.rand(300, 1, 4, 5)
+    batch = {"images": images, "labels": torch.zeros(len(images))}
+    keys = np.random.default_rng(0).integers(0, 2**63, len(images)).astype(np.uint64)
+    shifted = training.augment(batch, keys)["images"]
+    padded = torch.nn.functional.pad(images, [2] * 4)
+    shifts = set()
+    for before, after in zip(padded, shifted, strict=True):
+        (shift,) = [
+            (row, column)
+            for row in range(5)
+            for column in range(5)
+            if torch.equal(before[:, row : row + 4, column : column + 5], after)
+        ]
+        shifts.add(shift)
+    assert len(shifts) == 25
+    assert torch.equal(training.augment(batch, keys)["images"], shifted)
+    assert torch.equal(validation.augment(batch, keys)["images"], images)
+
+    seen = state.loader.of(0, state.plan)[0]["images"]
+    ids = state.loader.source.order.ids(0)[state.plan[0].indices]
+    assert not torch.equal(seen, fetch(state.loader.source.dataset, ids)["images"])
+
+
+def test_a_change_of_the_data_changes_its_fingerprint(tmp_path: Path) -> None:
+    images, labels = np.ones((40, 4, 5), np.uint8), np.arange(40) % 7
+    seen = set()
+    for pixel, label in ((1, 0), (2, 0), (1, 3)):
+        images[3, 2, 1], labels[7] = pixel, label
+        np.savez(tmp_path / "images.npz", images=images, labels=labels)
+        seen.add(own_data(path=tmp_path / "images.npz")[2].fingerprint)
+    assert len(seen) == 3

@@ -1,0 +1,228 @@
+"""The tasks of the compile stage: compile the run's model, and compare with eager steps.
+
+`python -m` this module FOLDER TASK reads FOLDER/settings.json and writes FOLDER/TASK.json. The task
+`cold` compiles with an empty compile cache; the task `warm` compiles with the cache that `cold` has
+left. Each runs in a process that compiled nothing before.
+"""
+
+import gc
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch._dynamo import utils as dynamo
+from torch._inductor import config as inductor
+from torch._inductor.utils import fresh_cache
+
+from ..compile import compile_seconds, graphs
+from ..config import Config, load, override
+from ..distributed import join
+from ..errors import UserError
+from ..files import write_json
+from ..model import blocks
+from ..train import State, setup
+from .interleaved import time_interleaved, without_loader
+from .stage import StageConfig
+from .timing import record_steps
+
+# Compiled steps that are compared with eager steps.
+STEPS = 5
+# Largest relative differences of a loss, and of all gradients as one vector.
+# Float32 throughout:
+PRECISE = {"loss": 1e-4, "gradients": 1e-2}
+# With bf16 or TF32, since fused code rounds less often:
+ROUNDED = {"loss": 1e-2, "gradients": 1e-1}
+
+# What was measured of one mode, as the tasks write it in JSON.
+ModeResult = dict[str, Any]
+
+
+class Finding(TypedDict):
+    """Something that the compiler could not do."""
+
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class FirstSteps:
+    """The first steps of a run: their losses, and the last gradients, in host memory."""
+
+    losses: np.ndarray
+    gradients: list[torch.Tensor]
+
+
+def main() -> None:
+    """Run one task."""
+    folder = Path(sys.argv[1])
+    task = sys.argv[2]
+    config = load(folder / "settings.json", StageConfig)
+    write_json(folder / f"{task}.json", attempt(task, config))
+
+
+def attempt(task: str, config: Config) -> ModeResult:
+    """Measure in this process; an error of the compiler, or of the model under it, is a result."""
+    try:
+        if task == "cold":
+            return cold(config)
+        # The same start again, with the cache that `cold` has left.
+        first_steps(setup(config))
+        return {"seconds": compile_seconds()}
+    except UserError as error:
+        return {"refused": str(error)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {str(error).strip()}"}
+
+
+def cold(config: Config) -> ModeResult:
+    """Compile with nothing cached; compare with eager steps, in numbers and in time."""
+    world = join(config.parallel, config.device)
+    state = setup(override(config, {"compile.mode": "none"}), world)
+    if config.compile.mode == "blocks" and not list(blocks(state.model)):
+        return {"skipped": "blocks(model) names no block"}
+    eager = first_steps(state)
+    # Both models need not fit into memory together. Recomputed blocks refer to themselves, so only
+    # the garbage collector frees them.
+    del state
+    gc.collect()
+    state = setup(config, world)
+    compiled = first_steps(state)
+    # The compiler's records are read before the timing, which compiles as well.
+    result: ModeResult = {
+        "compile_seconds": {"cold": compile_seconds(), "warm": None},
+        "graphs": graphs(),
+        **findings(),
+    }
+    result["windows"] = time_windows(state)
+    result["precise"] = state.compute_dtype == torch.float32 and world.device.type == "cpu"
+    del state
+    result["difference"] = difference(eager, compiled)
+    if differs(result) and config.compile.backend == "inductor":
+        torch.compiler.reset()
+        # Inductor may draw its own random numbers: let dropout have the same masks as in eager.
+        with fresh_cache(), inductor.patch(fallback_random=True):
+            compiled = first_steps(setup(config, world))
+        result["difference"] = difference(eager, compiled)
+    return result
+
+
+def first_steps(state: State) -> FirstSteps:
+    """Take the first steps of a run."""
+    losses = record_steps(state, STEPS - 1).losses
+    # A step ends by clearing the gradients: the last one must keep them.
+    with patch.object(state.optimizer, "zero_grad"):
+        last_loss = record_steps(state, 1).losses
+    gradients = [p.grad.cpu() for p in state.model.parameters() if p.grad is not None]
+    state.optimizer.zero_grad()
+    state.loader.close()
+    return FirstSteps(losses=np.append(losses, last_loss), gradients=gradients)
+
+
+def difference(eager: FirstSteps, compiled: FirstSteps) -> dict[str, float]:
+    """Return relative differences: the largest of a loss, and of all gradients as one vector."""
+    ratios = np.divide(compiled.losses, eager.losses)
+    largest_of_losses = np.abs(ratios - 1).max()
+    apart: list[torch.Tensor] = []
+    for expected, actual in zip(eager.gradients, compiled.gradients, strict=True):
+        apart.append(expected.double() - actual.double())
+    distance = torch.nn.utils.get_total_norm(apart)
+    norm = torch.nn.utils.get_total_norm(eager.gradients)
+    return {"loss": float(largest_of_losses), "gradients": float(distance / norm)}
+
+
+def differs(result: ModeResult) -> bool:
+    """Return whether compiled steps are further from eager ones than rounding explains."""
+    limits = ROUNDED
+    if result["precise"]:
+        limits = PRECISE
+    for name, limit in limits.items():
+        # A NaN is never within the limit.
+        within_limit = result["difference"][name] <= limit
+        if not within_limit:
+            return True
+    return False
+
+
+def time_windows(state: State) -> dict[str, list[float]]:
+    """Return the seconds per step in interleaved windows of eager and compiled steps."""
+    compiled = without_loader(state)
+    # A wrapper stays around each compiled call, which slows a short eager step down by some 2 %.
+    eager = torch.compiler.set_stance("force_eager")(compiled)
+    return time_interleaved({"eager": eager, "compiled": compiled})
+
+
+def findings() -> dict[str, list[Finding]]:
+    """List what the compiler could not do: each place of a graph break once, all recompiles."""
+    breaks = graph_breaks()
+    recompiles: list[Finding] = []
+    limits_hit: list[Finding] = []
+    for entry in dynamo.get_compilation_metrics():
+        failure = entry.fail_reason or ""
+        if entry.fail_type and "recompile limit exceeded" not in failure:
+            # A whole function is not compiled, as for a break in a loop: torch counts no break.
+            line = entry.fail_user_frame_lineno or entry.co_firstlineno
+            path = entry.fail_user_frame_filename or entry.co_filename
+            breaks.append(finding(path, line, failure))
+        elif failure:
+            limits_hit.append(failed_guard(entry))
+        elif entry.recompile_reason:
+            recompiles.append(failed_guard(entry))
+    by_location: dict[str, Finding] = {}
+    for graph_break in breaks:
+        by_location[graph_break["where"] or graph_break["reason"]] = graph_break
+    return {
+        "graph_breaks": list(by_location.values()),
+        "recompiles": recompiles,
+        "limits_hit": limits_hit,
+    }
+
+
+def graph_breaks() -> list[Finding]:
+    """List the graph breaks that torch counted, each at the innermost line of code not torch's."""
+    breaks: list[Finding] = []
+    for entry in dynamo.graph_break_reasons:
+        # torch's name for a break that it can resume after says little.
+        reason = entry.reason.replace("generic_jump", "Data-dependent branching:")
+        frames = list(entry.user_stack)
+        outside = [frame for frame in frames if not frame.filename.startswith(torch.__path__[0])]
+        # A break within torch alone is shown where it is.
+        if outside:
+            frames = outside
+        if frames:
+            innermost = frames[-1]
+            breaks.append(finding(innermost.filename, innermost.lineno, reason))
+        else:
+            breaks.append(finding("", 0, reason))
+    return breaks
+
+
+def failed_guard(entry: dynamo.CompilationMetrics) -> Finding:
+    """Find the guard that made a function compile again, and the line that it guards."""
+    path = entry.co_filename
+    line = entry.co_firstlineno
+    # "0/1: GUARD    # line of code # file:line", then the stack of the user's code.
+    text = entry.recompile_reason or ""
+    stack = re.findall(r'File "(.+?)", line (\d+)', text)
+    if stack:
+        path, line = stack[-1]
+    _, _, from_guard = text.partition(": ")
+    guard, _, _ = from_guard.partition("  # ")
+    return finding(path, line, guard)
+
+
+def finding(path: str | None, line: int | str | None, reason: str) -> Finding:
+    """Build a finding: a place, relative to this folder if below it, and a reason's first line."""
+    where = ""
+    if path:
+        here = f"{Path.cwd()}/"
+        where = f"{path.removeprefix(here)}:{line}"
+    return {"where": where, "reason": reason.strip().partition("\n")[0]}
+
+
+if __name__ == "__main__":
+    main()

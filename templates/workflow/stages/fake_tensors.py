@@ -1,0 +1,185 @@
+"""Run the training loop as one rank of many on fake tensors, which have shapes but no data.
+
+So a laptop follows a step of a model that no machine here could hold. What a GPU computes by other
+kernels than a CPU, and what needs values or other ranks, is replaced while that runs.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from .. import train as loop
+from ..checkpoint.tensors import create_optimizer_state
+from ..config import Config
+from ..distributed import World, parallel
+from .meter import Meter
+
+# The functions that run on a CPU, before `one_rank` replaces them in torch.nn.functional.
+CPU_ATTENTION = F.scaled_dot_product_attention
+CPU_DROPOUT = torch.native_dropout
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
+    """Compute attention by the flash kernel, where the shapes allow that."""
+    if query.ndim != 4 or query.shape[-1] != value.shape[-1]:
+        return CPU_ATTENTION(query, key, value, *rest, **options)
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
+
+
+def rms_norm(
+    input: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Normalise by a layer norm, which keeps as much for backward as a GPU's one RMSNorm kernel."""
+    return F.layer_norm(input, shape, weight)
+
+
+def dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, *rest: Any, **options: Any
+) -> Tensor:
+    """Drop by the kernel that keeps a mask of bool for backward."""
+    if not p or not training:
+        return input
+    dropped, _ = CPU_DROPOUT(input, p, True)
+    return dropped
+
+
+def in_float32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the function as CUDA's autocast runs it: in float32, unlike a CPU's autocast."""
+
+    def cast_and_call(x: Tensor, *rest: Any, **options: Any) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            x = x.float()
+        return function(x, *rest, **options)
+
+    return cast_and_call
+
+
+# Functions of torch.nn.functional that keep other tensors on a GPU than on a CPU.
+ON_GPU: dict[str, Callable[..., Tensor]] = {
+    "scaled_dot_product_attention": attention,
+    "rms_norm": rms_norm,
+    "dropout": dropout,
+    "group_norm": in_float32(F.group_norm),
+    "layer_norm": in_float32(F.layer_norm),
+    "softmax": in_float32(F.softmax),
+}
+
+
+# What stands in for functions of the loop that need values, other ranks or another device.
+
+
+def build_at_once(make: Callable[[], nn.Module], world: World) -> nn.Module:
+    """Build the model on this rank, whatever its rank: fake weights take no memory."""
+    return make()
+
+
+def accept_step(sums: Tensor, norm: Tensor, ranks: int, clip: float) -> tuple[float, Tensor, bool]:
+    """Judge a step as good: fake tensors have no values to look at."""
+    return 1.0, norm, False
+
+
+def stay(module: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
+    """Leave a module on its device."""
+    return module
+
+
+def do_nothing(*arguments: Any) -> None:
+    """Stand in for checks of values, and for agreement with other ranks."""
+
+
+def patch_loop(stack: contextlib.ExitStack, config: Config, meter: Meter) -> None:
+    """Replace, until the stack closes, what of the loop cannot run on fake tensors."""
+    # Built before tensors are fake, since building the datasets needs values.
+    datasets = loop.build_datasets(config)
+    resize = torch.UntypedStorage.resize_
+
+    def prepared_datasets(config: Config) -> Any:
+        return datasets
+
+    def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        meter.hold(storage)
+        return result
+
+    def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        stack.enter_context(patch.object(owner, name, replacement))
+
+    replace(loop, "build_datasets", prepared_datasets)
+    replace(loop, "judge_step", accept_step)
+    # These read values.
+    replace(loop, "check_loss", do_nothing)
+    replace(loop, "check_counted", do_nothing)
+    # The loop's names for traces tell the meter in which phase it is.
+    replace(loop, "annotated", meter.annotated)
+    replace(parallel, "build", build_at_once)
+    replace(loop, "require_same_model", do_nothing)
+    replace(parallel, "require_same", do_nothing)
+    replace(parallel, "agree_on_buffers", do_nothing)
+    # FSDP frees gathered weights by this method, without an operator that the meter could see.
+    replace(torch.UntypedStorage, "resize_", resize_and_count)
+    replace(nn.Module, "to", stay)
+    for name, replacement in ON_GPU.items():
+        replace(F, name, replacement)
+
+
+def join_fake_ranks(stack: contextlib.ExitStack, config: Config, world: World) -> None:
+    """Start, until the stack closes, a process group for FSDP whose collectives return at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world.size)
+    stack.callback(dist.destroy_process_group)
+    # Only the parallel.py of FSDP has this function. The mesh is built here, before tensors are
+    # fake, since it reads the values of a tensor of ranks.
+    mesh = vars(parallel)["build_mesh"](config.parallel, world)
+
+    def prepared_mesh(*arguments: Any) -> Any:
+        return mesh
+
+    stack.enter_context(patch.object(parallel, "build_mesh", prepared_mesh))
+
+
+@contextlib.contextmanager
+def one_rank(config: Config, ranks: int, meter: Meter) -> Iterator[loop.State]:
+    """Set up one rank of `ranks` and yield its state; in the block all new tensors are fake.
+
+    Under FSDP the rank is one of a fake process group. Under DDP a rank computes what a process
+    alone would compute, so it is run alone; only its gradients differ, see below.
+    """
+    sharded = parallel.SHARDED and ranks > 1
+    size = 1
+    if sharded:
+        size = ranks
+    world = World(0, size, torch.device("cpu"), distributed=sharded)
+    with contextlib.ExitStack() as stack:
+        patch_loop(stack, config, meter)
+        if sharded:
+            join_fake_ranks(stack, config, world)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(meter)
+        state = loop.setup(config, world)
+        create_optimizer_state(state.optimizer)
+        if ranks > world.size:
+            # DDP never frees gradients: they are views of its buckets. So they exist from the
+            # start, and `zero_grad` does nothing.
+            stack.enter_context(patch.object(state.optimizer, "zero_grad"))
+            for group in state.optimizer.param_groups:
+                for weight in group["params"]:
+                    weight.grad = torch.zeros_like(weight)
+        yield state
+
+
+def read_batch(state: loop.State) -> Any:
+    """Read the first micro-batch; return it as fake tensors."""
+    # Outside of the fake mode and of the meter, so that the real batch is not counted.
+    with _disable_current_modes():
+        batch = state.loader.source[0, state.plan[0]]
+    return tree_map_only(Tensor, torch.clone, batch)

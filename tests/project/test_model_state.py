@@ -1,0 +1,154 @@
+"""What a run keeps and notices of the user's model: modes, what is trained, state in forward."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.conftest import Project, bake, drill, project_fixture
+
+ANSWERS = {"parallelism": "single", "checkpoint": "torch_save", "tracker": "none"}
+project = project_fixture("model_state", **ANSWERS)
+
+
+class Changed:
+    """A GPT that was changed by `build_model`."""
+
+    def __init__(self, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.project = project
+        self.train = project.module("train")
+        self.build = self.train.build_model
+        self.monkeypatch = monkeypatch
+        self.modes: list[dict[str, bool]] = []
+
+    def after_step(self, state: Any, record: Any) -> None:
+        """Note the modes of a step."""
+        self.modes.append({name: each.training for name, each in state.model.named_modules()})
+
+    def run(self, change: Any, run_dir: Path, **settings: Any) -> Any:
+        """Train it."""
+
+        def build(config: Any, spec: Any) -> nn.Module:
+            model = self.build(config, spec)
+            change(model)
+            return model
+
+        self.monkeypatch.setattr(self.train, "build_model", build)
+        changes = {"train__steps": 4, "train__validate_every": 2} | settings
+        return self.train.run(self.project.config(run_dir=run_dir, **changes), [self])
+
+
+@pytest.fixture
+def changed(project: Project, monkeypatch: pytest.MonkeyPatch) -> Changed:
+    return Changed(project, monkeypatch)
+
+
+def test_parts_in_evaluation_mode_stay_so(
+    changed: Changed, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After validations and samples, too; a model that is in that mode as a whole is trained."""
+    caplog.set_level(logging.INFO)
+
+    def freeze_first_block(model: Any) -> None:
+        model.blocks[0].eval()
+
+    changed.run(freeze_first_block, tmp_path / "part")
+    assert len(changed.modes) == 4
+    for modes in changed.modes:
+        for name, training in modes.items():
+            assert training == (not name.startswith("blocks.0")), name
+    assert "kept in evaluation mode, as build_model left them: blocks.0\n" in caplog.text
+
+    changed.modes.clear()
+    changed.run(lambda model: model.eval(), tmp_path / "whole")
+    assert all(all(modes.values()) for modes in changed.modes)
+
+
+class Statistics(nn.Module):
+    """Norm whose mean is None until the first forward, or not."""
+
+    def __init__(self, width: int, late: bool) -> None:
+        super().__init__()
+        self.register_buffer("mean", None if late else torch.zeros(width))
+        self.register_buffer("never", None)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = x.detach().mean((0, 1))
+        return x - self.mean
+
+
+def test_a_buffer_that_the_first_step_makes_is_refused(changed: Changed, tmp_path: Path) -> None:
+    def change(late: bool) -> Any:
+        return lambda model: setattr(model, "norm", Statistics(32, late))
+
+    with pytest.raises(changed.project.module("errors").UserError, match=r"norm\.mean was None"):
+        changed.run(change(True), tmp_path / "late")
+    assert not [*(tmp_path / "late/checkpoints").glob("step_*")]
+    assert changed.run(change(False), tmp_path / "early").step == 4
+
+
+def test_python_values_that_forward_changes_are_named(
+    changed: Changed, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Counting(nn.Identity):
+        """Keeps a number and a text, one of which changes."""
+
+        calls = 0
+        kind = "plain"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.is_ready = False
+            self.kind = "plain"
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.is_ready = True
+            return x
+
+    changed.run(lambda model: setattr(model, "norm", Counting()), tmp_path / "run")
+    warnings = [r.getMessage() for r in caplog.records if "Python attributes" in r.getMessage()]
+    assert len(warnings) == 1
+    assert "norm.is_ready (False -> True)" in warnings[0] and "kind" not in warnings[0]
+
+    caplog.clear()
+    changed.run(lambda model: None, tmp_path / "plain")
+    assert "Python attributes" not in caplog.text
+
+
+def test_a_metric_that_is_not_a_number_is_shown_and_named_once(
+    changed: Changed,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As the recall of a class that no validation sample has."""
+    caplog.set_level(logging.INFO)
+    for name in ("train", "validation"):
+        module = changed.project.module(name)
+        compute = module.compute_loss
+
+        def with_recall(model: Any, batch: Any, compute: Any = compute) -> Any:
+            loss = compute(model, batch)
+            return loss._replace(metrics={"recall": (0.0, 0.0)})
+
+        monkeypatch.setattr(module, "compute_loss", with_recall)
+    changed.run(lambda model: None, tmp_path / "run", checkpoint__best="validation_recall")
+    shown = [line for line in caplog.text.splitlines() if "validation at step" in line]
+    assert len(shown) == 2 and all("recall nan" in line for line in shown)
+    assert caplog.text.count("validation recall is nan at step 2") == 1
+    assert "recall is nan at step 4" not in caplog.text
+
+
+def test_ranks_notice_what_would_make_them_differ(tmp_path: Path) -> None:
+    """Other orders of tensors, what is trained; and where one of them ends a run."""
+    sources: dict[str, Path] = {}
+    for parallelism in ("ddp", "fsdp"):
+        name = f"state_{parallelism}"
+        answers = {"parallelism": parallelism, "package_name": name, "tracker": "none"}
+        sources[name] = bake(tmp_path / name, **answers) / "src"
+    output = drill("model_state.py", (2, str(tmp_path), *sources), sources=sources)
+    assert "noticed in state_ddp state_fsdp" in output

@@ -1,0 +1,335 @@
+"""Whether the sums of compute_loss add up: those of a batch are those of its two parts together.
+
+Accumulation and several ranks rely on it. A loss that compares the samples of a batch, or a mean,
+would train to something else in micro-batches. `baseline` judges it, and a new run warns.
+"""
+
+import contextlib
+import copy
+import logging
+import math
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from . import model as model_file
+from .device import move
+from .distributed import parallel
+from .loss import LossSum, check_loss, loss_vector
+from .model import compute_loss
+from .run.model_state import evaluation_mode
+from .sampling import STEP, MicroBatch, seed_random, stream_key
+
+if TYPE_CHECKING:
+    from .train import State
+
+log = logging.getLogger(__name__)
+# Relative. Rounding to bfloat16 is less than this, while a mean is off by a factor.
+TOLERANCE = 0.01
+# Rounding may move a few samples over a threshold, such as the right ones of an accuracy. So a
+# warning about a metric needs more than this, and is never about whole numbers, which are counts.
+TOLERANCE_OF_METRICS = 0.25
+# A model may be random in evaluation too, so each batch is evaluated this often.
+DRAWS = 16
+# A limit above this says nothing.
+TOO_RANDOM = 0.1
+# The most samples that a new run tries.
+MOST_SAMPLES = 8
+NOT_A_SUM = {
+    "mean": "compute_loss must return sums, not means (reduction='sum')",
+    "count": "a count must be of its batch: how many values its sum adds up",
+    "batch": "it compares samples of a batch, so micro-batches and ranks change it. For a loss, "
+    "make what is compared one sample; for a metric, return the sums it is made of",
+}
+# Of the vector of sums, the entry with the count that the loss is divided by.
+COUNT_OF_LOSS = 1
+
+
+def is_declared() -> bool:
+    """Tell whether model.py says by `ADDS_UP = False` that its sums are not meant to add up."""
+    return getattr(model_file, "ADDS_UP", True) is False
+
+
+@dataclass(frozen=True)
+class BatchSlice:
+    """A slice of the global batch of a step."""
+
+    step: int
+    samples: slice
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Sums and counts of batches, [draws, batches, names], in the order of `names`."""
+
+    sums: torch.Tensor
+    names: list[str]
+
+
+class _Draws(Dataset):
+    """Reads the samples of (draw, batch slice): draw 0 is that of the training."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def __getitem__(self, item: tuple[int, BatchSlice]) -> Any:
+        draw, batch_slice = item
+        source = self.source
+        if draw > 0:
+            source = copy.copy(source)
+            source.draws = stream_key(source.draws, draw)
+        return source[batch_slice.step, MicroBatch(batch_slice.samples, 1.0)]
+
+
+def evaluate(state: "State", batches: list[BatchSlice], draws: int = 1) -> Evaluation:
+    """Compute the sums of batches, several times with other random numbers.
+
+    What a sample draws depends on its position, so in one draw it is the same in each batch.
+    """
+    items: list[tuple[int, BatchSlice]] = []
+    for draw in range(draws):
+        for batch_slice in batches:
+            items.append((draw, batch_slice))
+    vectors: list[torch.Tensor] = []
+    names: list[str] = []
+    seed = state.config.train.seed
+    world = state.world
+    reading = state.loader.read_apart(_Draws(state.loader.source), items)
+    # A worker that reads ends here, also when an evaluation fails.
+    with contextlib.closing(reading) as read, torch.no_grad():
+        for batch in read:
+            # Each evaluation draws other random numbers, the same in each run.
+            seed_random(seed, STEP, len(vectors), world.rank, device=world.device)
+            loss = parallel.forward(compute_loss, state, move(batch, world.device))
+            check_loss(loss, is_trained=False)
+            vectors.append(loss_vector(loss))
+            names = names_of(loss)
+    return Evaluation(torch.stack(vectors).unflatten(0, (draws, -1)), names)
+
+
+def names_of(loss: LossSum) -> list[str]:
+    """Name the entries of a loss vector."""
+    names = ["loss", "count"]
+    for name, metric in loss.metrics.items():
+        # A metric with a count of its own is a tuple.
+        own_count = isinstance(metric, tuple)
+        names += [name, f"count of {name}" if own_count else "count"]
+    return names
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Sums and counts of a batch and of its two parts, averaged over the draws."""
+
+    samples: int
+    names: list[str]
+    whole: torch.Tensor
+    first: torch.Tensor
+    second: torch.Tensor
+    # Each sum and count is compared relative to its largest magnitude.
+    scale: torch.Tensor
+    relative: torch.Tensor
+    standard_error: torch.Tensor
+
+    @property
+    def limit(self) -> torch.Tensor:
+        """Return the largest relative difference that is not wrong."""
+        return TOLERANCE + 4 * self.standard_error
+
+    @property
+    def is_random(self) -> bool:
+        """Tell whether the draws differ."""
+        return bool(self.standard_error.max() > TOLERANCE / 100)
+
+    @property
+    def is_too_random(self) -> bool:
+        """Tell whether the draws differ so much that nothing can be said."""
+        return bool(self.limit.max() > TOO_RANDOM)
+
+    @property
+    def wrong(self) -> list[int]:
+        """Return the indices of what does not add up."""
+        # Written with `not`, since a NaN must count as wrong.
+        return [i for i in range(len(self.names)) if not self.relative[i] <= self.limit[i]]
+
+    def describe(self, index: int) -> str:
+        """Name a sum, and say what it is of the batch and of its parts."""
+        whole = f"{self.names[index]} of {self.samples} samples {self.whole[index]:.6g}"
+        return f"{whole}, in parts {self.first[index]:.6g} + {self.second[index]:.6g}"
+
+    def advice(self, index: int) -> str:
+        """Say what to do about a sum that does not add up."""
+        # Each sum is followed by its count.
+        if index % 2 == 1:
+            return NOT_A_SUM["count"]
+        # The first part's weight in a mean over the batch.
+        counts = self.first[COUNT_OF_LOSS] + self.second[COUNT_OF_LOSS]
+        weight = float(self.first[COUNT_OF_LOSS] / counts)
+        if COUNT_OF_LOSS in self.wrong:
+            weight = first_part(self.samples) / self.samples
+        mean = weight * self.first + (1 - weight) * self.second
+        is_mean = (mean - self.whole).abs() / self.scale <= self.limit
+        return NOT_A_SUM["mean" if is_mean[index] else "batch"]
+
+
+def first_part(samples: int) -> int:
+    """Return how many samples the first of two parts has."""
+    return (samples + 1) // 2
+
+
+def compare(evaluation: Evaluation, samples: int) -> Comparison:
+    """Compare the sums of a batch with those of its two parts."""
+    sums = evaluation.sums.double().cpu()
+    scale = sums.abs().amax((0, 1)).clamp(min=1e-12)
+    draws = len(sums)
+    whole_draws, first_draws, second_draws = sums.unbind(1)
+    residuals = (first_draws + second_draws - whole_draws) / scale
+    if draws > 1:
+        standard_error = residuals.std(0) / math.sqrt(draws)
+    else:
+        standard_error = torch.zeros_like(scale)
+    whole, first, second = sums.mean(0)
+    return Comparison(
+        samples=samples,
+        names=evaluation.names,
+        whole=whole,
+        first=first,
+        second=second,
+        scale=scale,
+        relative=(first + second - whole).abs() / scale,
+        standard_error=standard_error,
+    )
+
+
+def whole_and_parts(samples: int) -> list[BatchSlice]:
+    """Return the first samples of the first batch, together and in two parts."""
+    middle = first_part(samples)
+    return [
+        BatchSlice(0, slice(0, samples)),
+        BatchSlice(0, slice(0, middle)),
+        BatchSlice(0, slice(middle, samples)),
+    ]
+
+
+def warn_unless_sums_add_up(state: "State") -> None:
+    """Warn in a new run that divides its batches if the sums of compute_loss do not add up.
+
+    Collective: all ranks evaluate the same few samples. The run that follows is the same to the
+    bit, with and without it.
+    """
+    world = state.world
+    settings = state.config.train
+    samples = min(settings.micro_batch_size, settings.global_batch_size, MOST_SAMPLES)
+    is_divided = world.size > 1 or len(state.plan) > 1
+    if state.step > 0 or not is_divided or samples == 1 or is_declared():
+        return
+    with unchanged(state):
+        found = _find_difference(state, samples)
+    if found is None or world.rank > 0:
+        return
+    comparison, index = found
+    log.warning(
+        "compute_loss does not add up: %s. So training changes with the number of ranks and "
+        "micro-batches: %s. If that is meant, write ADDS_UP = False into model.py",
+        comparison.describe(index),
+        comparison.advice(index),
+    )
+
+
+def _find_difference(state: "State", samples: int) -> tuple[Comparison, int] | None:
+    """Evaluate a batch and its parts; return the first sum that does not add up, if there is one.
+
+    One draw is enough where it adds up. Another one tells whether the model is random.
+    """
+    for draws in (1, 2, DRAWS):
+        evaluation = _try_evaluate(state, samples, draws)
+        if evaluation is None:
+            return None
+        comparison = compare(evaluation, samples)
+        wrong = [index for index in comparison.wrong if is_certain(comparison, index)]
+        if not wrong:
+            return None
+        if draws > 1 and not comparison.is_random:
+            return comparison, wrong[0]
+    if comparison.is_too_random:
+        return None
+    return comparison, wrong[0]
+
+
+def is_certain(comparison: Comparison, index: int) -> bool:
+    """Tell whether neither rounding nor a NaN explains that something does not add up."""
+    whole = comparison.whole[index]
+    values = torch.stack([whole, comparison.first[index], comparison.second[index]])
+    if not values.isfinite().all():
+        return False
+    if index <= COUNT_OF_LOSS:
+        return True
+    if bool((values == values.round()).all()):
+        return False
+    return bool(comparison.relative[index] > TOLERANCE_OF_METRICS)
+
+
+def _try_evaluate(state: "State", samples: int, draws: int) -> Evaluation | None:
+    """Evaluate a batch and its parts, summed over the ranks; None if that fails on any of them."""
+    world = state.world
+    failed = torch.zeros((), device=world.device)
+    evaluation = None
+    try:
+        evaluation = evaluate(state, whole_and_parts(samples), draws)
+    # Data or a loss that cannot be evaluated like this may still be trained on. If not, the first
+    # step raises the error.
+    except Exception as error:
+        log.debug("compute_loss was not tried in parts", exc_info=error)
+        failed += 1
+    # All ranks have to come to the same decision, so all see the same sums.
+    if parallel.all_reduce(failed, world) > 0 or evaluation is None:
+        return None
+    parallel.require_same({"metrics of compute_loss (model.py)": evaluation.names}, world)
+    sums = parallel.all_reduce(evaluation.sums, world) / world.size
+    return Evaluation(sums, evaluation.names)
+
+
+@contextlib.contextmanager
+def unchanged(state: "State") -> Iterator[None]:
+    """Evaluate inside the block; afterwards modes, buffers and random numbers are as before."""
+    buffers: list[tuple[dict[str, Any], str, Any]] = []
+    copies: list[Any] = []
+    for module in state.model.modules():
+        for name, buffer in module._buffers.items():
+            buffers.append((module._buffers, name, buffer))
+            copies.append(buffer.detach().clone() if buffer is not None else None)
+    python_numbers = random.getstate()
+    numpy_numbers = np.random.get_state()
+    devices = [state.world.device] if state.world.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices), evaluation_mode(state.module), without_compilation():
+            yield
+    finally:
+        random.setstate(python_numbers)
+        np.random.set_state(numpy_numbers)
+        with torch.no_grad():
+            # A forward may also assign another tensor.
+            for (of_module, name, buffer), kept in zip(buffers, copies, strict=True):
+                of_module[name] = buffer
+                if buffer is not None:
+                    buffer.copy_(kept)
+    if parallel.SHARDED:
+        # FSDP may still hold gathered weights: this lets them go.
+        state.model.state_dict()
+
+
+def without_compilation() -> contextlib.AbstractContextManager[Any]:
+    """Call compiled functions as they were written, inside the block.
+
+    They would be compiled for the sizes of these batches, and then once more for any size.
+    """
+    # torch.compile has imported it, if anything is compiled; the import takes a second.
+    if "torch._dynamo" in sys.modules:
+        return torch.compiler.set_stance("force_eager")
+    return contextlib.nullcontext()

@@ -1,0 +1,62 @@
+"""The `verify` command: a line for each checkpoint of a run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from .manifest import verify
+from .paths import Place, checkpoints_of, damaged, published, storage_path
+from .publish import best_by_validation
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The checkpoints of a run, a line for each."""
+
+    lines: list[str]
+    any_damaged: bool
+
+
+def list_checkpoints(run_dir: Path) -> Listing:
+    """Verify every byte of each checkpoint of a run, and list them all."""
+    directory = checkpoints_of(storage_path(run_dir))
+    good: dict[Place, dict[str, Any]] = {}
+    problems_of: dict[Place, list[str]] = {}
+    for path in published(directory):
+        manifest, problems = verify(path)
+        problems_of[path] = problems
+        if not problems:
+            good[path] = manifest
+    if not problems_of:
+        raise UserError(f"there are no checkpoints in {directory}: train first")
+    best = best_by_validation({path: manifest["score"] for path, manifest in good.items()})
+
+    lines: list[str] = []
+    any_damaged = False
+    for path, problems in problems_of.items():
+        if path in good:
+            line = _describe(path, good[path])
+            if path == best:
+                line += "  best"
+            lines.append(line)
+        elif path.exists():
+            # Otherwise a run that still trains has just pruned it.
+            any_damaged = True
+            lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")
+    for name in damaged(directory):
+        lines.append(f"{name}  set aside")
+    return Listing(lines, any_damaged)
+
+
+def _describe(path: Place, manifest: dict[str, Any]) -> str:
+    """Return the line of a good checkpoint: its size, and the metric that it is ranked by."""
+    sizes = [entry["size"] for entry in manifest["files"].values()]
+    files = "1 file" if len(sizes) == 1 else f"{len(sizes)} files"
+    line = f"{path.name}  good  {sum(sizes) / 1e6:,.1f} MB in {files}"
+    # A rule is "min" or "max" and the metric, as in "min validation_loss".
+    rule, score = manifest["score"]
+    if score is not None:
+        metric = rule.partition(" ")[2]
+        line += f"  {metric.replace('_', ' ')} {score:.4f}"
+    return line

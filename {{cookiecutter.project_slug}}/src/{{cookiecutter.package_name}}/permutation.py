@@ -1,0 +1,91 @@
+"""Random 64-bit words by key, and random permutations by key.
+
+Nothing is stored: a word is computed from its key and index, and an element of a permutation from
+its key and position, for a domain of any size.
+"""
+
+import numpy as np
+
+# The increment of SplitMix64: 2^64 / golden ratio.
+GOLDEN = 0x9E3779B97F4A7C15
+MASK = (1 << 64) - 1
+# Rounds of the cipher. Four are measurably biased on small domains.
+ROUNDS = 6
+# Below this size a sorted table is cheaper than a cipher, and exactly uniform.
+TABLE_BELOW = 4096
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """Scramble 64-bit words: the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def stream_key(*words: int) -> int:
+    """Fold integers into one 64-bit key; any change of any word gives an unrelated key."""
+    key = 0
+    # Python integers, since numpy is ten times slower on single words.
+    for word in words:
+        key = (key + GOLDEN + word) & MASK
+        key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+        key = (key ^ (key >> 27)) * 0x94D049BB133111EB & MASK
+        key ^= key >> 31
+    return key
+
+
+def random_words(key: int, indices: np.ndarray) -> np.ndarray:
+    """Compute the random 64-bit words of a key at these indices (uint64), as SplitMix64 does."""
+    return mix(indices * np.uint64(GOLDEN) + np.uint64(key))
+
+
+class Permutation:
+    """A keyed bijection of 0 ... size - 1, computed only at the positions that are read.
+
+    A balanced Feistel network over the next even number of bits (Luby and Rackoff, 1988), repeated
+    until its result is inside the domain (Black and Rogaway, 2002: fewer than four times on
+    average).
+    """
+
+    def __init__(self, size: int, key: int) -> None:
+        self.size = size
+        self.table: np.ndarray | None = None
+        if size < TABLE_BELOW:
+            # The order that sorts random words is a random permutation.
+            words = random_words(key, np.arange(size, dtype=np.uint64))
+            self.table = np.argsort(words, kind="stable")
+            return
+        self.keys = random_words(key, np.arange(ROUNDS, dtype=np.uint64))
+        half = ((size - 1).bit_length() + 1) // 2
+        self.half = np.uint64(half)
+        self.mask = np.uint64((1 << half) - 1)
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        """Map positions in an epoch (int64, one axis) to sample ids (int64)."""
+        if self.table is not None:
+            return self.table[positions]
+        # The cipher permutes 0 ... 4^half - 1, up to four times as many values as `size`. A result
+        # outside is encrypted again until one is inside. Two positions never get the same id,
+        # since the cycles of a permutation do not join.
+        values = self._encrypt(positions.astype(np.uint64))
+        outside = np.flatnonzero(values >= self.size)
+        while outside.size:
+            values[outside] = self._encrypt(values[outside])
+            outside = np.flatnonzero(values >= self.size)
+        return values.astype(np.int64)
+
+    def _encrypt(self, values: np.ndarray) -> np.ndarray:
+        # A round replaces (left, right) by (right, left ^ f(right)). Whatever f is, that can be
+        # undone, so the whole is a bijection. Here f keeps the top bits of two multiplications.
+        left = values >> self.half
+        right = values & self.mask
+        for key in self.keys:
+            # In place after the first operation, since the cost is the passes over memory.
+            scrambled = right ^ key
+            scrambled *= np.uint64(0xBF58476D1CE4E5B9)
+            scrambled ^= scrambled >> np.uint64(32)
+            scrambled *= np.uint64(0x94D049BB133111EB)
+            scrambled >>= np.uint64(64) - self.half
+            scrambled ^= left
+            left, right = right, scrambled
+        return (left << self.half) | right

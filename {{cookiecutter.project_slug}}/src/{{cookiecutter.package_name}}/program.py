@@ -1,0 +1,212 @@
+"""Export a trained model as a program that runs without this project: `export --to model.pt2`."""
+
+import dataclasses
+import functools
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram, ShapesCollection
+from torch.utils import _pytree as pytree
+
+from . import load_trained, model
+from .checkpoint.transfer import ExportConfig, whole_file
+from .data import build_datasets
+from .errors import UserError
+from .sampling import fetch
+
+# Optional arguments with these names are for the loss: the program predicts without them.
+TARGETS = ("target", "targets", "label", "labels")
+
+
+@dataclass(frozen=True)
+class Call:
+    """How `compute_loss` calls the model: what the program takes, and what is fixed in it."""
+
+    arguments: tuple[Any, ...]  # by position; each has tensors
+    by_name: dict[str, Any]  # each has tensors
+    fixed: dict[str, Any]  # settings such as use_cache=False
+
+
+def export_program(run_dir: Path, options: ExportConfig) -> str:
+    """Write a run's model to FILE.pt2 and return a line about it.
+
+    The program is run on a batch of the training's size before it is written. UserError, with the
+    line of the model, if it has no program, or one that gives other numbers.
+    """
+    target = options.to
+    if target.exists():
+        raise UserError(f"{target} is there already: nothing is overwritten")
+    source = options.source or run_dir
+    trained, _, config = load_trained(source, "cpu", options.step, options.weights)
+    _, validation, _ = build_datasets(config)
+
+    def call_with(samples: int) -> Call:
+        # The same sample again and again: a dataset may have fewer than these.
+        batch = fetch(validation, np.zeros(samples, dtype=np.int64))
+        return find_call(trained, lambda: model.compute_loss(trained, batch))
+
+    # Two samples: torch.export takes a size of one as fixed.
+    example = call_with(2)
+    program = make_program(target, trained, example)
+    others = {1, config.train.micro_batch_size}
+    for samples in sorted(others - {2}):
+        check_program(target, program, trained, call_with(samples), samples)
+    with whole_file(target) as file:
+        torch.export.save(program, file)
+    inputs = ", ".join(describe_inputs(program))
+    return f"{target}: the model as a program; its inputs: {inputs}"
+
+
+def find_call(trained: nn.Module, use: Callable[[], object]) -> Call:
+    """Return how `use()` calls the model the first time; UserError if it does not."""
+    calls: list[Call] = []
+
+    def note(_: nn.Module, arguments: tuple[Any, ...], by_name: dict[str, Any]) -> None:
+        if not calls:
+            calls.append(sort_arguments(trained, arguments, by_name))
+
+    with torch.no_grad(), trained.register_forward_pre_hook(note, with_kwargs=True):
+        use()
+    if not calls:
+        raise UserError("compute_loss (model.py) does not call the model itself")
+    return calls[0]
+
+
+def sort_arguments(trained: nn.Module, arguments: tuple[Any, ...], by_name: dict[str, Any]) -> Call:
+    """Divide the arguments of a call into inputs and settings, and leave out optional targets."""
+    parameters = inspect.signature(trained.forward).parameters
+    optional = {name for name, each in parameters.items() if each.default is not each.empty}
+    targets = optional.intersection(TARGETS)
+    positional: list[Any] = []
+    inputs: dict[str, Any] = {}
+    fixed: dict[str, Any] = {}
+    names = list(parameters)
+    for position, value in enumerate(arguments):
+        # More arguments than names: they are those of *args.
+        name = names[min(position, len(names) - 1)]
+        if name in targets:
+            continue
+        if has_tensors(value) and not fixed:
+            positional.append(copied(value))
+        elif has_tensors(value):
+            inputs[name] = copied(value)
+        else:
+            fixed[name] = value
+    for name, value in by_name.items():
+        if name in targets:
+            continue
+        if has_tensors(value):
+            inputs[name] = copied(value)
+        else:
+            fixed[name] = value
+    return Call(tuple(positional), inputs, fixed)
+
+
+def has_tensors(value: Any) -> bool:
+    """Tell whether there is a tensor in an argument."""
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def copied(value: Any) -> Any:
+    """Copy the tensors of an argument: the program of a view would check what it is a view of."""
+    return pytree.tree_map_only(Tensor, torch.clone, value)
+
+
+def make_program(target: Path, trained: nn.Module, call: Call) -> ExportedProgram:
+    """Make the program, for inputs of all sizes that the model can take; UserError without one."""
+    shapes = ShapesCollection()
+    for leaf in pytree.tree_leaves((call.arguments, call.by_name)):
+        if isinstance(leaf, Tensor):
+            # The first dimension is the batch. A model may need a certain size of the others.
+            sizes: dict[int, Any] = dict.fromkeys(range(leaf.ndim), Dim.AUTO)
+            if leaf.ndim:
+                sizes[0] = Dim.DYNAMIC
+            shapes[leaf] = sizes
+    forward = trained.forward
+    try:
+        if call.fixed:
+            trained.forward = functools.partial(forward, **call.fixed)  # type: ignore[assignment]
+        with torch.no_grad(), trained.register_forward_hook(as_plain_output):
+            return torch.export.export(trained, call.arguments, call.by_name, dynamic_shapes=shapes)
+    except Exception as error:  # of many kinds, and with pages of advice
+        reason = str(error).strip().partition("\n")[0]
+        where = place_in_model(error)
+        raise UserError(
+            f"{target}: torch.export cannot make a program of the model{where}: {reason}"
+        ) from error
+    finally:
+        trained.forward = forward
+
+
+def as_plain_output(_: nn.Module, arguments: Any, output: Any) -> Any:
+    """Turn an output with fields (a dataclass, one of transformers) into a plain dictionary."""
+    if isinstance(output, Mapping):
+        fields = dict(output)
+    elif dataclasses.is_dataclass(output):
+        fields = vars(output)
+    else:
+        return None  # stays as it is
+    return {name: value for name, value in fields.items() if has_tensors(value)}
+
+
+def place_in_model(error: Exception) -> str:
+    """Return " (model.py, line 7: code)" of an error, the innermost line outside of torch."""
+    ours = ""
+    here = Path(__file__)
+    for frame in traceback.extract_tb(error.__traceback__):
+        file = Path(frame.filename)
+        if file.is_relative_to(here.parent) and file != here:
+            ours = f" ({file.name}, line {frame.lineno}: {frame.line})"
+    return ours
+
+
+def check_program(
+    target: Path, program: ExportedProgram, trained: nn.Module, call: Call, samples: int
+) -> None:
+    """UserError unless the program gives a batch of this many samples the numbers of the model."""
+    problem = ""
+    with torch.no_grad():
+        output = trained(*call.arguments, **call.by_name, **call.fixed)
+        expected = as_plain_output(trained, None, output)
+        if expected is None:
+            expected = output
+        try:
+            found = program.module()(*call.arguments, **call.by_name)
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        except AssertionError as error:
+            problem = str(error).strip().partition("\n")[0]
+        except Exception as error:
+            problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    if problem:
+        raise UserError(
+            f"{target}: the program was made with 2 samples and is wrong for "
+            f"{samples} ({problem}): "
+            "does `forward` in model.py look at the size of its batch?"
+        )
+
+
+def describe_inputs(program: ExportedProgram) -> Iterator[str]:
+    """Yield each input with its sizes, as in "tokens [any, 1 to 128]"."""
+    inputs = program.graph_signature.user_inputs
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name in inputs and "val" in node.meta:
+            sizes = [describe_size(program, size) for size in node.meta["val"].shape]
+            yield f"{node.name} [{', '.join(sizes)}]"
+
+
+def describe_size(program: ExportedProgram, size: Any) -> str:
+    """Describe a size of an input: a number, "any", or the largest one."""
+    if isinstance(size, int):
+        return str(size)
+    limits = program.range_constraints.get(size.node.expr)
+    # Sizes without a limit have one of torch's own, near the largest integer.
+    if limits is None or not limits.upper < 2**60:
+        return "any"
+    return f"up to {limits.upper}"

@@ -1,0 +1,76 @@
+"""Resume: which run a checkpoint must be of, and how a run continues from its newest one."""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .checkpoint.checkpointer import Checkpointer
+from .checkpoint.tensors import require_same_identity, shapes_and_dtypes
+from .distributed import Group, parallel
+from .files import flatten, to_json
+from .run.directory import OF_ONE_START
+from .run.source_code import code_version
+
+if TYPE_CHECKING:
+    from .train import State
+
+log = logging.getLogger(__name__)
+
+
+def resume(state: "State", run_dir: Path, group: Group) -> Checkpointer:
+    """Continue from the run's newest good checkpoint, or begin; `state` gets its step.
+
+    UserError when the checkpoints are of another run, or the ranks are not of the same one.
+    """
+    config = state.config
+    settings = to_json(config)
+    identity = identity_of_run(state)
+    require_same_identity({**identity, "settings": settings_of_all_ranks(settings)}, group)
+    # Only rank 0 writes a manifest.
+    source = code_version() if group.is_first else {}
+    facts = {
+        "identity": identity,
+        "source": source,
+        "schedule": {**settings["optim"], "steps": config.train.steps},
+        # For machines that have nothing in common but an object store.
+        "config": settings,
+    }
+    checkpointer = Checkpointer(
+        run_dir,
+        config.checkpoint,
+        state.world,
+        state.model,
+        state.optimizer,
+        facts,
+        state.loader.position,
+    )
+    state.checkpointer = checkpointer
+    state.step = checkpointer.restore(config.reset_optimizer)
+    is_new = state.step == 0
+    if is_new and config.init_from:
+        from .checkpoint.transfer import load_weights
+
+        report = load_weights(config.init_from, state.model, None, group, config.init_strict)
+        log.info("weights: %s", report)
+    if not is_new or config.init_from:
+        parallel.compare_loaded(checkpointer.tensors().values(), state.world)
+    state.loader.resume(state.step, checkpointer.restored, group)
+    return checkpointer
+
+
+def identity_of_run(state: "State") -> dict[str, Any]:
+    """Return what must be the same in a checkpoint for this run to resume from it."""
+    return {
+        "seed": state.config.train.seed,
+        "global_batch_size": state.config.train.global_batch_size,
+        "training_samples": state.loader.size,
+        "data": state.spec.fingerprint,
+        "parameters": shapes_and_dtypes(state.model),
+    }
+
+
+def settings_of_all_ranks(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings, by dotted name, that must be the same on all ranks."""
+    # Each machine may have the data in another folder.
+    of_one_rank = OF_ONE_START | {"data.path"}
+    return {name: value for name, value in flatten(settings) if name not in of_one_rank}

@@ -1,0 +1,44 @@
+"""Which version of your code a run was started with, by git."""
+
+import functools
+import hashlib
+import os
+import subprocess
+from pathlib import Path
+
+# A repository on a slow network disk must not hold up a start.
+SECONDS = 10
+
+
+@functools.cache
+def code_version() -> dict[str, str]:
+    """Return the commit of this package's repository, and a digest of what was changed since.
+
+    {} without git or outside of a repository. The digest covers the difference from the commit and
+    the content of new files that git does not ignore; it is missing if there is no difference.
+    """
+    try:
+        commit = git("rev-parse", "HEAD").decode().strip()
+        root = Path(os.fsdecode(git("rev-parse", "--show-toplevel").rstrip(b"\n")))
+        difference = hashlib.sha256(git("diff", "HEAD", "--binary"))
+        new_files = git("ls-files", "--others", "--exclude-standard", "--full-name", "-z", ":/")
+        is_changed = difference.digest() != hashlib.sha256().digest()
+        for name in sorted(filter(None, new_files.split(b"\0"))):
+            is_changed = True
+            difference.update(name)
+            file = root / os.fsdecode(name)
+            if file.is_file() and file.stat().st_size < 2**20:
+                difference.update(file.read_bytes())
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    version = {"commit": commit}
+    if is_changed:
+        version["changed"] = difference.hexdigest()[:16]
+    return version
+
+
+def git(*words: str) -> bytes:
+    """Return the output of a git command in the package's folder, which changes nothing."""
+    command = ["git", "-C", str(Path(__file__).parent), "--no-optional-locks", *words]
+    done = subprocess.run(command, capture_output=True, check=True, timeout=SECONDS)
+    return done.stdout

@@ -1,0 +1,93 @@
+"""Validation: the mean loss and metrics over the validation data, divided among the ranks."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .device import move
+from .distributed import parallel
+from .distributed.stop import Stop
+from .ema import averaged_weights
+from .loss import loss_vector, means
+from .model import compute_loss
+from .run.callback_runner import find_methods
+from .run.journal import metric_names, validation_figures
+from .run.model_state import evaluation_mode
+from .sampling import VALIDATION_DRAWS, fetch, fixed_subset, micro_batches, stream_key
+
+if TYPE_CHECKING:
+    from .train import State
+
+
+def never() -> bool:
+    """Stand in for `stopped` where nothing can stop a validation."""
+    return False
+
+
+@torch.no_grad()
+def validate(state: "State", stopped: Callable[[], bool] = never) -> dict[str, float]:
+    """Return the metrics, each with the prefix "validation_".
+
+    {} if `stopped()`, which must answer the same on all ranks, becomes true half way.
+    """
+    config, world = state.config.train, state.world
+    chosen = fixed_subset(len(state.validation), config.validate_samples)
+    # What a sample draws at random is a function of its position, the same in each validation.
+    key = stream_key(config.seed, VALIDATION_DRAWS)
+    # Samples per forward on each rank, and on all ranks between two looks for a stop.
+    samples = config.validate_batch_size or config.micro_batch_size
+    in_all = max(config.global_batch_size, config.validate_batch_size * world.size)
+    sums: Tensor | float = 0.0
+    names: tuple[str, ...] | None = None
+    with evaluation_mode(state.module):
+        for first in range(0, len(chosen), in_all):
+            if stopped():
+                return {}
+            ids = chosen[first : first + in_all]
+            plan = micro_batches(len(ids), samples, world.rank, world.size)
+            for micro_batch in plan:
+                indices = micro_batch.indices
+                batch = fetch(state.validation, ids[indices], None, (key, first + indices.start))
+                loss = parallel.forward(compute_loss, state, move(batch, world.device))
+                names = metric_names(loss, names)
+                sums = sums + loss_vector(loss) * micro_batch.weight
+    total = parallel.all_reduce(torch.as_tensor(sums), world)
+    figures = means(total.tolist(), names or ())
+    return {f"validation_{name}": value for name, value in figures.items()}
+
+
+def validate_averaged(state: "State", stopped: Callable[[], bool]) -> dict[str, float]:
+    """Validate the weights, and their averages (--optim.ema) if there are any.
+
+    {} if `stopped()`, as in `validate`, becomes true during either.
+    """
+    metrics = validate(state, stopped)
+    if not metrics or not state.config.optim.ema:
+        return metrics
+    with averaged_weights(state.model, state.optimizer):
+        averaged = validate(state, stopped)
+    if not averaged:
+        return {}
+    for name, value in averaged.items():
+        metrics[name.replace("validation_", "validation_ema_")] = value
+    return metrics
+
+
+def evaluate(state: "State", stop: Stop, callbacks: list[Any]) -> dict[str, float]:
+    """Validate in a run, and call the callbacks; {} if a stop signal cuts it short."""
+    assert state.checkpointer, "a run has one"
+    writer = state.checkpointer.writer
+
+    def stopped() -> bool:
+        # A callback that ends the run does not interrupt a validation.
+        agreed = stop.poll(writer.failed)
+        return agreed.stop_signal > 0 and not agreed.finish
+
+    with stop.group.phase("validation"):
+        metrics = validate_averaged(state, stopped)
+        if metrics:
+            for call in find_methods("after_validation", callbacks):
+                call(state, metrics)
+    return validation_figures(metrics)
