@@ -105,9 +105,9 @@ def follow(package: str, folder: Path) -> dict[str, dict[str, Any]]:
             result["restore"] = seen.take()
         return step
 
-    def follow_batch(loader: Any) -> Any:
+    def follow_batch(loader: Any, *stop: Any) -> Any:
         seen.on = "restore" in result and "batch" not in result
-        return batch(loader)
+        return batch(loader, *stop)
 
     def follow_loss(*arguments: Any) -> Any:
         if seen.on and "batch" not in result:

@@ -175,8 +175,8 @@ ALWAYS = {
     ),
     *every(
         f"{PACKAGE}/run",
-        "__init__ bad_steps callback_runner directory hardware journal logs model_state source_code "
-        "summary tracker",
+        "__init__ bad_steps callback_runner directory hardware journal logs model_state "
+        "source_code summary tracker",
     ),
     *every(f"{PACKAGE}/workflow", "__init__ baseline stage timing"),
 }

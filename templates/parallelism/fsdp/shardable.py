@@ -102,7 +102,7 @@ def overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the range of a storage's elements that a view lies in: the first, and one past it."""
+    """Return the range of a storage's elements that a view uses: the first, and one past it."""
     start = int(tensor.storage_offset())
     end = start + 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
@@ -119,7 +119,7 @@ def references(model: nn.Module) -> dict[str, weakref.ref[torch.Tensor]]:
 def check_replaced(originals: dict[str, weakref.ref[torch.Tensor]]) -> None:
     """UserError for a tensor that something still holds, though the modules have another now.
 
-    What holds it would go on with a weight that is not trained.
+    Its holder would keep using a weight that is not trained.
     """
     gc.collect()
     left = [name for name, original in originals.items() if original() is not None]

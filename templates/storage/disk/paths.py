@@ -2,11 +2,12 @@
 
 import contextlib
 import errno
+import io
 import os
 import re
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ..distributed import Group
 from ..errors import UserError
@@ -51,7 +52,7 @@ def damaged(directory: Path) -> list[str]:
     return sorted(name for name in names if DAMAGED.fullmatch(name))
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> io.BufferedIOBase:
     """Open a regular file for reading; OSError for a link, a device or a pipe."""
     # Anything else must not even be opened: opening a pipe waits for a writer.
     if not stat.S_ISREG(os.lstat(path).st_mode):

@@ -12,7 +12,7 @@ import stat
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 from ..distributed import Group
 from ..errors import UserError
@@ -92,7 +92,7 @@ def damaged(directory: Place) -> list[str]:
     return sorted(found)
 
 
-def open_regular(path: Place) -> BinaryIO:
+def open_regular(path: Place) -> io.BufferedIOBase:
     """Open an object or a regular file for reading; OSError for a link, a device or a pipe."""
     if isinstance(path, RemotePath):
         return io.BytesIO(path.read())

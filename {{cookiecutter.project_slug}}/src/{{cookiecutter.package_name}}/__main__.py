@@ -211,8 +211,9 @@ def main() -> int:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # less memory is lost between blocks of a GPU's
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # A name in a file may be no text. A notebook's stdout takes any, and has no such method.
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    stdout: Any = sys.stdout
+    if hasattr(stdout, "reconfigure"):
+        stdout.reconfigure(errors="backslashreplace")
     return run_main(lambda: dispatch(sys.argv[1:]))
 
 

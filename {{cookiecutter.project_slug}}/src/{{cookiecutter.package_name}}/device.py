@@ -105,8 +105,9 @@ def move(batch: Any, device: torch.device) -> Any:
         return type(batch)(values)
     if isinstance(batch, Mapping):
         moved = {key: move(value, device) for key, value in batch.items()}
+        kind: Any = type(batch)
         try:
-            return type(batch)(moved)
+            return kind(moved)
         except TypeError:
             # A class that takes other arguments. DataLoader's pinning makes it a dict, too.
             return moved

@@ -185,7 +185,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def goes_without_lock(error: OSError, path: Path) -> bool:
-    """Return whether to go on although a lock was refused; False if another process has it.
+    """Return whether to continue although a lock was refused; False if another process has it.
 
     UserError on a file system without locks, unless the user states that no other job writes there.
     """

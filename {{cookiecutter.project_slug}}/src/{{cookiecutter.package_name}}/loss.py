@@ -92,7 +92,7 @@ def check_number(value: object, what: str, device: torch.device) -> None:
 
 def check_count(count: float) -> None:
     """UserError for a count that no batch can have."""
-    # Of a micro-batch it may be 0: images without a box, texts without a target.
+    # A micro-batch may count nothing: images without a box, texts without a target.
     if not 0 <= count < math.inf:
         raise UserError(f"{RETURNED}: the count is {count:g}: wanted {COUNTED}")
 

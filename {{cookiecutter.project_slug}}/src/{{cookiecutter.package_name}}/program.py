@@ -121,7 +121,7 @@ def copied(value: Any) -> Any:
 
 def make_program(target: Path, trained: nn.Module, call: Call) -> ExportedProgram:
     """Make the program, for inputs of all sizes that the model can take; UserError without one."""
-    shapes = ShapesCollection()
+    shapes: Any = ShapesCollection()
     for leaf in pytree.tree_leaves((call.arguments, call.by_name)):
         if isinstance(leaf, Tensor):
             # The first dimension is the batch. A model may need a certain size of the others.

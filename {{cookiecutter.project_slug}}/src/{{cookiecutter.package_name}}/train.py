@@ -208,8 +208,6 @@ def train_step(state: State, batches: list[Any]) -> None:
         # FSDP may still hold the gathered average: this lets it go.
         state.model.state_dict()
         schedule_free.train()
-    # In the first step of a start the checks of the loss may wait for the device.
-    is_first = state.metrics is None
     state.buffers.keep()
     loss_vectors: list[Tensor] = []
     for i, (micro_batch, batch) in enumerate(zip(state.plan, batches, strict=True)):
@@ -236,7 +234,7 @@ def train_step(state: State, batches: list[Any]) -> None:
     # Only now, since the next forward would change the buffers again.
     parallel.agree_on_buffers(state.buffers, state.step, world)
     sums = parallel.all_reduce(sum(loss_vectors[1:], start=loss_vectors[0]), world)
-    if is_first:
+    if state.step == 0:
         check_counted(sums)
 
     gradients: list[Tensor] = []
