@@ -344,7 +344,7 @@ def test_early_stopping_survives_a_resume(
     result = train.run(project.config(**changes), [Worse()])  # after one bad validation
     assert (result.status, result.step) == ("finished", 8)
     why = "no validation was better than 2.0000"
-    assert f"{why}: saving step 8, then stopping" in caplog.text
+    assert f"{why}: stopping at step 8" in caplog.text
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["status"], status["step"], status["reason"]) == ("finished", 8, why)
     assert (tmp_path / "checkpoints/step_00000008").exists()

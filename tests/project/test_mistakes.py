@@ -45,6 +45,9 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
 FOREIGN = {"--nnodes", "--local-addr", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf"}
 FOREIGN |= {"--nproc-per-node", "--max-restarts", "--variables-to-update", "--prefix", "--logdir"}
 FOREIGN |= {"--preset", "--config", "--help"}  # read before tyro's own
+FOREIGN |= {"--shm-size", "--ipc"}  # of docker
+FOREIGN |= {"--show-toplevel", "--binary", "--others", "--exclude-standard"}  # of git
+FOREIGN |= {"--full-name", "--no-optional-locks"}
 FOREIGN |= {"--train"}  # where a name begins, as in --train.{name}
 
 

@@ -360,7 +360,7 @@ def test_a_step_that_reads_a_value_is_refused(
     refusal = language.refuses("fit", *settings)
     assert "reads the value of a tensor" in refusal
     name = re.search(r"`pytest -k (\w+)`", refusal)
-    assert name and name[1] in (language.folder / "tests/test_training.py").read_text("utf-8")
+    assert name and name[1] in (language.folder / "tests/test_step.py").read_text("utf-8")
 
 
 def test_each_kind_of_gpu_has_a_peak(language: Project) -> None:
