@@ -374,8 +374,11 @@ def test_a_validation_is_named_without_its_prefix(
     record = {"step": 9, "validation_bits_per_byte": 1.5, "validation_loss": 2.0, "loss": 3.0}
     record |= {"validation_odd": math.nan}
     caplog.set_level("INFO")
-    image.module("run.journal").Journal._show_validation(None, record)
-    assert caplog.messages == ["validation at step 9: bits per byte 1.5000, loss 2.0000"]
+    journal = SimpleNamespace(undefined=set())
+    image.module("run.journal").Journal._show_validation(journal, record)
+    shown, warning = caplog.messages[::-1]
+    assert shown == "validation at step 9: bits per byte 1.5000, loss 2.0000, odd nan"
+    assert warning.startswith("validation odd is nan at step 9: ")
 
 
 def test_what_is_not_there_is_not_read(image: Project, text: Project, tmp_path: Path) -> None:
