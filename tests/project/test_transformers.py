@@ -22,7 +22,7 @@ project = project_fixture(
 sharded = project_fixture("sharded_gpt", text="tokenizer", parallelism="fsdp", checkpoint="dcp")
 of_bytes = project_fixture("of_bytes", parallelism="single", checkpoint="torch_save")
 TINY = ("--preset", "tiny", "--device", "cpu", "--data.path", "text.txt", "--train.steps", "6")
-OWN = ROOT / "tests/project/own/llama"
+OWN = ROOT / "tests/project/own"
 LETTERS = "".join(map(chr, range(1, 300))) + " to be,\n  or not\t"
 
 
@@ -196,7 +196,9 @@ def test_a_model_of_transformers_is_written_by_its_own_method(tmp_path: Path) ->
     """With data of one's own, which know nothing of a tokenizer; and as a program."""
     answers = {"text": "tokenizer", "parallelism": "single", "checkpoint": "torch_save"}
     with Project.imported(tmp_path, "own_llama", **answers) as llama:
-        shutil.copytree(OWN, llama.folder / "src/own_llama", dirs_exist_ok=True)
+        package = llama.folder / "src/own_llama"
+        shutil.copy(OWN / "hugging_face/data.py", package)
+        shutil.copy(OWN / "llama/model.py", package)
         tiny = ("--preset", "tiny", "--device", "cpu", "--train.steps", "4", "--name", "llama")
         llama("train", *tiny)
         llama("export", "--name", "llama", "--to", "llama-hf")

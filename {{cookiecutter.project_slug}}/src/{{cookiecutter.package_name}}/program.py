@@ -88,24 +88,20 @@ def sort_arguments(trained: nn.Module, arguments: tuple[Any, ...], by_name: dict
     inputs: dict[str, Any] = {}
     fixed: dict[str, Any] = {}
     names = list(parameters)
+    given: list[tuple[str, Any]] = []
     for position, value in enumerate(arguments):
-        # More arguments than names: they are those of *args.
-        name = names[min(position, len(names) - 1)]
+        # Arguments beyond the last name belong to *args.
+        given.append((names[min(position, len(names) - 1)], value))
+    given += by_name.items()
+    for position, (name, value) in enumerate(given):
         if name in targets:
             continue
-        if has_tensors(value) and not fixed:
+        if not has_tensors(value):
+            fixed[name] = value
+        elif position < len(arguments) and not fixed:
             positional.append(copied(value))
-        elif has_tensors(value):
-            inputs[name] = copied(value)
         else:
-            fixed[name] = value
-    for name, value in by_name.items():
-        if name in targets:
-            continue
-        if has_tensors(value):
             inputs[name] = copied(value)
-        else:
-            fixed[name] = value
     return Call(tuple(positional), inputs, fixed)
 
 

@@ -20,20 +20,19 @@ def code_version() -> dict[str, str]:
     try:
         commit = git("rev-parse", "HEAD").decode().strip()
         root = Path(os.fsdecode(git("rev-parse", "--show-toplevel").rstrip(b"\n")))
-        difference = hashlib.sha256(git("diff", "HEAD", "--binary"))
+        changes = git("diff", "HEAD", "--binary")
         new_files = git("ls-files", "--others", "--exclude-standard", "--full-name", "-z", ":/")
-        is_changed = difference.digest() != hashlib.sha256().digest()
-        for name in sorted(filter(None, new_files.split(b"\0"))):
-            is_changed = True
-            difference.update(name)
+        digest = hashlib.sha256(changes)
+        for name in sorted(new_files.split(b"\0")):
+            digest.update(name)
             file = root / os.fsdecode(name)
             if file.is_file() and file.stat().st_size < 2**20:
-                difference.update(file.read_bytes())
+                digest.update(file.read_bytes())
     except (OSError, subprocess.SubprocessError):
         return {}
     version = {"commit": commit}
-    if is_changed:
-        version["changed"] = difference.hexdigest()[:16]
+    if changes or new_files:
+        version["changed"] = digest.hexdigest()[:16]
     return version
 
 
