@@ -183,18 +183,29 @@ def test_what_has_no_program_says_why(text: Project, tmp_path: Path) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_a_branch_in_ones_own_model_is_named(tmp_path: Path) -> None:
-    """With the file and the line; nothing is written."""
-    with Project.imported(tmp_path, "branching_program", **ANSWERS) as project:
-        model = project.folder / "src/branching_program/model.py"
+BRANCHES = {
+    # On a value: torch cannot export it, and the line is named.
+    "value": ("tokens.sum() > 10", ("(model.py, line ", "if tokens.sum() > 10:")),
+    # On the size of the batch: exported for two samples, wrong for the four of the training.
+    "size": ("tokens.size(0) > 3", ("the program was made with 2 samples and is wrong for 4",)),
+}
+
+
+@pytest.mark.parametrize("kind", BRANCHES)
+def test_a_branch_in_ones_own_model_is_refused(kind: str, tmp_path: Path) -> None:
+    """By the command, in one line; nothing is written."""
+    condition, said = BRANCHES[kind]
+    with Project.imported(tmp_path, f"branch_on_{kind}", **ANSWERS) as project:
+        model = project.folder / "src" / project.name / "model.py"
         code = model.read_text()
         forward = "        x = self.embedding(tokens)\n"
         assert code.count(forward) == 1
-        branch = "        if tokens.sum() > 10:\n            tokens = tokens * 1\n"
-        model.write_text(code.replace(forward, branch + forward))
+        branch = f"        if {condition}:\n            x = x * 2\n"
+        model.write_text(code.replace(forward, forward + branch))
         config = project.config(run_dir=tmp_path / "run", train__steps=2)
+        assert config.train.micro_batch_size == 4
         project.module("train").run(config)
         to = tmp_path / "model.pt2"
         line = project.refuses("export", "--run-dir", str(tmp_path / "run"), "--to", str(to))
-        assert "(model.py, line " in line and "if tokens.sum() > 10:" in line
-        assert not to.exists()
+        assert all(words in line for words in said), line
+        assert "\n" not in line and not to.exists()

@@ -1,11 +1,13 @@
 """Validation in batches of its own size, and where early stopping ends a run."""
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.conftest import Project, project_fixture
 
@@ -60,3 +62,36 @@ def test_a_run_that_a_callback_ends_has_its_last_checkpoint_validated(
     assert manifest["score"][1] == manifest["validation_loss"]
     assert json.loads((tmp_path / "status.json").read_text())["reason"] == "good enough"
     assert project.module("train").run(config).status == "already finished"
+
+
+def test_the_best_checkpoint_is_exported_and_loaded(
+    project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not the newest; without the figure there is no best one."""
+
+    def score(state: Any, figures: dict[str, float]) -> None:
+        figures["score"] = {2: 1.0, 4: 5.0, 6: 2.0}[state.step]
+
+    changes = {"train__validate_every": 2, "train__steps": 6, "checkpoint__every": 2}
+    changes |= {"checkpoint__best": "validation_score", "checkpoint__best_is": "max"}
+    run = tmp_path / "run"
+    config = project.config(run_dir=run, **changes)
+    project.module("train").run(config, [SimpleNamespace(after_validation=score)])
+    words = ("export", "--run-dir", str(run), "--to")
+    project(*words, str(tmp_path / "best.safetensors"), "--step", "best")
+    assert "step 4 from " in capsys.readouterr().out
+    project(*words, str(tmp_path / "fourth.safetensors"), "--step", "4")
+    project(*words, str(tmp_path / "newest.safetensors"))
+    best, fourth, newest = (
+        (tmp_path / f"{name}.safetensors").read_bytes() for name in ("best", "fourth", "newest")
+    )
+    assert best == fourth != newest
+    load_trained = sys.modules[project.name].load_trained
+    state, expected = (load_trained(run, "cpu", step)[0].state_dict() for step in ("best", 4))
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+    other = tmp_path / "other"
+    # No validation has this figure.
+    project.module("train").run(project.config(run_dir=other, **changes))
+    line = project.refuses("infer", "--run-dir", str(other), "--step", "best")
+    assert "no checkpoint in" in line and "has a validation" in line
