@@ -16,13 +16,15 @@ TEST := $(DEMO) pillow scikit-learn pytest pytest-xdist pytest-timeout hypothesi
 
 # The peers have an environment of their own, so that tests and demo go without them.
 PEERS := build/benchmark
+# So has the generator of the site.
+SITE := build/site-tools
 TOPICS := loop save restore sampler shards optimizer startup sharded_start restart busy fit loss roofline workflow
 TORTURE ?= crash_points kill_storm elastic damage hostile_files entrances resources stops store
 
 # Releases of torch to try; empty: those of scripts/compat.py.
 TORCH ?=
 
-.PHONY: demo quick test slow torture matrix mutants compat tutorial lint docs benchmark gpu clean
+.PHONY: demo quick test slow torture matrix mutants compat tutorial lint docs site benchmark gpu clean
 
 demo: $(VENV)/.demo
 	@scripts/demo.sh $(abspath $(BIN))
@@ -69,13 +71,18 @@ lint: $(VENV)/.test
 docs: $(VENV)/.test
 	$(BIN)/python scripts/cut_docs.py
 
+# The manual as a site, build/site/index.html; a dead link, a dead anchor or a page without a link fails.
+site: $(SITE)/.installed
+	$(SITE)/bin/python -m sphinx -q -E -n -W --keep-going docs build/site
+	@echo "build/site/index.html"
+
 benchmark: $(PEERS)/.installed
 	@for topic in $(TOPICS); do $(PEERS)/bin/python -m benchmarks.$$topic || exit 1; done
 	@for topic in goodput planning meeting; do $(PEERS)/bin/python -m benchmarks.$$topic || exit 1; done
 	@$(PEERS)/bin/python -m benchmarks.page
 
 clean:
-	rm -rf $(VENV) $(PEERS) demo
+	rm -rf $(VENV) $(PEERS) $(SITE) build/site demo
 
 $(VENV)/.demo: constraints.txt Makefile
 	@echo "installing into $(VENV): a minute or two, once"
@@ -86,6 +93,11 @@ $(VENV)/.demo: constraints.txt Makefile
 $(VENV)/.test: constraints.txt Makefile
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(TEST)
+	@touch $@
+
+$(SITE)/.installed: docs/requirements.txt
+	@test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check --requirement docs/requirements.txt
 	@touch $@
 
 $(PEERS)/.installed: constraints.txt benchmarks/constraints.txt Makefile

@@ -134,7 +134,7 @@ def photograph(report: Path, page: str) -> None:
         words += ["--allow-file-access-from-files", "--force-device-scale-factor=1.5"]
         words += ["--blink-settings=preferredColorScheme=0"] if kind == "dark" else []
         for name, shown, size in (("report", report, "1000,708"), ("beside", beside, "1270,560")):
-            target = f"--screenshot={ROOT}/docs/{name}-{kind}.png"
+            target = f"--screenshot={ROOT}/docs/images/{name}-{kind}.png"
             command = [browser, *words, f"--window-size={size}", target, shown.as_uri()]
             subprocess.run(command, check=True, capture_output=True, timeout=120)
 
@@ -186,7 +186,7 @@ def main(arguments: list[str]) -> int:
         if "--picture" in arguments:
             photograph(next(Path(place).glob("*/runs/gated/report.html")), new)
             traces = sorted(Path(place).glob("*/runs/gated/traces/*.json.gz"))
-            draw_trace(traces[-1], ROOT / "docs/trace.png")
+            draw_trace(traces[-1], ROOT / "docs/images/trace.png")
     return 0
 
 
