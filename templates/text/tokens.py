@@ -69,7 +69,7 @@ class TokensConfig:
     field: str = "text"
     """Field of a JSON line with the text; each line is a document."""
     tokenizer: Path | None = None
-    """tokenizer.json to use (default: train byte-level BPE on the text)."""
+    """tokenizer.json to use; if not given, byte-level BPE is trained on the text."""
     vocabulary: int = 8192
     """Vocabulary size of a trained tokenizer."""
     end_of_text: str = "<|endoftext|>"

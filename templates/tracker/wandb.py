@@ -20,8 +20,9 @@ class TrackerConfig:
     """Logging to Weights & Biases; the key comes from `wandb login` or WANDB_API_KEY."""
 
     mode: Literal["offline", "online"] = "offline"
-    """offline: `wandb sync` can send it later."""
+    """Whether to send the run while it trains; an offline one is sent later by `wandb sync`."""
     project: str = __name__.partition(".")[0]
+    """Project in which the run is listed; WANDB_PROJECT wins."""
     entity: str | None = None
     """The team or user that owns the project."""
 

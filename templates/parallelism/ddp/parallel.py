@@ -33,11 +33,11 @@ class ParallelConfig:
     """How the work is spread: data parallel, the model whole on every rank."""
 
     timeout_minutes: float = 10.0
-    """A step that takes longer is a hang, and ends the run: on any rank, for whatever reason."""
+    """Abort when a step takes longer (minutes)."""
     bucket_mb: int = 25
-    """Gradients are reduced in buckets of this size, during backward."""
+    """Size of the buckets (MB) in which gradients are reduced during backward."""
     find_unused_parameters: bool = False
-    """Needed when some parameters take no part in some steps; costs a walk over the graph."""
+    """Accept parameters without a gradient in some steps; each step then walks over the graph."""
 
 
 def check_ranks(config: ParallelConfig, ranks: int) -> None:

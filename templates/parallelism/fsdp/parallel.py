@@ -51,11 +51,11 @@ class ParallelConfig:
     """How the work is spread: data parallel, the model sharded over the ranks."""
 
     timeout_minutes: float = 10.0
-    """A step that takes longer is a hang, and ends the run: on any rank, for whatever reason."""
+    """Abort when a step takes longer (minutes)."""
     reshard_after_forward: bool = True
-    """Let a block's weights go after forward and gather them again for backward: less memory."""
+    """Free a block's weights after forward, and gather them again in backward: less memory."""
     reduce_each: bool = False
-    """Sum gradients after each micro-batch, not after the last one: none is kept whole."""
+    """Reduce gradients after each micro-batch, not after the last: less memory, more traffic."""
     replicate: int = 1
     """Copies of the sharded model (HSDP), each on ranks / replicate ranks (0: one a machine)."""
 

@@ -31,7 +31,7 @@ class DataConfig:
     """Images with a class each."""
 
     path: Path | None = None
-    """An .npz of `images` and `labels`, or a folder of class folders (default: the digits)."""
+    """An .npz of `images` and `labels`, or a folder with a folder per class; else the digits."""
     size: int = 0
     """Side to scale and crop images of a folder to, in pixels (0: all have one size)."""
     channels: Literal[0, 1, 3] = 0

@@ -14,8 +14,11 @@ class OptimConfig(ScheduleConfig):
     """AdamW, and the schedule of its rate."""
 
     weight_decay: float = 0.1
+    """Decoupled weight decay, relative to the learning rate."""
     beta1: float = 0.9
+    """Decay of AdamW's mean of the gradients, per step."""
     beta2: float = 0.95
+    """Decay of AdamW's mean of the squared gradients, per step."""
     clip: float = 1.0
     """Gradient norm to clip to (0: off)."""
 

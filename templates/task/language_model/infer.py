@@ -27,6 +27,7 @@ class InferConfig:
     top_k: int = 40
     """Most likely tokens to sample from (0: all)."""
     seed: int = 0
+    """Seed of the sampling."""
 
 
 def infer(model: nn.Module, spec: Spec, config: Config, options: InferConfig) -> None:

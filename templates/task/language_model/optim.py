@@ -20,10 +20,13 @@ class OptimConfig(ScheduleConfig):
     name: Literal["adamw", "muon"] = "adamw"
     """Optimizer; muon updates the matrices of the blocks, AdamW everything else."""
     weight_decay: float = 0.1
+    """Decoupled weight decay, relative to the learning rate."""
     beta1: float = 0.9
+    """Decay of AdamW's mean of the gradients, per step."""
     beta2: float = 0.95
+    """Decay of AdamW's mean of the squared gradients, per step."""
     momentum: float = 0.95
-    """Momentum of Muon."""
+    """Decay of Muon's mean of the gradients, per step."""
     clip: float = 1.0
     """Gradient norm to clip to (0: off)."""
 

@@ -89,10 +89,11 @@ def infer(arguments: list[str]) -> int:
         """The run, its checkpoint, and the input."""
 
         step: Step = None
-        """Step of the checkpoint, or "best" by validation (default: the newest good one)."""
+        """Step of the checkpoint, or "best" by validation; else the newest good one."""
         weights: Weights = "last"
         """Weights to use: the last ones, or their EMA (--optim.ema)."""
         device: str = "auto"
+        """Device: auto (a GPU if there is one), cpu, cuda, cuda:1 or mps."""
 
     options = parse("infer", Inference, arguments)
     model, spec, config = load_trained(

@@ -30,7 +30,7 @@ class CompileConfig:
     mode: Literal["none", "blocks", "full"] = "none"
     """What to compile: nothing, each of blocks(model) (alike ones once), or the whole model."""
     dynamic: bool | None = None
-    """Dynamic shapes: from the start (true), never (false), or once they vary (default)."""
+    """Dynamic shapes: from the start (True), never (False), or once they vary (None)."""
     autotune: bool = False
     """With a mode: time kernels of matrix products, for minutes; a resume may choose others."""
     backend: str = "inductor"

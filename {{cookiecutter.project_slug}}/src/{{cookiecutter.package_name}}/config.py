@@ -43,12 +43,13 @@ class TrainConfig:
     steps: int = 300
     """Total optimizer steps; raise it to train a finished run further."""
     epochs: float = 0.0
-    """Passes over the training data; if given, `steps` follows from them."""
+    """Passes over the training data (0: `steps` counts); if given, `steps` follows from them."""
     global_batch_size: int = 32
     """Samples per optimizer step over all ranks; fixed for the run, like the order of samples."""
     micro_batch_size: int = 32
     """Samples per forward on each rank; the rest of the batch is accumulated."""
     log_every: int = 10
+    """Steps between log lines, which are also the lines of metrics.jsonl."""
     validate_every: int = 100
     """Steps between validations (0: never)."""
     validate_samples: int = 0
@@ -58,6 +59,7 @@ class TrainConfig:
     overfit: int = 0
     """Train on the samples of this many batches only, to test a new model (0: on all data)."""
     seed: int = 0
+    """Seed of the weights, the order of samples and dropout; fixed for the run."""
     deterministic: bool = False
     """Deterministic kernels: bit-exact resume on CUDA, slower steps."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
@@ -99,6 +101,7 @@ class ProfileConfig:
     every: int = 0
     """Steps between traced windows in training (0: never); at least as many as a window has."""
     wait: int = 2
+    """Steps to wait before the warm-up, neither recorded nor slowed down."""
     warmup: int = 2
     """Warm-up steps, not recorded (the profiler starts slowly)."""
     active: int = 3
@@ -116,7 +119,7 @@ class RunLocation:
     name: str = "default"
     """Name of the run; the same name resumes it."""
     run_dir: Path | None = None
-    """Run directory (default: runs/NAME)."""
+    """Run directory, if it is not runs/NAME."""
 
     @property
     def directory(self) -> Path:
@@ -136,7 +139,7 @@ class Config(RunLocation):
     fresh: bool = False
     """Move an old run of this name aside and start over."""
     device: str = "auto"
-    """auto (a GPU if there is one), cpu, cuda, cuda:1 or mps."""
+    """Device: auto (a GPU if there is one), cpu, cuda, cuda:1 or mps."""
     init_from: Path | None = None
     """Weights to start from, at step 0: a run, a checkpoint, or a file or folder of weights."""
     init_strict: bool = False

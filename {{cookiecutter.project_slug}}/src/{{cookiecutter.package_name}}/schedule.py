@@ -21,10 +21,11 @@ class ScheduleConfig:
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """How the rate falls to its final fraction; wsd stays at the peak, then falls linearly."""
     warmup_steps: int = 20
+    """Steps in which the learning rate rises linearly from 0 to its peak."""
     final_fraction: float = 0.1
-    """Final learning rate, as a fraction of the peak."""
+    """Final learning rate, as a fraction of the peak (wsd, cosine and linear)."""
     decay_share: float = 0.2
-    """The part of the steps after the warm-up in which wsd falls."""
+    """Fraction of the steps after the warm-up in which wsd falls."""
     ema: float = 0.0
     """EMA decay per step, such as 0.999 (0: off). The average is validated, too; `export` and
     `infer` take it with --weights ema."""

@@ -51,11 +51,11 @@ class RetentionConfig:
     """When to save, and which checkpoints to keep."""
 
     every: int = 100
-    """Save every this many steps (0: only at the end and when asked to stop)"""
+    """Steps between saves (0: only at the end and when asked to stop)."""
     keep: int = 3
     """Keep this many of the newest checkpoints, and the best by validation."""
     best: str = "validation_loss"
-    """Figure of the validation that decides which is the best, such as validation_accuracy."""
+    """Metric of the validation that decides which is the best, such as validation_accuracy."""
     best_is: Literal["min", "max"] = "min"
     """Whether its smallest or its largest value is the best."""
     keep_every: int = 0

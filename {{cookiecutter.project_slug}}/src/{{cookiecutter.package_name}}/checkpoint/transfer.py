@@ -50,11 +50,11 @@ class ExportConfig:
     """FILE.pt (torch.save, with the optimizer's state), FILE.safetensors (weights alone), FILE.pt2
     (a program of torch.export), or a directory for a run that resumes there"""
     step: Step = None
-    """Step of the checkpoint, or "best" by validation (default: the newest good one)"""
+    """Step of the checkpoint, or "best" by validation; else the newest good one."""
     source: Path | None = None
-    """Another run, checkpoint or exported file than the run of that name (for .pt2: a run)"""
+    """Another run, checkpoint or exported file than the run of that name (for .pt2: a run)."""
     weights: Weights = "last"
-    """ema: their average (--optim.ema) in place of the last ones"""
+    """Weights to write: the last ones, or their EMA (--optim.ema)."""
 
 
 def export(run_dir: Path, options: ExportConfig) -> str:
