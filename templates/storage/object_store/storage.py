@@ -29,8 +29,8 @@ class StorageConfig(RetentionConfig):
     """Checkpoints on disk or in a store."""
 
     url: str | None = None
-    """Address of this run's checkpoints in an object store, as in s3://bucket/run; if not given, they
-    are in the run directory, which all machines then have to share."""
+    """Address of this run's checkpoints in an object store, as in s3://bucket/run; if not given,
+    they are in the run directory, which all machines then have to share."""
     local_first: bool = False
     """With --checkpoint.url: publish on disk, and upload in the background."""
 
