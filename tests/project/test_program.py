@@ -1,5 +1,6 @@
 """A trained model as a program that runs without the project: `export --to model.pt2`."""
 
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.conftest import Project, project_fixture, recipe
+from tests.conftest import ROOT, Project, project_fixture, recipe
 
+OWN = ROOT / "tests/project/own"
 ANSWERS = {"parallelism": "single", "checkpoint": "torch_save", "tracker": "none"}
 text = project_fixture("text_program", **ANSWERS)
 image = project_fixture("image_program", **ANSWERS, task="image_classifier")
@@ -28,7 +30,7 @@ for number, inputs in enumerate(torch.load("inputs.pt")):
 """
 
 
-def use(folder: Path, inputs: list[Tensor]) -> list[Tensor]:
+def use(folder: Path, inputs: list[Any]) -> list[Tensor]:
     """The outputs of model.pt2 in a folder, in a process of its own, as the recipe loads it."""
     torch.save(inputs, folder / "inputs.pt")
     load = recipe("python", "torch.export.load").replace("outputs = program(inputs)", "")
@@ -179,7 +181,7 @@ def test_what_has_no_program_says_why(text: Project, tmp_path: Path) -> None:
     made = program.make_program(target, many, call)
     five = program.find_call(many, lambda: many(torch.ones(5, 3)))
     with pytest.raises(text.module("errors").UserError, match="wrong for 5") as refused:
-        program.check_program(target, made, many, five, 5)
+        program.check_program(target, made, many, five, "wrong for 5")
     assert "\n" not in str(refused.value)
 
 
@@ -209,3 +211,44 @@ def test_a_branch_in_ones_own_model_is_refused(kind: str, tmp_path: Path) -> Non
         line = project.refuses("export", "--run-dir", str(tmp_path / "run"), "--to", str(to))
         assert all(words in line for words in said), line
         assert "\n" not in line and not to.exists()
+
+
+def test_a_model_of_a_list_of_images_has_a_program_for_one_image(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program's number of inputs is fixed: it takes one image, of any size."""
+    with Project.imported(tmp_path, "list_program", **ANSWERS) as project:
+        package = project.folder / "src" / project.name
+        shutil.copytree(OWN / "detection", package, dirs_exist_ok=True)
+        words = ("--preset", "tiny", "--device", "cpu", "--train.steps", "3")
+        project("train", *words, "--run-dir", str(tmp_path / "run"))
+        to = tmp_path / "model.pt2"
+        project("export", "--run-dir", str(tmp_path / "run"), "--to", str(to))
+        said = "images_0 [1, any, any] (one sample in each call)"
+        assert capsys.readouterr().out.endswith(f"its inputs: {said}\n")
+        model, _, _ = sys.modules["list_program"].load_trained(tmp_path / "run", "cpu")
+    given = [[torch.rand(1, 5, 9)], [torch.rand(1, 31, 7)], [torch.rand(1, 12, 12)]]
+    for images, output in zip(given, use(tmp_path, given), strict=True):
+        with torch.no_grad():
+            torch.testing.assert_close(output, model(images), atol=1e-5, rtol=1e-5)
+
+
+def test_a_program_for_one_image_that_is_wrong_for_another_is_refused(tmp_path: Path) -> None:
+    """A branch on the height of an image, in one line; nothing is written."""
+    with Project.imported(tmp_path, "list_branch", **ANSWERS) as project:
+        package = project.folder / "src" / project.name
+        shutil.copytree(OWN / "detection", package, dirs_exist_ok=True)
+        model = package / "model.py"
+        code = model.read_text()
+        line = "        features = torch.stack("
+        assert code.count(line) == 1
+        branch = (
+            "        images = [image[:, :8] if image.shape[1] > 8 else image for image in images]\n"
+        )
+        model.write_text(code.replace(line, branch + line))
+        words = ("--preset", "tiny", "--device", "cpu", "--train.steps", "3")
+        project("train", *words, "--run-dir", str(tmp_path / "run"))
+        to = tmp_path / "model.pt2"
+        refusal = project.refuses("export", "--run-dir", str(tmp_path / "run"), "--to", str(to))
+        assert "made with sample 0 and is wrong for sample" in refusal
+        assert "\n" not in refusal and not to.exists()

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from .sampling import fetch
 
 # Optional arguments with these names are for the loss: the program predicts without them.
 TARGETS = ("target", "targets", "label", "labels")
+# Samples on which a program for one sample is compared with the model.
+SINGLE_CHECKS = 9
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,18 @@ class Call:
     by_name: dict[str, Any]  # each has tensors
     fixed: dict[str, Any]  # settings such as use_cache=False
 
+    def structure(self) -> pytree.TreeSpec:
+        """Return how the inputs are nested, with the number of tensors."""
+        return pytree.tree_structure((self.arguments, self.by_name))
+
 
 def export_program(run_dir: Path, options: ExportConfig) -> str:
     """Write a run's model to FILE.pt2 and return a line about it.
 
     The program is run on a batch of the training's size before it is written. UserError, with the
-    line of the model, if it has no program, or one that gives other numbers.
+    line of the model, if it has no program, or one that gives other numbers. The number of a
+    program's inputs is fixed: a model that takes a list with one tensor per sample gets a program
+    for one sample.
     """
     target = options.to
     if target.exists():
@@ -47,20 +55,30 @@ def export_program(run_dir: Path, options: ExportConfig) -> str:
     trained, _, config = load_trained(source, "cpu", options.step, options.weights)
     _, validation, _ = build_datasets(config)
 
-    def call_with(samples: int) -> Call:
-        # The same sample again and again: a dataset may have fewer than these.
-        batch = fetch(validation, np.zeros(samples, dtype=np.int64))
+    def call_with(samples: Sequence[int]) -> Call:
+        batch = fetch(validation, np.array(samples, dtype=np.int64))
         return find_call(trained, lambda: model.compute_loss(trained, batch))
 
+    one = call_with([0])
     # Two samples: torch.export takes a size of one as fixed.
-    example = call_with(2)
-    program = make_program(target, trained, example)
-    others = {1, config.train.micro_batch_size}
-    for samples in sorted(others - {2}):
-        check_program(target, program, trained, call_with(samples), samples)
+    two = call_with([0, 0])
+    if one.structure() == two.structure():
+        program = make_program(target, trained, two)
+        checks = {1, config.train.micro_batch_size} - {2}
+        for samples in sorted(checks):
+            # The same sample again and again: a dataset may have fewer than these.
+            call = call_with([0] * samples)
+            reason = f"the program was made with 2 samples and is wrong for {samples}"
+            check_program(target, program, trained, call, reason)
+        inputs = ", ".join(describe_inputs(program))
+    else:
+        program = make_program(target, trained, one, batched=False)
+        for sample in range(1, min(len(validation), SINGLE_CHECKS)):
+            reason = f"the program was made with sample 0 and is wrong for sample {sample}"
+            check_program(target, program, trained, call_with([sample]), reason)
+        inputs = ", ".join(describe_inputs(program)) + " (one sample in each call)"
     with whole_file(target) as file:
         torch.export.save(program, file)
-    inputs = ", ".join(describe_inputs(program))
     return f"{target}: the model as a program; its inputs: {inputs}"
 
 
@@ -115,14 +133,22 @@ def copied(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, torch.clone, value)
 
 
-def make_program(target: Path, trained: nn.Module, call: Call) -> ExportedProgram:
-    """Make the program, for inputs of all sizes that the model can take; UserError without one."""
+def make_program(
+    target: Path, trained: nn.Module, call: Call, batched: bool = True
+) -> ExportedProgram:
+    """Make the program, for inputs of all sizes that the model can take; UserError without one.
+
+    `batched`: the first dimension of each tensor is the batch, of any size.
+    """
     shapes: Any = ShapesCollection()
     for leaf in pytree.tree_leaves((call.arguments, call.by_name)):
         if isinstance(leaf, Tensor):
-            # The first dimension is the batch. A model may need a certain size of the others.
-            sizes: dict[int, Any] = dict.fromkeys(range(leaf.ndim), Dim.AUTO)
-            if leaf.ndim:
+            # A model may need a certain size of dimensions other than the batch. torch fixes a size
+            # of one in any case, and warns of it unless it is said before.
+            sizes: dict[int, Any] = {}
+            for dimension, size in enumerate(leaf.shape):
+                sizes[dimension] = Dim.STATIC if size == 1 else Dim.AUTO
+            if batched and leaf.ndim:
                 sizes[0] = Dim.DYNAMIC
             shapes[leaf] = sizes
     forward = trained.forward
@@ -164,9 +190,9 @@ def place_in_model(error: Exception) -> str:
 
 
 def check_program(
-    target: Path, program: ExportedProgram, trained: nn.Module, call: Call, samples: int
+    target: Path, program: ExportedProgram, trained: nn.Module, call: Call, reason: str
 ) -> None:
-    """UserError unless the program gives a batch of this many samples the numbers of the model."""
+    """UserError with this reason unless the program gives the numbers of the model."""
     problem = ""
     with torch.no_grad():
         output = trained(*call.arguments, **call.by_name, **call.fixed)
@@ -182,9 +208,8 @@ def check_program(
             problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if problem:
         raise UserError(
-            f"{target}: the program was made with 2 samples and is wrong for "
-            f"{samples} ({problem}): "
-            "does `forward` in model.py look at the size of its batch?"
+            f"{target}: {reason} ({problem}): "
+            "does `forward` in model.py look at the sizes of its inputs?"
         )
 
 
