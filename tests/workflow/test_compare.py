@@ -2,8 +2,11 @@
 
 import json
 import math
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -265,17 +268,52 @@ def test_an_expectation_is_checked_each_time(
     assert chain.with_effect(project.module("workflow.stage").origin(held)) == chain.with_effect(
         project.module("workflow.stage").origin(config)
     )
-    is_there: list[bool] = []
+    measured: list[str] = []
 
-    def run_stages(config: Any, arguments: list[str]) -> int:
-        is_there.append(chain.stage_file(config.directory, "baseline").exists())
-        return 0
+    def run_stage(config: Any, name: str, arguments: list[str]) -> dict[str, Any]:
+        measured.append(name)
+        return {"status": "crashed"}
 
-    monkeypatch.setattr(chain, "run_stages", run_stages)
-    for expect in ((), ("--workflow.expect", str(tmp_path / "expected.toml"))):
-        result(project, tmp_path)
-        project("workflow", *project.settings, "--run-dir", str(tmp_path), *expect)
-    assert is_there == [True, False], "with expectations it is measured again"
+    dispatch = project.module("__main__").dispatch
+    monkeypatch.chdir(project.folder)
+    monkeypatch.setattr(chain, "run_stage", run_stage)
+    # As if measured before, with the same settings and code.
+    monkeypatch.setattr(chain, "reusable_result", lambda _, name: {"status": "pass", "figures": {}})
+    monkeypatch.setattr(chain, "measure_together", lambda *_: "pass")
+    words = ("workflow", *project.settings, "--run-dir", str(tmp_path))
+    assert dispatch([*words]) == 0 and measured == []
+    assert dispatch([*words, "--workflow.expect", str(tmp_path / "expected.toml")]) == 1
+    assert measured == ["baseline"]
+
+
+def test_a_workflow_that_is_refused_removes_no_baseline(project: Project, tmp_path: Path) -> None:
+    """With a file that holds no expectations, or while another workflow of the run is under way."""
+    baseline = result(project, tmp_path)
+    before = baseline.read_bytes()
+    file = tmp_path / "expected.toml"
+    words = ("workflow", *project.settings, "--run-dir", str(tmp_path))
+    words = (*words, "--workflow.expect", str(file))
+    file.write_text("loss = 3")
+    assert f"{file} holds no expectations" in project.refuses(*words)
+    assert baseline.read_bytes() == before
+    file.write_text("[losses]\n2 = 3.0")
+    # The lock of another process: locks of one process do not keep each other out.
+    hold = (
+        "import sys; from pathlib import Path\n"
+        f"from {project.name}.workflow.stage import lock_stage\n"
+        "lock = lock_stage(Path(sys.argv[1]), 'workflow'); print('locked', flush=True)\n"
+        "sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(project.folder / "src")},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"locked\n"
+        assert "workflow.json is in use by process" in project.refuses(*words)
+    assert baseline.read_bytes() == before
 
 
 def test_what_falls_short_of_the_expected_fails(project: Project, tmp_path: Path) -> None:

@@ -45,8 +45,13 @@ class WorkflowConfig:
             raise UserError("workflow: ranks must be >= 0 and hours-between-failures > 0")
 
 
-def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:
-    """Run one of `COMMANDS`; `parse` reads the settings of a class from the arguments."""
+def run_command(
+    name: str, arguments: list[str], parse: Callable[[type], Any], measure_again: str = ""
+) -> int:
+    """Run one of `COMMANDS`; `parse` reads the settings of a class from the arguments.
+
+    The workflow measures the stage `measure_again` even if its result could be used again.
+    """
     if name == "fit":
         from .fit import FitConfig, fit
 
@@ -62,7 +67,7 @@ def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -
         return 0
     config = parse(StageConfig)
     if name == "workflow":
-        code = run_stages(config, arguments)
+        code = run_stages(config, arguments, measure_again)
         with contextlib.suppress(UserError, RankError):  # a crashed stage may have left nothing
             print(f"report: {publish_report(config.directory)}")
         return code

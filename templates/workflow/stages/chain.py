@@ -74,18 +74,19 @@ class Recommendation:
 Recommendations = dict[str, Recommendation]  # by setting
 
 
-def run_stages(given: StageConfig, arguments: list[str]) -> int:
+def run_stages(given: StageConfig, arguments: list[str], measure_again: str = "") -> int:
     """Run each stage with these arguments in its own process; 0 if no gate failed, else 1.
 
     A stage measured before with the same settings and code is not run again, so the same command
-    continues an interrupted workflow. The first failed gate ends it, except for `compile` and with
-    `--workflow.keep-going`. UserError if a workflow of this run is under way.
+    continues an interrupted workflow; the stage `measure_again` is run in any case. The first
+    failed gate ends it, except for `compile` and with `--workflow.keep-going`. UserError if a
+    workflow of this run is under way.
     """
     with lock_stage(on_disk(given).directory, "workflow"):
-        return run_unlocked_stages(given, arguments)
+        return run_unlocked_stages(given, arguments, measure_again)
 
 
-def run_unlocked_stages(given: StageConfig, arguments: list[str]) -> int:
+def run_unlocked_stages(given: StageConfig, arguments: list[str], measure_again: str) -> int:
     """Run the stages as `run_stages` does, which has locked the workflow of this run."""
     signal.signal(signal.SIGTERM, leave)
     config = on_disk(given)
@@ -101,7 +102,9 @@ def run_unlocked_stages(given: StageConfig, arguments: list[str]) -> int:
         if taken:
             texts = [recommendation.text for recommendation in taken.values()]
             print(f"     with {', '.join(texts)}", flush=True)
-        content = reusable_result(config, name)
+        content = None
+        if name != measure_again:
+            content = reusable_result(config, name)
         if content is None:
             content = run_stage(config, name, arguments + options_of(taken))
         status = content["status"]
