@@ -29,9 +29,13 @@ class ModelConfig:
     """A GPT."""
 
     layers: int = 3
+    """Blocks of attention and perceptron."""
     heads: int = 3
+    """Attention heads per block; `width` is a multiple of them."""
     width: int = 96
+    """Features per token."""
     dropout: float = 0.0
+    """Probability that a feature is dropped after attention and perceptron (0: off)."""
 
     def __post_init__(self) -> None:
         """Check the values (UserError)."""
@@ -97,15 +101,30 @@ def rotary(context: int, size: int) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()])
 
 
-def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turn pairs of features by their position; x is [batch, heads, time, size]."""
-    # Each slice is contiguous at any length. One slice of both would be so at full length alone,
-    # and an exported program would take no other length.
-    time = x.shape[-2]
-    cosines = table[0, :time].to(x.dtype)
-    sines = table[1, :time].to(x.dtype)
+def turn(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Turn pairs of features by angles; a pair is a feature of each half of the last dimension."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cosines - second * sines, first * sines + second * cosines], dim=-1)
+
+
+class Rotation(torch.autograd.Function):
+    """`turn`, with a backward of its own: the turn by the opposite angles.
+
+    It has the values of autograd's own backward. But the compiler makes one kernel of that, which
+    reads memory out of order: on an H200 nine times slower than its bytes allow.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        """Return x, turned."""
+        ctx.save_for_backward(cosines, sines)
+        return turn(x, cosines, sines)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Turn the gradient back."""
+        cosines, sines = ctx.saved_tensors
+        return turn(gradient, cosines, -sines), None, None
 
 
 class Attention(nn.Module):
@@ -127,11 +146,17 @@ class Attention(nn.Module):
 
     def heads_of(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x to queries, keys (both rotated) and values, each [batch, heads, time, size]."""
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
-        q = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        k = k.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        v = v.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        return rotate(q, table), rotate(k, table), v
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        # Each slice is contiguous at any length. One slice of both would be so at full length
+        # alone, and an exported program would take no other length.
+        time = x.shape[1]
+        cosines = table[0, :time, None].to(q.dtype)
+        sines = table[1, :time, None].to(q.dtype)
+        # Rotated before the transposition, where the features of all heads of a token are
+        # neighbours in memory.
+        q = Rotation.apply(q, cosines, sines)
+        k = Rotation.apply(k, cosines, sines)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 class Block(nn.Module):
