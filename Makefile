@@ -55,7 +55,7 @@ mutants: $(VENV)/.test
 compat: $(VENV)/.test
 	@$(BIN)/python -m scripts.compat $(if $(TORCH),--torch $(TORCH))
 
-# A quarter of an hour: types all of docs/tutorial.md, and changes nothing.
+# A quarter of an hour: types all of docs/tutorial/, and changes nothing.
 tutorial: $(VENV)/.test
 	@$(BIN)/python -m scripts.tutorial --check
 

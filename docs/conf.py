@@ -46,7 +46,7 @@ def read_source(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] += menus(source[0])
 
     def to_address(link: re.Match[str]) -> str:
-        """The address of a file outside of docs/; a warning, which ends the build, if it is gone."""
+        """The address of a file outside of docs/; a warning ends the build if it is gone."""
         path = (DOCS / page).parent.joinpath(link[2]).resolve()
         if path.is_relative_to(DOCS):
             return link[0]

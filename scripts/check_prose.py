@@ -29,7 +29,7 @@ TEXT += ("local_extensions.py", "hooks", "templates", "{{cookiecutter.project_sl
 TEXT += ("benchmarks", "tests/stress/page.md")
 NO_TEXT = (".pyc", ".png", ".json")
 # Legal text; the phrases; names of promises in results, which are kept with them.
-EXEMPT = ("templates/license", "scripts/check_prose.py", "docs/reliability.md")
+EXEMPT = ("templates/license", "scripts/check_prose.py", "docs/evidence/reliability.md")
 
 
 def files(names: list[str]) -> list[Path]:

@@ -1,6 +1,6 @@
 """Cut what the documentation shows from a real render, so that it cannot go stale unnoticed.
 
-python scripts/cut_docs.py [PAGE …]            rewrite the blocks (of README.md and docs/*.md)
+python scripts/cut_docs.py [PAGE …]            rewrite the blocks (of README.md and docs/)
 python scripts/cut_docs.py --check [PAGE …]    name the stale ones; exit code 1 if there are any
 
 A block stands between `<!-- cut: KIND WORDS -->` and `<!-- end -->`. It shows, of the project that
@@ -14,9 +14,11 @@ calls NAME …        the calls of a batch, a save or a restore, followed throug
 versions            what `make compat` found on other releases of torch and Python
 sizes               the lines of Python that the smallest, default and fullest answers render
 answers             the lines of Python that each other answer adds to the default render's package
+settings GROUP      the settings of a group, of all answers: type, default, words, projects with it
 """
 
 import ast
+import functools
 import itertools
 import json
 import os
@@ -46,6 +48,8 @@ RENDERS = {
 }
 # For commands run in the project: bytecode would become part of the tree that is shown.
 AS_RENDERED = {"PYTHONPATH": "src", "PYTHONDONTWRITEBYTECODE": "1"}
+# Groups of settings whose options have no prefix.
+OF_A_COMMAND = ("run", "fit", "compare", "export", "infer", "tokens")
 BLOCK = re.compile(r"(<!-- cut: (\w+)(.*?) -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 
 
@@ -178,15 +182,92 @@ def sizes(project: Path, words: list[str]) -> str:
 def answers(project: Path, words: list[str]) -> str:
     """A table of the answers that are not the default: each rendered alone, and compared."""
     rows = ["| question | answer | lines, against the default |", "|---|---|---|"]
+    for label, rendered in other_renders(project).items():
+        question, answer = label.split("=")
+        more = lines_of_python(rendered / "src") - lines_of_python(project / "src")
+        rows.append(f"| `{question}` | {answer} | {more:+,} |")
+    return "\n".join(rows) + "\n"
+
+
+@functools.cache
+def other_renders(project: Path) -> dict[str, Path]:
+    """A render for each answer that is not the default, by "question=answer"."""
+    rendered = {}
     questions = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
     for question, choices in questions.items():
-        if not isinstance(choices, list) or question == "license":  # which changes no Python
+        # The licence changes no Python.
+        if not isinstance(choices, list) or question == "license":
             continue
         for answer in choices[1:]:
-            lines = lines_of_python(render(project, {question: answer}) / "src")
-            more = lines - lines_of_python(project / "src")
-            rows.append(f"| `{question}` | {answer} | {more:+,} |")
-    return "\n".join(rows) + "\n"
+            rendered[f"{question}={answer}"] = render(project, {question: answer})
+    return rendered
+
+
+@functools.cache
+def all_settings(project: Path) -> dict[str, dict[str, dict[str, str]]]:
+    """The settings of the default render ("") and of the others, by group and name."""
+    renders = {"": project, **other_renders(project)}
+    program = str(ROOT / "scripts/list_settings.py")
+    ended = subprocess.run(
+        [sys.executable, program, *map(str, renders.values())],
+        env=os.environ | AS_RENDERED,
+        capture_output=True,
+        text=True,
+    )
+    if ended.returncode:
+        raise RuntimeError(ended.stderr)
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for label, rows in zip(renders, json.loads(ended.stdout), strict=True):
+        found[label] = {f"{row['group']} {row['name']}": row for row in rows}
+    return found
+
+
+def settings(project: Path, words: list[str]) -> str:
+    """A table of one group of settings; ValueError if one of them has no words."""
+    (group,) = words
+    found = all_settings(project)
+    keys: list[str] = []
+    for rows in found.values():
+        keys += [key for key in rows if rows[key]["group"] == group and key not in keys]
+    lines = ["| setting | type | default | meaning | in projects |", "|---|---|---|---|---|"]
+    for key in keys:
+        having = [label for label in found if key in found[label]]
+        row = found[having[0]][key]
+        if not row["words"]:
+            raise ValueError(f"the setting {key} has no words: write some below it")
+        prefix = "" if group in OF_A_COMMAND else f"{group}."
+        meaning = sentence(row["words"])
+        for label in having[1:]:
+            if label.startswith("task=") and found[label][key]["words"] != row["words"]:
+                meaning += f" With `{label}`: {sentence(found[label][key]['words'])}"
+        values = [shown_default(row)]
+        for label in having[1:]:
+            if shown_default(found[label][key]) != values[0]:
+                values.append(f"{shown_default(found[label][key])} (`{label}`)")
+        cells = (f"`--{prefix}{row['name']}`", row["type"], ", ".join(values), meaning)
+        lines.append(f"| {' | '.join(cells)} | {projects_with(having, list(found))} |")
+    return "\n".join(lines) + "\n"
+
+
+def sentence(words: str) -> str:
+    """The words of a setting, as a cell of the table."""
+    return words.rstrip(".").replace("|", "\\|") + "."
+
+
+def shown_default(row: dict[str, str]) -> str:
+    """The default of a setting, as a cell of the table."""
+    if row["type"] == "flag" and row["default"]:
+        return "on" if row["default"] == "True" else "off"
+    return f"`{row['default']}`" if row["default"] else "none"
+
+
+def projects_with(having: list[str], labels: list[str]) -> str:
+    """The answers with which a project has a setting."""
+    if having == labels:
+        return "all"
+    if "" in having:
+        return "not " + ", ".join(f"`{label}`" for label in labels if label not in having)
+    return ", ".join(f"`{label}`" for label in having)
 
 
 def render(project: Path, answers: dict[str, str]) -> Path:
@@ -226,6 +307,7 @@ def block(language: str, *lines: str) -> str:
 
 KINDS = {"tree": tree, "code": code, "output": output, "refusal": refusal}
 KINDS |= {"calls": calls, "sizes": sizes, "answers": answers, "versions": versions}
+KINDS |= {"settings": settings}
 
 
 def main(arguments: list[str]) -> int:
@@ -239,7 +321,7 @@ def main(arguments: list[str]) -> int:
         config.write_text(json.dumps({place: str(config.with_name(place)) for place in places}))
         options = {"no_input": True, "accept_hooks": False, "config_file": str(config)}
         project = Path(cookiecutter(str(ROOT), output_dir=folder, **options))
-        for page in given or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for page in given or [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
             text = page.read_text("utf-8")
             if len(BLOCK.findall(text)) != text.count("<!-- cut:"):
                 raise ValueError(f"{page}: a block has no end")

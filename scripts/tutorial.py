@@ -1,7 +1,7 @@
-"""Type all that docs/tutorial.md shows, in an empty folder, and put what it printed into the page.
+"""Type all that docs/tutorial/ shows, in an empty folder, and put the outputs into its pages.
 
 python -m scripts.tutorial             7 to 15 minutes on two cores with nothing beside
-python -m scripts.tutorial --check     the same, but the page stays as it is
+python -m scripts.tutorial --check     the same, but the pages stay as they are
 python -m scripts.tutorial --picture   also the pictures of README and tutorial, by chromium
 
 The template is the last commit of this checkout, under its public address. A block of
@@ -27,7 +27,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs/tutorial.md"
+# In the order in which a reader types them, in one folder.
+PAGES = [ROOT / f"docs/tutorial/{name}.md" for name in ("train", "measure", "ranks")]
 ADDRESS = "https://github.com/org/cookiecutter-pytorch-training"
 BLOCK = re.compile(r"(?:<!-- (last|matching) (.*?) -->\n)?```(console|diff)\n(.*?)```", re.DOTALL)
 COLOURS = re.compile(r"\x1b\[[\d;]*m")
@@ -167,8 +168,7 @@ def draw_trace(trace: Path, target: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Go through the page from top to bottom."""
-    page = PAGE.read_text("utf-8")
+    """Go through the pages from top to bottom."""
     with tempfile.TemporaryDirectory() as place:
         shell = Shell(Path(place))
 
@@ -180,11 +180,12 @@ def main(arguments: list[str]) -> int:
             start, end = found.start(4) - found.start(), found.end(4) - found.start()
             return found[0][:start] + typed(shell, how, what or "", block) + found[0][end:]
 
-        new = BLOCK.sub(run, page)
+        new = {page: BLOCK.sub(run, page.read_text("utf-8")) for page in PAGES}
         if "--check" not in arguments:
-            PAGE.write_text(new, "utf-8")
+            for page, text in new.items():
+                page.write_text(text, "utf-8")
         if "--picture" in arguments:
-            photograph(next(Path(place).glob("*/runs/gated/report.html")), new)
+            photograph(next(Path(place).glob("*/runs/gated/report.html")), new[PAGES[0]])
             traces = sorted(Path(place).glob("*/runs/gated/traces/*.json.gz"))
             draw_trace(traces[-1], ROOT / "docs/images/trace.png")
     return 0

@@ -235,9 +235,12 @@ def _templates_compiled_once() -> Iterator[None]:
 
 
 def recipe(language: str, word: str) -> str:
-    """The first block of docs/how-do-i.md, in a language, that has a word in it."""
-    text = (ROOT / "docs/how-do-i.md").read_text("utf-8")
-    blocks = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+    """The first block of docs/guides/, in a language, that has a word in it."""
+    blocks: list[str] = []
+    for page in sorted((ROOT / "docs/guides").glob("*.md")):
+        # What is cut from a render is no recipe.
+        text = re.sub(r"<!-- cut: .*?<!-- end -->", "", page.read_text("utf-8"), flags=re.DOTALL)
+        blocks += re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
     return next(block for block in blocks if word in block)
 
 

@@ -1,4 +1,4 @@
-"""The recipes of docs/how-do-i.md that end at a validation or in another program."""
+"""The recipes of docs/guides/ that end at a validation or in another program."""
 
 import base64
 import json

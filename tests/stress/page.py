@@ -1,4 +1,4 @@
-"""Writes docs/reliability.md from the results, so that no count in it is typed by hand."""
+"""Writes docs/evidence/reliability.md from the results, so that no count in it is typed by hand."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from .common import RESULTS, ROOT
 
 TEXT = Path(__file__).parent / "page.md"
 SURVIVORS = Path(__file__).parent / "survivors.toml"
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "evidence" / "reliability.md"
 TOPICS = ("crash_points", "kill_storm", "elastic", "damage", "hostile_files", "resources", "stops")
 TOPICS += ("entrances", "store")
 PLACES = 200  # that `make mutants` breaks

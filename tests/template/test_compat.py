@@ -192,7 +192,7 @@ def runs(pid: int) -> bool:
 def test_its_readme_has_the_table_of_versions() -> None:
     results = json.loads(compat.RESULT.read_text("utf-8"))
     assert all(result["passed"] for result in results.values())
-    readme = (ROOT / "docs/platforms.md").read_text("utf-8")
+    readme = (ROOT / "docs/evidence/platforms.md").read_text("utf-8")
     for key, result in results.items():
         version, torch = key.split()
         assert f"Python {version}" in readme and f"\n| {torch} |" in readme

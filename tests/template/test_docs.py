@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import ROOT
+from tests.conftest import PROJECT, ROOT
 from tests.stress import page as reliability
 
 SCRIPT = ROOT / "scripts/cut_docs.py"
@@ -36,29 +36,94 @@ def test_the_documentation_is_current() -> None:
         [sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, timeout=1500
     )
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     cuts = {kind for page in pages for kind in re.findall("<!-- cut: ([a-z]+)", page.read_text())}
     kinds = {"tree", "code", "output", "refusal", "sizes", "answers", "versions", "calls"}
-    assert kinds == cuts
+    assert kinds | {"settings"} == cuts
 
 
 def test_every_link_to_a_page_leads_somewhere() -> None:
-    """In README.md, SECURITY.md and docs/, to files and to their headings."""
-    pages = [ROOT / "SECURITY.md", ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    linked = set()
+    """In README.md, SECURITY.md and docs/, to files and headings; index.md lists all pages."""
+    pages = [ROOT / "SECURITY.md", ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    linked: dict[Path, set[Path]] = {}
     for page in pages:
-        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+        text = page.read_text("utf-8")
+        targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|srcset)="(.*?)"', text)
+        linked[page] = set()
+        for target in targets:
             if "://" in target:
                 continue
             name, _, heading = target.partition("#")
             path = (page.parent / name).resolve() if name else page
-            assert path.exists(), f"{page.name}: {target}"
-            linked.add(path)
-            if heading:
-                headings = re.findall(r"^#+ (.+)$", path.read_text("utf-8"), re.MULTILINE)
-                anchors = [re.sub(r"[^\w -]", "", it.lower()).replace(" ", "-") for it in headings]
-                assert heading in anchors, f"{page.name}: {target}"
-    assert linked >= {page.resolve() for page in pages[2:]}, "a page that nothing links to"
+            assert path.exists(), f"{page}: {target}"
+            linked[page].add(path)
+            assert not heading or heading in anchors(path), f"{page}: {target}"
+    index = ROOT / "docs/index.md"
+    assert linked[index] | {index} >= {*pages[2:]}, "a page that index.md does not list"
+
+
+def test_every_link_of_a_render_leads_to_a_page_and_a_heading() -> None:
+    """Its README links to the template's documentation, at the template's version."""
+    readme = (ROOT / PROJECT / "README.md").read_text("utf-8")
+    targets = re.findall(r"/blob/v{{ template_version }}/([^)]+)\)", readme)
+    assert len(targets) >= 5
+    for target in targets:
+        name, _, heading = target.partition("#")
+        assert (ROOT / name).exists(), target
+        assert not heading or heading in anchors(ROOT / name), target
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a code host and the site give to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_reference_has_words_for_every_setting() -> None:
+    """Each row: an option, a type, a default, a sentence, and the projects that have it."""
+    page = (ROOT / "docs/reference/settings.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(--[^`]+)` \| (.*) \|$", page, re.MULTILINE)
+    names = [name for name, _ in rows]
+    assert len(names) > 90 and {"--train.seed", "--optim.clip", "--parallel.replicate"} <= {*names}
+    for name, row in rows:
+        kind, default, words, projects = row.split(" | ")
+        assert kind and default and projects, name
+        assert re.fullmatch(r"\S.{10,}\.", words), name
+
+
+def test_the_messages_of_the_reference_are_those_of_the_code() -> None:
+    """Words in capitals stand for values."""
+    code = ""
+    for folder in (ROOT / "templates", ROOT / PROJECT):
+        for path in folder.rglob("*.py"):
+            # A long text is written in several lines.
+            code += re.sub(r'"\s*\n\s*f?"', "", path.read_text("utf-8"))
+    page = (ROOT / "docs/reference/messages.md").read_text("utf-8")
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(messages) > 30
+    for message in messages:
+        for words in re.split(r"\b[A-Z]{4,}\b|\bN\b", message):
+            assert words.strip() in code, message
+
+
+def test_every_field_of_metrics_is_in_the_reference() -> None:
+    """The names that a run writes to metrics.jsonl (FIGURES in journal.py), each in a row."""
+    path = ROOT / PROJECT / "src/{{cookiecutter.package_name}}/run/journal.py"
+    text = re.search(r"FIGURES = re.compile\((.*?)\n\)", path.read_text("utf-8"), re.DOTALL)
+    pattern = "".join(re.findall(r'"(.*?)"', text[1]))
+    page = (ROOT / "docs/reference/run-directory.md").read_text("utf-8")
+    fields = set(re.findall(r"`(\w+)`", page))
+    names: list[str] = []
+    for alternative in re.findall(r"(?:\(.*?\)|[^|])+", pattern):
+        choices = re.search(r"\((.*?)\)", alternative)
+        for choice in choices[1].split("|") if choices else [""]:
+            names.append(re.sub(r"\(.*?\)", choice, alternative))
+    assert len(names) > 20
+    for name in names:
+        # A validation's metrics and a mixture's sources have names of the user's.
+        if name == "ema_.*":
+            name = "validation_ema_.*"
+        assert any(re.fullmatch(name, field) for field in fields), name
 
 
 def test_every_place_names_the_same_version() -> None:
@@ -66,7 +131,7 @@ def test_every_place_names_the_same_version() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
     assert newest and (cited["version"], newest[1]) == (version, version)
-    assert f"--checkout v{version}" in (ROOT / "docs/updating.md").read_text("utf-8")
+    assert f"--checkout v{version}" in (ROOT / "docs/guides/updates.md").read_text("utf-8")
 
 
 def test_no_phrase_has_to_be_read_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +139,7 @@ def test_no_phrase_has_to_be_read_twice(tmp_path: Path, capsys: pytest.CaptureFi
     prose = runpy.run_path(str(ROOT / "scripts/check_prose.py"))
     assert prose["main"]([]) == 0, capsys.readouterr().out
     files = {path.relative_to(ROOT).as_posix() for path in prose["files"](list(prose["TEXT"]))}
-    assert {"README.md", "docs/how-do-i.md", "templates/checkpoint/dcp.py"} <= files
+    assert {"README.md", "docs/guides/model.md", "templates/checkpoint/dcp.py"} <= files
     (tmp_path / "planted.md").write_text("The run\ngoes on.\n")
     assert prose["main"]([str(tmp_path / "planted.md")]) == 1
     assert "planted.md:2: 'goes on'" in capsys.readouterr().out

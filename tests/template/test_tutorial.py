@@ -1,4 +1,4 @@
-"""docs/tutorial.md, as far as a render alone shows it; `make tutorial` types it all."""
+"""The tutorial, as far as a render alone shows it; `make tutorial` types it all."""
 
 import re
 import shlex
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.tutorial import BLOCK, PAGE, kept
+from scripts.tutorial import BLOCK, PAGES, kept
 from tests.conftest import bake
 
-TEXT = PAGE.read_text("utf-8")
+TEXT = "\n".join(page.read_text("utf-8") for page in PAGES)
 COMMANDS = [
     words
     for line in re.findall(r"^\$ (.*)", TEXT, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Life after the render: newer versions and other answers, by `cruft` and docs/updating.md."""
+"""Life after the render: newer versions and other answers, by `cruft` and docs/guides/updates.md."""
 
 import json
 import os
@@ -166,8 +166,8 @@ def test_another_answer_changes_its_files_and_the_run_goes_on(
 
 
 def test_the_commands_of_the_page_work(template: Path, tmp_path: Path) -> None:
-    """As they stand in docs/updating.md, from a template that moves on in between."""
-    page = (ROOT / "docs/updating.md").read_text("utf-8")
+    """As they stand in docs/guides/updates.md, from a template that moves on in between."""
+    page = (ROOT / "docs/guides/updates.md").read_text("utf-8")
     blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
     assert len(blocks) == 5 and "".join(blocks).count(URL) == 2
     project = tmp_path / "my-training-run"
