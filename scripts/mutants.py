@@ -4,7 +4,8 @@ python -m scripts.mutants [--count 200] [--seed 0] [--jobs 2] [--seconds 240] [-
 
 What was found is added to `out` line by line: a run that was cut off continues where it was, and
 only places whose file has changed, or that new tests reach, are tried again.
-docs/evidence/reliability.md has what no test noticed, with the reasons that tests/stress/survivors.toml gives.
+docs/evidence/reliability.md has what no test noticed, with the reasons that
+tests/stress/survivors.toml gives.
 
 First each test runs once on a render that notes the lines that it reaches, in whatever process it
 reaches them. Of all places that can be broken, `count` are drawn by the seed. For each, the tests

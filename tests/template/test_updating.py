@@ -1,4 +1,4 @@
-"""Life after the render: newer versions and other answers, by `cruft` and docs/guides/updates.md."""
+"""Life after the render: newer versions and other answers, by cruft and docs/guides/updates.md."""
 
 import json
 import os
