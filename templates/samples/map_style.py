@@ -22,7 +22,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils import signal_handling
 
-from .collate import batch_of, reads_batches
+from .collate import batch_of, owner_of, reads_batches
 from .device import annotated
 from .distributed import Group, World
 from .distributed.stop import Stop
@@ -198,9 +198,9 @@ def fetch(
     `dataset.__getitems__(ids)` may return a finished batch, or a list of samples to collate; a
     dataset with `__getitem__` alone works too. If the dataset has `collate(samples) -> batch`, that
     makes the batch of such samples, in place of collate.py. With `keys` (uint64, one per sample),
-    the dataset's `augment(batch, keys)` changes the batch. `draws` (a key, the first sample's
-    position) seeds the global random numbers, unless the dataset says `draws = False`, which saves
-    10 us a sample, or a batch with `__getitems__`.
+    the dataset's `augment(batch, keys)` changes the batch. Both are found within torch's `Subset`.
+    `draws` (a key, the first sample's position) seeds the global random numbers, unless the dataset
+    says `draws = False`, which saves 10 us a sample, or a batch with `__getitems__`.
     """
     # The seed is a function of the position, not of the rank, the worker or what was read before.
     # So a sample gets the same random numbers on any number of ranks and workers, and after a
@@ -221,22 +221,24 @@ def fetch(
         batch = batch_of(batch, ids.tolist(), dataset)
     if keys is None:
         return batch
-    return dataset.augment(batch, keys)
+    return owner_of("augment", dataset).augment(batch, keys)
 
 
 class _BatchReader(Dataset):
     """Reads micro-batches by (step, micro-batch); loader workers compute the ids themselves."""
 
-    def __init__(self, dataset: Any, order: GlobalBatches) -> None:
+    def __init__(self, dataset: Any, order: GlobalBatches, augments: bool) -> None:
         self.dataset = dataset
         self.order = order
+        # Whether the dataset's `augment` is called, if it has one.
+        self.augments = augments
         self.draws = stream_key(order.seed, DRAWS)
 
     def __getitem__(self, item: tuple[int, MicroBatch]) -> Any:
         step, micro_batch = item
         indices = micro_batch.indices
         keys = None
-        if hasattr(self.dataset, "augment"):
+        if self.augments and owner_of("augment", self.dataset) is not None:
             keys = sample_keys(self.order.seed, self.order.positions(step)[indices])
         ids = self.order.ids(step)[indices]
         first_position = step * self.order.batch_size + indices.start
@@ -253,8 +255,9 @@ class Loader:
         plan: list[MicroBatch],
         workers: int,
         pin: bool,
+        augments: bool = True,
     ) -> None:
-        self.source = _BatchReader(dataset, order)
+        self.source = _BatchReader(dataset, order, augments)
         # The number of samples, None for a stream.
         self.size = len(dataset) if hasattr(dataset, "__len__") else None
         self.plan = plan
@@ -436,10 +439,21 @@ def _send_error(queue: Queue, error: Exception, item: tuple[int, Any]) -> None:
 def open_loader(dataset: Any, train: "TrainConfig", plan: list[MicroBatch], world: World) -> Loader:
     """Build the loader of a training set; UserError unless it is a map-style dataset."""
     check_dataset(dataset, "training")
+    # Here an `augment` or `collate` that would not be called is refused before the first step.
+    owner_of("augment", dataset)
+    owner_of("collate", dataset)
     # A dataset may bring an order, as a mixture does.
     own_order = getattr(dataset, "order", None)
     if own_order:
         order = own_order(train.global_batch_size, train.seed)
     else:
         order = GlobalBatches(len(dataset), train.global_batch_size, train.seed)
-    return Loader(dataset, order, plan, train.loader_workers, pin=world.device.type == "cuda")
+    return Loader(
+        dataset,
+        order,
+        plan,
+        train.loader_workers,
+        pin=world.device.type == "cuda",
+        # --train.overfit trains on few samples as they are.
+        augments=not train.overfit,
+    )

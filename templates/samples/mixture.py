@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .collate import owner_of
 from .errors import UserError
 from .sampling import MIXTURE, GlobalBatches, divide_up
 
@@ -120,8 +121,9 @@ class Joined:
         # One more than the last id of each dataset.
         self.ends = np.cumsum([len(dataset) for dataset in datasets])
         self.draws = any(getattr(dataset, "draws", True) for dataset in datasets)
-        if hasattr(datasets[0], "augment"):
-            self.augment = datasets[0].augment
+        owner = owner_of("augment", datasets[0])
+        if owner is not None:
+            self.augment = owner.augment
 
     def __len__(self) -> int:
         return int(self.ends[-1])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import ConcatDataset, Dataset
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, random_split
 
 from tests.conftest import Project, project_fixture
 
@@ -155,6 +155,106 @@ def test_a_dataset_may_collate_its_samples(
         batches.append({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
     assert len(set(batches[0]["drawn"].tolist())) == 8
     assert all(torch.equal(batches[0][name], batches[1][name]) for name in ("tokens", "drawn"))
+
+
+class Marked(Padded):
+    """With an `augment`, too, which notes the keys that it is given."""
+
+    def augment(self, batch: Any, keys: Any) -> Any:
+        return {**batch, "keys": torch.from_numpy(keys.view("int64"))}
+
+
+class Doubled(Subset):
+    """A subset whose own method reads batches, as lists of samples."""
+
+    def __getitems__(self, numbers: list[int]) -> list[Any]:
+        samples = [self.dataset[self.indices[number]] for number in numbers]
+        return [{**sample, "drawn": sample["drawn"] + 5} for sample in samples]
+
+
+class Named(Subset):
+    """A subset with a sample and a collate of its own."""
+
+    def __getitems__(self, numbers: list[int]) -> list[Any]:
+        return [self[number] for number in numbers]
+
+    def __getitem__(self, number: Any) -> Any:
+        return {**super().__getitem__(number), "number": number}
+
+    def collate(self, samples: list[Any]) -> Any:
+        numbers = torch.tensor([sample["number"] for sample in samples])
+        return {**self.dataset.collate(samples), "number": numbers}
+
+
+WRAPPED = {
+    "random_split": lambda: random_split(Marked(), [60, 40])[0],
+    "subset of a subset": lambda: Subset(Subset(Marked(), range(90)), range(80)),
+    "joined": lambda: ConcatDataset([Marked(), Subset(Marked(), range(50))]),
+    "own __getitems__": lambda: Doubled(Marked(), range(60)),
+    "own collate": lambda: Named(Marked(), range(60)),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_what_torch_has_wrapped_keeps_its_augment_and_its_collate(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """And a subclass of Subset is asked for what it has itself."""
+    sampling, training = project.module("sampling"), project.module("train")
+    project.train_on(monkeypatch, WRAPPED[name]())
+    settings = {"run_dir": tmp_path / "run", "train__steps": 2}
+    settings |= {"train__global_batch_size": 8, "train__micro_batch_size": 8}
+    assert training.run(project.config(**settings, train__loader_workers=1)).step == 2
+    loader = training.setup(project.config(**settings)).loader
+    (batch,) = loader.of(3, sampling.micro_batches(8, 8, 0, 1))
+    order = loader.source.order
+    keys = sampling.sample_keys(order.seed, order.positions(3)).view("int64")
+    assert batch["keys"].tolist() == keys.tolist()
+    if name == "own __getitems__":
+        assert batch["drawn"].min() >= 5
+    if name == "own collate":
+        assert batch["number"].tolist() == order.ids(3).tolist()
+    few = training.setup(project.config(**settings, train__overfit=1)).loader
+    (plain,) = few.of(3, sampling.micro_batches(8, 8, 0, 1))
+    assert "keys" not in plain, "--train.overfit augments nothing"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "method", "names"),
+    [
+        (
+            lambda: StackDataset(a=Marked(), b=range(100)),
+            "augment",
+            "StackDataset (of Marked, range)",
+        ),
+        (
+            lambda: ConcatDataset([Padded(), Marked()]),
+            "augment",
+            "ConcatDataset (of Padded, Marked)",
+        ),
+        (
+            lambda: ConcatDataset([Padded(), Samples(lambda n: {"tokens": tokens(n)})]),
+            "collate",
+            "ConcatDataset (of Padded, Samples)",
+        ),
+    ],
+    ids=["stacked", "joined", "joined, collate"],
+)
+def test_a_method_that_would_not_be_called_is_one_line(
+    project: Project,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dataset: Any,
+    method: str,
+    names: str,
+) -> None:
+    project.train_on(monkeypatch, dataset())
+    said = project.refuses("train", *project.settings, "--run-dir", str(tmp_path / "run"))
+    kind, _, parts = names.partition(" (")
+    assert said == (
+        f"`{method}` of a dataset in a {kind} ({parts} would not be called: give the {kind} "
+        f"itself `{method}` (a subclass of it, in data.py)"
+    )
 
 
 FULL = "unable to write to file </torch_71_3082_0>: No space left on device (28)"

@@ -17,6 +17,7 @@ import torch
 from conftest import Recorder, contents, random_state, same, tiny, weights_of
 
 from {{ cookiecutter.package_name }} import train as training
+from {{ cookiecutter.package_name }}.collate import owner_of
 from {{ cookiecutter.package_name }}.config import override
 from {{ cookiecutter.package_name }}.data import build_datasets
 from {{ cookiecutter.package_name }}.distributed import World
@@ -307,8 +308,9 @@ def test_other_steps_read_other_samples() -> None:
     for mine, other in zip(first, again, strict=True):
         for a, b in zip(mine, other, strict=True):
             assert np.array_equal(a, b)
-    if hasattr(dataset, "augment"):
-        recorder.augment = dataset.augment
+    augmenting = owner_of("augment", dataset)
+    if augmenting is not None:
+        recorder.augment = augmenting.augment
     state.loader.source.dataset = recorder
     for step in range(3):
         recorder.ids.clear()

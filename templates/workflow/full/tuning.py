@@ -203,7 +203,9 @@ def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | Non
 
     def reading(workers: int) -> State:
         """Return the state with a loader of this many workers."""
-        loader = Loader(source.dataset, source.order, plan, workers, state.loader.pin)
+        loader = Loader(
+            source.dataset, source.order, plan, workers, state.loader.pin, source.augments
+        )
         return dataclasses.replace(state, plan=plan, loader=loader)
 
     ways = {str(given): with_loader(reading(given))}

@@ -43,14 +43,46 @@ def reads_batches(dataset: Any) -> bool:
 
 def batch_of(samples: list[Any], ids: Sequence[int], dataset: Any) -> Any:
     """Make a batch of samples: by the dataset's own `collate`, or by stacking them."""
-    while isinstance(dataset, Subset | ConcatDataset):
-        if isinstance(dataset, Subset):
-            dataset = dataset.dataset
-        else:
-            dataset = dataset.datasets[0]
-    if hasattr(dataset, "collate"):
-        return dataset.collate(samples)
+    owner = owner_of("collate", dataset)
+    if owner is not None:
+        return owner.collate(samples)
     return collate(samples, ids)
+
+
+def owner_of(method: str, dataset: Any) -> Any:
+    """Return the dataset that has this method, within torch's wrappers; None without one.
+
+    UserError where torch's wrapper has samples of several datasets, and not all have this method.
+    """
+    if hasattr(dataset, method):
+        return dataset
+    if isinstance(dataset, Subset):
+        return owner_of(method, dataset.dataset)
+    parts: list[Any] = []
+    if isinstance(dataset, ConcatDataset):
+        parts = list(dataset.datasets)
+    elif isinstance(dataset, StackDataset):
+        stacked = dataset.datasets
+        parts = list(stacked.values() if isinstance(stacked, dict) else stacked)
+    owners = [owner_of(method, part) for part in parts]
+    if all(owner is None for owner in owners):
+        return None
+    functions = {function_of(owner, method) for owner in owners}
+    # A batch of a ConcatDataset has samples of all of them, one of a StackDataset has pairs.
+    if isinstance(dataset, ConcatDataset) and len(functions) == 1:
+        return owners[0]
+    kind = type(dataset).__name__
+    names = ", ".join(type(part).__name__ for part in parts)
+    raise UserError(
+        f"`{method}` of a dataset in a {kind} (of {names}) would not be called: give the {kind} "
+        f"itself `{method}` (a subclass of it, in data.py)"
+    )
+
+
+def function_of(owner: Any, method: str) -> Any:
+    """Return the function behind a method, the same for all objects of a class."""
+    bound = getattr(owner, method, None)
+    return getattr(bound, "__func__", bound)
 
 
 def collate(samples: list[Any], ids: Sequence[int]) -> Any:
