@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,13 @@ from tests.conftest import Project, project_fixture
 
 project = project_fixture(
     "on_file_systems", parallelism="single", checkpoint="torch_save", tracker="none"
+)
+store = project_fixture(
+    "on_stores",
+    parallelism="single",
+    checkpoint="torch_save",
+    tracker="none",
+    storage="object_store",
 )
 SAVING = ("--train.validate-every", "0", "--checkpoint.every", "2", "--checkpoint.keep", "2")
 
@@ -55,6 +63,37 @@ def test_a_file_system_without_locks_is_named_and_can_be_used(
     monkeypatch.setattr(fcntl, "lockf", lambda *_: refuse_as_taken())
     line = project.refuses("train", *project.settings, "--run-dir", str(run))
     assert line.startswith(f"{run} is in use by process ")
+
+
+def test_a_restore_from_a_store_names_a_temporary_folder_without_locks(
+    store: Project,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """TMPDIR may be on such a file system where the run directory is not."""
+    lockf, temporary = fcntl.lockf, tmp_path / "temporary"
+    temporary.mkdir()
+
+    def refuse(file: Any, how: int) -> None:
+        if Path(file.name).is_relative_to(temporary):
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        lockf(file, how)
+
+    url = ("--checkpoint.url", f"file://{tmp_path}/store")
+    train(store, tmp_path / "run", 2, *url)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    words = (*store.settings, "--run-dir", str(tmp_path / "run"), "--train.steps", "4", *SAVING)
+    line = store.refuses("train", *words, *url)
+    no_locks = f"TMPDIR ({temporary}) is on a file system without locks"
+    assert line.startswith(no_locks) and line.endswith("if no other job writes there")
+    assert "\n" not in line
+    monkeypatch.setenv("WITHOUT_LOCKS", "1")
+    train(store, tmp_path / "run", 4, *url)
+    assert no_locks in caplog.text
+    store.module("checkpoint.paths").release_copies()
+    assert not [*temporary.iterdir()]
 
 
 def refuse_as_taken() -> None:

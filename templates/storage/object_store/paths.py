@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from ..distributed import Group
 from ..errors import UserError
-from ..files import read_json
+from ..files import goes_without_lock, read_json
 from . import MANIFEST, PUBLISHED, LocalFiles, step_name
 from .object_store import URL, RemotePath, remote, remote_of
 
@@ -186,8 +186,13 @@ def make_temporary_folder() -> Path:
             shutil.rmtree(lock_file.parent, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-"))
     lock = (folder / ".lock").open("w")
-    fcntl.lockf(lock, fcntl.LOCK_EX)
+    # From here on `release_copies` removes it.
     temporary_folders[folder] = lock
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+    except OSError as error:
+        if not goes_without_lock(error, f"TMPDIR ({folder.parent})"):
+            raise
     return folder
 
 

@@ -184,7 +184,7 @@ def write_json(path: Path, content: Any) -> None:
     replace_file(path, json.dumps(content, indent=2) + "\n")
 
 
-def goes_without_lock(error: OSError, path: Path) -> bool:
+def goes_without_lock(error: OSError, path: Path | str) -> bool:
     """Return whether to continue although a lock was refused; False if another process has it.
 
     UserError on a file system without locks, unless the user states that no other job writes there.
