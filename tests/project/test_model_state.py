@@ -91,6 +91,40 @@ def test_a_buffer_that_the_first_step_makes_is_refused(changed: Changed, tmp_pat
     assert changed.run(change(False), tmp_path / "early").step == 4
 
 
+class Bank(nn.Module):
+    """Keeps the mean of each step, in a buffer that grows; `room`: without growing."""
+
+    def __init__(self, width: int, persistent: bool, room: int) -> None:
+        super().__init__()
+        self.register_buffer("means", torch.zeros(room, width), persistent=persistent)
+        self.register_buffer("used", torch.zeros((), dtype=torch.long))
+        self.room = room
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean((0, 1))
+        if self.room:
+            self.means[self.used] = mean
+            self.used += 1
+        elif self.training:
+            self.means = torch.cat([self.means, mean[None]])
+        return x
+
+
+def test_a_buffer_that_grows_is_refused(changed: Changed, tmp_path: Path) -> None:
+    """In one line, before anything is saved that could not be loaded."""
+
+    def change(**bank: Any) -> Any:
+        return lambda model: setattr(model, "norm", Bank(32, **bank))
+
+    error = changed.project.module("errors").UserError
+    with pytest.raises(error, match=r"buffer norm\.means has changed from \(0, 32\) to ") as line:
+        changed.run(change(persistent=True, room=0), tmp_path / "grows")
+    assert "\n" not in str(line.value) and "the largest shape" in str(line.value)
+    assert not [*(tmp_path / "grows/checkpoints").glob("step_*")]
+    assert changed.run(change(persistent=True, room=99), tmp_path / "room").step == 4
+    assert changed.run(change(persistent=False, room=0), tmp_path / "not saved").step == 4
+
+
 def test_python_values_that_forward_changes_are_named(
     changed: Changed, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
