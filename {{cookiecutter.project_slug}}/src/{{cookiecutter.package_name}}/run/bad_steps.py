@@ -53,15 +53,32 @@ class RunningBuffers:
         saved = model.state_dict(keep_vars=True)
         # By module and attribute, because a forward may assign a new tensor.
         self.slots: list[tuple[nn.Module, str]] = []
-        for name, _ in model.named_buffers():
+        self.names: list[str] = []
+        self.copies: list[torch.Tensor] = []
+        for name, buffer in model.named_buffers():
             if name in saved:
                 path, _, attribute = name.rpartition(".")
                 self.slots.append((model.get_submodule(path), attribute))
-        self.copies = [tensor.clone() for tensor in self.tensors()]
+                self.names.append(name)
+                self.copies.append(buffer.detach().clone())
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that the model has now."""
-        return [getattr(module, name).detach() for module, name in self.slots]
+        """Return the tensors that the model has now; UserError if a shape has changed."""
+        result: list[torch.Tensor] = []
+        for (module, attribute), name, copy in zip(
+            self.slots, self.names, self.copies, strict=True
+        ):
+            tensor = getattr(module, attribute).detach()
+            if tensor.shape != copy.shape:
+                raise UserError(
+                    f"the shape of the buffer {name} has changed from {tuple(copy.shape)} to "
+                    f"{tuple(tensor.shape)}: a resume could not load it. Register it in __init__ "
+                    "(model.py) with the largest shape that it can have, and a second buffer that "
+                    "holds how much of it is in use, or with persistent=False if a resume can do "
+                    "without it"
+                )
+            result.append(tensor)
+        return result
 
     def keep(self) -> None:
         """Copy the buffers; call it before forward."""

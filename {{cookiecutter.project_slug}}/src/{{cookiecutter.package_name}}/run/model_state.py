@@ -3,7 +3,6 @@
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,22 +47,11 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-@dataclass(frozen=True)
-class ShapedBuffer:
-    """A buffer that a checkpoint holds, and its shape at the start of the run."""
-
-    module: nn.Module
-    name: str  # in its module
-    full_name: str
-    shape: torch.Size
-
-
 class ModelState:
     """A callback, after yours: notices what neither other ranks nor a checkpoint could follow.
 
     - A parameter frozen, unfrozen or given to the optimizer during the run: UserError.
     - A buffer that was None until the first step: UserError, since ranks and resumes lack it.
-    - A buffer whose shape changes: UserError, since a resume builds it with the first shape.
     - Python values that the first step has changed: a warning.
     """
 
@@ -79,7 +67,6 @@ class ModelState:
         self.trained = self._trained_now()
         self.sizes = [len(group["params"]) for group in state.optimizer.param_groups]
         self.undefined = undefined_buffers(state.model)
-        self.buffers = shaped_buffers(state.model)
         self.values = plain_attributes(state.model)
         self.is_first_step = True
 
@@ -110,17 +97,7 @@ class ModelState:
         return [parameters[name].requires_grad for parameters, name in self.holders]
 
     def after_step(self, state: "State", record: dict[str, Any] | None) -> None:
-        """Look at the buffers' shapes, and once, after the first step, at what else has changed."""
-        for each in self.buffers:
-            now = each.module._buffers[each.name]
-            if now is not None and now.shape != each.shape:
-                raise UserError(
-                    f"the shape of the buffer {each.full_name} has changed from "
-                    f"{tuple(each.shape)} to {tuple(now.shape)}: a resume could not load it. "
-                    "Register it in __init__ with the largest shape that it can have, and a second "
-                    "buffer that holds how much of it is in use (model.py), or with "
-                    "persistent=False if a resume can do without it"
-                )
+        """Look once, after the first step of this start, at what forward has changed."""
         if not self.is_first_step:
             return
         self.is_first_step = False
@@ -152,17 +129,6 @@ def undefined_buffers(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
         for name, buffer in module._buffers.items():
             if buffer is None and name not in module._non_persistent_buffers_set:
                 result.append((module, name, f"{path}.{name}".lstrip(".")))
-    return result
-
-
-def shaped_buffers(model: nn.Module) -> list[ShapedBuffer]:
-    """List the buffers that a checkpoint holds, with the shapes that they have now."""
-    result: list[ShapedBuffer] = []
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                full_name = f"{path}.{name}".lstrip(".")
-                result.append(ShapedBuffer(module, name, full_name, buffer.shape))
     return result
 
 
