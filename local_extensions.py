@@ -12,15 +12,17 @@ import json
 import keyword
 import os
 import re
+import shlex
 import sys
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import cache_from_source
 
 import click
-from jinja2 import Environment
+from jinja2 import Environment, pass_context
 from jinja2.ext import Extension
+from jinja2.runtime import Context
 from slugify import slugify
 
 SLUG_LIMIT = 40
@@ -144,15 +146,47 @@ _RULES: dict[str, tuple[Callable[[str], str | None], Callable[[str], str]]] = {
 }
 
 
-def check(answer: object, key: str) -> str:
-    """Return nothing for an answer fit for use, else stop with one line and a suggestion."""
+def check(answer: object, key: str, answers: Mapping[str, object] | None = None) -> str:
+    """Return nothing for an answer fit for use, else stop with one line and a suggestion.
+
+    With the answers so far, the line ends with the command that keeps them.
+    """
     find_problem, suggest = _RULES[key]
     text = answer if isinstance(answer, str) else ""  # the Python API lets any object through
     if problem := find_problem(text):
         shown = repr(answer)  # escapes what would break the line or the terminal
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        raise click.ClickException(f"{key} {shown} {problem}; try {suggest(text)!r}.")
+        suggestion = suggest(text)
+        line = f"{key} {shown} {problem}; try {suggestion!r}"
+        command = corrected_command({**(answers or {}), key: suggestion})
+        raise click.ClickException(f"{line}, as in: {command}" if command else f"{line}.")
     return ""
+
+
+@pass_context
+def check_answer(context: Context, answer: object, key: str) -> str:
+    """Check an answer while Cookiecutter asks, when it knows the answers before this one."""
+    return check(answer, key, context["cookiecutter"])
+
+
+def corrected_command(answers: Mapping[str, object]) -> str:
+    """Return the command that was typed, with these answers; "" if it was not typed at a shell."""
+    program = sys.argv[0].replace(os.sep, "/")
+    if not re.search(r"(^|/)cookiecutter(\.exe|/__main__\.py)?$", program):
+        return ""
+    typed = {word.partition("=")[0] for word in sys.argv[1:] if "=" in word}
+    words = ["cookiecutter"]
+    for word in sys.argv[1:]:
+        if word.partition("=")[0] not in answers:
+            words.append(word)
+    wrong = list(answers)[-1]
+    for key, answer in answers.items():
+        # Without prompts the other answers that were not typed are the template's own.
+        is_given = key in typed or key == wrong or "--no-input" not in words
+        if is_given and not key.startswith("_"):
+            words.append(f"{key}={answer}")
+    command = shlex.join(words)
+    return command if command.isprintable() else ""
 
 
 def toml(text: str) -> str:
@@ -205,5 +239,12 @@ class Filters(Extension):
         with contextlib.suppress(OSError):
             os.remove(cache_from_source(__file__))
         environment.filters.update(
-            check=check, slug=slug, package=package, toml=toml, yaml=toml, json=toml, py=py, md=md
+            check=check_answer,
+            slug=slug,
+            package=package,
+            toml=toml,
+            yaml=toml,
+            json=toml,
+            py=py,
+            md=md,
         )

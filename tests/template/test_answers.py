@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -211,7 +212,8 @@ def test_command_refuses(mini: Path, tmp_path: Path, key: str, answer: str) -> N
     hooks = "yes" if len(answer) % 2 else "no"
     done = bake_cli(tmp_path, "--accept-hooks", hooks, template=mini, **{key: answer})
     assert done.returncode == 1
-    assert re.fullmatch(rf"Error: {key} .*; try '.+'\.\n", done.stdout + done.stderr)
+    said = done.stdout + done.stderr
+    assert re.fullmatch(rf"Error: {key} .*; try '.+', as in: cookiecutter .* '?{key}=.*\n", said)
     assert not list(tmp_path.iterdir())
 
 
@@ -220,8 +222,34 @@ def test_refusal_comes_right_after_its_own_prompt(mini: Path, tmp_path: Path) ->
     labels = QUESTIONS["__prompts__"]
     assert done.returncode == 1
     assert labels["project_slug"] in done.stdout and labels["package_name"] not in done.stdout
-    assert re.fullmatch(r"Error: project_slug '\.\./up' .*; try 'up'\.\n", done.stderr)
+    assert re.match(
+        r"Error: project_slug '\.\./up' .*; try 'up', as in: cookiecutter ", done.stderr
+    )
+    assert done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_refusal_names_the_command_that_keeps_the_other_answers(
+    mini: Path, tmp_path: Path
+) -> None:
+    """Typed at prompts or on the command line: nothing has to be typed again."""
+    typed = "It's Fine\nfine\nclass\n"
+    done = bake_cli(tmp_path, template=mini, typed=typed, license="none")
+    command = shlex.split(done.stderr.partition("as in: ")[2])
+    options = [str(mini), "--output-dir", str(tmp_path), "license=none"]
+    suggested = command[-1].removeprefix("package_name=")
+    given = ["project_name=It's Fine", "project_slug=fine", f"package_name={suggested}"]
+    assert command == ["cookiecutter", *options, *given]
+    answers = [word for word in command if "=" in word]
+    again = dict(answer.split("=", 1) for answer in answers)
+    # Enter takes the answer of the command line as it stands.
+    done = bake_cli(tmp_path, template=mini, typed="\n" * 20, **again)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["fine"]
+    done = bake_cli(tmp_path, template=mini, project_name="Other", package_name="class")
+    command = shlex.split(done.stderr.partition("as in: ")[2])
+    assert "--no-input" in command and "project_name=Other" in command
+    assert not any(word.startswith("project_slug=") for word in command)
 
 
 def examples(*values: str) -> Callable[[Any], Any]:
