@@ -126,6 +126,19 @@ def test_every_field_of_metrics_is_in_the_reference() -> None:
         assert any(re.fullmatch(name, field) for field in fields), name
 
 
+def test_the_conclusions_have_the_numbers_of_the_raw_tables() -> None:
+    """Each row of evidence/index.md, against the page that it links to."""
+    folder = ROOT / "docs/evidence"
+    rows = re.findall(r"^\| (.*\]\((\w+\.md)#.*?\)) \|$", (folder / "index.md").read_text(), re.M)
+    assert len(rows) > 10
+    for row, page in rows:
+        conclusion, n, *_ = row.split(" | ")
+        numbers = re.findall(r"\d[\d,]*\.?\d+", f"{conclusion} {n}")
+        shown = (folder / page).read_text("utf-8")
+        for number in numbers:
+            assert re.search(rf"(?<![\d,.]){re.escape(number)}(?![\d,])", shown), (number, row)
+
+
 def test_every_place_names_the_same_version() -> None:
     version = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["_template_version"]
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
