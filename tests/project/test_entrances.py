@@ -292,3 +292,14 @@ def test_long_numbers_and_deep_brackets_are_one_line(
         newest.write_bytes(text + module.SEAL % hashlib.sha256(text).hexdigest().encode())
         for words in (("verify", "--run-dir", name), resume):
             goes_well(*words)
+
+
+@pytest.mark.parametrize("flags", [("-OO",), ("-W", "error"), ("-P",)], ids=lambda it: it[0])
+def test_python_may_be_started_with_any_flags(
+    project: Project, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """As a shell or an image sets them: without asserts and docstrings, warnings as errors."""
+    words = ("train", *project.settings, "--train.steps", "2", "--run-dir", str(tmp_path / "run"))
+    done = project.python(*flags, "-m", project.name, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "finished at step 2" in done.stderr

@@ -1,0 +1,122 @@
+"""The situations of users that were reported or tried by hand, and the test that holds each."""
+
+import ast
+
+import pytest
+
+from tests.conftest import ROOT
+
+# By the name of the situation: a test, as pytest names it below tests/.
+CASES = {
+    "batch_norm_recomputed": (
+        "project/test_steps.py::test_recomputed_activations_update_buffers_once"
+    ),
+    "batch_objects": "project/test_inputs.py::test_batches_of_any_class_are_moved",
+    "buffers_assigned_anew": "project/test_steps.py::test_a_bad_step_leaves_batch_statistics_alone",
+    "callback_state": "project/test_callback_state.py::test_a_state_comes_back_as_it_was",
+    "channels_first": "project/test_data.py::test_arrays_with_their_channels_first_are_refused",
+    "complex_weights": "project/test_optimizer.py::test_complex_weights_have_no_fused_kernel",
+    "data_rewritten": "project/test_inputs.py::test_a_token_file_that_changes_under_a_run_is_named",
+    "detection_targets": (
+        "project/test_program.py::test_a_model_of_a_list_of_images_has_a_program_for_one_image"
+    ),
+    "exif_orientation": "project/test_data.py::test_images_of_phones_and_browsers_are_read",
+    "figure_int_zero": "project/test_metrics.py::test_a_checkpoint_with_a_score_of_zero_is_good",
+    "forkserver_default": "project/test_collate.py::test_what_workers_cannot_be_sent_is_named",
+    "frozen_eval": "project/test_model_state.py::test_parts_in_evaluation_mode_stay_so",
+    "fsdp_buffer_of_parameter": (
+        "cluster/test_hybrid.py::test_fsdp_trains_what_ddp_trains_or_refuses_it"
+    ),
+    "fsdp_mixed_dtype": "project/test_mistakes.py::test_fsdp_names_what_it_cannot_shard",
+    "fsdp_scalar": "project/test_mistakes.py::test_ranks_refuse_a_scalar_under_fsdp_once",
+    "hangup_unsaved": "project/test_terminal.py::test_a_hangup_saves_and_stops",
+    "hf_folder": (
+        "project/test_transformers.py::test_a_folder_computes_and_writes_what_the_run_does"
+    ),
+    "hidden_class_folder": "project/test_data.py::test_what_is_no_image_of_a_class_is_passed_over",
+    "infer_without_data": "project/test_travel.py::test_infer_needs_no_training_data",
+    "json_lines_names": "project/test_inputs.py::test_json_lines_are_documents_under_any_name",
+    "late_buffer": (
+        "project/test_model_state.py::test_a_buffer_that_the_first_step_makes_is_refused"
+    ),
+    "lazy_modules": "project/test_mistakes.py::test_parameters_that_cannot_be_trained_are_named",
+    "metric_named_loss": "project/test_metrics.py::test_a_metric_has_a_name_of_its_own",
+    "micro_batch_of_one": "project/test_draws.py::test_micro_batches_are_near_equal",
+    "mlflow_names": "project/test_tracker.py::test_names_that_mlflow_refuses_are_logged_by_others",
+    "mlflow_odd_folder": (
+        "project/test_tracker.py::test_names_that_mlflow_refuses_are_logged_by_others"
+    ),
+    "nan_metric": (
+        "project/test_model_state.py::test_a_metric_that_is_not_a_number_is_shown_and_named_once"
+    ),
+    "nohup_hup": "project/test_terminal.py::test_a_hangup_does_nothing_under_nohup",
+    "odd_samples": "project/test_collate.py::test_samples_that_cannot_be_stacked_are_one_line",
+    "overfit_random_transforms": (
+        "project/test_draws.py::test_what_stands_around_a_dataset_changes_no_draws"
+    ),
+    "overlay_lower": "project/test_file_systems.py::test_a_run_in_an_image_goes_on_and_prunes",
+    "parameter_order": "project/test_model_state.py::test_ranks_notice_what_would_make_them_differ",
+    "parametrized": "cluster/test_hybrid.py::test_fsdp_trains_what_ddp_trains_or_refuses_it",
+    "pt2_own_models": "project/test_program.py::test_a_program_takes_what_the_loss_gives_the_model",
+    "python_flags": "project/test_entrances.py::test_python_may_be_started_with_any_flags",
+    "random_transforms": "project/test_draws.py::test_a_resume_and_loader_workers_draw_the_same",
+    "random_uid": "project/test_terminal.py::test_a_user_without_name_or_home_trains",
+    "rank_in_environment": "project/test_mistakes.py::test_other_ways_to_start_are_one_line",
+    "run_as_script": "project/test_mistakes.py::test_other_ways_to_start_are_one_line",
+    "schedule_free": "project/test_optimizer.py::test_another_optimizer_trains_and_resumes_exactly",
+    "settings_without_config": (
+        "project/test_inputs.py::test_checkpoints_without_settings_say_what_to_do"
+    ),
+    "shm_small": "project/test_collate.py::test_full_shared_memory_is_one_line",
+    "sparse_embedding": (
+        "project/test_mistakes.py::test_parameters_that_cannot_be_trained_are_named"
+    ),
+    "split_folders": "project/test_data.py::test_a_folder_may_be_divided_already",
+    "srun_without_torchrun": "project/test_mistakes.py::test_other_ways_to_start_are_one_line",
+    "std_closed": "project/test_terminal.py::test_closed_streams_end_nothing",
+    "tilde_in_toml": "project/test_inputs.py::test_a_tilde_in_a_file_is_the_home_directory",
+    "toml_bom": "project/test_data.py::test_settings_of_a_windows_editor_are_read",
+    "torchrun_direct": "cluster/test_launch.py::test_plain_torchrun_restarts_its_ranks",
+    "unfreeze_later": "project/test_model_state.py::test_ranks_notice_what_would_make_them_differ",
+    "unused_parameter": (
+        "project/test_mistakes.py::test_ranks_name_an_unused_parameter_and_the_setting"
+    ),
+    "utf16_left_out": "project/test_data.py::test_what_is_not_text_in_utf_8_is_left_out_and_named",
+    "wandb_mode": "project/test_tracker.py::test_settings_of_the_users_own_win",
+    "worker_holds_gil_sigterm": (
+        "project/test_endings.py::test_a_stop_ends_the_wait_for_a_worker_that_hangs"
+    ),
+    "worker_long_tmpdir": (
+        "project/test_endings.py::test_a_temporary_folder_of_a_long_name_ends_the_run"
+    ),
+}
+# Models that FSDP has to train as DDP does, or refuse: all are classes of drills/twins.py.
+TWINS = (
+    *("fsdp_block_called_thrice", "fsdp_expanded_fill", "fsdp_grad_hook"),
+    *("fsdp_list_reference_large", "fsdp_nested_blocks", "fsdp_output_dict"),
+    *("fsdp_param_attribute", "fsdp_same_block_twice", "fsdp_sparse_buffer"),
+    *("fsdp_tie_across_blocks", "fsdp_tie_block_root", "fsdp_weight_norm"),
+)
+CASES |= dict.fromkeys(
+    TWINS, "cluster/test_hybrid.py::test_fsdp_trains_what_ddp_trains_or_refuses_it"
+)
+# Tried by hand only, so far: a project in a larger repository, data sets of one sample and of none,
+# a job that stands still, W&B without a home, a stop between two saves, another head, weights of
+# int8, a head that one rank alone does not use.
+WITHOUT_A_TEST = {
+    *("cruft_monorepo", "sizes", "suspended", "wandb_home", "stop_between_saves"),
+    *("init_other_head", "int8_frozen", "unused_on_one_rank"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_situation_has_a_test(name: str) -> None:
+    """One that pytest collects; a renamed test is renamed here, too."""
+    file, _, test = CASES[name].partition("::")
+    tree = ast.parse((ROOT / "tests" / file).read_text("utf-8"))
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert test.startswith("test_") and test in names
+
+
+def test_no_situation_is_in_both_lists() -> None:
+    assert not WITHOUT_A_TEST & CASES.keys()
