@@ -1,4 +1,4 @@
-"""The part of docs/explanation/scaling.md on what breaks first, with what `planning` and `meeting` measured."""
+"""The part of the page of scaling on what breaks first, with what `planning` and `meeting` measured."""
 
 import json
 from pathlib import Path

@@ -70,7 +70,7 @@ def measure(folder: Path, smoke: bool) -> dict[str, Any]:
 
 
 def table(results: Path) -> dict[str, str]:
-    """For docs/explanation/scaling.md: a row for each number of files, and the ids of global batches."""
+    """For the page of scaling: a row for each number of files, and the ids of global batches."""
     result = json.loads((results / "shards.json").read_text("utf-8"))
     middle = {name: entry["median"] for name, entry in result["series"].items()}
     head = "| token files of 1 GiB | start, ms | a sample, first, us | a sample, again, us |"
