@@ -164,6 +164,31 @@ def test_the_order_of_samples_is_that_of_earlier_releases(text: Project) -> None
     assert sampling.fixed_subset(10**6, 4).tolist() == [140063, 919950, 502981, 645244]
 
 
+def test_own_backwards_have_the_bits_of_autograd(text: Project) -> None:
+    """Those of the rotary positions and of the squared ReLU; their second derivatives are right."""
+    module = text.module("model")
+    cosines, sines = module.rotary(5, 8)[:, :, None]
+
+    def squared(x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x) * F.relu(x)
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return module.turn(x, cosines.to(x.dtype), sines.to(x.dtype))
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        return module.Rotation.apply(x, cosines.to(x.dtype), sines.to(x.dtype))
+
+    for own, plain in ((rotated, turned), (module.SquaredReLU.apply, squared)):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(2, 5, 3, 8).to(dtype).requires_grad_()
+            factors = torch.randn(2, 5, 3, 8).to(dtype)
+            assert torch.equal(own(x), plain(x))
+            gradients = [torch.autograd.grad((y(x) * factors).sum(), x)[0] for y in (own, plain)]
+            assert torch.equal(*gradients)
+        x = torch.randn(2, 5, 3, 8, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(own, (x,)) and torch.autograd.gradgradcheck(own, (x,))
+
+
 def test_the_loss_never_holds_all_logits(text: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss and gradients are those of all at once; a target of -100 adds nothing."""
     module, (count, width, vocabulary) = text.module("model"), (50, 16, 97)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import Project, project_fixture
 
@@ -67,6 +68,36 @@ def test_a_bad_step_changes_neither_weights_nor_state(project: Project) -> None:
     before, bad, after = step(False, 1.0), step(True, float("nan")), step(False, 1.0)
     assert all(map(torch.equal, before, bad))
     assert not any(map(torch.equal, bad, after))
+
+
+def test_more_layers_take_no_more_kernels(project: Project) -> None:
+    """Matrices of one shape are one batch, in bfloat16, too; no copy is made of each."""
+    model, optim = project.module("model"), project.module("optim")
+
+    class Counted(TorchDispatchMode):
+        kernels = 0
+
+        def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.kernels += f.namespace == "aten" and not f.is_view and "empty" not in f.name()
+            return f(*args, **(kwargs or {}))
+
+    def kernels(layers: int) -> int:
+        gpt = model.GPT(model.ModelConfig(layers=layers, heads=2, width=32), 100, 16)
+        optimizer = optim.build_optimizer(optim.OptimConfig(name="muon"), gpt)
+        for p in gpt.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        with Counted() as counted:
+            optimizer.step()
+        return counted.kernels
+
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("highest", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            assert kernels(8) == kernels(2) < 150
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_the_memory_that_it_takes(project: Project) -> None:
