@@ -1,4 +1,4 @@
-"""The part of the page of scaling on what breaks first, with what `planning` and `meeting` measured."""
+"""The part on what breaks first of the page of scaling, as `planning` and `meeting` measured it."""
 
 import json
 from pathlib import Path

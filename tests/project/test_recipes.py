@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import roc_auc_score
+from sklearn.metrics import r2_score, roc_auc_score
 
 from tests.conftest import ROOT, Project, bake, project_fixture, recipe, records, run
 
@@ -273,6 +273,31 @@ def test_a_part_is_trained_from_a_step_on(
     assert not torch.equal(whole[3], first)
     a, b = text.tensors(tmp_path / "whole"), text.tensors(tmp_path / "halves")
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_metrics_of_your_own(
+    image: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mean over the count, one with its own divisor, and one that a callback puts together."""
+    model, train = image.module("model"), image.module("train")
+    exec(recipe("python", "recall_of_7"), names := dict(vars(model)))
+    logits = torch.eye(10)[torch.tensor([7, 7, 3, 1])]
+    batch = {"images": logits, "labels": torch.tensor([7, 2, 7, 1])}
+    loss = names["compute_loss"](torch.nn.Identity(), batch)
+    assert int(loss.metrics["accuracy"]) == 2 and loss.count == 4
+    assert [int(part) for part in loss.metrics["recall_of_7"]] == [1, 2]
+    monkeypatch.setattr(train, "compute_loss", names["compute_loss"])
+    monkeypatch.setattr(image.module("validation"), "compute_loss", names["compute_loss"])
+    train.run(image.config(run_dir=tmp_path / "run", data__path=None, train__steps=4))
+    last = records(tmp_path / "run")[-1]
+    assert 0 <= last["validation_recall_of_7"] <= 1 and 0 <= last["accuracy"] <= 1
+
+    exec(recipe("python", "class R2"), names := {"Any": Any})
+    y, guess = np.array([1.0, 2.0, 4.0, 3.0]), np.array([1.5, 2.0, 3.0, 3.5])
+    figures = {"validation_y": y.mean(), "validation_y2": (y * y).mean()}
+    figures["validation_squared_error"] = ((y - guess) ** 2).mean()
+    names["R2"]().after_validation(None, figures)
+    assert figures["r2"] == pytest.approx(r2_score(y, guess))
 
 
 def test_one_cycle_is_torchs(text: Project) -> None:

@@ -45,9 +45,19 @@ def test_a_workflow_runs_targets_of_the_makefile(name: str) -> None:
     steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
     made = {m[1] for it in steps if (m := re.match(r"make (\w+)", it.get("run", "")))}
     nightly = {"torture", "matrix", "compat", "tutorial"}
-    wanted = {"ci.yml": {"quick", "test", "slow"}, "nightly.yml": nightly}
+    wanted = {"ci.yml": {"quick", "test", "slow"}, "nightly.yml": nightly, "site.yml": {"site"}}
     assert made == wanted[name] and made < targets()
-    assert versions(FOLDER / name) == versions(FOLDER / "ci.yml")
+    assert versions(FOLDER / name) >= versions(FOLDER / "ci.yml")
+
+
+def test_a_tag_publishes_the_site_and_nothing_else_does() -> None:
+    workflow = yaml.safe_load((FOLDER / "site.yml").read_text("utf-8"))
+    assert workflow[True]["push"]["tags"] == ["v*"]  # YAML 1.1 reads `on` so
+    build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
+    for step in (build["steps"][-1], publish):
+        assert step["if"] == "startsWith(github.ref, 'refs/tags/v')"
+    assert build["steps"][-1]["with"]["path"] == "build/site"
+    assert publish["needs"] == "build"
 
 
 def test_each_night_every_topic_is_tried_with_the_newest_torch() -> None:
