@@ -5,13 +5,25 @@ from typing import Any
 from ..errors import UserError
 from . import DCP_INDEX, WHOLE_FILE
 from .paths import Place, local_copy
-from .tensors import OneFile
-
-Source = OneFile
+from .tensors import OneFile, Source
 
 
 def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:
-    """Open a verified checkpoint; or, with manifest {}, a file of tensors."""
+    """Open a verified checkpoint; or, with manifest {}, a file of tensors.
+
+    What a checkpoint leaves out is read from its base.
+    """
+    source = open_saved(path, manifest)
+    if "base" not in manifest:
+        return source
+    # Few runs have one.
+    from .base import WithBase
+
+    return WithBase(source, manifest)
+
+
+def open_saved(path: Place, manifest: dict[str, Any]) -> OneFile:
+    """Open what is in a checkpoint itself."""
     local = local_copy(path, manifest).folder
     if not local.is_dir() or (not manifest and not (local / DCP_INDEX).exists()):
         return OneFile(local)

@@ -56,10 +56,12 @@ def export(run_dir: Path, options: ExportConfig) -> str:
         return transfer.export(run_dir, options)
     if target.exists():
         raise UserError(f"{target} is there already: give another place, nothing is overwritten")
-    path, manifest = transfer.find_checkpoint(source, options.step)
+    path, manifest = transfer.find_checkpoint(source, options.step, base=options.base)
     if "step" not in manifest or not (source / "config.json").exists():
         raise UserError(f"{source} is no run directory, whose settings the folder needs")
-    model, spec, config = load_trained(source, "cpu", manifest["step"], options.weights)
+    model, spec, config = load_trained(
+        source, "cpu", manifest["step"], options.weights, options.base
+    )
     has_own_way = hasattr(model, "to_transformers")
     if not has_own_way and not hasattr(model, "save_pretrained"):
         raise UserError(

@@ -189,7 +189,7 @@ def test_a_spec_without_a_fingerprint_is_one_line(
 def test_fresh_is_refused_for_a_store_before_anything_is_built(
     stored: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored.module("train"), "setup", lambda *given: pytest.fail("too late"))
+    monkeypatch.setattr(stored.module("train"), "setup", lambda *_, **__: pytest.fail("too late"))
     address = (tmp_path / "store").as_uri()
     words = ("--preset", "tiny", "--device", "cpu", "--fresh", "--checkpoint.url", address)
     said = stored.refuses("train", *words, "--run-dir", str(tmp_path / "run"))

@@ -21,7 +21,17 @@ LAYERS = (
     {"__main__"},
     {"workflow"},
     # What is done with a model, by its settings.
-    {"train", "resume", "validation", "adds_up", "infer", "program", "tokens", "huggingface"},
+    {
+        "train",
+        "empty_model",
+        "resume",
+        "validation",
+        "adds_up",
+        "infer",
+        "program",
+        "tokens",
+        "huggingface",
+    },
     {"config"},
     {"model", "gpt", "data", "source", "optim", "callbacks", "text"},
     {"compile", "profiler", "checkpoint", "run", "mixture", "sampling", "map_style", "ema"},

@@ -162,15 +162,15 @@ ALWAYS = {
     ),
     *every(
         PACKAGE,
-        "__init__ __main__ adds_up callbacks collate compile config data device ema errors files "
-        "infer loss model optim permutation profiler program resume sampling schedule train "
-        "validation worker_errors",
+        "__init__ __main__ adds_up callbacks collate compile config data device ema "
+        "empty_model errors files infer loss model optim permutation profiler program resume "
+        "sampling schedule train validation worker_errors",
     ),
     f"{PACKAGE}/py.typed",
     *every(f"{PACKAGE}/distributed", "__init__ parallel stop"),
     *every(
         f"{PACKAGE}/checkpoint",
-        "__init__ checkpointer manifest paths publish reader storage tensors transfer verify "
+        "__init__ base checkpointer manifest paths publish reader storage tensors transfer verify "
         "writer",
     ),
     *every(

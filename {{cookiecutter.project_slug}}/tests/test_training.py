@@ -136,8 +136,8 @@ def test_an_interrupted_validation_is_done_at_the_resume(tmp_path: Path, monkeyp
                 os.kill(os.getpid(), signal.SIGTERM)
             return read(self.dataset, ids)
 
-    def set_up_stopping(*arguments: Any) -> State:
-        state = setup(*arguments)
+    def set_up_stopping(*arguments: Any, **options: Any) -> State:
+        state = setup(*arguments, **options)
         state.validation = Stopping(state)
         return state
 
@@ -280,9 +280,9 @@ def test_a_checkpoint_holds_its_own_step(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_a_stop_before_the_first_step_is_no_dead_end(tmp_path: Path, monkeypatch) -> None:
-    def set_up_stopped(*arguments) -> State:
+    def set_up_stopped(*arguments, **options) -> State:
         os.kill(os.getpid(), signal.SIGTERM)
-        return setup(*arguments)
+        return setup(*arguments, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(training, "setup", set_up_stopped)

@@ -6,16 +6,13 @@ runs without one, as one rank, unsharded.
 """
 
 import contextlib
-import gc
 import logging
 import os
-import random
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ..device import READ_LATER, meta_tensors, random_states, set_random_states
 from ..errors import RankError, UserError
 from .agreement import LOADED, bit_sum
 from .agreement import agree_on_buffers as agree_on_buffers
@@ -108,19 +106,6 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
     return model
 
 
-def random_states() -> tuple[Any, Any, Any]:
-    """Return the states of the generators of torch (on the CPU), NumPy and Python."""
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
-
-
-def set_random_states(states: tuple[Any, Any, Any]) -> None:
-    """Set the generators to what `random_states` has returned."""
-    of_torch, of_numpy, of_python = states
-    torch.set_rng_state(of_torch)
-    np.random.set_state(of_numpy)
-    random.setstate(of_python)
-
-
 def build_on_meta(make: Callable[[], nn.Module]) -> nn.Module:
     """Build the model of tensors without memory; ValueError if one of them would stay so.
 
@@ -144,13 +129,6 @@ def build_on_meta(make: Callable[[], nn.Module]) -> nn.Module:
         if id(tensor) not in known:
             raise ValueError(f"a tensor {list(tensor.shape)} is no parameter or buffer of a module")
     return model
-
-
-def meta_tensors() -> list[torch.Tensor]:
-    """Return all tensors on `meta` in this process, which Python's garbage collector knows."""
-    gc.collect()
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    return [tensor for tensor in tensors if tensor.is_meta]
 
 
 def wrap(
@@ -242,6 +220,9 @@ def keep_attributes(attributes: dict[str, Any], parameter: torch.Tensor) -> None
 def filled(tensor: torch.Tensor, world: World) -> torch.Tensor:
     """Return a tensor like this one on this rank's device, with rank 0's values; collective."""
     new = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
+    if hasattr(tensor, READ_LATER):
+        # No rank has its values: each reads its slice from the files of --init-from.
+        return new
     if world.rank == 0:
         new.copy_(tensor.detach())
     # As bytes, since gloo knows few dtypes.

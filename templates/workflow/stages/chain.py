@@ -41,6 +41,7 @@ WITHOUT_EFFECT = {
     "workflow.expect",
     "init_from",
     "init_strict",
+    "init_new",
     "track",
     "tracker",
     "fresh",

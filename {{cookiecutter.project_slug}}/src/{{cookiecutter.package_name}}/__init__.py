@@ -6,12 +6,17 @@ from typing import Any
 
 
 def load_trained(
-    run_dir: Path | str, device: str = "auto", step: Any = None, weights: Any = "last"
+    run_dir: Path | str,
+    device: str = "auto",
+    step: Any = None,
+    weights: Any = "last",
+    base: Path | None = None,
 ) -> tuple[Any, Any, Any]:
     """Return a run's model in evaluation mode, the spec of its data, and its settings.
 
     `step` is a number or "best" (by validation); by default it is the newest good checkpoint.
-    `weights` are "last" or "ema". In one process. UserError when there is no such run or step.
+    `weights` are "last" or "ema". `base`: where the frozen weights are now that --checkpoint.frozen
+    no left out, if they have moved. In one process. UserError when there is no such run or step.
     """
     # Not imported with the package, whose commands start without torch.
     from . import device as devices
@@ -34,6 +39,6 @@ def load_trained(
     except Exception:  # a run of an earlier release has none, and {} is of one that is not plain
         _, _, spec = build_datasets(config)
     model = build_model(config, spec)
-    loaded = load_weights(run_dir, model, step, Group(), strict=True, weights=weights)
+    loaded = load_weights(run_dir, model, step, Group(), strict=True, weights=weights, base=base)
     logging.getLogger(__name__).info("weights: %s", loaded)
     return model.to(devices.pick_device(device)).eval(), spec, config

@@ -92,12 +92,14 @@ def infer(arguments: list[str]) -> int:
         """Step of the checkpoint, or "best" by validation; else the newest good one."""
         weights: Weights = "last"
         """Weights to use: the last ones, or their EMA (--optim.ema)."""
+        base: Path | None = None
+        """Where the weights are now that --checkpoint.frozen no left out, if they have moved."""
         device: str = "auto"
         """Device: auto (a GPU if there is one), cpu, cuda, cuda:1 or mps."""
 
     options = parse("infer", Inference, arguments)
     model, spec, config = load_trained(
-        options.directory, options.device, options.step, options.weights
+        options.directory, options.device, options.step, options.weights, options.base
     )
     with torch.no_grad():
         task.infer(model, spec, config, options)

@@ -144,6 +144,9 @@ class Config(RunLocation):
     """Weights to start from, at step 0: a run, a checkpoint, or a file or folder of weights."""
     init_strict: bool = False
     """Fail on missing or unexpected tensors in --init-from."""
+    init_new: tuple[str, ...] = ()
+    """Tensors, or modules of them, that do not begin with --init-from, such as a head of another
+    size."""
     reset_optimizer: bool = False
     """Resume with another optimizer: drop the saved state that does not fit it."""
     track: bool = True

@@ -2,18 +2,24 @@
 
 import contextlib
 import copy
+import gc
 import os
+import random
 from collections import UserDict
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
 from .errors import UserError
+
+# An attribute of parameters that have no values until the run reads the files of --init-from.
+READ_LATER = "read_later"
 
 
 def pick_device(name: str) -> torch.device:
@@ -134,3 +140,23 @@ def move_object(batch: Any, device: torch.device) -> Any:
     except TypeError:
         # A class may have a `to` that takes a device only.
         return batch.to(device)
+
+
+def random_states() -> tuple[Any, Any, Any]:
+    """Return the states of the generators of torch (on the CPU), NumPy and Python."""
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def set_random_states(states: tuple[Any, Any, Any]) -> None:
+    """Set the generators to what `random_states` has returned."""
+    of_torch, of_numpy, of_python = states
+    torch.set_rng_state(of_torch)
+    np.random.set_state(of_numpy)
+    random.setstate(of_python)
+
+
+def meta_tensors() -> list[torch.Tensor]:
+    """Return all tensors on `meta` in this process, which Python's garbage collector knows."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    return [tensor for tensor in tensors if tensor.is_meta]

@@ -110,8 +110,8 @@ def check_counted(sums: torch.Tensor) -> None:
         raise UserError(f"{RETURNED}: the count of a whole batch is 0: wanted {COUNTED}")
 
 
-def check_model(model: nn.Module) -> nn.Module:
-    """Return the model; UserError for a parameter that cannot be trained here, by its name."""
+def check_model(model: nn.Module) -> None:
+    """UserError for a parameter that cannot be trained here, by its name."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             way_out = "state its sizes in build_model (model.py), or call the model there once"
@@ -120,7 +120,6 @@ def check_model(model: nn.Module) -> nn.Module:
         is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
         if is_embedding and module.sparse:
             raise UserError(f"{name}.weight has sparse gradients: make it with sparse=False")
-    return model
 
 
 def check_optimizer(optimizer: object) -> None:

@@ -52,7 +52,7 @@ def export_program(run_dir: Path, options: ExportConfig) -> str:
     if target.exists():
         raise UserError(f"{target} is there already: nothing is overwritten")
     source = options.source or run_dir
-    trained, _, config = load_trained(source, "cpu", options.step, options.weights)
+    trained, _, config = load_trained(source, "cpu", options.step, options.weights, options.base)
     _, validation, _ = build_datasets(config)
 
     def call_with(samples: Sequence[int]) -> Call:

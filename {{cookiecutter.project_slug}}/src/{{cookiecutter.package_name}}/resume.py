@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from .checkpoint.checkpointer import Checkpointer
 from .checkpoint.tensors import require_same_identity, shapes_and_dtypes
 from .distributed import Group, parallel
+from .errors import UserError
 from .files import flatten, to_json
 from .run.directory import OF_ONE_START
 from .run.source_code import code_version
@@ -45,17 +46,45 @@ def resume(state: "State", run_dir: Path, group: Group) -> Checkpointer:
         state.loader.position,
     )
     state.checkpointer = checkpointer
-    state.step = checkpointer.restore(config.reset_optimizer)
+    state.step = checkpointer.restore(config.reset_optimizer, config.init_from)
     is_new = state.step == 0
     if is_new and config.init_from:
         from .checkpoint.transfer import load_weights
 
-        report = load_weights(config.init_from, state.model, None, group, config.init_strict)
+        new = config.init_new
+        strict = config.init_strict
+        report = load_weights(config.init_from, state.model, None, group, strict, new=new)
         log.info("weights: %s", report)
+    if config.checkpoint.frozen == "no":
+        leave_out_base(state, checkpointer)
     if not is_new or config.init_from:
         parallel.compare_loaded(checkpointer.tensors().values(), state.world)
     state.loader.resume(state.step, checkpointer.restored, group)
     return checkpointer
+
+
+def leave_out_base(state: "State", checkpointer: Checkpointer) -> None:
+    """Let checkpoints refer to the weights of --init-from that are frozen (--checkpoint.frozen no).
+
+    UserError, on every rank, if that would lose something.
+    """
+    from .checkpoint.base import open_base
+
+    config, group = state.config, checkpointer.group
+    if checkpointer.restored and "base" not in checkpointer.restored:
+        raise UserError(
+            "--checkpoint.frozen no: this run has saved its frozen weights so far, and they may be "
+            "others than those of --init-from. Leave the setting out, or begin a run: --name NEW"
+        )
+    base = open_base(config.init_from, state.model, config.init_new, checkpointer.run_dir, group)
+    checkpointer.leave_out(base)
+    left_out = sum(p.nbytes for name, p in state.model.named_parameters() if name in base.names)
+    log.info(
+        "checkpoints leave out %d frozen parameters (%.1f MB), which are in %s",
+        len(base.names),
+        left_out / 1e6,
+        config.init_from,
+    )
 
 
 def identity_of_run(state: "State") -> dict[str, Any]:

@@ -109,8 +109,11 @@ class Result:
     blocked_seconds: float = 0.0
 
 
-def setup(config: Config, world: World | None = None) -> State:
-    """Build everything a step needs; `world` if the caller has joined it already."""
+def setup(config: Config, world: World | None = None, weights_follow: bool = False) -> State:
+    """Build everything a step needs; `world` if the caller has joined it already.
+
+    `weights_follow`: the caller reads the weights of --init-from, so they get no values here.
+    """
     world = world or join(config.parallel, config.device)
     batch_size = config.train.global_batch_size
     if batch_size < world.size:
@@ -132,7 +135,13 @@ def setup(config: Config, world: World | None = None) -> State:
     def make_model() -> nn.Module:
         return build_model(config, spec)
 
-    model = check_model(parallel.build(make_model, world))
+    if config.init_from and weights_follow:
+        from .empty_model import build_without_values
+
+        model = build_without_values(make_model, config.init_from, config.init_new, world)
+    else:
+        model = parallel.build(make_model, world)
+    check_model(model)
     require_same_model(model, world)
     peak_flops = hardware.peak_flops(world.device)
     forward_flops = None
@@ -287,7 +296,7 @@ def _run(config: Config, world: World, more_callbacks: Iterable[Any]) -> Result:
         # other. The run writes to its directory only after `resume`, which may refuse it.
         stop = stack.enter_context(Stop(group))
         end_in_time(stop)
-        state = setup(config, world)
+        state = setup(config, world, weights_follow=True)
         config = state.config
         run_dir = stack.enter_context(directory)
         watching, after_journal = monitors(state, run_dir.path, group)

@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -37,6 +37,9 @@ from .tensors import (
     optimizer_tensors,
 )
 from .writer import CheckpointConfig, Writer
+
+if TYPE_CHECKING:
+    from .base import Base
 
 log = logging.getLogger(__name__)
 # The names of optimizer state that a resume must not lose: all of the parameters' but averages.
@@ -76,6 +79,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self.last_good: int | None = None
         # The manifest of the checkpoint that was restored.
         self.restored: dict[str, Any] = {}
+        # The frozen weights that are not saved, and how often each was changed in place.
+        self.base: Base | None = None
+        self.versions_of_base: dict[str, int] = {}
         # The callbacks whose state is saved, by name.
         self.remembered: dict[str, Any] = {}
 
@@ -124,7 +130,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             return
         facts = self._facts_of(step, figures or {})
         with self._blocking():
-            self.writer.begin(self.tensors(), self._publish, step, facts)
+            self.writer.begin(self.tensors_to_save(), self._publish, step, facts)
 
     def _publish(self, step: int, facts: dict[str, Any]) -> None:
         """Write what was staged, and publish it; in a thread with checkpoint=dcp_async.
@@ -184,7 +190,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         with self._blocking():
             # The first time after the optimizer's first step, when it has its state.
             if not self.writer.prepared and any(self.optimizer.state.values()):
-                self.writer.prepare(self.tensors())
+                self.writer.prepare(self.tensors_to_save())
             self.writer.wait_until_staged()
 
     def close(self) -> None:
@@ -213,8 +219,28 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             except RankError as error:
                 log.warning("%s", error)
 
+    def leave_out(self, base: "Base") -> None:
+        """Do not save the weights of a base from now on; the model has them."""
+        from .base import versions
+
+        self.base = base
+        self.facts = {**self.facts, "base": base.entry}
+        self.versions_of_base = versions(self.model, base.names)
+
+    def tensors_to_save(self) -> Tensors:
+        """Return the tensors of a checkpoint: all but those that its base has."""
+        tensors = self.tensors()
+        if self.base is not None:
+            from .base import require_unchanged
+
+            with self.group.together():
+                require_unchanged(self.model, self.versions_of_base)
+            for name in self.base.names:
+                del tensors[f"model.{name}"]
+        return tensors
+
     def tensors(self) -> Tensors:
-        """Return all that is saved; the tensors share memory with the model and the optimizer."""
+        """Return the state of the run; the tensors share memory with model and optimizer."""
         tensors: Tensors = {}
         # The model comes first, since its state_dict() brings FSDP's parameters back to shards.
         for name, tensor in self.model.state_dict().items():
@@ -223,12 +249,13 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             tensors[f"optimizer.{name}"] = tensor
         return tensors
 
-    def restore(self, reset_optimizer: bool = False) -> int:
+    def restore(self, reset_optimizer: bool = False, base: Path | None = None) -> int:
         """Find, verify and load the newest good checkpoint; return its step, 0 if there is none.
 
         Collective. The whole checkpoint is verified before anything is loaded. UserError if another
         run saved it, or if optimizer state would be lost; `reset_optimizer` drops that state
-        instead. An error on any rank is raised on all of them.
+        instead. `base`: where the weights are now that the checkpoint leaves out, if they have
+        moved. An error on any rank is raised on all of them.
         """
         newest = self.publisher.newest_good()
         if newest is None:
@@ -237,6 +264,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         problems = identity_differences(manifest.get("identity"), self.facts["identity"])
         if problems:
             raise UserError(self._other_run(path, problems, self.publisher.start_over))
+        if "base" in manifest:
+            from .base import check_base
+
+            manifest = check_base(manifest, base, self.run_dir, self.group)
         self.load(path, manifest, reset_optimizer)
         release_copies()
         log.info("resuming from %s", path)

@@ -111,6 +111,13 @@ def _in_this_release(manifest: dict[str, Any]) -> dict[str, Any]:
         files[name] = {"size": int(entry["size"]), "sha256": str(entry["sha256"])}
     manifest["files"] = files
     manifest["config"] = dict(manifest.get("config") or {})
+    if "base" in manifest:
+        base = manifest["base"]
+        manifest["base"] = {
+            "path": str(base["path"]),
+            "digest": str(base["digest"]),
+            "tied": dict(base["tied"]),
+        }
     # Earlier releases had the loss of the validation only.
     loss = manifest.get("validation_loss")
     rule, score = manifest.get("score") or ["min validation_loss", loss]

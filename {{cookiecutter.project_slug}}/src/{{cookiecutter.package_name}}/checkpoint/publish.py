@@ -60,6 +60,8 @@ class RetentionConfig:
     """Whether its smallest or its largest value is the best."""
     keep_every: int = 0
     """Also keep for good each checkpoint whose step is a multiple of this (0: none)."""
+    frozen: Literal["all", "no"] = "all"
+    """Save frozen weights, too; "no" leaves out those that the files of --init-from have."""
     on_failure: Literal["stop", "continue"] = "stop"
     """After a failed save: "stop" ends training, "continue" trains on to the next save."""
 

@@ -8,10 +8,11 @@ identity) is JSON in the manifest.
 
 import inspect
 import math
+import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file as load_safetensors
@@ -20,12 +21,19 @@ from torch import nn
 from ..distributed import Group, parallel
 from ..ema import EMA
 from ..errors import UserError
+from ..files import read_json
 from . import CheckpointError
 from .manifest import reading
 
 # By names as in "model.norm.weight".
 Tensors = dict[str, torch.Tensor]
 SAFETENSORS = ".safetensors"
+# The beginnings of tensors' names in a checkpoint, and the name of the note in a .pt file.
+MODEL = "model."
+OPTIMIZER = "optimizer."
+NOTE = "note"
+# What peft puts into the names of the weights of a layer that it adapts, or trains a copy of.
+ADAPTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)\.")
 # Entries of an optimizer's groups that this project sets and does not save.
 GROUP_SETTINGS = ("lr", "initial_lr", "rate_factor", "ema_decay", "matrices")
 
@@ -66,6 +74,22 @@ def check_shapes(saved: Mapping[str, torch.Tensor], targets: Mapping[str, torch.
             raise CheckpointError(f"{name} is {shapes}")
 
 
+class Source(Protocol):
+    """Tensors that can be read: those of a checkpoint, or of a file that anybody has written.
+
+    `forms` are tensors of their shapes and dtypes, by name.
+    """
+
+    path: Path
+    forms: Tensors
+
+    def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
+        """Copy values into tensors of the run, of sharded ones the shards of this rank.
+
+        Collective. CheckpointError, on every rank, when any rank failed.
+        """
+
+
 class OneFile:
     """Tensors in one file, of `torch.save` or of safetensors, or in a folder of the latter.
 
@@ -76,8 +100,7 @@ class OneFile:
         self.path = path
         self.forms: Tensors = {}
         with reading(path):
-            files = sorted(path.glob(f"*{SAFETENSORS}")) if path.is_dir() else [path]
-            for file in files:
+            for file in weight_files(path):
                 for name, tensor in load_file(file):
                     if name in self.forms:
                         problem = f"{path} has tensors of the same name in several files"
@@ -96,6 +119,22 @@ class OneFile:
                 target.copy_(parallel.shard_like(self.forms[name], target))
 
 
+def weight_files(path: Path) -> list[Path]:
+    """Return the files of weights at a path: itself, or the safetensors in a folder."""
+    if not path.is_dir():
+        return [path]
+    # Beside the files of the index, or the one file, a folder may have the same weights again.
+    index = path / f"model{SAFETENSORS}.index.json"
+    if index.is_file():
+        file_of = read_json(index).get("weight_map")
+        if not isinstance(file_of, dict) or not file_of:
+            raise UserError(f"{index} has no weight_map")
+        return [path / Path(name).name for name in sorted(set(map(str, file_of.values())))]
+    if (path / f"model{SAFETENSORS}").is_file():
+        return [path / f"model{SAFETENSORS}"]
+    return sorted(path.glob(f"*{SAFETENSORS}"))
+
+
 def load_file(path: Path) -> Iterable[tuple[str, torch.Tensor]]:
     """Return the tensors of a file by name, mapped unless it is of an old torch.save."""
     if path.suffix == SAFETENSORS:
@@ -103,6 +142,49 @@ def load_file(path: Path) -> Iterable[tuple[str, torch.Tensor]]:
     # Before torch.save wrote zip files, what it wrote cannot be mapped.
     can_be_mapped = zipfile.is_zipfile(path)
     return flat(torch.load(path, map_location="cpu", weights_only=True, mmap=can_be_mapped))
+
+
+def weight_names(stored: Iterable[str], expected: Iterable[str]) -> dict[str, str]:
+    """Return the stored names of weights, by the names that a model may have for them."""
+    # Files differ in what they put before a name ("model.", DDP's "module.") or inside (compile's
+    # "_orig_mod."): the prefix that leaves most of the expected names is taken off.
+    expected = set(expected)
+    # Several expected names may be one stored name, since an adapter of peft copies some layers.
+    expected_by_plain_name: dict[str, list[str]] = {}
+    for name in expected:
+        expected_by_plain_name.setdefault(without_adapters(name), []).append(name)
+    candidates: list[str] = []
+    for name in stored:
+        if name in expected or not name.startswith((NOTE, OPTIMIZER)):
+            candidates.append(name)
+    best: dict[str, str] = {}
+    most = -1
+    for outer in ("", MODEL, "state_dict."):
+        for prefix in (outer, f"{outer}module."):
+            names: dict[str, str] = {}
+            for full_name in candidates:
+                name = full_name.replace("_orig_mod.", "")
+                if not name.startswith(prefix):
+                    continue
+                name = name.removeprefix(prefix)
+                names[name] = full_name
+                # Under its own name, a tensor that is stored goes before one of the base.
+                for expected_name in expected_by_plain_name.get(name, []):
+                    names.setdefault(expected_name, full_name)
+            fitting = len(names.keys() & expected)
+            if fitting > most:
+                best, most = names, fitting
+    return best
+
+
+def without_adapters(name: str) -> str:
+    """Return the name of a weight as it was before peft put its layer into an adapter."""
+    return ADAPTED.sub(".", name.removeprefix("base_model.model."))
+
+
+def is_named(name: str, names: tuple[str, ...]) -> bool:
+    """Tell whether a tensor is one of those that are named, or in a module that is."""
+    return any(name == each or name.startswith(f"{each}.") for each in names)
 
 
 def optimizer_slots(

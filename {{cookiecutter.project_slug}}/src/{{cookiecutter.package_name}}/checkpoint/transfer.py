@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -28,15 +28,23 @@ from . import DCP_INDEX, MANIFEST, CheckpointError, step_name
 from .manifest import read_manifest, reading, verify
 from .paths import Place, checkpoints_of, published, release_copies, storage_path
 from .publish import Found, Publisher, RetentionConfig, best_by_validation
-from .reader import Source, open_tensors
-from .tensors import SAFETENSORS, OneFile, Tensors, nested, require_same_identity
+from .reader import open_tensors
+from .tensors import (
+    MODEL,
+    NOTE,
+    OPTIMIZER,
+    SAFETENSORS,
+    OneFile,
+    Source,
+    Tensors,
+    is_named,
+    nested,
+    require_same_identity,
+    weight_names,
+)
 from .writer import write_tensors
 
 log = logging.getLogger(__name__)
-# The beginnings of tensors' names in a checkpoint, and the name of the note in a .pt file.
-MODEL = "model."
-OPTIMIZER = "optimizer."
-NOTE = "note"
 Weights = Literal["last", "ema"]
 Step = int | Literal["best"] | None
 FILES = (".pt", ".pth", SAFETENSORS)
@@ -55,6 +63,8 @@ class ExportConfig:
     """Another run, checkpoint or exported file than the run of that name (for .pt2: a run)."""
     weights: Weights = "last"
     """Weights to write: the last ones, or their EMA (--optim.ema)."""
+    base: Path | None = None
+    """Where the weights are now that --checkpoint.frozen no left out, if they have moved."""
 
 
 def export(run_dir: Path, options: ExportConfig) -> str:
@@ -74,7 +84,7 @@ def export(run_dir: Path, options: ExportConfig) -> str:
         kinds += "transformers, which needs a project with text=tokenizer"
         raise UserError(f"{target}: {kinds}")
     with_optimizer = target.suffix != SAFETENSORS
-    path, manifest = find_checkpoint(where, options.step)
+    path, manifest = find_checkpoint(where, options.step, base=options.base)
     with reading(path):
         source = open_tensors(path, manifest)
         note = make_note(where, path, manifest) if manifest else read_note(source)
@@ -97,12 +107,15 @@ def export(run_dir: Path, options: ExportConfig) -> str:
     return f"{target}: step {step} from {path}; {len(tensors)} tensors of {what}"
 
 
-def find_checkpoint(where: Place, step: Step = None, group: Group | None = None) -> Found:
+def find_checkpoint(
+    where: Place, step: Step = None, group: Group | None = None, base: Path | None = None
+) -> Found:
     """Return a verified checkpoint to read from: a run's newest good one, the best, or one by step.
 
     `where` is a run or a checkpoint. It may also be a file of torch.save or safetensors, or a
-    folder of safetensors or DCP: these have the manifest {} and cannot be verified. Collective with
-    a `group`; nothing is changed. UserError if there is no good checkpoint.
+    folder of safetensors or DCP: these have the manifest {} and cannot be verified. `base`: where
+    the weights are now that the checkpoint leaves out. Collective with a `group`; nothing is
+    changed. UserError if there is no good checkpoint.
     """
     group = group or Group()
     where = storage_path(where)
@@ -118,6 +131,10 @@ def find_checkpoint(where: Place, step: Step = None, group: Group | None = None)
     for path in paths:
         manifest, problems = verify(path, group)
         if not problems:
+            if "base" in manifest:
+                from .base import check_base
+
+                manifest = check_base(manifest, base, run_of(path), group)
             return path, manifest
         # A run that still trains may have pruned it just now.
         if path.exists():
@@ -170,13 +187,16 @@ def load_weights(
     group: Group,
     strict: bool = False,
     weights: Weights = "last",
+    base: Path | None = None,
+    new: tuple[str, ...] = (),
 ) -> str:
     """Load weights alone into a model, from anything that holds some; return a line about it.
 
     Collective. Tensors that only one side has are left out and listed, or refused when `strict`.
+    `new`: tensors, or modules of them, that stay as they are. `base` as in `find_checkpoint`.
     UserError also when a tensor has another shape or when nothing fits.
     """
-    path, manifest = find_checkpoint(where, step, group)
+    path, manifest = find_checkpoint(where, step, group, base)
     with group.together():
         source = open_tensors(path, manifest)
         # A model with this method can begin with the files of another library. It gives their
@@ -192,16 +212,20 @@ def load_weights(
     require_same_identity({f"content of {path}": content}, group)
 
     ours = model.state_dict()
+    left_new = {name for name in ours if is_named(name, new)}
+    for each in new:
+        if not any(is_named(name, (each,)) for name in ours):
+            raise UserError(f"--init-new {each}: the model has no tensor or module of that name")
     saved = with_averages(weight_names(source.forms, ours), source, weights)
-    common = [name for name in ours if name in saved]
+    common = [name for name in ours if name in saved and name not in left_new]
     for name in common:
         shape = source.forms[saved[name]].shape
         if shape != ours[name].shape:
-            raise UserError(f"{path}: {name} is {list(shape)}, wanted {list(ours[name].shape)}")
+            raise UserError(f"{path}: {_other_shape(name, shape, ours[name].shape)}")
     if not common:
         raise UserError(f"{path} and this model have no parameter name in common")
     notes: list[str] = []
-    missing = _missing_names(model, set(common))
+    missing = [name for name in _missing_names(model, set(common)) if name not in left_new]
     if missing:
         notes.append(f"missing there, left as they were: {', '.join(missing)}")
     unused = sorted(saved.keys() - ours.keys())
@@ -210,9 +234,22 @@ def load_weights(
     notes = [printable(note) for note in notes]
     if notes and strict:
         raise UserError(f"{path} does not match this model exactly; {'; '.join(notes)}")
+    if left_new:
+        notes.append(f"new, as --init-new says: {', '.join(sorted(left_new))}")
     source.read({saved[name]: ours[name] for name in common}, group)
     release_copies()
     return "; ".join([f"{len(common)} tensors from {path}", *notes])
+
+
+def _other_shape(name: str, there: torch.Size, here: torch.Size) -> str:
+    """Return how a tensor's shape differs from the one that was saved, and the way out."""
+    text = f"{name} is {list(there)} there and {list(here)} in this model"
+    way_out = f"Let it begin as build_model makes it: --init-new {name}"
+    has_grown = len(here) == 2 and here[1:] == there[1:] and here[0] > there[0]
+    if has_grown:
+        text += f", {here[0] - there[0]} rows more (classes, a vocabulary, or positions)"
+        way_out += ", or let build_model fill it with the old rows, too"
+    return f"{text}. {way_out}"
 
 
 def _missing_names(model: nn.Module, loaded: set[str]) -> list[str]:
@@ -228,30 +265,6 @@ def _missing_names(model: nn.Module, loaded: set[str]) -> list[str]:
         if name not in loaded and not by_another_name:
             missing.append(name)
     return missing
-
-
-def weight_names(stored: Iterable[str], expected: Iterable[str]) -> dict[str, str]:
-    """Return the stored names of weights, by the names that a model may have for them."""
-    # Files differ in what they put before a name ("model.", DDP's "module.") or inside (compile's
-    # "_orig_mod."): the prefix that leaves most of the expected names is taken off.
-    expected = set(expected)
-    candidates: list[str] = []
-    for name in stored:
-        if name in expected or not name.startswith((NOTE, OPTIMIZER)):
-            candidates.append(name)
-    best: dict[str, str] = {}
-    most = -1
-    for outer in ("", MODEL, "state_dict."):
-        for prefix in (outer, f"{outer}module."):
-            names: dict[str, str] = {}
-            for full_name in candidates:
-                name = full_name.replace("_orig_mod.", "")
-                if name.startswith(prefix):
-                    names[name.removeprefix(prefix)] = full_name
-            fitting = len(names.keys() & expected)
-            if fitting > most:
-                best, most = names, fitting
-    return best
 
 
 def with_averages(saved: dict[str, str], source: Source, weights: Weights) -> dict[str, str]:
@@ -277,14 +290,22 @@ def make_note(where: Place, path: Place, manifest: dict[str, Any]) -> dict[str, 
     The files config.json and spec.json of the run go into it. Where there are none, the manifest
     has the settings.
     """
-    # The run directory: on disk the checkpoint is in it; with a store, `where` may be one.
-    run = path.resolve().parent.parent if isinstance(path, Path) else where
+    # With a store, `where` may be a run directory.
+    run = run_of(path) or where
+    manifest = dict(manifest)
+    # What is exported has all weights.
+    manifest.pop("base", None)
     note = {"manifest": manifest, "config": manifest["config"]}
     for name in ("config", "spec"):
         file = Path(str(run)) / f"{name}.json"
         if file.exists():
             note[name] = read_json(file)
     return note
+
+
+def run_of(path: Place) -> Path | None:
+    """Return the run directory that a checkpoint is in; None if it is in a store."""
+    return path.resolve().parent.parent if isinstance(path, Path) else None
 
 
 def read_note(source: Source) -> dict[str, Any]:
@@ -343,6 +364,7 @@ def import_as_run(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None
             checkpoint = dict(config.get("checkpoint", {}))
             checkpoint.pop("url", None)
             checkpoint.pop("local_first", None)
+            checkpoint.pop("frozen", None)
             write_json(run_dir / "config.json", {**config, "checkpoint": checkpoint})
             write_json(run_dir / "spec.json", note.get("spec", {}))
 

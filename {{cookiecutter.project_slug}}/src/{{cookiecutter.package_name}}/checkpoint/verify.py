@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..distributed import Group
 from ..errors import UserError
 from .manifest import verify
 from .paths import Place, checkpoints_of, damaged, published, storage_path
@@ -46,7 +47,25 @@ def list_checkpoints(run_dir: Path) -> Listing:
             lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")
     for name in damaged(directory):
         lines.append(f"{name}  set aside")
+    for manifest in good.values():
+        if "base" in manifest:
+            # Those of one run have the same base.
+            problem = _problem_of_base(manifest, run_dir)
+            any_damaged = any_damaged or bool(problem)
+            lines.append(problem or f"frozen weights  good  {manifest['base']['path']}")
+            break
     return Listing(lines, any_damaged)
+
+
+def _problem_of_base(manifest: dict[str, Any], run_dir: Path) -> str:
+    """Return what is wrong with the weights that a checkpoint leaves out; "" if nothing is."""
+    from .base import check_base
+
+    try:
+        check_base(manifest, None, run_dir, Group())
+    except UserError as error:
+        return f"frozen weights  MISSING  {error}"
+    return ""
 
 
 def _describe(path: Place, manifest: dict[str, Any]) -> str:

@@ -37,7 +37,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 LOGS = "logs"
-OF_ONE_RUN = ("name", "run_dir", "fresh", "reset_optimizer", "init_from", "init_strict", "workflow")
+OF_ONE_RUN = (
+    "name",
+    "run_dir",
+    "fresh",
+    "reset_optimizer",
+    "init_from",
+    "init_strict",
+    "init_new",
+    "workflow",
+)
 # Settings that a start does not take from the run that it continues.
 OF_ONE_START = {*OF_ONE_RUN, "device", "train.loader_workers", "tracker.uri"}
 OF_ONE_START |= {"checkpoint.url", "checkpoint.local_first"}
@@ -73,9 +82,13 @@ def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
         elif saved is None:
             saved = read_json(where)
         taken: dict[str, Any] = {}
+        not_taken = set(OF_ONE_START)
+        if saved.get("checkpoint", {}).get("frozen") == "no":
+            # Each start reads the weights that the checkpoints leave out.
+            not_taken -= {"init_from", "init_new"}
         for name, value in flatten(saved):
             section = name.partition(".")[0]
-            if name not in OF_ONE_START and section not in OF_ONE_START:
+            if name not in not_taken and section not in not_taken:
                 taken[name] = value
         result = read(taken)
     except (UserError, RecursionError) as error:

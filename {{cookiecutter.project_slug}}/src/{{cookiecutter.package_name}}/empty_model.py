@@ -1,0 +1,112 @@
+"""Build the model without the values that it is going to get from the files of --init-from.
+
+A matrix in the shape of one in the files stays on torch's `meta` device, without memory and without
+random numbers drawn for it. It gets memory on its device: under FSDP, that of a rank's slice only.
+The run then reads its values (resume.py).
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils import swap_tensors
+
+from .checkpoint.base import is_plain_weights
+from .checkpoint.tensors import OneFile, Tensors, is_named, weight_names
+from .device import READ_LATER, meta_tensors, random_states, set_random_states
+from .distributed import Group, World, parallel
+
+log = logging.getLogger(__name__)
+
+
+def build_without_values(
+    make: Callable[[], nn.Module], path: Path, new: tuple[str, ...], world: World
+) -> nn.Module:
+    """Build a model whose weights are read from `path` later, all but those in `new`; collective.
+
+    A model that cannot be built like this is built as without --init-from; a log line says why.
+    """
+    states = random_states()
+    problem = ""
+    model: Any = None
+    if not is_plain_weights(path):
+        # A run or a checkpoint may lack weights, and is verified as a whole first.
+        return parallel.build(make, world)
+    try:
+        model = build_on_meta(make, OneFile(path).forms, new)
+    # The user's code may raise anything.
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+    if Group(world).any(bool(problem)):
+        if problem:
+            log.info("the model is built with values before %s is read: %s", path, problem)
+        set_random_states(states)
+        return parallel.build(make, world)
+    if not (parallel.SHARDED and world.distributed):
+        allocate(model, world.device)
+    return model
+
+
+def build_on_meta(
+    make: Callable[[], nn.Module], stored: Tensors, new: tuple[str, ...]
+) -> nn.Module:
+    """Build a model whose matrices are on `meta` if `stored` has values for them.
+
+    ValueError if something is on `meta` for which there is no value.
+    """
+    shapes: set[torch.Size] = set()
+    for name, tensor in stored.items():
+        if tensor.ndim > 1 and not is_named(name, new):
+            shapes.add(tensor.shape)
+            # Some libraries store the transposed matrix.
+            shapes.add(tensor.transpose(-1, -2).shape)
+
+    def drop_value(module: nn.Module, name: str, parameter: Any) -> None:
+        """Put a parameter on `meta` when a module gets it, in the same Python object."""
+        plain = type(parameter) is nn.Parameter and parameter.layout == torch.strided
+        if plain and not parameter.is_meta and parameter.shape in shapes:
+            move(parameter, torch.device("meta"))
+
+    known = {id(tensor) for tensor in meta_tensors()}
+    hook = register_module_parameter_registration_hook(drop_value)
+    try:
+        model = make()
+    finally:
+        hook.remove()
+
+    if hasattr(model, "from_transformers"):
+        rename: Any = model.from_transformers
+        stored = rename(stored)
+    names = weight_names(stored, [*model.state_dict()])
+    given: set[nn.Parameter] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        is_there = name in names and stored[names[name]].shape == parameter.shape
+        if is_there and not is_named(name, new):
+            given.add(parameter)
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            if parameter not in given:
+                raise ValueError(f"{name} has the shape of a tensor there, but not its name")
+            vars(parameter)[READ_LATER] = True
+            known.add(id(parameter))
+    if any(id(tensor) not in known for tensor in meta_tensors()):
+        raise ValueError("build_model computes something from its parameters")
+    return model
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give memory to the parameters that are on `meta`, without values."""
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            move(parameter, device)
+
+
+def move(parameter: nn.Parameter, device: torch.device) -> None:
+    """Move a parameter without its values; whoever holds it holds the moved one."""
+    moved = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+    vars(moved).update(vars(parameter))
+    swap_tensors(parameter, moved)
