@@ -23,6 +23,8 @@ extensions = ["myst_parser"]
 exclude_patterns = ["requirements.txt"]
 # Headings get the anchors that a code host gives them.
 myst_heading_anchors = 4
+# Otherwise --name would get a dash in place of two hyphens.
+smartquotes = False
 html_theme = "furo"
 html_title = "PyTorch training template"
 html_copy_source = False

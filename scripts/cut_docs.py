@@ -250,8 +250,9 @@ def settings(project: Path, words: list[str]) -> str:
 
 
 def sentence(words: str) -> str:
-    """The words of a setting, as a cell of the table."""
-    return words.rstrip(".").replace("|", "\\|") + "."
+    """The words of a setting, as a cell of the table; options in it are code."""
+    text = re.sub(r"(?<![`\w-])(--[\w.-]*\w)", r"`\1`", words)
+    return text.rstrip(".").replace("|", "\\|") + "."
 
 
 def shown_default(row: dict[str, str]) -> str:

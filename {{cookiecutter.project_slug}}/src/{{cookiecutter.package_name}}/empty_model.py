@@ -1,4 +1,4 @@
-"""Build the model without the values that it is going to get from the files of --init-from.
+"""Build the model without memory for the values that --init-from reads.
 
 A matrix in the shape of one in the files stays on torch's `meta` device, without memory and without
 random numbers drawn for it. It gets memory on its device: under FSDP, that of a rank's slice only.
@@ -106,7 +106,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 
 def move(parameter: nn.Parameter, device: torch.device) -> None:
-    """Move a parameter without its values; whoever holds it holds the moved one."""
+    """Move a parameter without its values; all its holders then hold the moved one."""
     moved = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
     vars(moved).update(vars(parameter))
     swap_tensors(parameter, moved)

@@ -2,7 +2,7 @@
 
 With --checkpoint.frozen no, a checkpoint leaves out each frozen parameter that the files of
 --init-from hold. Its manifest says where these files are, with a digest of their contents, and
-whoever reads the checkpoint takes those parameters from there.
+a reader of the checkpoint takes those parameters from there.
 """
 
 import contextlib
