@@ -109,4 +109,11 @@ def move(parameter: nn.Parameter, device: torch.device) -> None:
     """Move a parameter without its values; all its holders then hold the moved one."""
     moved = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
     vars(moved).update(vars(parameter))
+    hooks = parameter._backward_hooks
+    late_hooks = parameter._post_accumulate_grad_hooks
     swap_tensors(parameter, moved)
+    # The other tensor does not know the hooks until they are set again.
+    if hooks:
+        parameter._backward_hooks = hooks
+    if late_hooks:
+        parameter._post_accumulate_grad_hooks = late_hooks
