@@ -150,10 +150,14 @@ def startup(found: Series) -> list[str]:
 
 def sharded_start(found: Series) -> list[str]:
     """Host memory at the start."""
-    ours, whole = (found[f"4 ranks, {way}: together"]["median"] for way in WAYS)
+    ours, whole, files, first = (found[f"4 ranks, {way}: together"]["median"] for way in WAYS)
+    seconds, longer = (found[f"4 ranks, {way}: seconds"]["median"] for way in WAYS[2:])
     return [
-        f"- The host memory that 4 ranks of FSDP begin with: {_number(ours)} MB together, where "
-        f"{_number(whole)} MB are needed if each builds the whole model of 1,208 MB."
+        f"- The host memory that 4 ranks of FSDP start with: {_number(ours)} MB together, where "
+        f"{_number(whole)} MB are needed if each builds the whole model of 1,208 MB.",
+        f"- The same from a .safetensors file (--init-from): {_number(files)} MB in "
+        f"{_number(seconds)} s; {_number(first)} MB in {_number(longer)} s if the values are built "
+        "before they are read.",
     ]
 
 
