@@ -21,12 +21,14 @@ from typing import Any
 
 from benchmarks.common import render
 
+from . import own_code
 from .common import Findings, run_topic
 from .prepare_checkpoints import ANSWERS, save, settings
 
 FOUND = "damage is found and named"
 RESUMED = "a damaged newest checkpoint is set aside, the one before is used, to the bit"
 NO_FRESH_START = "checkpoints but none good is an error, and nothing is trained over them"
+BASE = "a resume takes no other frozen weights than those that it was trained with"
 NO_FALSE_ALARM = "undamaged checkpoints, and damaged ones put right again, verify"
 TEXT = "Was ever woman in this humour wooed? " * 300
 Damage = Callable[[], None]
@@ -65,6 +67,7 @@ class Target:
 def attempt(findings: Findings) -> None:
     """Save, then damage in every way."""
     probe(findings, saved(findings.folder))
+    damage_base(findings)
 
 
 def probe(findings: Findings, targets: list[Target]) -> None:
@@ -82,6 +85,46 @@ def probe(findings: Findings, targets: list[Target]) -> None:
             resume(findings, target, rng)
     finally:
         logging.disable(logging.NOTSET)
+
+
+def damage_base(findings: Findings) -> None:
+    """Flip bits of the file that has the frozen weights of a run: no resume takes other ones."""
+    package = f"damage_{ANSWERS[0]}"
+    training = importlib.import_module(f"{package}.train")
+    errors = importlib.import_module(f"{package}.errors")
+    folder = findings.folder / "with_base"
+    folder.mkdir()
+    (folder / "text.txt").write_text(TEXT)
+    base = folder / "base.safetensors"
+
+    def start(steps: int) -> None:
+        left_out = {"init_from": base, "checkpoint.frozen": "no"}
+        training.run(settings(package, folder / "run", folder / "text.txt", steps, **left_out))
+
+    build_model = training.build_model
+    own_code.freeze(package)
+    try:
+        config = settings(package, folder / "run", folder / "text.txt")
+        own_code.write_base(package, config, base)
+        start(2)
+        bits = base.stat().st_size * 8
+        rng = random.Random(6)
+        for bit in rng.sample(range(bits), 10 if findings.bounded else 200):
+            content = bytearray(base.read_bytes())
+            content[bit // 8] ^= 1 << bit % 8
+            base.write_bytes(content)
+            problem = f"bit {bit} of the base: a run went on"
+            try:
+                start(3)
+            except (errors.UserError, errors.RankError) as error:
+                if str(base) in str(error):
+                    problem = ""
+            content[bit // 8] ^= 1 << bit % 8
+            base.write_bytes(content)
+            findings.tally(BASE, "bits").count(problem or None)
+        start(3)
+    finally:
+        training.build_model = build_model
 
 
 def saved(folder: Path) -> list[Target]:

@@ -5,8 +5,9 @@ what launched them; some kills come at a moment drawn at random from the length 
 within a phase that is waited for, so that short ones are met too. Most jobs are forked
 (forked_jobs.py, storm.py), on one process, two ranks or three, some compiled per block, some with
 data that draws random numbers and with buffers of every sort (own_code.py), which get a stop signal
-between saves, too; some go through launch.sh and torchrun (launched_jobs.py), and some are killed
-while they prune thousands of checkpoints (kill_storm_pruning.py).
+between saves, too; some have frozen weights that no checkpoint repeats; some go through launch.sh
+and torchrun (launched_jobs.py), and some are killed while they prune thousands of checkpoints
+(kill_storm_pruning.py).
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from typing import Any
 
 from . import kill_storm_mutants, kill_storm_pruning, own_code
 from .common import Findings, run_topic
-from .forked_jobs import PHASES
+from .forked_jobs import PHASES, Plan
 from .launched_jobs import Launch
 from .storm import (
     ENDS,
@@ -75,6 +76,20 @@ def launched_storm(storm: Storm, source: Path) -> None:
     (launch or Launch(source, storm.plan, run_dir, log)).finish()
     problem = storm.differences(run_dir)
     storm.tally(ENDS, "runs").count(f"{name}, launched: {problem}" if problem else None)
+
+
+def kill_with_base(findings: Findings, hits: Counter[str], plan: Plan) -> None:
+    """Kills of runs whose frozen weights stay in a file, which each restart reads."""
+    folder = findings.folder / f"{plan.package}_base"
+    folder.mkdir()
+    base = folder / "base.safetensors"
+    own_code.write_base(plan.package, plan.configuration(folder), base)
+    settings = plan.settings | {"init_from": base, "checkpoint.frozen": "no"}
+    plan = dataclasses.replace(plan, settings=settings, sabotage=own_code.freeze)
+    storm = Storm(plan, folder / "runs", findings, random.Random(folder.name), hits)
+    before = hits["kills"]
+    storm.kill(1 if findings.bounded else 12)
+    hits["with base"] += hits["kills"] - before
 
 
 def side_by_side(findings: Findings, parts: list[Part]) -> Counter[str]:
@@ -139,6 +154,8 @@ def attempt(findings: Findings) -> None:
                     folder, its = found.folder / f"{name}_own", random.Random(f"{name}_own")
                     own = Storm(plan, folder, found, its, hits, stops=True)
                     own.kill(2 if found.bounded else 16)
+                if name in (IN_PART[:1] if found.bounded else IN_PART):
+                    kill_with_base(found, hits, plan_of(name, sources[name]))
 
         return part
 
@@ -183,6 +200,7 @@ def attempt(findings: Findings) -> None:
     figures["stops between saves, where data draws and buffers change"] = hits[
         "stops between saves"
     ]
+    figures["kills of runs whose frozen weights no checkpoint has"] = hits["with base"]
     figures[kill_storm_pruning.HALF_WAY] = hits[kill_storm_pruning.HALF_WAY]
     figures[kill_storm_pruning.MOST] = hits[kill_storm_pruning.MOST]
     for name in (*WHOM, *PHASES[1:]):

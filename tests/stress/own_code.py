@@ -6,6 +6,7 @@
 import importlib
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,30 @@ def add(package: str) -> None:
     training.build_model = with_buffers(training.build_model)
     validation = importlib.import_module(f"{package}.validation")
     training.compute_loss = validation.compute_loss = weighted(training.compute_loss)
+
+
+def freeze(package: str) -> None:
+    """Let the first block of the model stay as it is."""
+    training = importlib.import_module(f"{package}.train")
+    build_model = training.build_model
+
+    def build(*arguments: Any) -> Any:
+        model = build_model(*arguments)
+        first = next(iter(training.blocks(model)))
+        first.requires_grad_(False)
+        return model
+
+    training.build_model = build
+
+
+def write_base(package: str, config: Any, path: Path) -> None:
+    """Write weights to begin with, of the model of a run with these settings."""
+    from safetensors.torch import save_file
+
+    training = importlib.import_module(f"{package}.train")
+    spec = training.build_datasets(config)[2]
+    torch.manual_seed(5)
+    save_file(training.build_model(config, spec).state_dict(), path)
 
 
 def with_buffers(build_model: Callable[..., Any]) -> Callable[..., Any]:

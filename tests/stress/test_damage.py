@@ -1,5 +1,6 @@
 """Damage is found, and the program that says so would notice if it were not."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ def test_damage_is_found_and_so_would_be_its_oversight(
     targets = damage.saved(tmp_path)
     findings = Findings(True, tmp_path)
     damage.probe(findings, targets)
+    damage.damage_base(findings)
     for tally in findings.tallies:
         assert tally.tried and not tally.violations, tally.promise
 
@@ -31,3 +33,12 @@ def test_damage_is_found_and_so_would_be_its_oversight(
             "damage_torch_save.checkpoint.publish.Publisher.set_aside", lambda self, path: path
         )
         assert {damage.RESUMED, damage.NO_FRESH_START} <= broken()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "damage_torch_save.checkpoint.base.check_base",
+            lambda manifest, given, run_dir, group: manifest,
+        )
+        shutil.rmtree(tmp_path / "with_base")
+        found = Findings(True, tmp_path)
+        damage.damage_base(found)
+        assert [tally.promise for tally in found.tallies if tally.violations] == [damage.BASE]
