@@ -785,6 +785,35 @@ def test_a_finished_run_is_started_again_elsewhere(
         project(command, "--run-dir", str(tmp_path / "there"))
 
 
+def test_frozen_weights_stay_where_they_are(
+    project: Project, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints in a store refer to files on disk; another run directory continues from both."""
+    words = ("train", *project.settings, "--train.steps")
+    project(*words, "2", "--run-dir", str(tmp_path / "pretrained"))
+    base = tmp_path / "base.safetensors"
+    project("export", "--run-dir", str(tmp_path / "pretrained"), "--to", str(base))
+    build = project.module("model").build_model
+
+    def frozen(*arguments: Any) -> Any:
+        model = build(*arguments)
+        model.blocks[0].requires_grad_(False)
+        return model
+
+    for module in ("train", "model"):
+        monkeypatch.setattr(project.module(module), "build_model", frozen)
+    from_base = ("--init-from", str(base))
+    url = store.url("frozen")
+    left_out = (*from_base, "--checkpoint.frozen", "no", "--checkpoint.url", url)
+    project(*words, "6", "--run-dir", str(tmp_path / "here"), *left_out)
+    project(*words, "8", "--run-dir", str(tmp_path / "there"), *left_out)
+    for steps in ("6", "8"):
+        project(*words, steps, "--run-dir", str(tmp_path / "whole"), *from_base)
+    remote = project.module("checkpoint.storage").storage_path(url)
+    assert alike(project.tensors(remote), project.tensors(tmp_path / "whole"))
+    project("infer", "--run-dir", str(tmp_path / "there"), "--device", "cpu")
+
+
 def test_a_stage_leaves_the_store_alone(
     project: Project, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
