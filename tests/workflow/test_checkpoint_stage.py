@@ -102,6 +102,29 @@ def test_it_passes_in_one_process(on_one: Stand) -> None:
     assert on_one.figures["bytes"] > 100_000
 
 
+def test_it_passes_with_frozen_weights_that_no_checkpoint_has(
+    on_many: Stand, tmp_path: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    project = on_many.in_this_process().project
+    training = project.module("train")
+    build_model = training.build_model
+    base = tmp_path / "base.safetensors"
+    spec = training.build_datasets(on_many.config)[2]
+    save_file(build_model(on_many.config, spec).state_dict(), base)
+
+    def frozen(*arguments: Any) -> Any:
+        model = build_model(*arguments)
+        model.blocks[0].requires_grad_(False)
+        return model
+
+    on_many.patch.setattr(training, "build_model", frozen)
+    left_out = {"init_from": base, "checkpoint.frozen": "no"}
+    on_many.config = project.module("config").override(on_many.config, left_out)
+    assert set(statuses(on_many()).values()) == {"pass"}
+
+
 def test_a_restore_that_changes_one_number_is_found(on_one: Stand) -> None:
     reading = on_one.project.module("checkpoint.reader")
     read = reading.OneFile.read

@@ -22,7 +22,7 @@ from ..config import Config, load, override
 from ..device import synchronize
 from ..distributed import Group, World, join, leave, parallel
 from ..errors import UserError, run_main
-from ..files import fingerprint, write_json
+from ..files import fingerprint, read_json, write_json
 from ..run.logs import log_to_console
 from ..train import State, resume, run, setup, train_step
 from .stage import PACKAGE, StageConfig
@@ -43,7 +43,12 @@ def main(words: list[str]) -> int:
     """Run one task."""
     folder = Path(words[0])
     task = words[1]
-    config = override(load(folder / "settings.json", StageConfig), {"run_dir": folder / "run"})
+    settings = read_json(folder / "settings.json")
+    changes = {"run_dir": folder / "run"}
+    # `load` leaves these out, since they are of one run: here, of the run that is killed.
+    for name in ("init_from", "init_strict", "init_new"):
+        changes[name] = settings[name]
+    config = override(load(folder / "settings.json", StageConfig), changes)
     world = join(config.parallel, config.device)
     if task in ("reload", "damage"):
         result = reload(config, world, timed=task == "damage")

@@ -316,6 +316,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             value = holder[key]
             if isinstance(value, int | float):
                 holder[key] = type(value)(tensors[f"optimizer.{name}"].item())
+        if self.base is not None:
+            self.leave_out(self.base)
 
     def _remove_unsaved_state(self, missing: set[str]) -> set[str]:
         """Remove the new state of each parameter whose state a checkpoint lacks, or has in part.
