@@ -89,8 +89,11 @@ def test_a_resume_reads_the_base_again(project: Project, runs: Path, tmp_path: P
     """Without naming it: to the bits of a run that saves everything."""
     for name in ("all", "no"):
         shutil.copytree(runs / name, tmp_path / name)
+        # From another directory, too: the relative path was of the first start.
         words = ("train", "--run-dir", str(tmp_path / name), "--train.steps", "7")
-        project(*words)
+        words += ("--data.path", str(project.folder / "text.txt"))
+        with contextlib.chdir(tmp_path):
+            assert project.module("__main__").dispatch(list(words)) == 0
     require_same_bits(weights(project, tmp_path / "all"), weights(project, tmp_path / "no"))
 
 
@@ -185,7 +188,17 @@ def test_what_cannot_be_a_base_is_refused(project: Project, runs: Path) -> None:
     new = ("train", *STEPS, "2", "--name", "refused")
     assert "needs --init-from" in project.refuses(*new, "--checkpoint.frozen", "no")
     of_run = ("--init-from", "runs/pretrained", "--checkpoint.frozen", "no")
-    assert "export --source runs/pretrained" in project.refuses(*new, *of_run)
+    assert "runs/pretrained --to base.safetensors" in project.refuses(*new, *of_run)
+
+    def renamed(tensors: dict[str, Any]) -> dict[str, Any]:
+        return {name.upper(): tensor for name, tensor in tensors.items()}
+
+    def rename(model: Any) -> nn.Module:
+        model.from_transformers = renamed
+        return model
+
+    with built(project, rename):
+        assert "have the names of transformers" in project.refuses(*new, *LEFT_OUT)
     with built(project, lambda model: model.requires_grad_(True)):
         assert "no parameter is both frozen and in" in project.refuses(*new, *LEFT_OUT)
     assert not [*(project.folder / "runs").glob("refused/checkpoints/step*")]

@@ -23,7 +23,7 @@ from .adds_up import warn_unless_sums_add_up
 from .checkpoint.checkpointer import Checkpointer
 from .checkpoint.storage import end_in_time
 from .compile import Compiling, checkpoint_activations, compile_model
-from .config import Config, spec_to_json, with_steps
+from .config import Config, override, spec_to_json, with_steps
 from .data import build_datasets
 from .device import annotated, move, set_up_torch
 from .distributed import Group, World, join, leave, monitors, parallel, require_same_model
@@ -128,6 +128,9 @@ def setup(config: Config, world: World | None = None, weights_follow: bool = Fal
     train, validation, spec = _datasets(config)
     if config.train.epochs:
         config = with_steps(config, samples=len(train))
+    if config.init_from and config.checkpoint.frozen == "no":
+        # A resume reads it again, maybe from another directory.
+        config = override(config, {"init_from": config.init_from.absolute()})
     settings = config.train
     plan = micro_batches(batch_size, settings.micro_batch_size, world.rank, world.size)
     loader = sampling.open_loader(train, settings, plan, world)

@@ -64,13 +64,15 @@ def open_base(
                 f"--checkpoint.frozen no: {path} is no file or folder of weights. Of a run, make "
                 f"one: export --source {path} --to base.safetensors"
             )
-        if hasattr(model, "from_transformers"):
-            raise UserError(
-                "--checkpoint.frozen no: the model renames the tensors of other libraries "
-                "(from_transformers). Make a file with its own names: train a run of one step "
-                "with --init-from, and export that to a .safetensors"
-            )
         file = OneFile(path)
+        rename: Any = getattr(model, "from_transformers", dict)
+        if rename(file.forms).keys() != file.forms.keys():
+            # Readers of a checkpoint have no model, which alone could rename them.
+            raise UserError(
+                f"--checkpoint.frozen no: the tensors in {path} have the names of transformers. "
+                "Make a file with the names of model.py: train a run with --init-from, and export "
+                "it to a .safetensors"
+            )
         ours = shapes_and_dtypes(model)
         stored = weight_names(file.forms, ours)
         names: set[str] = set()
