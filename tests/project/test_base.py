@@ -190,15 +190,18 @@ def test_what_cannot_be_a_base_is_refused(project: Project, runs: Path) -> None:
     of_run = ("--init-from", "runs/pretrained", "--checkpoint.frozen", "no")
     assert "runs/pretrained --to base.safetensors" in project.refuses(*new, *of_run)
 
-    def renamed(tensors: dict[str, Any]) -> dict[str, Any]:
-        return {name.upper(): tensor for name, tensor in tensors.items()}
+    from safetensors.torch import load_file, save_file
+
+    theirs = load_file(project.folder / "base.safetensors")
+    save_file({n.upper(): t for n, t in theirs.items()}, project.folder / "theirs.safetensors")
 
     def rename(model: Any) -> nn.Module:
-        model.from_transformers = renamed
+        model.from_transformers = lambda tensors: {n.lower(): t for n, t in tensors.items()}
         return model
 
     with built(project, rename):
-        assert "have the names of transformers" in project.refuses(*new, *LEFT_OUT)
+        named = ("--init-from", "theirs.safetensors", "--checkpoint.frozen", "no")
+        assert "have the names of transformers" in project.refuses(*new, *named)
     with built(project, lambda model: model.requires_grad_(True)):
         assert "no parameter is both frozen and in" in project.refuses(*new, *LEFT_OUT)
     assert not [*(project.folder / "runs").glob("refused/checkpoints/step*")]
