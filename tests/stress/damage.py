@@ -109,7 +109,7 @@ def damage_base(findings: Findings) -> None:
         start(2)
         bits = base.stat().st_size * 8
         rng = random.Random(6)
-        for bit in rng.sample(range(bits), 10 if findings.bounded else 200):
+        for bit in rng.sample(range(bits), 10 if findings.bounded else 40):
             content = bytearray(base.read_bytes())
             content[bit // 8] ^= 1 << bit % 8
             base.write_bytes(content)
