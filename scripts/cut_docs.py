@@ -37,13 +37,14 @@ TEMPLATE = "gh:org/cookiecutter-pytorch-training"
 WIDTH = 100
 RENDERS = {
     "smallest": {
-        **{"parallelism": "single", "checkpoint": "torch_save", "tracker": "none"},
-        "workflow": "baseline",
+        **{"task": "image_classifier", "parallelism": "single", "checkpoint": "torch_save"},
+        **{"tracker": "none", "workflow": "baseline"},
     },
     "default": {},
     "fullest": {
-        **{"parallelism": "fsdp", "storage": "object_store", "tracker": "mlflow"},
-        **{"cluster": "kubernetes", "workflow": "full"},
+        **{"text": "tokenizer", "samples": "stream", "parallelism": "fsdp"},
+        **{"storage": "object_store", "tracker": "mlflow", "cluster": "kubernetes"},
+        "workflow": "full",
     },
 }
 # For commands run in the project: bytecode would become part of the tree that is shown.
@@ -169,13 +170,13 @@ def calls(project: Path, words: list[str]) -> str:
 
 
 def sizes(project: Path, words: list[str]) -> str:
-    """A table of renders: their answers, the lines of Python of the package and of its tests."""
-    rows = ["| render | package | its tests, lines |", "|---|---|---|"]
+    """Make a table of generated projects: their answers, and their lines of Python."""
+    rows = ["| project | lines of the package | lines of its tests |", "|---|---|---|"]
     for name, answers in RENDERS.items():
         rendered = render(project, answers)
         package, tests = (lines_of_python(rendered / part) for part in ("src", "tests"))
-        told = ", ".join(answers.values()) or "no answer given"
-        rows.append(f"| {name} ({told}) | {package:,} lines | {tests:,} |")
+        told = ", ".join(answers.values()) or "the default answers"
+        rows.append(f"| {name} ({told}) | {package:,} | {tests:,} |")
     return "\n".join(rows) + "\n"
 
 

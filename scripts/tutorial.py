@@ -2,7 +2,8 @@
 
 python -m scripts.tutorial             7 to 15 minutes on two cores with nothing beside
 python -m scripts.tutorial --check     the same, but the pages stay as they are
-python -m scripts.tutorial --picture   also the pictures of README and tutorial, by chromium
+python -m scripts.tutorial --picture   also the pictures of the tutorial, by chromium
+python -m scripts.tutorial --readme    only the picture of README, by chromium: three minutes
 
 The template is the last commit of this checkout, under its public address. A block of
 
@@ -19,11 +20,13 @@ import gzip
 import html
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,34 +113,96 @@ def typed(shell: Shell, how: str | None, what: str, block: str) -> str:
     return "\n".join(written) + "\n"
 
 
-BESIDE = """<!doctype html><meta charset="utf-8"><style>
-body {{ margin: 0; display: flex; background: {back} }}
-pre {{ margin: 18px 0 18px 18px; padding: 16px; width: 560px; box-sizing: border-box;
-  border-radius: 10px; background: #161b26; color: #dde3ee; font: 13px/1.5 monospace;
-  white-space: pre-wrap; align-self: flex-start }}
+# README's picture is as wide as a code host shows it, so that its letters keep their size.
+WIDTH = 800
+README_PAGE = """<!doctype html><meta charset="utf-8"><style>
+body {{ margin: 0; background: {back} }}
+pre {{ margin: 12px 12px 0; padding: 12px 14px; border-radius: 10px; background: #161b26;
+  color: #dde3ee; font: 13px/1.5 monospace; white-space: pre-wrap }}
 b {{ color: #8ec7ff }}
-iframe {{ border: 0; width: 1000px; height: 850px; zoom: .68 }}
+mark {{ color: #7ee0a1; background: none }}
+iframe {{ border: 0; width: 1000px; height: 600px; zoom: .8 }}
 </style><pre>{terminal}</pre><iframe src="{report}"></iframe>"""
 
 
-def photograph(report: Path, page: str) -> None:
-    """The top of a report, alone and beside the terminal of the kill, in light and dark colours."""
+def browse(page: Path, target: Path, size: tuple[int, int], dark: bool, scale: float) -> None:
+    """Write a screenshot of a page in a window of `size`."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
     if not browser:
-        raise SystemExit("error: --picture needs chromium")
-    (block,) = (block for *_, block in BLOCK.findall(page) if "--signal KILL" in block)
-    escaped = html.escape(re.sub(" {3,}", "  ", block), quote=False)
+        raise SystemExit("error: a picture needs chromium")
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    command += ["--allow-file-access-from-files", f"--force-device-scale-factor={scale}"]
+    if dark:
+        command.append("--blink-settings=preferredColorScheme=0")
+    command += [f"--window-size={size[0]},{size[1]}", f"--screenshot={target}", page.as_uri()]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+
+
+def photograph_report(report: Path) -> None:
+    """Write the pictures of the top of a report, in light and dark colours."""
+    for kind in ("light", "dark"):
+        target = ROOT / f"docs/images/report-{kind}.png"
+        browse(report, target, (1000, 708), kind == "dark", 1.5)
+
+
+def kill_at(shell: Shell, command: str, step: int) -> str:
+    """Run a command, kill it soon after it has logged this step, and return the line."""
+    print(f"$ {command}, killed after step {step}", flush=True)
+    process = subprocess.Popen(
+        command.split(),
+        cwd=shell.folder,
+        env=shell.environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr
+    with process:
+        for line in process.stderr:
+            if line.startswith(f"step {step}/"):
+                time.sleep(random.random() / 10)
+                process.kill()
+                return line.rstrip()
+    raise RuntimeError(f"$ {command}: ended before step {step}")
+
+
+def photograph_resume(shell: Shell) -> None:
+    """Write README's pictures: a run undisturbed, the same run killed and resumed, its report.
+
+    RuntimeError if the two runs end with different bytes.
+    """
+    shell.type(f"cruft create {ADDRESS} --no-input")
+    shell.type("cd my-training-run")
+    train = "python3 -m my_training_run train --name"
+    shown: list[str] = []
+
+    def show(command: str, pattern: str) -> list[str]:
+        print(f"$ {command}", flush=True)
+        lines = [line for line in shell.type(command) if re.search(pattern, line)]
+        print("\n".join(lines), flush=True)
+        shown.extend([f"$ {command}", *lines])
+        return lines
+
+    show(f"{train} whole", "validation bits|^finished")
+    # Anywhere between the first checkpoint, after a third of the run, and its last steps.
+    last_step = kill_at(shell, f"{train} killed", random.randrange(110, 300, 10))
+    shown += [f"$ {train} killed    # kill -9 at a random step", last_step, "Killed"]
+    show(f"{train} killed", "^resuming|validation bits|^finished")
+    sums = show("sha1sum runs/*/checkpoints/step_00000300/__0_0.distcp", "distcp")
+    if len(sums) != 2 or len({line.split()[0] for line in sums}) != 1:
+        raise RuntimeError("the two runs end with different bytes")
+    show("python3 -m my_training_run report --name killed", "report.html")
+    escaped = html.escape("\n".join(shown), quote=False)
     terminal = re.sub(r"^(\$ .*)", r"<b>\1</b>", escaped, flags=re.MULTILINE)
-    beside = report.with_name("beside.html")
+    terminal = re.sub(r"^([0-9a-f]{40})", r"<mark>\1</mark>", terminal, flags=re.MULTILINE)
+    report = shell.folder / "runs/killed/report.html"
+    page = report.with_name("readme.html")
+    height = 12 + 24 + 20 * len(shown) + 480
     for kind, back in (("light", "#f4f6fa"), ("dark", "#10141c")):
-        beside.write_text(BESIDE.format(back=back, terminal=terminal, report=report.name), "utf-8")
-        words = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-        words += ["--allow-file-access-from-files", "--force-device-scale-factor=1.5"]
-        words += ["--blink-settings=preferredColorScheme=0"] if kind == "dark" else []
-        for name, shown, size in (("report", report, "1000,708"), ("beside", beside, "1270,560")):
-            target = f"--screenshot={ROOT}/docs/images/{name}-{kind}.png"
-            command = [browser, *words, f"--window-size={size}", target, shown.as_uri()]
-            subprocess.run(command, check=True, capture_output=True, timeout=120)
+        text = README_PAGE.format(back=back, terminal=terminal, report=report.name)
+        page.write_text(text, "utf-8")
+        target = ROOT / f"docs/images/resume-{kind}.png"
+        browse(page, target, (WIDTH, height), kind == "dark", 2)
 
 
 def draw_trace(trace: Path, target: Path) -> None:
@@ -171,6 +236,9 @@ def main(arguments: list[str]) -> int:
     """Go through the pages from top to bottom."""
     with tempfile.TemporaryDirectory() as place:
         shell = Shell(Path(place))
+        if "--readme" in arguments:
+            photograph_resume(shell)
+            return 0
 
         def run(found: re.Match[str]) -> str:
             how, what, kind, block = found.groups()
@@ -185,7 +253,7 @@ def main(arguments: list[str]) -> int:
             for page, text in new.items():
                 page.write_text(text, "utf-8")
         if "--picture" in arguments:
-            photograph(next(Path(place).glob("*/runs/gated/report.html")), new[PAGES[0]])
+            photograph_report(next(Path(place).glob("*/runs/gated/report.html")))
             traces = sorted(Path(place).glob("*/runs/gated/traces/*.json.gz"))
             draw_trace(traces[-1], ROOT / "docs/images/trace.png")
     return 0
