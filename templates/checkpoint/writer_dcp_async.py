@@ -8,6 +8,7 @@ control word; then all of them call `settle`, which raises it.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,6 +39,15 @@ class CheckpointConfig(StorageConfig):
     """Files that each rank writes at a time (0: one for each 32 MB, up to 4)."""
 
 
+def steps_of_a_save(every: int, seconds: float, waited: float) -> int:
+    """Return how many steps fit into a save: `every` of them trained while training did not wait.
+
+    `seconds` is the time from the start of that save to the start of the next one.
+    """
+    training = max(seconds - waited, 1e-3)
+    return math.ceil(every * seconds / training)
+
+
 class Writer:
     """Saves in the background; `begin` returns before the checkpoint is published."""
 
@@ -45,6 +55,7 @@ class Writer:
         self, config: CheckpointConfig, group: Group, model: nn.Module, device: torch.device
     ) -> None:
         self.group = group
+        self.every = config.every
         self.model = model
         self.device = device
         self.saver = DcpSaver(group, config.threads)
@@ -61,6 +72,8 @@ class Writer:
         # Seconds that training waited for the last save, and whether that was warned of.
         self.waited = 0.0
         self.warned = False
+        # When the last save began.
+        self.began = time.perf_counter()
         self.thread = ThreadPoolExecutor(1, "checkpoint", self.buffers.begin_thread)
 
     @property
@@ -82,11 +95,16 @@ class Writer:
 
     def begin(self, tensors: Tensors, job: Callable[..., None], *arguments: Any) -> None:
         """Begin to copy the tensors; then do the job, which calls `complete` and `write`."""
+        now = time.perf_counter()
         if self.waited > LONG_WAIT and self.group.is_first and not self.warned:
             # Once in a run: metrics.jsonl has each wait.
             self.warned = True
-            text = "training waited %.1f s for the save before to end: raise --checkpoint.every"
-            log.warning(text, self.waited)
+            every = steps_of_a_save(self.every, now - self.began, self.waited)
+            text = (
+                "training waited %.1f s for the save before to end: raise --checkpoint.every to %d"
+            )
+            log.warning(text, self.waited, every)
+        self.began = now
         self.staged = self.buffers.copy(divided(tensors, self.group))
         self.copied = self.thread.submit(self.buffers.finish)
         self.must_wait = True

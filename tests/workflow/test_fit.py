@@ -2,15 +2,21 @@
 
 import contextlib
 import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch._C._profiler import _EventType as EventType
 from torch.profiler import ProfilerActivity, profile
 
-from tests.conftest import Project, project_fixture
+from tests.conftest import Project, bake, project_fixture
+from tests.conftest import run as run_command
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 language = project_fixture("fitted")
@@ -222,13 +228,32 @@ def test_an_operator_takes_as_long_as_its_flops_or_its_bytes(language: Project) 
     with meter, meter.annotated("forward"):
         a @ b
     assert meter.cost["flops"] == 2 * 64 * 32 * 16
-    assert meter.cost["eager"] == meter.cost["compiled"] == pytest.approx(65536 / 1e9)
+    assert meter.cost["eager"] == meter.cost["compiled"]
+    # TF32 has half of the peak, of which 70 % are reached.
+    assert meter.cost["eager"] == meter.cost["products"] == pytest.approx(2 * 65536 / 0.7e9)
     meter.begin(3)  # three micro-batches like this one
     with meter, meter.annotated("backward"):
         torch.add(a, a, out=torch.empty(64, 32))
-    read_and_written = 2 * a.nbytes  # the same tensor twice is read once
-    assert meter.cost["compiled"] == 0
-    assert meter.cost["eager"] == pytest.approx(3 * (read_and_written + a.nbytes) / 1e12)
+    assert meter.cost["eager"] == meter.cost["kernels"] == pytest.approx(3 * 2.5e-6)
+    meter.bandwidth = 1e9
+    meter.begin(3)
+    with meter, meter.annotated("backward"):
+        torch.add(a, a, out=torch.empty(64, 32))
+    # The same tensor is read once.
+    seconds = 3 * 2 * a.nbytes / 0.85e9
+    module = language.module("workflow.meter")
+    assert meter.cost["eager"] == meter.cost["memory"] == pytest.approx(1.55 * seconds)
+    assert meter.cost["compiled"] == meter.cost["fused"] == pytest.approx(0.6 * seconds)
+    assert (module.EAGER_BYTES, module.FUSED_BYTES) == (1.55, 0.6)
+
+
+def test_what_takes_longest_bounds_the_pace(language: Project) -> None:
+    pace_of = language.module("workflow.fit").pace_of
+    seconds = {"products": 0.25, "memory": 0.5, "kernels": 0.25}
+    assert pace_of(seconds, 0.9, 8) == pace_of(seconds, 0.0, 8)
+    one, other = pace_of(seconds, 0.9, 8), pace_of(seconds, 2.0, 8)
+    assert (one.samples_per_second, one.bound) == (8, "memory")
+    assert (other.samples_per_second, other.bound) == (4, "link")
 
 
 class Held:
@@ -294,6 +319,9 @@ def test_it_ends_with_the_command_to_type(
     sharded: Project, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = "--ranks", "16", "--device", "h200", "--train.global-batch-size", "32"
+    # What is chosen here replaces what was typed, in any of its spellings.
+    options += "--train.micro-batch-size", "8", "--train.activation-checkpointing"
+    options += ("--train.micro_batch_size=4",)
     code, text = shown(sharded, capsys, *options, "--model.width", "64")
     assert code == 0 and text.startswith("16 ranks, H200 with 141 GB each, batches of 32\n")
     *_, command = text.splitlines()
@@ -305,8 +333,8 @@ def test_it_ends_with_the_command_to_type(
     assert [row[0] for row in rows] == ["1", "2"] * 2
     for row in rows:
         eager, compiled = (float(row[at].replace(",", "")) for at in (-4, -2))
-        assert 0 < eager < compiled, "what fuses operators is no slower"
-        assert all(re.fullmatch(r"\d{1,2}%", row[at]) for at in (-3, -1)), "no more than the peak"
+        assert 0 < eager <= compiled, "what fuses operators is no slower"
+        assert all(row[at] in ("products", "memory", "kernels", "link") for at in (-3, -1))
 
 
 def test_what_does_not_fit(language: Project, capsys: pytest.CaptureFixture[str]) -> None:
@@ -368,3 +396,64 @@ def test_each_kind_of_gpu_has_a_peak(language: Project) -> None:
         language.module("workflow.fit").GPUS.keys()
         == language.module("run.hardware").PEAK_BF16_TFLOPS.keys()
     )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Milliseconds of a step on an H200, as docs/evidence/gpus.md has them; 0: not measured."""
+
+    folder: str
+    eager: float
+    compiled: float
+    optimizer: str = "adamw"
+
+    def __str__(self) -> str:
+        return f"{self.folder}-{self.optimizer}"
+
+
+# The loop compiled by block took 68.1 to 68.9 ms.
+MEASURED = [
+    Measured("loop", eager=112.4, compiled=67.2),
+    Measured("loop", eager=0, compiled=75.5, optimizer="muon"),
+    Measured("nanogpt", eager=79.3, compiled=63.4),
+    Measured("trainer", eager=160.3, compiled=81.3),
+]
+
+
+# The row of the table for micro-batches of 32.
+ROW = """
+import sys
+from paced.config import override, preset
+from paced.workflow import fit
+path, optimizer = sys.argv[1:]
+changes = {"ranks": 1, "device": "H200", "data.path": path, "optim.name": optimizer}
+changes |= {"train.global_batch_size": 32}
+config = override(preset("gpt2_124m", fit.FitConfig), changes)
+target = fit.target_of(config)
+meter = fit.Meter(target.flops, target.bandwidth)
+for size, state in fit.measure(fit.like_a_gpu(config, 1), meter, [32]):
+    row = fit.row_of(meter, state, target, size)
+    print(row.eager.samples_per_second, row.compiled.samples_per_second)
+"""
+
+
+@pytest.mark.parametrize("measured", MEASURED, ids=str)
+def test_the_pace_is_within_a_fifth_of_what_was_measured(
+    measured: Measured, tmp_path: Path
+) -> None:
+    """By the command, in a project whose model is the one that was measured."""
+    if measured.folder == "trainer":
+        pytest.importorskip("transformers")
+    project = bake(tmp_path, package_name="paced")
+    package = project / "src/paced"
+    (package / "model.py").rename(package / "own_model.py")
+    for file in (Path(__file__).parent / "measured" / measured.folder).glob("*.py"):
+        shutil.copy(file, package)
+    for part in ("train", "val"):
+        np.zeros(40_000, dtype=np.uint16).tofile(tmp_path / f"{part}.bin")
+    words = [str(tmp_path), measured.optimizer]
+    printed = run_command([sys.executable, "-c", ROW, *words], 300, PYTHONPATH=str(project / "src"))
+    eager, compiled = (1000 * 32 / float(word) for word in printed.split()[-2:])
+    assert compiled == pytest.approx(measured.compiled, rel=0.2)
+    if measured.eager:
+        assert eager == pytest.approx(measured.eager, rel=0.2)

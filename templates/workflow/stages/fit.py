@@ -1,10 +1,10 @@
-"""Memory that a rank needs on a GPU, and its highest possible speed, computed without a GPU.
+"""Memory that a rank needs on a GPU, and the speed to expect, computed without a GPU.
 
 The project's own setup and step run as one rank of many on fake tensors (fake_tensors.py). A
 dispatch mode sees every operator, and every tensor from its creation until it is freed (meter.py).
-The speed is a roofline bound (Williams et al., 2009): an operator takes as long as its FLOPs at the
-GPU's peak, or as the bytes that it reads and writes at the GPU's bandwidth. For compiled code only
-the matrix products count.
+The speed follows from a roofline (Williams et al., 2009): an operator takes as long as its FLOPs or
+its bytes, at the rates that real kernels reach (meter.py). Communication overlaps with the rest, so
+it counts only where it takes longer than all of that.
 """
 
 import argparse
@@ -34,31 +34,37 @@ GPUS_PER_MACHINE = 8
 USABLE_MEMORY = 0.9
 
 
+# What a GPU sends to other machines: a port of 400 Gb/s for each GPU, as in usual H100 machines.
+NETWORK_GIGABYTES_PER_SECOND = 50.0
+
+
 @dataclass(frozen=True)
 class Gpu:
     """Memory and bandwidth of a GPU."""
 
     gigabytes: float
     terabytes_per_second: float
+    link_gigabytes_per_second: float
+    """To the other GPUs of its machine, one way: NVLink, Infinity Fabric or PCIe."""
 
 
 # From the same data sheets as PEAK_BF16_TFLOPS.
 GPUS = {
-    "B200": Gpu(180, 8.0),
-    "GH200": Gpu(96, 4.0),
-    "H200": Gpu(141, 4.8),
-    "H100 PCIe": Gpu(80, 2.0),
-    "H100 NVL": Gpu(94, 3.9),
-    "H100": Gpu(80, 3.35),
-    "L40S": Gpu(48, 0.86),
-    "L40": Gpu(48, 0.86),
-    "L4": Gpu(24, 0.3),
-    "A100": Gpu(80, 2.0),
-    "A10G": Gpu(24, 0.6),
-    "A10": Gpu(24, 0.6),
-    "A6000": Gpu(48, 0.77),
-    "RTX 4090": Gpu(24, 1.0),
-    "MI300X": Gpu(192, 5.3),
+    "B200": Gpu(180, 8.0, 900),
+    "GH200": Gpu(96, 4.0, 450),
+    "H200": Gpu(141, 4.8, 450),
+    "H100 PCIe": Gpu(80, 2.0, 64),
+    "H100 NVL": Gpu(94, 3.9, 300),
+    "H100": Gpu(80, 3.35, 450),
+    "L40S": Gpu(48, 0.86, 32),
+    "L40": Gpu(48, 0.86, 32),
+    "L4": Gpu(24, 0.3, 32),
+    "A100": Gpu(80, 2.0, 300),
+    "A10G": Gpu(24, 0.6, 32),
+    "A10": Gpu(24, 0.6, 32),
+    "A6000": Gpu(48, 0.77, 32),
+    "RTX 4090": Gpu(24, 1.0, 32),
+    "MI300X": Gpu(192, 5.3, 448),
 }
 
 
@@ -158,6 +164,23 @@ def sent_by(meter: Meter, state: State) -> float:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """The speed to expect of one way to run a step."""
+
+    samples_per_second: float
+    bound: str
+    """What takes the most of the time: products, memory, kernels (their starts) or link."""
+
+
+def pace_of(seconds: dict[str, float], link: float, batch: int) -> Pace:
+    """Return the pace of a step of `batch` samples; `link` is the time of its communication."""
+    computing = sum(seconds.values())
+    if link > computing:
+        return Pace(batch / link, "link")
+    return Pace(batch / computing, max(seconds, key=seconds.__getitem__))
+
+
+@dataclass(frozen=True)
 class Row:
     """A line of the table: a micro-batch size, with or without recomputation, and its step."""
 
@@ -165,17 +188,16 @@ class Row:
     recompute: bool
     peak: int
     fits: bool
-    eager: float
-    """Samples a second of eager code, at most."""
-    compiled: float
-    """Samples a second of compiled code, at most."""
+    eager: Pace
+    compiled: Pace
     memory: str
     """What takes the memory, as `describe_memory` says."""
 
 
 def preference(row: Row) -> tuple[bool, float, float, int, bool]:
     """Return a key by which the best row is the largest: it fits, and it is the fastest."""
-    return row.fits, row.eager, row.compiled, row.size, row.recompute
+    eager = row.eager.samples_per_second
+    return row.fits, eager, row.compiled.samples_per_second, row.size, row.recompute
 
 
 @dataclass(frozen=True)
@@ -186,21 +208,26 @@ class Target:
     memory: float
     flops: float
     bandwidth: float
+    link: float
 
 
-def target_of(config: FitConfig) -> Target:
-    """Return the GPU that `--device` names; UserError if it is unknown."""
+def target_of(config: FitConfig, ranks: int = 1) -> Target:
+    """Return the GPU that `--device` names, as one of `ranks`; UserError if it is unknown."""
     names = {"auto": "H100", "cuda": "H100", "cpu": "H100"}
     for gpu in GPUS:
         names[gpu.lower()] = gpu
     name = names.get(config.device.lower())
     if not name:
         raise UserError(f"--device {config.device}: choose from {', '.join(GPUS)}")
+    link = GPUS[name].link_gigabytes_per_second
+    if ranks > GPUS_PER_MACHINE:
+        link = min(link, NETWORK_GIGABYTES_PER_SECOND)
     return Target(
         name=name,
         memory=1e9 * (config.device_memory or GPUS[name].gigabytes),
         flops=1e12 * PEAK_BF16_TFLOPS[name],
         bandwidth=1e12 * GPUS[name].terabytes_per_second,
+        link=1e9 * link,
     )
 
 
@@ -220,51 +247,59 @@ def choose_ranks(config: FitConfig) -> int:
     return ranks
 
 
+def row_of(meter: Meter, state: State, target: Target, size: int) -> Row:
+    """Return the row of the step that the meter has counted."""
+    settings = state.config.train
+    products = meter.cost["products"]
+    eager = {"products": products}
+    for limit in ("memory", "kernels"):
+        eager[limit] = meter.cost[limit]
+    compiled = {"products": products, "memory": meter.cost["fused"]}
+    link = sent_by(meter, state) / target.link
+    return Row(
+        size=size,
+        recompute=settings.activation_checkpointing,
+        peak=meter.peak,
+        fits=meter.peak <= USABLE_MEMORY * target.memory,
+        eager=pace_of(eager, link, settings.global_batch_size),
+        compiled=pace_of(compiled, link, settings.global_batch_size),
+        memory=describe_memory(meter, state),
+    )
+
+
 def print_rows(config: FitConfig, target: Target) -> list[Row]:
     """Count a step for each micro-batch size, and print a row of the table for each."""
-    batch = config.train.global_batch_size
     rows: list[Row] = []
-    flops_per_sample = 0.0
     for recompute in (False, True):
         meter = Meter(target.flops, target.bandwidth)
         changed = override(config, {"train.activation_checkpointing": recompute})
         for size, state in measure(changed, meter):
-            # MFU leaves out the FLOPs of recomputation, so those of the first row serve for all.
-            if flops_per_sample == 0:
-                flops_per_sample = meter.cost["flops"] / batch
-            row = Row(
-                size=size,
-                recompute=recompute,
-                peak=meter.peak,
-                fits=meter.peak <= USABLE_MEMORY * target.memory,
-                eager=batch / meter.cost["eager"],
-                compiled=batch / meter.cost["compiled"],
-                memory=describe_memory(meter, state),
-            )
+            row = row_of(meter, state, target, size)
             rows.append(row)
-            print_row(row, target, flops_per_sample)
+            print_row(row)
     return rows
 
 
-def print_row(row: Row, target: Target, flops_per_sample: float) -> None:
-    """Print a row of the table, with the MFU that its samples a second amount to."""
-    eager_mfu = flops_per_sample * row.eager / target.flops
-    compiled_mfu = flops_per_sample * row.compiled / target.flops
+def print_row(row: Row) -> None:
+    """Print a row of the table."""
     recompute = "yes" if row.recompute else "no"
     verdict = "fits    " if row.fits else "too much"
     memory = f"{in_units(row.peak):>7} {verdict}"
-    eager = f"{row.eager:12,.1f} {eager_mfu:4.0%}"
-    compiled = f"{row.compiled:12,.1f} {compiled_mfu:4.0%}"
+    eager = f"{row.eager.samples_per_second:10,.1f} {row.eager.bound:8}"
+    compiled = f"{row.compiled.samples_per_second:10,.1f} {row.compiled.bound}"
     print(f"{row.size:11}  {recompute:9}  {memory} {eager} {compiled}", flush=True)
 
 
 def training_command(row: Row, ranks: int, arguments: list[str]) -> str:
     """Return the command that trains with what fits; `arguments` are those of `fit`."""
-    # Only `fit` uses these options, and `train` would not know most of them: the parser takes them
-    # out of the arguments.
+    # The parser takes two kinds of options out of the arguments: those that only `fit` uses, and
+    # those that are set below.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for option in ("--ranks", "--device", "--device-memory"):
-        parser.add_argument(option)
+    for option in ("--ranks", "--device", "--device-memory", "--train.micro-batch-size"):
+        parser.add_argument(option, option.replace("-", "_").replace("__", "--", 1))
+    for option in ("--train.activation-checkpointing", "--train.no-activation-checkpointing"):
+        spelling = option.replace("-", "_").replace("__", "--", 1)
+        parser.add_argument(option, spelling, action="store_true")
     _, words = parser.parse_known_args(arguments)
     words.append(f"--train.micro-batch-size={row.size}")
     negation = "" if row.recompute else "no-"
@@ -280,12 +315,13 @@ def training_command(row: Row, ranks: int, arguments: list[str]) -> str:
 
 def fit(config: FitConfig, arguments: list[str]) -> int:
     """Print what fits, and the command to type; return 1 if nothing fits."""
-    target = target_of(config)
     ranks = choose_ranks(config)
+    target = target_of(config, ranks)
     memory = f"{in_units(target.memory)} each"
     batch = config.train.global_batch_size
     print(f"{named(ranks, 'rank')}, {target.name} with {memory}, batches of {batch}")
-    print("micro-batch  recompute  memory              samples/s, MFU (roofline): eager, compiled")
+    print("                                            samples/s expected, bounded by")
+    print("micro-batch  recompute  memory                eager               compiled")
     try:
         rows = print_rows(like_a_gpu(config, ranks), target)
     except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException):

@@ -15,6 +15,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+# Kernels do not reach the numbers of a data sheet. These are the rates of large matrix products and
+# of large copies on an H200, and the shortest time between the starts of two eager kernels.
+PEAK_SHARE = 0.7
+BANDWIDTH_SHARE = 0.85
+KERNEL_SECONDS = 2.5e-6
+# Two factors were fitted to steps of GPT-2's size on one H200, of this template's loop, nanoGPT's
+# and the Trainer of transformers (27 November 2026; docs/evidence/gpus.md in the template). An
+# eager elementwise kernel takes as long as 1.55 times its bytes, since many read strided memory or
+# change the dtype. Compiled, these operators move 0.6 times their bytes, since fused ones keep
+# intermediate values in registers.
+EAGER_BYTES = 1.55
+FUSED_BYTES = 0.6
+# Operators without a kernel, beside views: they allocate memory or name it anew.
+FREE = {
+    torch.ops.aten._unsafe_view,
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+}
+
 
 @dataclass
 class LiveStorage:
@@ -27,8 +49,11 @@ class LiveStorage:
 class Meter(TorchDispatchMode):
     """Counts the bytes of all live tensors, and what the operators of a step cost.
 
-    `cost` has, for a whole step: "flops", "sent" (bytes), and the seconds "eager" and "compiled".
-    `flops` and `bandwidth` are a GPU's speed in a second.
+    `cost` has, for a whole step: "flops", "sent" (bytes), and seconds. "products" are those of
+    matrix products and attention. All other operators take "fused" seconds when they are compiled.
+    Eager they take "memory" seconds, or "kernels" where starting a kernel takes longer than its
+    bytes. "eager" and "compiled" are the sums. `flops` and `bandwidth` are a GPU's speed in a
+    second, by its data sheet.
     """
 
     def __init__(self, flops: float, bandwidth: float) -> None:
@@ -69,7 +94,7 @@ class Meter(TorchDispatchMode):
             self.hold(tensor.untyped_storage())
         if "c10d" in func.namespace:
             self.count_collective(str(func), tensors)
-        elif not func.is_view:
+        elif not func.is_view and func._overloadpacket not in FREE:
             flops = 0
             if func._overloadpacket in flop_registry:
                 flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
@@ -78,18 +103,36 @@ class Meter(TorchDispatchMode):
 
     def count_operator(self, flops: int, tensors: list[Tensor]) -> None:
         """Count an operator that reads or writes these tensors."""
+        if not tensors:
+            return
         read_and_written = sum(tensor.nbytes for tensor in tensors)
-        seconds = max(flops / self.flops, read_and_written / self.bandwidth)
+        by_bytes = read_and_written / (BANDWIDTH_SHARE * self.bandwidth)
+        by_flops = flops / (PEAK_SHARE * self.flops)
+        # The peak is that of 16-bit numbers. TF32, for products of float32, has half of it.
+        if all(tensor.dtype.itemsize > 2 for tensor in tensors):
+            by_flops = 2 * by_flops
         # The optimizer runs once in a step, however many micro-batches there are.
-        if self.phase == "optimizer":
+        repeats = 1 if self.phase == "optimizer" else self.repeats
+        if self.phase != "optimizer":
+            self.cost["flops"] += repeats * flops
+        if flops:
+            seconds = repeats * max(by_flops, by_bytes, KERNEL_SECONDS)
+            self.cost["products"] += seconds
             self.cost["eager"] += seconds
             self.cost["compiled"] += seconds
             return
-        self.cost["eager"] += self.repeats * seconds
-        self.cost["flops"] += self.repeats * flops
-        # The compiler is assumed to fuse everything else into the matrix products.
-        if flops:
-            self.cost["compiled"] += self.repeats * seconds
+        eager = by_bytes
+        fused = max(by_bytes, KERNEL_SECONDS)
+        # The optimizer is never compiled, and its few kernels work on all weights at once.
+        if self.phase != "optimizer":
+            eager = EAGER_BYTES * by_bytes
+            fused = FUSED_BYTES * by_bytes
+        limit = "memory" if eager > KERNEL_SECONDS else "kernels"
+        eager = max(eager, KERNEL_SECONDS)
+        self.cost[limit] += repeats * eager
+        self.cost["eager"] += repeats * eager
+        self.cost["fused"] += repeats * fused
+        self.cost["compiled"] += repeats * fused
 
     def count_collective(self, name: str, tensors: list[Tensor]) -> None:
         """Count the bytes that a rank sends in a collective."""

@@ -75,6 +75,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self.publisher = open_storage(run_dir, config, self.group, facts.get("identity"))
         # How long training has waited for saves.
         self.blocked_seconds = 0.0
+        # How long the host buffers of saves took to allocate, once in a run.
+        self.buffers_seconds = 0.0
         # The step of the last checkpoint that was published for certain, or restored.
         self.last_good: int | None = None
         # The manifest of the checkpoint that was restored.
@@ -187,10 +189,12 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     def before_optimizer_step(self) -> None:
         """Wait until a save in flight no longer needs the weights as they are."""
+        # The first time after the optimizer's first step, when it has its state.
+        if not self.writer.prepared and any(self.optimizer.state.values()):
+            started = time.perf_counter()
+            self.writer.prepare(self.tensors_to_save())
+            self.buffers_seconds += time.perf_counter() - started
         with self._blocking():
-            # The first time after the optimizer's first step, when it has its state.
-            if not self.writer.prepared and any(self.optimizer.state.values()):
-                self.writer.prepare(self.tensors_to_save())
             self.writer.wait_until_staged()
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 # The names that the run itself writes to metrics.jsonl. A metric of compute_loss needs another one.
 FIGURES = re.compile(
-    "step|samples|loss|lr|mfu|grad_norm|skipped_steps|time|(step|data|checkpoint_blocked)_seconds|"
+    "step|samples|loss|lr|mfu|grad_norm|skipped_steps|time|(step|data|checkpoint_(blocked|buffers))_seconds|"
     "(samples|tokens)_per_second|(host|staging|device_peak|device_reserved)_bytes|slowest_rank|"
     "(slowest|median)_rank_seconds|(validation|ema|samples_of)_.*"
 )
@@ -38,11 +38,12 @@ class Mark:
     """Totals at a record. The next record has the differences from them."""
 
     step: int
-    # The clock is time.perf_counter's; the others are seconds that training waited for data and
-    # for saves.
+    # The clock is time.perf_counter's; the others are seconds that training waited for data, for
+    # saves, and for the host buffers of saves.
     clock: float
     data_seconds: float
     blocked_seconds: float
+    buffers_seconds: float
 
 
 class Journal:
@@ -57,7 +58,11 @@ class Journal:
         # The spec of the data has it only where a sample is a sequence of tokens.
         self.tokens_per_sample = getattr(state.spec, "tokens_per_sample", None)
         self.mark = Mark(
-            step=state.step, clock=time.perf_counter(), data_seconds=0.0, blocked_seconds=0.0
+            step=state.step,
+            clock=time.perf_counter(),
+            data_seconds=0.0,
+            blocked_seconds=0.0,
+            buffers_seconds=0.0,
         )
         # Metrics of validations that were not finite, of which the log has warned.
         self.undefined: set[str] = set()
@@ -93,6 +98,7 @@ class Journal:
             clock=time.perf_counter(),
             data_seconds=state.loader.seconds,
             blocked_seconds=state.checkpointer.blocked_seconds if state.checkpointer else 0.0,
+            buffers_seconds=state.checkpointer.buffers_seconds if state.checkpointer else 0.0,
         )
         self.mark = now
         steps = now.step - before.step
@@ -106,6 +112,7 @@ class Journal:
             "samples_per_second": samples_per_second,
             "data_seconds": (now.data_seconds - before.data_seconds) / steps,
             "checkpoint_blocked_seconds": now.blocked_seconds - before.blocked_seconds,
+            "checkpoint_buffers_seconds": now.buffers_seconds - before.buffers_seconds,
             "lr": state.optimizer.param_groups[0]["lr"],
             "grad_norm": norm,
             "skipped_steps": int(skipped),
@@ -315,7 +322,11 @@ def _model(state: "State") -> str:
     if trained < size:
         text += f" ({trained:,} trained)"
     dtype = str(state.compute_dtype).removeprefix("torch.")
-    return f"{text}, {dtype} on {device_name(state.world.device)}, ranks: {state.world.size}"
+    text += f", {dtype} on {device_name(state.world.device)}, ranks: {state.world.size}"
+    # Compiling pays on a GPU, so a user should see whether it is on.
+    if state.world.device.type == "cuda":
+        text += f", --compile.mode {state.config.compile.mode}"
+    return text
 
 
 def _data(state: "State") -> str:

@@ -1,0 +1,73 @@
+"""What a run says of saves that hold it up, and of how it is compiled."""
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.conftest import Project, project_fixture
+
+project = project_fixture("waiting", checkpoint="dcp_async", tracker="none")
+
+
+def test_a_warning_names_the_steps_of_a_save(
+    project: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Saves every 5 steps that take 6 s, of which training waits 4 s: 15 steps fit into one."""
+    writer_file = project.module("checkpoint.writer")
+    config = project.config(device="cpu", run_dir=tmp_path, checkpoint__every=5)
+    state = project.module("train").setup(config)
+    group = project.module("distributed").Group(state.world)
+    writer = writer_file.Writer(config.checkpoint, group, state.model, state.world.device)
+    assert writer_file.steps_of_a_save(5, 6.0, 4.0) == 15
+    writer.waited = 4.0
+    writer.began -= 6.0
+    with caplog.at_level(logging.WARNING):
+        writer.begin({}, lambda: None)
+    writer.close()
+    state.loader.close()
+    (message,) = [record.getMessage() for record in caplog.records if "waited" in record.message]
+    assert message.startswith("training waited 4.0 s for the save before to end: raise ")
+    # The clock goes on between the lines above.
+    assert message.endswith(("--checkpoint.every to 15", "--checkpoint.every to 16"))
+
+
+def test_host_buffers_are_named_apart(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = project.module("checkpoint.staging")
+    allocate = staging.in_blocks
+
+    def slow(*arguments: object, **options: object) -> object:
+        project.module("checkpoint.checkpointer").time.sleep(1.5)
+        return allocate(*arguments, **options)
+
+    monkeypatch.setattr(staging, "in_blocks", slow)
+    words = ("--preset", "tiny", "--device", "cpu", "--data.path", "text.txt")
+    project("train", *words, "--run-dir", str(tmp_path), "--train.log-every", "1")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    buffers = [line["checkpoint_buffers_seconds"] for line in lines]
+    # Once in a run, in the step before the optimizer has its state for the first time.
+    assert [seconds >= 1.5 for seconds in buffers] == [False, True, *[False] * (len(lines) - 2)]
+    assert sum(line["checkpoint_blocked_seconds"] for line in lines) < 1.5
+
+
+def test_on_a_gpu_the_start_says_what_is_compiled(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = project.module("run.journal")
+    config = project.config(device="cpu", run_dir=tmp_path, compile__mode="blocks")
+    monkeypatch.setattr(journal, "device_name", lambda device: "NVIDIA H100")
+    state = SimpleNamespace(
+        config=config,
+        model=torch.nn.Linear(2, 2),
+        compute_dtype=torch.bfloat16,
+        world=SimpleNamespace(device=torch.device("cuda"), size=1),
+    )
+    expected = "6 parameters, bfloat16 on NVIDIA H100, ranks: 1, --compile.mode blocks"
+    assert journal._model(state) == expected
+    state.world.device = torch.device("cpu")
+    assert "compile" not in journal._model(state)
