@@ -173,7 +173,7 @@ def restart(found: Series) -> list[str]:
     return [
         verdict("From `kill -9` of a rank to the next step", killed, 2 * imported, "s"),
         verdict("A plain start, beyond importing torch", plain - imported, 1.3, "s"),
-        "- What torch itself imports for an optimizer and for DCP, in a process of its own: "
+        "- What torch itself imports for an optimizer and for DCP, in its own process: "
         f"{_number(needed - imported)} s.",
     ]
 
