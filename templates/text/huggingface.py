@@ -43,6 +43,8 @@ class ExportConfig(transfer.ExportConfig):
     """FILE.pt (torch.save, with the optimizer's state), FILE.safetensors (weights alone), FILE.pt2
     (a program of torch.export), a directory named hf or …-hf (for transformers), or any other for a
     run that resumes there"""
+    merge: bool = False
+    """Add an adapter of peft to the weights, for a directory that needs no peft (hf, …-hf)"""
 
 
 def export(run_dir: Path, options: ExportConfig) -> str:
@@ -53,6 +55,8 @@ def export(run_dir: Path, options: ExportConfig) -> str:
     target = options.to
     source = options.source or run_dir
     if not re.fullmatch(r"(.*[-_.])?hf", target.name):
+        if options.merge:
+            raise UserError(f"--merge is for directories named hf or …-hf, and not for {target}")
         return transfer.export(run_dir, options)
     if target.exists():
         raise UserError(f"{target} is there already: give another place, nothing is overwritten")
@@ -62,7 +66,13 @@ def export(run_dir: Path, options: ExportConfig) -> str:
     model, spec, config = load_trained(
         source, "cpu", manifest["step"], options.weights, options.base
     )
-    has_own_way = hasattr(model, "to_transformers")
+    if options.merge:
+        if not hasattr(model, "merge_and_unload"):
+            raise UserError(f"--merge: {type(model).__name__} (model.py) is no PeftModel of peft")
+        model = model.merge_and_unload()
+    # Of a model with an adapter of peft, `save_pretrained` writes the adapter alone.
+    is_adapter = hasattr(model, "merge_and_unload")
+    has_own_way = hasattr(model, "to_transformers") and not is_adapter
     if not has_own_way and not hasattr(model, "save_pretrained"):
         raise UserError(
             f"{type(model).__name__} (model.py) has no method `to_transformers`, which returns the "
@@ -80,7 +90,12 @@ def export(run_dir: Path, options: ExportConfig) -> str:
             write_json(temporary / "generation_config.json", {"eos_token_id": text.end})
         else:
             model.save_pretrained(temporary)
-        has_tokenizer = write_tokenizer(temporary, text)
+        # Data of your own may have a tokenizer of transformers.
+        if hasattr(spec, "save_tokenizer"):
+            spec.save_tokenizer(temporary)
+            has_tokenizer = True
+        else:
+            has_tokenizer = write_tokenizer(temporary, text)
         card = model_card(
             name=target.name,
             model=model,
@@ -89,6 +104,7 @@ def export(run_dir: Path, options: ExportConfig) -> str:
             origin=f"step {manifest['step']} of {config.train.steps}, {options.weights} weights",
             metrics=validated_at(source, manifest["step"]),
             has_tokenizer=has_tokenizer,
+            library="peft" if is_adapter else "transformers",
         )
         replace_file(temporary / "README.md", card)
         os.rename(temporary, target)
@@ -201,9 +217,10 @@ def model_card(
     origin: str,
     metrics: dict[str, float],
     has_tokenizer: bool,
+    library: str,
 ) -> str:
     """Write a README.md for the folder: what was measured, and how to use it."""
-    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    lines = ["---", f"library_name: {library}", "pipeline_tag: text-generation"]
     license_name = project_license()
     if license_name is not None:
         lines.append(f"license: {license_name.lower()}")

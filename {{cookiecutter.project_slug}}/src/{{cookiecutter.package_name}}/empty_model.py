@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
 
 from .checkpoint.base import is_plain_weights
@@ -74,7 +75,8 @@ def build_on_meta(
     known = {id(tensor) for tensor in meta_tensors()}
     hook = register_module_parameter_registration_hook(drop_value)
     try:
-        model = make()
+        with KeepValues():
+            model = make()
     finally:
         hook.remove()
 
@@ -96,6 +98,21 @@ def build_on_meta(
     if any(id(tensor) not in known for tensor in meta_tensors()):
         raise ValueError("build_model computes something from its parameters")
     return model
+
+
+class KeepValues(TorchFunctionMode):
+    """Keep tensors that have values from being moved to `meta`; their dtype changes as asked for.
+
+    peft moves each adapter to the device of the layer that it adapts, which has no values yet.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        result = function(*arguments, **(named or {}))
+        if function is torch.Tensor.to and result.is_meta and not arguments[0].is_meta:
+            return arguments[0].to(result.dtype)
+        return result
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:

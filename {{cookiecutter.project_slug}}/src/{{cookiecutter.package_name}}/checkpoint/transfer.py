@@ -227,10 +227,12 @@ def load_weights(
     notes: list[str] = []
     missing = [name for name in _missing_names(model, set(common)) if name not in left_new]
     if missing:
-        notes.append(f"missing there, left as they were: {', '.join(missing)}")
-    unused = sorted(saved.keys() - ours.keys())
+        notes.append(f"missing there, left as they were: {_listed(missing)}")
+    # Under another name, a tensor may be one of the model's, as with an adapter of peft.
+    used = {saved[name] for name in ours if name in saved}
+    unused = sorted(name for name in saved.keys() - ours.keys() if saved[name] not in used)
     if unused:
-        notes.append(f"there but not wanted: {', '.join(unused)}")
+        notes.append(f"there but not wanted: {_listed(unused)}")
     notes = [printable(note) for note in notes]
     if notes and strict:
         raise UserError(f"{path} does not match this model exactly; {'; '.join(notes)}")
@@ -239,6 +241,14 @@ def load_weights(
     source.read({saved[name]: ours[name] for name in common}, group)
     release_copies()
     return "; ".join([f"{len(common)} tensors from {path}", *notes])
+
+
+def _listed(names: list[str]) -> str:
+    """Join names by commas; after the tenth, only their number is given."""
+    more = len(names) - 10
+    if more > 0:
+        names = [*names[:10], f"and {more} more"]
+    return ", ".join(names)
 
 
 def _other_shape(name: str, there: torch.Size, here: torch.Size) -> str:
