@@ -1,34 +1,58 @@
 """Tokens/s and MFU of GPT-2's size on one GPU, eager and compiled, beside nanoGPT's own loop.
 
-Both train the same shape on the same random tokens with the same micro-batch, in turns, each by its
-own command. A step's time is that between two of the lines which a program prints, as they arrive:
-what a user would wait for. Random tokens cost what others cost, and what is learnt does not matter.
+The Trainer of transformers and Lightning take part where they are installed (peers.py). All train
+the same shape on the same random tokens with the same micro-batch, in turns, each by its own
+command. A step's time is that between two of the lines which a program prints, as they arrive: what
+a user would wait for. Random tokens cost what others cost, and what is learnt does not matter.
 """
 
 import importlib
+import importlib.util
 import itertools
+import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from .common import PACKAGE, beside_own_packages, series
+from .common import PACKAGE, ROOT, beside_own_packages, series
 
 CONTEXT, LAYERS, WIDTH, HEADS, VOCABULARY = 1024, 12, 768, 12, 50304
 EVERY, WARMUP = 10, 30  # steps between lines; steps that are not counted
+NANOGPT_MEMORY = """
+import atexit, runpy, sys, torch
+def say():
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    print("peak", peak, "bytes")
+atexit.register(say)
+sys.argv = ["train.py", *sys.argv[1:]]
+runpy.run_path("train.py", run_name="__main__")
+"""
 
 
-def seconds_per_step(
-    command: list[str], folder: Path, pattern: str, **environment: str
-) -> list[float]:
-    """Between two lines that match `pattern` (a step's number), after the warm-up."""
+@dataclass(frozen=True)
+class Pace:
+    """What a contender takes."""
+
+    seconds: list[float]
+    """Of each step, as the mean of ten."""
+    peak: int
+    """Bytes of the device at the peak; 0 on a CPU."""
+
+
+def pace_of(command: list[str], folder: Path, pattern: str, **environment: str) -> Pace:
+    """From lines that match `pattern` (a step's number) after the warm-up, and "peak N bytes"."""
     seen: list[tuple[int, float]] = []
+    peak = 0
     with subprocess.Popen(
         [sys.executable, "-u", *command],
         cwd=folder,
@@ -42,16 +66,20 @@ def seconds_per_step(
             lines.append(line)
             if found := re.match(pattern, line):
                 seen.append((int(found[1]), time.perf_counter()))
+            if found := re.match(r"peak (\d+) bytes", line):
+                peak = int(found[1])
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{''.join(lines[-20:])}")
     counted = [(step, at) for step, at in seen if step >= WARMUP and step % EVERY == 0]
-    return [(b - a) / EVERY for (_, a), (_, b) in itertools.pairwise(counted)]
+    seconds = [(b - a) / EVERY for (_, a), (_, b) in itertools.pairwise(counted)]
+    return Pace(seconds, peak)
 
 
-def ours(bench: Any, steps: int, batch: int, mode: str) -> list[float]:
-    """Seconds per step of a default render."""
+def ours(bench: Any, steps: int, batch: int, mode: str) -> Pace:
+    """A default render."""
+    run_dir = bench.work / f"ours-{mode}-{time.time_ns()}"
     settings = {
-        "--run-dir": bench.work / f"ours-{mode}-{time.time_ns()}",
+        "--run-dir": run_dir,
         "--train.steps": steps,
         "--train.global-batch-size": batch,
         "--train.micro-batch-size": batch,
@@ -63,12 +91,23 @@ def ours(bench: Any, steps: int, batch: int, mode: str) -> list[float]:
     }
     command, _ = bench.command("train", *(str(word) for pair in settings.items() for word in pair))
     path = beside_own_packages(bench.source)
-    return seconds_per_step(command[1:], bench.work, r"step (\d+)/", PYTHONPATH=path)
+    pace = pace_of(command[1:], bench.work, r"step (\d+)/", PYTHONPATH=path)
+    lines = (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()
+    return Pace(pace.seconds, json.loads(lines[-1]).get("device_peak_bytes", 0))
 
 
-def nanogpt(where: tuple[Path, Path, Path], steps: int, batch: int, mode: str) -> list[float]:
-    """Seconds per step of nanoGPT's train.py; `where`: its clone, the tokens, and to work in."""
-    clone, data, work = where
+def peer(bench: Any, steps: int, batch: int, mode: str, name: str) -> Pace:
+    """The Trainer of transformers, or Lightning."""
+    words = ["-m", "benchmarks.peers", name, mode, str(bench.data), str(steps), str(batch)]
+    if bench.smoke:
+        words.append("--smoke")
+    path = beside_own_packages(ROOT)
+    return pace_of(words, bench.work, r"step (\d+)$", PYTHONPATH=path)
+
+
+def nanogpt(bench: Any, steps: int, batch: int, mode: str) -> Pace:
+    """NanoGPT's train.py."""
+    clone, data, work = bench.nanogpt.resolve(), bench.data, bench.work
     link = clone / "data" / "random_tokens"
     if not link.exists():
         link.unlink(missing_ok=True)  # of a run that was killed
@@ -86,9 +125,23 @@ def nanogpt(where: tuple[Path, Path, Path], steps: int, batch: int, mode: str) -
     }
     words = [f"--{name}={value}" for name, value in settings.items()]
     try:
-        return seconds_per_step(["train.py", *words], clone, r"iter (\d+):")
+        return pace_of(["-c", NANOGPT_MEMORY, *words], clone, r"iter (\d+):")
     finally:
         link.unlink()
+
+
+def peers() -> list[str]:
+    """The peers that are installed; the others are named."""
+    needed = {"transformers": ("transformers", "accelerate")}
+    needed["lightning"] = ("lightning", "transformers")
+    here = []
+    for name, packages in needed.items():
+        missing = [package for package in packages if not importlib.util.find_spec(package)]
+        if missing:
+            print(f"{name} is not measured: not installed here: {', '.join(missing)}", flush=True)
+        else:
+            here.append(name)
+    return here
 
 
 def random_tokens(folder: Path, vocabulary: int) -> Path:
@@ -107,25 +160,40 @@ def flops_per_token() -> int:
 
 
 def measure(bench: Any) -> dict[str, dict[str, Any]]:
-    """A round: each contender once; tokens/s of its steps, and MFU where the peak is known."""
+    """A round: each contender once.
+
+    Its time over ours with the same mode (eager, or compiled as a whole), tokens/s of its steps,
+    the device's memory, and MFU where the peak is known.
+    """
     # Five more than are counted, since a run ends with a validation and a save.
     steps, batch, modes = 115, 32, ["full", "blocks", "none"]
     if bench.smoke:
         steps, batch, modes = 55, 8, ["none"]
-    contenders = {f"ours, {mode}": (ours, bench, mode) for mode in modes}
-    if bench.nanogpt:
-        clone = (bench.nanogpt.resolve(), bench.data, bench.work)
-        for mode in ("full", "none"):
-            contenders[f"nanoGPT, {mode}"] = (nanogpt, clone, mode)
+    contenders: list[tuple[str, str, Callable[..., Pace], tuple[str, ...]]] = []
+    for mode in modes:
+        contenders.append(("ours", mode, ours, ()))
+    for mode in ("none",) if bench.smoke else ("full", "none"):
+        if bench.nanogpt:
+            contenders.append(("nanoGPT", mode, nanogpt, ()))
+        for name in peers():
+            contenders.append((name, mode, peer, (name,)))
     sys.path.insert(0, str(bench.source))
     hardware = importlib.import_module(f"{PACKAGE}.run.hardware")
     peak = hardware.peak_flops(torch.device(bench.device))
     tokens = batch * (32 if bench.smoke else CONTEXT)
     flops = tokens * flops_per_token()
-    found = {}
-    for name, (run, where, mode) in contenders.items():
-        seconds = run(where, steps, batch, mode)
-        found[f"{name}: tokens/s"] = series((tokens / s for s in seconds), "tokens/s")
+    ratios, memory, found = {}, {}, {}
+    our_seconds: dict[str, float] = {}
+    for name, mode, run, more in contenders:
+        pace = run(bench, steps, batch, mode, *more)
+        what = f"{name}, {mode}"
+        middle = statistics.median(pace.seconds)
+        if name == "ours":
+            our_seconds[mode] = middle
+        ratios[f"{what}: time, of ours"] = series([middle / our_seconds[mode]], "x")
+        if pace.peak:
+            memory[f"{what}: memory"] = series([pace.peak / 1e9], "GB")
+        found[f"{what}: tokens/s"] = series((tokens / s for s in pace.seconds), "tokens/s")
         if peak:
-            found[f"{name}: MFU"] = series((100 * flops / s / peak for s in seconds), "%")
-    return found
+            found[f"{what}: MFU"] = series((100 * flops / s / peak for s in pace.seconds), "%")
+    return ratios | memory | found

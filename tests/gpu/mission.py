@@ -56,6 +56,7 @@ class Mission:
 
     @property
     def package(self) -> str:
+        """The name of the project's package."""
         return f"by_{self.parallelism}"
 
     def command(self, command: str, name: str, *words: str) -> list[str]:
@@ -64,7 +65,8 @@ class Mission:
         if not self.smoke:
             preset = ["--preset", "gpt2_124m", "--device", "cuda"]
             preset += ["--train.global-batch-size", "8", "--train.micro-batch-size", "8"]
-        preset += ["--data.path", str(self.data), "--data.vocabulary", "50304"]
+        vocabulary = "320" if self.smoke else "50304"
+        preset += ["--data.path", str(self.data), "--data.vocabulary", vocabulary]
         preset += ["--train.steps", str(STEPS), "--train.log-every", "1"]
         preset += ["--train.validate-every", "0", "--train.validate-samples", "8"]
         preset += ["--checkpoint.every", str(EVERY), "--name", name]
