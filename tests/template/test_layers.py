@@ -36,7 +36,17 @@ LAYERS = (
     {"model", "gpt", "data", "source", "optim", "callbacks", "text"},
     {"compile", "profiler", "checkpoint", "run", "mixture", "sampling", "map_style", "ema"},
     {"distributed"},
-    {"loss", "schedule", "errors", "files", "device", "permutation", "collate", "worker_errors"},
+    {
+        "gather",
+        "loss",
+        "schedule",
+        "errors",
+        "files",
+        "device",
+        "permutation",
+        "collate",
+        "worker_errors",
+    },
 )
 """The top first; a module belongs to the layer of its room."""
 

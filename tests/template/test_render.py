@@ -163,8 +163,8 @@ ALWAYS = {
     *every(
         PACKAGE,
         "__init__ __main__ adds_up callbacks collate compile config data device ema "
-        "empty_model errors files infer loss model optim permutation profiler program resume "
-        "sampling schedule train validation worker_errors",
+        "empty_model errors files gather infer loss model optim permutation profiler program "
+        "resume sampling schedule train validation worker_errors",
     ),
     f"{PACKAGE}/py.typed",
     *every(f"{PACKAGE}/distributed", "__init__ parallel stop"),

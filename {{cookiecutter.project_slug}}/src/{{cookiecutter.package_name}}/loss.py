@@ -23,6 +23,12 @@ class LossSum(NamedTuple):
     metrics: dict[str, Any]
 
 
+class Gathered:
+    """Whether compute_loss compares samples of all ranks (gather.py)."""
+
+    used = False
+
+
 RETURNED = "what compute_loss (model.py) returns"
 SUM_OF_LOSSES = "the sum of the losses of the batch"
 COUNTED = "how many losses the total adds up (tokens, images)"
@@ -32,6 +38,16 @@ def require_type(value: object, kind: type, what: str) -> None:
     """Check that one of your functions returned a value of this type (UserError)."""
     if not isinstance(value, kind):
         raise UserError(f"{what}: expected {kind.__name__}, not {type(value).__name__}")
+
+
+def check_whole_batch(micro_batches: int) -> None:
+    """UserError if a loss that compares samples of all ranks gets only some of them at a time."""
+    if Gathered.used and micro_batches > 1:
+        raise UserError(
+            "compute_loss compares all samples of a batch (gather_with_gradients), but a rank has "
+            f"its samples in {micro_batches} micro-batches: raise --train.micro-batch-size, or use "
+            "more ranks"
+        )
 
 
 def check_loss(loss: Any, is_trained: bool = True) -> None:

@@ -32,10 +32,12 @@ from .ema import keep_average
 from .errors import UserError
 from .files import to_json, write_json
 from .loss import (
+    Gathered,
     check_counted,
     check_loss,
     check_model,
     check_optimizer,
+    check_whole_batch,
     judge_step,
     loss_vector,
     require_type,
@@ -115,6 +117,7 @@ def setup(config: Config, world: World | None = None, weights_follow: bool = Fal
     `weights_follow`: the caller reads the weights of --init-from, so they get no values here.
     """
     world = world or join(config.parallel, config.device)
+    Gathered.used = False
     batch_size = config.train.global_batch_size
     if batch_size < world.size:
         problem = f"--train.global-batch-size {batch_size} is below the {world.size} ranks"
@@ -229,6 +232,7 @@ def train_step(state: State, batches: list[Any]) -> None:
                 loss = parallel.forward(compute_loss, state, move(batch, world.device))
                 if state.metrics is None:
                     check_loss(loss)
+                    check_whole_batch(len(state.plan))
                     names = {"metrics of compute_loss (model.py)": [*loss.metrics]}
                     parallel.require_same(names, world)
                 state.metrics = metric_names(loss, state.metrics)
