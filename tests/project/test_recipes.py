@@ -159,6 +159,28 @@ def test_lora_trains_its_addition_only(
     assert after["model.blocks.0.attention.qkv.up"].abs().sum() > 0
 
 
+def test_a_gan_in_one_backward(text: Project) -> None:
+    """The generator gets the gradient that raises the loss; the discriminator, that lowers it."""
+    exec(recipe("python", "class Reverse"), names := {**vars(text.module("model")), "NOISE": 3})
+    torch.manual_seed(0)
+    generator, discriminator = torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)
+    gan = names["GAN"](generator, discriminator)
+    real = torch.randn(5, 2)
+    torch.manual_seed(1)
+    loss = names["compute_loss"](gan, real)
+    loss.total.backward()
+    assert loss.count == 10
+
+    torch.manual_seed(1)
+    fake = generator(torch.randn(5, 3))
+    scores = torch.nn.functional.logsigmoid(torch.cat([discriminator(real), -discriminator(fake)]))
+    of_generator, of_discriminator = torch.autograd.grad(
+        -scores.sum(), (generator.weight, discriminator.weight)
+    )
+    torch.testing.assert_close(generator.weight.grad, -of_generator)
+    torch.testing.assert_close(discriminator.weight.grad, of_discriminator)
+
+
 def test_rates_by_layer(text: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train, optim = text.module("train"), text.module("optim")
     exec(recipe("python", "0.8 ** below"), names := dict(vars(optim)))
