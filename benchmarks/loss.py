@@ -65,7 +65,7 @@ def cross_entropies_in_parts(x: Tensor, weight: Tensor, targets: Tensor) -> Tens
     def of(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), targets, reduction="sum")
 
-    rows, logits = 2**26 // VOCABULARY, F.linear(x, weight).flatten(0, 1)
+    rows, logits = 2**28 // VOCABULARY, F.linear(x, weight).flatten(0, 1)
     again = partial(checkpoint, of, use_reentrant=False, preserve_rng_state=False)
     return torch.stack([*map(again, logits.split(rows), targets.flatten().split(rows))]).sum()
 

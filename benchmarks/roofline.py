@@ -108,8 +108,8 @@ def measure(folder: Path, smoke: bool) -> dict[str, Any]:
     changes = {"data.path": tokens, "train.global_batch_size": batch}
     changes |= {"train.micro_batch_size": batch, "device": "cuda"}
     flash = torch.ops.aten._scaled_dot_product_flash_attention
-    F.scaled_dot_product_attention = lambda q, k, v, mask, p, is_causal: flash(
-        q, k, v, p, is_causal
+    F.scaled_dot_product_attention = lambda q, k, v, dropout_p, is_causal: flash(
+        q, k, v, dropout_p, is_causal
     )[0]
     torch.nn.RMSNorm.forward = lambda self, x: F.layer_norm(x, x.shape[-1:], self.weight)
     with dry.following():
