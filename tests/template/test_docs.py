@@ -139,6 +139,19 @@ def test_the_conclusions_have_the_numbers_of_the_raw_tables() -> None:
             assert re.search(rf"(?<![\d,.]){re.escape(number)}(?![\d,])", shown), (number, row)
 
 
+def test_readme_names_each_question_and_its_choices() -> None:
+    """In the order of cookiecutter.json, in which the first choice is the default."""
+    questions = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
+    wanted = {name: it for name, it in questions.items() if not name.startswith("_")}
+    readme = (ROOT / "README.md").read_text("utf-8")
+    section = readme.partition("## The questions\n")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", section, re.MULTILINE))
+    assert list(rows) == list(wanted)
+    for name, choices in wanted.items():
+        if isinstance(choices, list):
+            assert rows[name] == ", ".join(choices), name
+
+
 def test_every_place_names_the_same_version() -> None:
     version = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["_template_version"]
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
