@@ -77,6 +77,7 @@ def by_transformers(mode: str, data: Tokens, steps: int, batch: int, smoke: bool
         logging_steps=50,
         save_strategy="no",
         report_to=[],
+        disable_tqdm=True,
         dataloader_num_workers=0 if smoke else 2,
     )
     Trainer(build(smoke), arguments, train_dataset=data, callbacks=[Steps()]).train()
