@@ -24,9 +24,6 @@ CASES = {
     "figure_int_zero": "project/test_metrics.py::test_a_checkpoint_with_a_score_of_zero_is_good",
     "forkserver_default": "project/test_collate.py::test_what_workers_cannot_be_sent_is_named",
     "frozen_eval": "project/test_model_state.py::test_parts_in_evaluation_mode_stay_so",
-    "fsdp_buffer_of_parameter": (
-        "cluster/test_hybrid.py::test_fsdp_trains_what_ddp_trains_or_refuses_it"
-    ),
     "fsdp_mixed_dtype": "project/test_mistakes.py::test_fsdp_names_what_it_cannot_shard",
     "fsdp_scalar": "project/test_mistakes.py::test_ranks_refuse_a_scalar_under_fsdp_once",
     "hangup_unsaved": "project/test_terminal.py::test_a_hangup_saves_and_stops",
@@ -35,6 +32,7 @@ CASES = {
     ),
     "hidden_class_folder": "project/test_data.py::test_what_is_no_image_of_a_class_is_passed_over",
     "infer_without_data": "project/test_travel.py::test_infer_needs_no_training_data",
+    "init_other_head": "project/test_base.py::test_a_head_of_another_size_begins_anew",
     "json_lines_names": "project/test_inputs.py::test_json_lines_are_documents_under_any_name",
     "late_buffer": (
         "project/test_model_state.py::test_a_buffer_that_the_first_step_makes_is_refused"
@@ -56,7 +54,6 @@ CASES = {
     ),
     "overlay_lower": "project/test_file_systems.py::test_a_run_in_an_image_goes_on_and_prunes",
     "parameter_order": "project/test_model_state.py::test_ranks_notice_what_would_make_them_differ",
-    "parametrized": "cluster/test_hybrid.py::test_fsdp_trains_what_ddp_trains_or_refuses_it",
     "pt2_own_models": "project/test_program.py::test_a_program_takes_what_the_loss_gives_the_model",
     "python_flags": "project/test_entrances.py::test_python_may_be_started_with_any_flags",
     "random_transforms": "project/test_draws.py::test_a_resume_and_loader_workers_draw_the_same",
@@ -90,22 +87,32 @@ CASES = {
         "project/test_endings.py::test_a_temporary_folder_of_a_long_name_ends_the_run"
     ),
 }
-# Models that FSDP has to train as DDP does, or refuse: all are classes of drills/twins.py.
-TWINS = (
-    *("fsdp_block_called_thrice", "fsdp_expanded_fill", "fsdp_grad_hook"),
-    *("fsdp_list_reference_large", "fsdp_nested_blocks", "fsdp_output_dict"),
-    *("fsdp_param_attribute", "fsdp_same_block_twice", "fsdp_sparse_buffer"),
-    *("fsdp_tie_across_blocks", "fsdp_tie_block_root", "fsdp_weight_norm"),
-)
-CASES |= dict.fromkeys(
-    TWINS, "cluster/test_hybrid.py::test_fsdp_trains_what_ddp_trains_or_refuses_it"
-)
+# Models that FSDP has to train as DDP does, or refuse: each is a class of drills/twins.py.
+TWINS = {
+    "fsdp_block_called_thrice": "BlockCalledThrice",
+    "fsdp_buffer_of_parameter": "BufferOfParameter",
+    "fsdp_expanded_fill": "FilledByView",
+    "fsdp_grad_hook": "GradientHook",
+    "fsdp_list_reference_large": "ParameterInList",
+    "fsdp_nested_blocks": "Nested",
+    "fsdp_output_dict": "Outputs",
+    "fsdp_param_attribute": "Attribute",
+    "fsdp_same_block_twice": "SameBlockTwice",
+    "fsdp_sparse_buffer": "SparseBuffer",
+    "fsdp_tie_across_blocks": "TiedAcrossBlocks",
+    "fsdp_tie_block_root": "TiedToTheRoot",
+    "fsdp_weight_norm": "Parametrized",
+    "int8_frozen": "FrozenInt8",
+    "parametrized": "Parametrized",
+}
+TWIN_TEST = "cluster/test_hybrid.py::test_fsdp_trains_what_ddp_trains_or_refuses_it"
+CASES |= dict.fromkeys(TWINS, TWIN_TEST)
 # Tried by hand only, so far: a project in a larger repository, data sets of one sample and of none,
-# a job that stands still, W&B without a home, a stop between two saves, another head, weights of
-# int8, a head that one rank alone does not use.
+# a job that stands still, W&B without a home, a stop between two saves, a head that one rank alone
+# does not use.
 WITHOUT_A_TEST = {
     *("cruft_monorepo", "sizes", "suspended", "wandb_home", "stop_between_saves"),
-    *("init_other_head", "int8_frozen", "unused_on_one_rank"),
+    "unused_on_one_rank",
 }
 
 
@@ -116,6 +123,16 @@ def test_each_situation_has_a_test(name: str) -> None:
     tree = ast.parse((ROOT / "tests" / file).read_text("utf-8"))
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     assert test.startswith("test_") and test in names
+
+
+def test_the_models_of_both_wrappers_are_tried() -> None:
+    """Each class of TWINS is in the drill, among the models that are the same or are refused."""
+    tree = ast.parse((ROOT / "tests/project/drills/twins.py").read_text("utf-8"))
+    tried: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in {"SAME", "REFUSED"}:
+            tried |= {name.id for name in ast.walk(node.value) if isinstance(name, ast.Name)}
+    assert set(TWINS.values()) <= tried
 
 
 def test_no_situation_is_in_both_lists() -> None:

@@ -84,6 +84,24 @@ class SameBlockTwice(Plain):
         self.layers = nn.ModuleList([nn.Linear(16, 16)] * 3)
 
 
+class BlockCalledThrice(Plain):
+    """A block whose weights several layers share, since forward calls it again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            for layer in self.layers:
+                x = x + F.relu(layer(x))
+        return self.last(x)
+
+
+class Outputs(Plain):
+    """A model with keyword arguments, which returns an object, as in transformers."""
+
+    def forward(self, *, x: torch.Tensor) -> SimpleNamespace:  # type: ignore[override]
+        return SimpleNamespace(logits=super().forward(x))
+
+
 class Nested(Plain):
     """A block and a part of it."""
 
@@ -229,6 +247,35 @@ class Odds(Plain):
         return super().forward(x) + self.last(y) * self.more["a"] * self.count
 
 
+class Quantized(nn.Module):
+    """A frozen layer of int8, a scale in half precision, a trained adapter, as in QLoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.randn(16, 16) / 4
+        scale = values.abs().amax(1, keepdim=True) / 127
+        values = (values / scale).round().to(torch.int8)
+        self.weight = nn.Parameter(values, requires_grad=False)
+        self.register_buffer("scale", scale.half())
+        self.down = nn.Parameter(torch.randn(4, 16) / 4)
+        self.up = nn.Parameter(torch.zeros(16, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frozen = F.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype))
+        return frozen + F.linear(F.linear(x, self.down), self.up)
+
+
+class FrozenInt8(Plain):
+    """Quantized blocks, and a quantized layer in none."""
+
+    def change(self) -> None:
+        self.layers = nn.ModuleList([Quantized() for _ in range(3)])
+        self.root = Quantized()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.root(self.first(x))[:, :4]
+
+
 REFUSED = {
     TiedAcrossBlocks: r"would untie layers\.0\.weight and layers\.2\.weight",
     TiedToTheRoot: r"would untie (back|first)\.weight and (back|first)\.weight",
@@ -241,8 +288,9 @@ REFUSED = {
     OneMemory: r"would part layers\.0\.weight and layers\.1\.weight",
 }
 SAME = (
-    *(Plain, TiedInTheRoot, SameBlockTwice, Nested, Attribute, TensorInObject, CutFromOne),
-    *(FilledByView, OtherDraws, SparseBuffer, Parametrized, Recurrent, Odds),
+    *(Plain, TiedInTheRoot, SameBlockTwice, BlockCalledThrice, Outputs, Nested, Attribute),
+    *(TensorInObject, CutFromOne, FilledByView, OtherDraws, SparseBuffer, Parametrized, Recurrent),
+    *(Odds, FrozenInt8),
 )
 
 
@@ -251,6 +299,13 @@ def seed(rank: int) -> None:
     torch.manual_seed(1)
     np.random.seed(2)
     random.seed(3)
+
+
+def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """As compute_loss of a user, who knows the model."""
+    inputs, targets = batch
+    logits = model(x=inputs).logits if isinstance(model, Outputs) else model(inputs)
+    return F.cross_entropy(logits, targets)
 
 
 def trained(package: str, kind: type[Plain], world: Any) -> dict[str, torch.Tensor]:
@@ -269,11 +324,7 @@ def trained(package: str, kind: type[Plain], world: Any) -> dict[str, torch.Tens
         mine = slice(world.rank * 3, world.rank * 3 + 3)
         state = SimpleNamespace(module=module, model=model, world=world)
         state.compute_dtype = torch.float32
-        loss = parallel.forward(
-            lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
-            state,
-            (given[mine], targets[mine]),
-        )
+        loss = parallel.forward(loss_of, state, (given[mine], targets[mine]))
         loss.backward()
         if not parallel.SHARDED:
             parallel.all_reduce(loss.detach(), world)
