@@ -103,6 +103,8 @@ SLOW = (
     "cluster/test_launch",
     "cluster/test_slurm",
     "gpu_dry/test_dry.py::test_a_breakage_is_noticed",
+    "project/test_chat_recipe.py::test_blocks",
+    "project/test_chat_recipe.py::test_whole",
     "project/test_console.py::test_callbacks_are_called_on_all",
     "project/test_console.py::test_the_sweep",
     "project/test_endings.py::test_a_stop_ends_the_wait",
