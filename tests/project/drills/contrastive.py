@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 SETTINGS = {
     "device": "cpu",
     "train.steps": 6,
-    "train.global_batch_size": 16,
-    "train.micro_batch_size": 16,
-    # The last ranks of a validation have fewer samples than the first.
-    "train.validate_samples": 22,
+    # Some of four ranks have fewer samples than the others, and none of a validation's last two.
+    "train.global_batch_size": 18,
+    "train.micro_batch_size": 18,
+    "train.validate_samples": 20,
     "train.validate_every": 3,
     "train.log_every": 1,
     "checkpoint.every": 3,
@@ -66,12 +66,14 @@ def main(folder: Path, packages: list[str]) -> None:
             assert torch.equal(resumed["weights"][key], value), key
         losses[name] = undisturbed
         errors = importlib.import_module(f"{name}.errors")
-        try:
-            go(f"{name}_divided", train__micro_batch_size=16 // max(1, world.size) // 2)
-        except errors.UserError as error:
-            assert "compares all samples of a batch" in str(error), error
-        else:
-            raise AssertionError("micro-batches were not refused")
+        for setting, value in (("micro", 18 // world.size // 2), ("validate", 20)):
+            try:
+                go(f"{name}_{setting}", **{f"train__{setting}_batch_size": value})
+            except errors.UserError as error:
+                assert "compares all samples of a batch" in str(error), error
+                assert f"--train.{setting}-batch-size" in str(error), error
+            else:
+                raise AssertionError(f"{setting} batches of {value} were not refused")
     if world.rank == 0:
         (folder / f"{world.size}.json").write_text(json.dumps(losses))
 

@@ -25,10 +25,13 @@ def gather_with_gradients(features: Tensor) -> tuple[Tensor, int]:
         return features, 0
     rank = dist.get_rank()
     sizes = features.new_zeros(dist.get_world_size(), dtype=torch.int64)
-    sizes[rank] = len(features)
+    # A rank that repeats the first sample of the batch must not give it to the others once more.
+    own = features[:0] if Gathered.is_padding else features
+    sizes[rank] = len(own)
     dist.all_reduce(sizes)
     counts: list[int] = sizes.tolist()
-    return _Gather.apply(features, counts), sum(counts[:rank])
+    first = 0 if Gathered.is_padding else sum(counts[:rank])
+    return _Gather.apply(own, counts), first
 
 
 class _Gather(torch.autograd.Function):

@@ -24,9 +24,12 @@ class LossSum(NamedTuple):
 
 
 class Gathered:
-    """Whether compute_loss compares samples of all ranks (gather.py)."""
+    """What a run knows of a loss that compares samples of all ranks (gather.py)."""
 
+    # Whether compute_loss is such a loss.
     used = False
+    # Whether this rank has no samples left, and repeats the first one of the batch at weight 0.
+    is_padding = False
 
 
 RETURNED = "what compute_loss (model.py) returns"
@@ -40,13 +43,20 @@ def require_type(value: object, kind: type, what: str) -> None:
         raise UserError(f"{what}: expected {kind.__name__}, not {type(value).__name__}")
 
 
-def check_whole_batch(micro_batches: int) -> None:
+def check_whole_batch(micro_batches: int, validate_batch_size: int) -> None:
     """UserError if a loss that compares samples of all ranks gets only some of them at a time."""
-    if Gathered.used and micro_batches > 1:
+    if not Gathered.used:
+        return
+    problem = "compute_loss compares all samples of a batch (gather_with_gradients), but"
+    if micro_batches > 1:
         raise UserError(
-            "compute_loss compares all samples of a batch (gather_with_gradients), but a rank has "
-            f"its samples in {micro_batches} micro-batches: raise --train.micro-batch-size, or use "
-            "more ranks"
+            f"{problem} a rank has its samples in {micro_batches} micro-batches: raise "
+            "--train.micro-batch-size, or use more ranks"
+        )
+    if validate_batch_size:
+        raise UserError(
+            f"{problem} --train.validate-batch-size lets a validation compare fewer or more of "
+            "them: leave it at 0"
         )
 
 

@@ -232,7 +232,7 @@ def train_step(state: State, batches: list[Any]) -> None:
                 loss = parallel.forward(compute_loss, state, move(batch, world.device))
                 if state.metrics is None:
                     check_loss(loss)
-                    check_whole_batch(len(state.plan))
+                    check_whole_batch(len(state.plan), state.config.train.validate_batch_size)
                     names = {"metrics of compute_loss (model.py)": [*loss.metrics]}
                     parallel.require_same(names, world)
                 state.metrics = metric_names(loss, state.metrics)

@@ -10,7 +10,7 @@ from .device import move
 from .distributed import parallel
 from .distributed.stop import Stop
 from .ema import averaged_weights
-from .loss import loss_vector, means
+from .loss import Gathered, loss_vector, means
 from .model import compute_loss
 from .run.callback_runner import find_methods
 from .run.journal import metric_names, validation_figures
@@ -50,7 +50,9 @@ def validate(state: "State", stopped: Callable[[], bool] = never) -> dict[str, f
             for micro_batch in plan:
                 indices = micro_batch.indices
                 batch = fetch(state.validation, ids[indices], None, (key, first + indices.start))
+                Gathered.is_padding = micro_batch.weight == 0
                 loss = parallel.forward(compute_loss, state, move(batch, world.device))
+                Gathered.is_padding = False
                 names = metric_names(loss, names)
                 sums = sums + loss_vector(loss) * micro_batch.weight
     total = parallel.all_reduce(torch.as_tensor(sums), world)
