@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 DEMO := cookiecutter torch numpy safetensors tyro psutil matplotlib tensorboard
 TEST := $(DEMO) pillow scikit-learn pytest pytest-xdist pytest-timeout hypothesis ruff pre-commit pre-commit-hooks basedpyright \
 	pyyaml jsonschema setuptools tqdm tokenizers cruft wandb mlflow-skinny sqlalchemy alembic \
-	s3fs moto flask flask-cors optuna transformers codespell
+	s3fs moto flask flask-cors optuna transformers peft codespell
 
 # The peers have an environment of their own, so that tests and demo go without them.
 PEERS := build/benchmark

@@ -70,7 +70,7 @@ def export(run_dir: Path, options: ExportConfig) -> str:
         if not hasattr(model, "merge_and_unload"):
             raise UserError(f"--merge: {type(model).__name__} (model.py) is no PeftModel of peft")
         model = model.merge_and_unload()
-    # Of a model with an adapter of peft, `save_pretrained` writes the adapter alone.
+    # If the model has an adapter of peft, `save_pretrained` writes only that.
     is_adapter = hasattr(model, "merge_and_unload")
     has_own_way = hasattr(model, "to_transformers") and not is_adapter
     if not has_own_way and not hasattr(model, "save_pretrained"):
