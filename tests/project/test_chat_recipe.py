@@ -1,4 +1,4 @@
-"""docs/guides/fine-tuning-a-chat-model.md: its files as they are, its commands as a user types them."""
+"""The recipe of a chat model: its files as they are, its commands as a user types them."""
 
 import json
 import os

@@ -329,7 +329,7 @@ def test_early_stopping_survives_a_resume(
 ) -> None:
     """The same command then has nothing to do; with more steps it goes on."""
     names: dict[str, Any] = {"Any": Any}
-    exec(recipe("python", "EarlyStopping"), names)
+    exec(recipe("python", "class EarlyStopping"), names)
 
     class Worse(names["EarlyStopping"]):
         """Sees losses that get worse."""

@@ -107,6 +107,8 @@ class Recorder:
         self.dataset, self.count, self.model = dataset, min(count, len(dataset)), model
         self.ids: list[int] = []
         self.in_training: set[bool] = set()
+        if hasattr(dataset, "collate"):
+            self.collate = dataset.collate
 
     def __len__(self) -> int:
         return self.count
