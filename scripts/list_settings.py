@@ -87,6 +87,9 @@ def read(folder: Path) -> list[Any]:
     config = importlib.import_module(f"{package}.config")
     rows = settings_of(config.Config, "run", config.preset())
     for group, (module, name) in COMMANDS.items():
+        # Its class adds to the options of export.
+        if group == "export" and Path(folder, "src", package, "huggingface.py").exists():
+            module = "huggingface"
         path = Path(folder, "src", package, *module.split("."))
         if path.with_suffix(".py").exists() or (path / "__init__.py").exists():
             kind = getattr(importlib.import_module(f"{package}.{module}"), name, None)
