@@ -311,3 +311,13 @@ def test_whole_recipe_on_two_ranks(chat: Project) -> None:
     asked = type_in(chat, f"python3 -m {chat.name} infer --name whole --tokens 4")
     answers, _ = asked.communicate("a b\nc d e\n", timeout=300)
     assert asked.returncode == 0 and len(answers.strip().splitlines()) >= 2, answers
+
+
+def test_whole_tests_of_the_project_pass(chat: Project) -> None:
+    """They take conversations, which a `collate` pads, for no fault."""
+    files = "tests/test_validation.py tests/test_data.py tests/test_training.py"
+    chosen = "validation or test_data or stopped or average or mean_over"
+    command = f"python3 -m pytest -q -p no:cacheprovider {files} -k '{chosen}'"
+    tests = type_in(chat, command)
+    output, _ = tests.communicate(timeout=600)
+    assert tests.returncode == 0 and " passed" in output, output

@@ -127,6 +127,8 @@ def test_an_interrupted_validation_is_done_at_the_resume(tmp_path: Path, monkeyp
 
         def __init__(self, state: State) -> None:
             self.state, self.dataset = state, state.validation
+            if hasattr(self.dataset, "collate"):
+                self.collate = self.dataset.collate
 
         def __len__(self) -> int:
             return len(self.dataset)
