@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 # The names that the run itself writes to metrics.jsonl. A metric of compute_loss needs another one.
 FIGURES = re.compile(
-    "step|samples|loss|lr|mfu|grad_norm|skipped_steps|time|(step|data|checkpoint_(blocked|buffers))_seconds|"
+    "step|samples|loss|lr|mfu|grad_norm|skipped_steps|time|"
+    "(step|data|checkpoint_blocked|checkpoint_buffers)_seconds|"
     "(samples|tokens)_per_second|(host|staging|device_peak|device_reserved)_bytes|slowest_rank|"
     "(slowest|median)_rank_seconds|(validation|ema|samples_of)_.*"
 )
