@@ -225,6 +225,24 @@ def test_a_frozen_weight_that_changes_is_not_lost(
     assert "blocks.0.up.weight" in str(no.value)
 
 
+def test_a_frozen_weight_that_the_base_lacks_is_saved(
+    project: Project, runs: Path, tmp_path: Path
+) -> None:
+    """As a projection that build_model draws: no file but the checkpoint has it."""
+    from safetensors.torch import load_file, save_file
+
+    part = load_file(project.folder / "base.safetensors")
+    lacking = part.pop("blocks.0.up.weight")
+    save_file(part, tmp_path / "part.safetensors")
+    left_out = ("--init-from", str(tmp_path / "part.safetensors"), "--checkpoint.frozen", "no")
+    project("train", *STEPS, "2", "--run-dir", str(tmp_path / "run"), *left_out)
+    path = tmp_path / "run/checkpoints/step_00000002/state.pt"
+    saved = torch.load(path, weights_only=True)["model"]
+    assert saved["blocks.0.up.weight"].shape == lacking.shape
+    assert "blocks.0.down.weight" not in saved
+    project("train", "--run-dir", str(tmp_path / "run"), "--train.steps", "4")
+
+
 class Headed(nn.Module):
     """A GPT under a head of some classes; both have names of their own."""
 

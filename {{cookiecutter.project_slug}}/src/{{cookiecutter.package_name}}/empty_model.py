@@ -34,15 +34,15 @@ def build_without_values(
     states = random_states()
     problem = ""
     model: Any = None
-    if not is_plain_weights(path):
-        # A run or a checkpoint may lack weights, and is verified as a whole first.
-        return parallel.build(make, world)
     try:
-        model = build_on_meta(make, OneFile(path).forms, new)
+        # A run or a checkpoint may lack weights, and is verified as a whole first.
+        if is_plain_weights(path):
+            model = build_on_meta(make, OneFile(path).forms, new)
     # The user's code may raise anything.
     except Exception as error:
         problem = f"{type(error).__name__}: {error}".partition("\n")[0]
-    if Group(world).any(bool(problem)):
+    # All ranks build in the same way, though the files may be missing on some machines.
+    if Group(world).any(model is None):
         if problem:
             log.info("the model is built with values before %s is read: %s", path, problem)
         set_random_states(states)

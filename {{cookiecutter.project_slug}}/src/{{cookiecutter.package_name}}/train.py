@@ -118,6 +118,7 @@ def setup(config: Config, world: World | None = None, weights_follow: bool = Fal
     """
     world = world or join(config.parallel, config.device)
     Gathered.used = False
+    Gathered.is_padding = False
     batch_size = config.train.global_batch_size
     if batch_size < world.size:
         problem = f"--train.global-batch-size {batch_size} is below the {world.size} ranks"

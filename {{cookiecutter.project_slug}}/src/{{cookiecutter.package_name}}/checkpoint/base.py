@@ -11,7 +11,6 @@ import json
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import nn
 from ..distributed import Group, parallel
 from ..errors import UserError
 from ..files import write_json
+from .manifest import reading
 from .tensors import (
     OneFile,
     Source,
@@ -35,15 +35,37 @@ from .tensors import (
 KNOWN = "base.json"
 
 
-@dataclass(frozen=True)
 class Base:
-    """The frozen weights of a run that its checkpoints leave out."""
+    """The frozen weights of a model that the checkpoints of its run leave out."""
 
-    # What the manifest says of it: "path", "digest", and the names of weights that are "tied" to
-    # another one, which is in the files.
-    entry: dict[str, Any]
-    # The model's names of the parameters that are left out.
-    names: frozenset[str]
+    def __init__(self, model: nn.Module, names: set[str], entry: dict[str, Any]) -> None:
+        """`names`: of the parameters that are left out. `entry` goes into each manifest.
+
+        It has the "path" and the "digest" of the files and the names of parameters that are "tied"
+        to another one, which is in the files.
+        """
+        self.model = model
+        self.names = names
+        self.entry = entry
+        self.versions = self._versions_now()
+
+    def _versions_now(self) -> dict[str, int]:
+        """Return how often each of the parameters was changed in place."""
+        result: dict[str, int] = {}
+        for name, parameter in self.model.named_parameters():
+            if name in self.names:
+                result[name] = parallel.local_part(parameter)._version
+        return result
+
+    def require_unchanged(self) -> None:
+        """UserError for a parameter that was changed since the start: its values would be lost."""
+        for name, version in self._versions_now().items():
+            if version != self.versions[name]:
+                raise UserError(
+                    f"{name} is frozen, but its values have changed, and --checkpoint.frozen no "
+                    "does not save them: make it a buffer, or begin the run with "
+                    "--checkpoint.frozen all"
+                )
 
 
 def open_base(
@@ -73,31 +95,40 @@ def open_base(
                 "Make a file with the names of model.py: train a run with --init-from, and export "
                 "it to a .safetensors"
             )
-        ours = shapes_and_dtypes(model)
-        stored = weight_names(file.forms, ours)
-        names: set[str] = set()
-        # The name in the files of each frozen parameter that is there.
-        known_as: dict[nn.Parameter, str] = {}
-        frozen: list[tuple[str, nn.Parameter]] = []
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if not parameter.requires_grad and not is_named(name, new):
-                frozen.append((name, parameter))
-        for name, parameter in frozen:
-            if name in stored and file.forms[stored[name]].shape == parameter.shape:
-                names.add(name)
-                known_as[parameter] = name
-        tied: dict[str, str] = {}
-        for name, parameter in frozen:
-            if name not in names and parameter in known_as:
-                tied[name] = known_as[parameter]
+        names, tied = names_of_base(model, file, new)
         if not names:
             raise UserError(
                 f"--checkpoint.frozen no: no parameter is both frozen and in {path}. Freeze some "
                 "in build_model (requires_grad_(False)), or leave the setting out"
             )
     digest = digest_of(path, run_dir / KNOWN, group)
-    entry = {"path": str(path.absolute()), "digest": digest, "tied": tied}
-    return Base(entry, frozenset(names | tied.keys()))
+    return Base(model, names, {"path": str(path.absolute()), "digest": digest, "tied": tied})
+
+
+def names_of_base(
+    model: nn.Module, file: OneFile, new: tuple[str, ...]
+) -> tuple[set[str], dict[str, str]]:
+    """Return the names of the frozen parameters that a file has, and which of them are tied.
+
+    The latter are in the file under the name of another parameter, to which the dictionary leads.
+    """
+    stored = weight_names(file.forms, shapes_and_dtypes(model))
+    frozen: list[tuple[str, nn.Parameter]] = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad and not is_named(name, new):
+            frozen.append((name, parameter))
+    name_there: dict[nn.Parameter, str] = {}
+    for name, parameter in frozen:
+        if name in stored and file.forms[stored[name]].shape == parameter.shape:
+            name_there[parameter] = name
+    names: set[str] = set()
+    tied: dict[str, str] = {}
+    for name, parameter in frozen:
+        if parameter in name_there:
+            names.add(name)
+            if name not in stored:
+                tied[name] = name_there[parameter]
+    return names, tied
 
 
 def is_plain_weights(path: Path) -> bool:
@@ -139,23 +170,17 @@ def digest_of(path: Path, known_file: Path | None, group: Group) -> str:
     Each machine reads a version of a file once: `known_file` remembers what it has hashed. Its
     ranks divide the files. UserError, on every rank, if two machines have different contents.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0")) if group.size > 1 else 0
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if group.size > 1 else 1
+    machine = socket.gethostname()
     hashes: dict[str, str] = {}
     known: dict[str, list[Any]] = {}
     with group.together():
         known = read_known(known_file)
-        for file in weight_files(path)[local_rank::local_ranks]:
-            status = file.stat()
-            version = [status.st_size, status.st_mtime_ns]
-            entry = known.get(str(file.resolve()))
-            if entry is None or entry[:2] != version:
-                with file.open("rb") as opened:
-                    sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
-                entry = [*version, sha256]
-                known[str(file.resolve())] = entry
-            hashes[file.name] = entry[2]
-    machine = socket.gethostname() if group.size > 1 else ""
+        files = weight_files(path)
+        if group.size > 1:
+            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+            files = files[local_rank :: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))]
+        for file in files:
+            hashes[file.name] = hash_file(file, known)
     gathered = group.gather((machine, hashes, known))
     digest = ""
     with group.together():
@@ -174,6 +199,18 @@ def digest_of(path: Path, known_file: Path | None, group: Group) -> str:
                 with contextlib.suppress(OSError, UserError):
                     write_json(known_file, known)
     return group.broadcast(digest)
+
+
+def hash_file(file: Path, known: dict[str, list[Any]]) -> str:
+    """Return the sha256 of a file, out of `known` if that has this version of it; else add it."""
+    status = file.stat()
+    version = [status.st_size, status.st_mtime_ns]
+    name = str(file.resolve())
+    if name not in known or known[name][:2] != version:
+        with file.open("rb") as opened:
+            sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
+        known[name] = [*version, sha256]
+    return known[name][2]
 
 
 def read_known(known_file: Path | None) -> dict[str, list[Any]]:
@@ -198,17 +235,19 @@ class WithBase:
         # The names in the base of the tensors that it gives.
         self.stored: dict[str, str] = {}
         self.forms: Tensors = dict(checkpoint.forms)
-        parameters = manifest["identity"]["parameters"]
-        left_out = [name for name in parameters if f"model.{name}" not in checkpoint.forms]
-        names = weight_names(self.base.forms, parameters)
-        for name in left_out:
-            stored = names.get(manifest["base"]["tied"].get(name, name))
-            if stored is not None:
-                *shape, dtype = parameters[name]
-                # The base may have another dtype than the model, which decides.
-                form = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-                self.stored[f"model.{name}"] = stored
-                self.forms[f"model.{name}"] = form
+        # The digest of a manifest is right, but other code may have written something else.
+        with reading(checkpoint.path):
+            parameters = manifest["identity"]["parameters"]
+            left_out = [name for name in parameters if f"model.{name}" not in checkpoint.forms]
+            names = weight_names(self.base.forms, parameters)
+            for name in left_out:
+                stored = names.get(manifest["base"]["tied"].get(name, name))
+                if stored is not None:
+                    *shape, dtype = parameters[name]
+                    # The base may have another dtype than the model, which decides.
+                    form = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+                    self.stored[f"model.{name}"] = stored
+                    self.forms[f"model.{name}"] = form
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
         """Copy values into tensors of the run, as the readers of either do; collective."""
@@ -221,22 +260,3 @@ class WithBase:
         for name, stored in self.stored.items():
             if name in targets:
                 self.base.read({stored: targets[name]}, group)
-
-
-def versions(model: nn.Module, names: frozenset[str]) -> dict[str, int]:
-    """Return how often each of the parameters was changed in place."""
-    result: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        if name in names:
-            result[name] = parallel.local_part(parameter)._version
-    return result
-
-
-def require_unchanged(model: nn.Module, before: dict[str, int]) -> None:
-    """UserError for a parameter that was changed since `versions`: it would be lost."""
-    for name, version in versions(model, frozenset(before)).items():
-        if version != before[name]:
-            raise UserError(
-                f"{name} is frozen, but its values have changed, and --checkpoint.frozen no does "
-                "not save them: make it a buffer, or begin the run with --checkpoint.frozen all"
-            )

@@ -81,9 +81,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self.last_good: int | None = None
         # The manifest of the checkpoint that was restored.
         self.restored: dict[str, Any] = {}
-        # The frozen weights that are not saved, and how often each was changed in place.
+        # The frozen weights that are not saved, if there are any.
         self.base: Base | None = None
-        self.versions_of_base: dict[str, int] = {}
         # The callbacks whose state is saved, by name.
         self.remembered: dict[str, Any] = {}
 
@@ -225,20 +224,15 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     def leave_out(self, base: "Base") -> None:
         """Do not save the weights of a base from now on; the model has them."""
-        from .base import versions
-
         self.base = base
         self.facts = {**self.facts, "base": base.entry}
-        self.versions_of_base = versions(self.model, base.names)
 
     def tensors_to_save(self) -> Tensors:
         """Return the tensors of a checkpoint: all but those that its base has."""
         tensors = self.tensors()
         if self.base is not None:
-            from .base import require_unchanged
-
             with self.group.together():
-                require_unchanged(self.model, self.versions_of_base)
+                self.base.require_unchanged()
             for name in self.base.names:
                 del tensors[f"model.{name}"]
         return tensors
@@ -320,8 +314,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             value = holder[key]
             if isinstance(value, int | float):
                 holder[key] = type(value)(tensors[f"optimizer.{name}"].item())
-        if self.base is not None:
-            self.leave_out(self.base)
 
     def _remove_unsaved_state(self, missing: set[str]) -> set[str]:
         """Remove the new state of each parameter whose state a checkpoint lacks, or has in part.
