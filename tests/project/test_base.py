@@ -341,6 +341,8 @@ def test_a_model_that_needs_its_values_is_built_whole(
     caplog.set_level(logging.INFO)
 
     def change(model: Any) -> nn.Module:
+        # Draws random numbers, which the second attempt must draw again.
+        model.extra = nn.Linear(5, 3)
         weight = model.blocks[0].up.weight
         if kind == "computed":
             model.register_buffer("norms", weight.detach().norm(dim=1))
