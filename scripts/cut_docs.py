@@ -143,7 +143,9 @@ def output(project: Path, words: list[str], refused: bool = False) -> str:
     )
     if "Traceback" in ended.stdout or not ended.stdout or bool(ended.returncode) is not refused:
         raise RuntimeError(f"{command}: {ended.stdout}")
-    return block("console", f"$ {command}", ended.stdout.rstrip())
+    # A message may repeat the address, which is that of this checkout here.
+    printed = ended.stdout.replace(str(ROOT), TEMPLATE)
+    return block("console", f"$ {command}", printed.rstrip())
 
 
 def calls(project: Path, words: list[str]) -> str:

@@ -167,7 +167,7 @@ def test_help_begins_with_the_common_options(
     monkeypatch.setenv("COLUMNS", "80")
     text = help_of(project, "train", capsys)
     options = options_in(text)
-    assert options[10:12] == ["train.steps", "train.epochs"]
+    assert options[11:13] == ["train.steps", "train.epochs"]
     parts = list(dict.fromkeys(name.partition(".")[0] for name in options if "." in name))
     assert parts[:4] == ["train", "data", "model", "optim"]
     assert "Settings to start from: default, gpt2_124m, tiny." in text

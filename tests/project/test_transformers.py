@@ -295,8 +295,16 @@ def test_a_folder_that_is_not_whole_is_refused(averaged: Project, tmp_path: Path
     averaged("export", "--name", "ema", "--to", str(tmp_path / "hf"))
     tensors = load_file(tmp_path / "hf/model.safetensors")
     words = (*TINY, "--name", "never", "--init-from", str(tmp_path / "hf"))
+    # Without the name that transformers gives to its file, or an index, either could be meant.
+    (tmp_path / "hf/model.safetensors").rename(tmp_path / "hf/one.safetensors")
     save_file(tensors, tmp_path / "hf/other.safetensors")
     assert "same name in several files" in averaged.refuses("train", *words)
+    (tmp_path / "hf/one.safetensors").unlink()
+    index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00002.safetensors")}
+    (tmp_path / "hf/model.safetensors.index.json").write_text(json.dumps(index))
+    missing = averaged.refuses("train", *words)
+    assert "model-00001-of-00002.safetensors" in missing and "\n" not in missing
+    (tmp_path / "hf/model.safetensors.index.json").unlink()
     (tmp_path / "hf/other.safetensors").unlink()
     lacking = {name: value for name, value in tensors.items() if "k_proj" not in name}
     save_file(lacking, tmp_path / "hf/model.safetensors")

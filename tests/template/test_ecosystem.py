@@ -67,7 +67,7 @@ def test_each_link_of_a_render_leads_to_a_page_of_its_template(project: Path) ->
     """At the version that rendered it, to a heading that is there."""
     text = (project / "README.md").read_text("utf-8")
     version = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["_template_version"]
-    links = re.findall(rf"/blob/v{re.escape(version)}/(docs/[\w-]+\.md)(?:#([\w-]+))?\)", text)
+    links = re.findall(rf"/blob/v{re.escape(version)}/(docs/[\w/-]+\.md)(?:#([\w-]+))?\)", text)
     assert len(links) == text.count("/blob/") >= 4
     for page, heading in links:
         headings = re.findall(r"^## (.+)$", (ROOT / page).read_text("utf-8"), re.MULTILINE)

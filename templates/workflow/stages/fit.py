@@ -32,8 +32,6 @@ from .stage import PACKAGE
 GPUS_PER_MACHINE = 8
 # The rest of a GPU's memory is left for what is not counted.
 USABLE_MEMORY = 0.9
-
-
 # What a GPU sends to other machines: a port of 400 Gb/s for each GPU, as in usual H100 machines.
 NETWORK_GIGABYTES_PER_SECOND = 50.0
 
