@@ -54,6 +54,17 @@ def test_another_format_is_refused(project: Project, tmp_path: Path, version: An
         module.read_manifest(folder)
 
 
+@pytest.mark.parametrize("step", ["3", None, float("inf")])
+def test_a_step_that_is_no_number_is_refused(project: Project, tmp_path: Path, step: Any) -> None:
+    module, folder = project.module("checkpoint.manifest"), tmp_path / "step_00000003"
+    folder.mkdir()
+    files = {"state.pt": {"size": 1, "sha256": "0" * 64}}
+    facts = {"format_version": 1, "step": step, "files": files}
+    (folder / "manifest.json").write_bytes(module.sealed(facts))
+    with pytest.raises(project.module("checkpoint").CheckpointError, match="is not a manifest"):
+        module.read_manifest(folder)
+
+
 def test_damaged_manifests_neither_count_nor_go(project: Project, tmp_path: Path) -> None:
     """Nor does what a person has removed."""
     module, directory = project.module("checkpoint.publish"), tmp_path / "checkpoints"

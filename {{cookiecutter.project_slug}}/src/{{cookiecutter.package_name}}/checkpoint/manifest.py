@@ -105,7 +105,8 @@ def _in_this_release(manifest: dict[str, Any]) -> dict[str, Any]:
     if type(version) is not int or version != FORMAT_VERSION:
         problem = f"{MANIFEST} has format {version}; this code reads {FORMAT_VERSION}"
         raise CheckpointError(problem)
-    manifest["step"] = int(manifest["step"])
+    # Adding 0 refuses text, which `int` would take.
+    manifest["step"] = int(manifest["step"] + 0)
     files: dict[str, dict[str, Any]] = {}
     for name, entry in manifest["files"].items():
         files[name] = {"size": int(entry["size"]), "sha256": str(entry["sha256"])}
