@@ -20,7 +20,7 @@ class CheckpointConfig(StorageConfig):
     """Saved sharded, by all ranks at once."""
 
     threads: int = 0
-    """Files that each rank writes at a time (0: one for each 32 MB, up to 4)."""
+    """Files that each rank writes in parallel (0: one per 32 MB, up to 4)."""
 
 
 class Writer:

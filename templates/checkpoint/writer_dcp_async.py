@@ -36,7 +36,7 @@ class CheckpointConfig(StorageConfig):
     """Saved sharded, by all ranks at once, while training continues."""
 
     threads: int = 0
-    """Files that each rank writes at a time (0: one for each 32 MB, up to 4)."""
+    """Files that each rank writes in parallel (0: one per 32 MB, up to 4)."""
 
 
 def steps_of_a_save(every: int, seconds: float, waited: float) -> int:

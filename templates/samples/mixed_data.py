@@ -23,7 +23,7 @@ class DataConfig(source.DataConfig):
     """What is read, and how."""
 
     mix: str = ""
-    """Weights of the sources below `path`, as in a=0.7,b=0.3 (empty: `path` is the one source)."""
+    """Sources, folders in `path`, and their weights: a=0.7,b=0.3 (empty: `path` is one source)."""
 
 
 def build_datasets(config: "Config") -> tuple[Any, Any, Spec]:

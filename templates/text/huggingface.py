@@ -44,7 +44,7 @@ class ExportConfig(transfer.ExportConfig):
     (a program of torch.export), a directory named hf or …-hf (for transformers), or any other for a
     run that resumes there"""
     merge: bool = False
-    """Add an adapter of peft to the weights, for a directory that needs no peft (hf, …-hf)"""
+    """Merge a peft adapter into the weights, so that a directory (hf, …-hf) works without peft."""
 
 
 def export(run_dir: Path, options: ExportConfig) -> str:

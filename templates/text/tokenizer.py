@@ -32,7 +32,7 @@ class TextConfig:
     end_of_text: int = -1
     """Token that ends a document in .bin files (GPT-2: 50256). Text files end with a zero byte."""
     documents: Literal["together", "separate"] = "together"
-    """separate: mask attention across documents."""
+    """separate: mask attention across documents; together: do not."""
 
 
 def described(folder: Path, data: "DataConfig") -> tuple["DataConfig", str]:

@@ -67,13 +67,13 @@ class TokensConfig:
     to: Path
     """Folder to create, with token files, tokenizer.json and tokens.json, which describes them."""
     field: str = "text"
-    """Field of a JSON line with the text; each line is a document."""
+    """Field of each JSON line that contains the text; each line is a document."""
     tokenizer: Path | None = None
-    """tokenizer.json to use; if not given, byte-level BPE is trained on the text."""
+    """tokenizer.json to use; if not given, a byte-level BPE tokenizer is trained on the text."""
     vocabulary: int = 8192
     """Vocabulary size of a trained tokenizer."""
     end_of_text: str = "<|endoftext|>"
-    """The token that ends each document."""
+    """Token that ends each document."""
 
     def __post_init__(self) -> None:
         """Check the values (UserError)."""

@@ -26,9 +26,9 @@ class TrackerConfig:
     """Logging to MLflow."""
 
     uri: str | None = None
-    """Server or database; else MLFLOW_TRACKING_URI, else mlflow.db beside the run's folder."""
+    """Server or database (default: MLFLOW_TRACKING_URI, or mlflow.db next to the run directory)."""
     experiment: str = __name__.partition(".")[0]
-    """Experiment in which the run is listed; MLFLOW_EXPERIMENT_NAME wins."""
+    """Experiment of the run; MLFLOW_EXPERIMENT_NAME overrides it."""
 
     def __post_init__(self) -> None:
         if self.uri is None:

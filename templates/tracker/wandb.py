@@ -20,11 +20,11 @@ class TrackerConfig:
     """Logging to Weights & Biases; the key comes from `wandb login` or WANDB_API_KEY."""
 
     mode: Literal["offline", "online"] = "offline"
-    """Whether to send the run while it trains; an offline one is sent later by `wandb sync`."""
+    """online: upload the run while it trains; offline: upload it later with `wandb sync`."""
     project: str = __name__.partition(".")[0]
-    """Project in which the run is listed; WANDB_PROJECT wins."""
+    """Project of the run; WANDB_PROJECT overrides it."""
     entity: str | None = None
-    """The team or user that owns the project."""
+    """Team or user that owns the project."""
 
 
 class Tracker:

@@ -33,11 +33,11 @@ class ParallelConfig:
     """How the work is spread: data parallel, the model whole on every rank."""
 
     timeout_minutes: float = 10.0
-    """Abort when a step takes longer (minutes)."""
+    """Abort when a step takes longer than this (minutes)."""
     bucket_mb: int = 25
-    """Size of the buckets (MB) in which gradients are reduced during backward."""
+    """Size of the gradient buckets that are all-reduced during backward (MB)."""
     find_unused_parameters: bool = False
-    """Accept parameters without a gradient in some steps; each step then walks over the graph."""
+    """Allow parameters without a gradient in some steps; each step then searches the graph."""
 
 
 def check_ranks(config: ParallelConfig, ranks: int) -> None:

@@ -49,13 +49,13 @@ class ParallelConfig:
     """How the work is spread: data parallel, the model sharded over the ranks."""
 
     timeout_minutes: float = 10.0
-    """Abort when a step takes longer (minutes)."""
+    """Abort when a step takes longer than this (minutes)."""
     reshard_after_forward: bool = True
-    """Free a block's weights after forward, and gather them again in backward: less memory."""
+    """Free a block's weights after forward and gather them again in backward: saves memory."""
     reduce_each: bool = False
-    """Reduce gradients after each micro-batch, not after the last: less memory, more traffic."""
+    """Reduce gradients after each micro-batch, not only the last: less memory, more traffic."""
     replicate: int = 1
-    """Copies of the sharded model (HSDP), each on ranks / replicate ranks (0: one a machine)."""
+    """HSDP: number of copies of the sharded model (1: plain FSDP, 0: one copy per machine)."""
 
 
 def check_ranks(config: ParallelConfig, ranks: int) -> None:

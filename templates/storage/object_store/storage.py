@@ -29,10 +29,10 @@ class StorageConfig(RetentionConfig):
     """Checkpoints on disk or in a store."""
 
     url: str | None = None
-    """Address of this run's checkpoints in an object store, as in s3://bucket/run; if not given,
-    they are in the run directory, which all machines then have to share."""
+    """Address of this run's checkpoints in an object store, such as s3://bucket/run; if not given,
+    they are in the run directory, which all machines must then share."""
     local_first: bool = False
-    """With --checkpoint.url: publish on disk, and upload in the background."""
+    """With --checkpoint.url: save to disk first, then upload in the background."""
 
     def __post_init__(self) -> None:
         """Check the values (UserError)."""

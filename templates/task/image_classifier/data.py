@@ -31,11 +31,11 @@ class DataConfig:
     """Images with a class each."""
 
     path: Path | None = None
-    """An .npz of `images` and `labels`, or a folder with a folder per class; else the digits."""
+    """An .npz file with `images` and `labels`, or a folder per class; if not given, digits."""
     size: int = 0
-    """Side to scale and crop images of a folder to, in pixels (0: all have one size)."""
+    """Side length in pixels to resize and crop images of a folder to (0: they have one size)."""
     channels: Literal[0, 1, 3] = 0
-    """Channels of images of a folder: 1 grey, 3 colour (0: like the first image)."""
+    """Channels of the images of a folder: 1 grey, 3 colour (0: as in the first image)."""
     max_shift: int = 1
     """Largest random shift of training images, in pixels."""
 

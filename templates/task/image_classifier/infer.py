@@ -20,7 +20,7 @@ class InferConfig:
     """Which images to look at."""
 
     samples: int = 6
-    """Validation images to draw, with predictions."""
+    """Number of validation images to show with predictions."""
 
 
 def infer(model: nn.Module, spec: Spec, config: Config, options: InferConfig) -> None:

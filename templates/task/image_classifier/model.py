@@ -26,11 +26,11 @@ class ModelConfig:
     layers: int = 4
     """Residual blocks."""
     width: int = 64
-    """Channels of each block; a multiple of `groups`."""
+    """Channels of each block; must be a multiple of `groups`."""
     groups: int = 8
-    """Groups of the group norms (Wu and He, 2018), which do not mix samples as batch norm does."""
+    """Groups of the group norm layers (unlike batch norm, these do not mix samples)."""
     dropout: float = 0.1
-    """Probability that a feature is dropped (0: off)."""
+    """Dropout probability (0: off)."""
 
     def __post_init__(self) -> None:
         """Check the values (UserError)."""

@@ -40,8 +40,8 @@ class DataConfig(TextConfig):
     """Text, or tokens."""
 
     path: Path | None = None
-    """A text file (of JSON lines, their "text"), a .bin file of tokens, or a folder of either; else
-    the Python standard library."""
+    """Text file, JSON lines with a field "text", .bin file of tokens, or a folder of these; if not
+    given, the source code of the Python standard library."""
     context: int = 128
     """Context length, in tokens."""
     vocabulary: int = 0

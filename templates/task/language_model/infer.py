@@ -19,7 +19,7 @@ class InferConfig:
     """Prompt and sampling."""
 
     prompt: str = "def "
-    """Text to continue; token numbers ("15496 11 995") for token files without a tokenizer."""
+    """Text to continue; token ids ("15496 11 995") if there are token files but no tokenizer."""
     tokens: int = 300
     """Tokens to generate."""
     temperature: float = 0.8

@@ -21,7 +21,7 @@ class WorkflowConfig(stages.WorkflowConfig):
     """How far the stages go, and what they have to reach."""
 
     expect: Path | None = None
-    """TOML with losses to reach (a file that is not there: writes a proposal)."""
+    """TOML file with expected losses; if it does not exist, a proposal is written to it."""
 
 
 def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:

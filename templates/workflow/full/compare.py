@@ -46,11 +46,11 @@ class CompareConfig:
     """The two, each a run directory or a result of a stage, as runs/NAME/workflow/baseline.json."""
 
     a: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="A")]
-    """The earlier one."""
+    """The earlier run."""
     b: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="B")]
-    """The later one, which is judged."""
+    """The later run, which is judged."""
     fail_on_regression: bool = False
-    """Exit code 1 when a figure of B is worse."""
+    """Exit with code 1 if a metric of B is worse."""
 
 
 def compare(options: CompareConfig) -> int:

@@ -32,13 +32,13 @@ class WorkflowConfig:
     """How far the stages go."""
 
     ranks: int = 0
-    """The most processes to start (0: one per GPU of this machine, on a CPU 2)."""
+    """Maximum number of processes (0: one per GPU of this machine; 2 without a GPU)."""
     hours_between_failures: float = 24.0
-    """Mean hours between failures of the job, with preemptions; how often to save depends on it."""
+    """Mean hours between failures of the job, including preemptions; sets the save interval."""
     keep_going: bool = False
-    """Continue after a gate that failed."""
+    """Continue after a failed gate."""
     force: bool = False
-    """Measure again what was already measured with these settings and this code."""
+    """Repeat stages that were already measured with these settings and this code."""
 
     def __post_init__(self) -> None:
         if self.ranks < 0 or not self.hours_between_failures > 0:

@@ -71,11 +71,11 @@ class FitConfig(Config):
     """A training run, and its GPUs."""
 
     ranks: int = 0
-    """Processes, each with a GPU (0: 8, or 1 if the project runs in one process)."""
+    """Number of ranks, each with one GPU (0: 8, or 1 with parallelism=single)."""
     device: str = "auto"
-    """Kind of GPU (auto: H100)."""
+    """GPU model (auto: H100)."""
     device_memory: float = 0.0
-    """Memory of each GPU in GB (0: the usual one of its kind)."""
+    """Memory of each GPU in GB (0: the usual size of this GPU model)."""
 
 
 def like_a_gpu(config: FitConfig, ranks: int) -> FitConfig:
