@@ -36,7 +36,7 @@ STEPS = 3  # saves in a recording
 ANSWERS = ("torch_save", "dcp", "dcp_async")
 CORES = os.cpu_count() or 1
 SHARE = 0.05  # of the states amid the writing of a file, when the time is bounded
-NOTICED = "code without one of its precautions is found out"
+NOTICED = "code that lacks one of its precautions is detected"
 # What is there in checkpoint/publish.py, and what is put in its place.
 BREAKAGES = {
     "no_directory_synced": [

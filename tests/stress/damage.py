@@ -25,11 +25,13 @@ from . import own_code
 from .common import Findings, run_topic
 from .prepare_checkpoints import ANSWERS, save, settings
 
-FOUND = "damage is found and named"
-RESUMED = "a damaged newest checkpoint is set aside, the one before is used, to the bit"
-NO_FRESH_START = "checkpoints but none good is an error, and nothing is trained over them"
-BASE = "a resume takes no other frozen weights than those that it was trained with"
-NO_FALSE_ALARM = "undamaged checkpoints, and damaged ones put right again, verify"
+FOUND = "damage is detected and named"
+RESUMED = "if the newest checkpoint is damaged, the previous one is restored bit for bit"
+NO_FRESH_START = (
+    "if all checkpoints are damaged, the run stops with an error and overwrites nothing"
+)
+BASE = "a resume refuses frozen weights that differ from those that the run was trained with"
+NO_FALSE_ALARM = "undamaged checkpoints pass verification, and so do repaired ones"
 TEXT = "Was ever woman in this humour wooed? " * 300
 Damage = Callable[[], None]
 

@@ -48,14 +48,16 @@ RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=10,last_call_timeout=
 # another order, and a run carries each difference on for hundreds of steps. A batch with one other
 # sample in it is off by some per cent.
 BOUND = 1e-3
-SAME = "Whatever the world, a global batch holds the samples of an undisturbed run"
-ONCE = "In what a run is made of in the end, an epoch holds each sample once"
-WORLD = "When machines come and go the job goes on with those that there are"
-LOST = "A machine lost without a word costs no more than a save interval and the upload under way"
-FREE = "A machine that joins or is stopped costs no step"
-LOSSES = f"Losses equal an undisturbed run's on one process, within {BOUND:.0e} of their size"
-ORPHANS = "Nothing that a launcher started outlives it"
-FROZEN = "A machine that freezes for seconds costs no step and no restart"
+SAME = "on any number of ranks, a global batch has the samples of an uninterrupted run"
+ONCE = "in the final history of a run, an epoch contains each sample once"
+WORLD = "when machines join or leave, the job continues with the machines that are left"
+LOST = "a lost machine costs at most one save interval and the upload in progress"
+FREE = "a machine that joins or is stopped costs no steps"
+LOSSES = (
+    f"losses equal those of an uninterrupted run in one process, within {BOUND:.0e} of their size"
+)
+ORPHANS = "no process outlives the launcher that started it"
+FROZEN = "a machine that freezes for seconds costs no steps and no restart"
 LOSES, STOPS, JOINS, FREEZES = "is lost", "is stopped", "joins", "freezes"
 Changes = tuple[tuple[str, int], ...]
 PEACE: Changes = (("", 0),)
@@ -264,7 +266,7 @@ def judge(findings: Findings, trial: Trial, peace: Trial) -> None:
             problem = f"{name}: a machine {what}: {lost} steps"
             tally = findings.tally(LOST if what == LOSES else FREE, "machines")
             tally.count(None if 0 <= lost <= allowed else problem)
-            key = f"most steps done again after a machine {what}"
+            key = f"most steps repeated after a machine {what}"
             findings.figures[key] = max(lost, findings.figures.get(key, 0))
     for problem in trial.outlived:
         findings.tally(ORPHANS, "machines").count(problem)

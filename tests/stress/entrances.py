@@ -42,9 +42,9 @@ from .common import Findings, run_topic
 from .forked_jobs import _quiet
 from .storm import import_all
 
-PROMISE = "{}: each command that reads it does its work, or says in one line why it cannot"
-OUTSIDE = "no command that reads one of these starts a process or writes outside of its folder"
-NOTICED = "code that breaks this is found out"
+PROMISE = "{}: each command that reads it works, or prints a one-line error"
+OUTSIDE = "no command starts a process or writes outside of its folder"
+NOTICED = "code that breaks this promise is detected"
 TEXT, IMAGES = "entrances_text", "entrances_images"
 ANSWERS: dict[str, dict[str, str]] = {
     TEXT: {"task": "language_model", "checkpoint": "dcp", "storage": "object_store"},
@@ -123,7 +123,7 @@ ENTRANCES = (
     ),
     Entrance("manifest.json", TEXT, (f"{STEP}/manifest.json",), CHECKPOINT[TEXT]),
     Entrance(
-        ".metadata and what it names",
+        ".metadata and the files that it names",
         TEXT,
         (f"{STEP}/.metadata", f"{STEP}/.metadata", f"{STEP}/__0_0.distcp"),
         CHECKPOINT[TEXT],

@@ -19,14 +19,14 @@ from .faulty_disks import SmallDisk
 from .faulty_saves import HARMLESS, KINDS, MAKES, Fault, Saves, Variant, status
 from .storm import contents
 
-STOPS = "asked to stop, the run says why, and its restart ends with the bits of an undisturbed one"
-STARTS = "a start that cannot read or write says why in one line and changes no checkpoint"
-LOGS = "log lines and a status that cannot be written end no run, and no line is left half"
-SLOW = "with a slow rank or slow saves no save is torn, skipped or waited for in vain"
-SAID_SLOW = "training waits for a save that takes longer than its interval, and warns"
-FLAT = "memory and descriptors do not grow over saves in the background"
-LEVEL = "over thousands of steps memory, threads and descriptors stay level"
-FILLED = "a run that fills a small disk says so, and with more room ends with the same bits"
+STOPS = "with on-failure stop, the run says why, and its restart ends with the same bits"
+STARTS = "a start that cannot read or write says why in one line, and changes no checkpoint"
+LOGS = "unwritable logs and status files do not stop a run, and leave no partial line"
+SLOW = "with a slow rank or slow saves, each save is complete, and none is skipped"
+SAID_SLOW = "if a save takes longer than its interval, training waits for it with a warning"
+FLAT = "background saves do not leak memory or file descriptors"
+LEVEL = "thousands of steps do not leak memory, threads or file descriptors"
+FILLED = "a run that fills its disk says so, and resumes bit for bit once there is space"
 EVERYTHING = {*OPENS, *READS, *WRITES, *CHANGES} & fault_injection.NUMBERS.keys()
 
 
@@ -247,8 +247,8 @@ def memory(variant: Variant, saves: int, width: int, hits: Counter[str]) -> None
     )
     variant.findings.tally(FLAT, "saves").tried += saves - 1
     variant.findings.tally(FLAT, "saves").count(None if good else text)
-    hits["bytes more after half of the saves"] = max(0, int(grown))
-    hits["bytes of a checkpoint, memory watched"] = size
+    hits["growth of memory over the second half of the saves, bytes"] = max(0, int(grown))
+    hits["size of each of these checkpoints, bytes"] = size
 
 
 def long(variant: Variant, steps: int, hits: Counter[str]) -> None:
@@ -282,7 +282,7 @@ def long(variant: Variant, steps: int, hits: Counter[str]) -> None:
             before, after = (statistics.median(it[at] for it in part) for part in parts)
             if after - before > most:
                 problems.append(f"rank {rank}: {kind} {before} and then {after}")
-            name = f"{kind} more after half of the steps"
+            name = f"{kind} gained over the second half of the steps"
             hits[name] = max(hits[name], int(after - before))
     place = f"{variant.package}, {variant.ranks} ranks"
     variant.findings.tally(LEVEL, "steps").tried += steps - 1
@@ -306,6 +306,6 @@ def fills_up(variant: Variant, megabytes: int, hits: Counter[str]) -> None:
         problems += checkpoints.verify(path)[1]
     disk.end()
     problems += ended(variant, run_dir)
-    hits["checkpoints on small disks that filled up"] += len(there)
+    hits["checkpoints saved on small disks before they were full"] += len(there)
     problem = f"{variant.package}, {megabytes} MB: {'; '.join(problems)}" if problems else None
     variant.findings.tally(FILLED, "disks").count(problem)

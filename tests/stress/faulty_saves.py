@@ -41,11 +41,11 @@ KINDS = {
 """Calls by what they may fail with (0: they are only slow)."""
 HARMLESS = (0, errno.EINTR)
 
-WHOLE = "what bears the name of a checkpoint is whole, and the last good one is kept"
-SAID = "a failed save is reported in one line, with the reason; a good one is not"
-TIDY = "after the next save that succeeds nothing half-done is left"
-COSTLESS = "a call that a signal interrupts, or that takes its time, costs no save"
-GOES_ON = "asked to go on, the run ends with the bits of an undisturbed one"
+WHOLE = "a folder with the name of a checkpoint is complete, and the last good one is kept"
+SAID = "a failed save is reported in one line with the reason; a good save is not"
+TIDY = "the next successful save leaves no unfinished files behind"
+COSTLESS = "interrupted and slow system calls do not make a save fail"
+GOES_ON = "with on-failure continue, the run ends with the bits of an uninterrupted one"
 
 
 @dataclass

@@ -17,9 +17,9 @@ from benchmarks.common import render
 from .common import Findings, run_topic
 from .reader_process import PACKAGES
 
-EXECUTED = "nothing is executed, resolved, or opened outside the folder"
-CLEAR = "what is crafted is refused in one clear line, or set aside as damaged"
-FUZZ = "changed at random and sealed again, it is read as data or refused clearly, no more"
+EXECUTED = "no code runs, no name is resolved, and no file outside of the folder is opened"
+CLEAR = "a crafted file is refused with a one-line error, or set aside as damaged"
+FUZZ = "a random change with a correct digest is read as data, or refused with a clear error"
 PROMISES = {"executed": EXECUTED, "clear": CLEAR}
 
 
@@ -86,7 +86,7 @@ def probe(findings: Findings, paths: list[Path], mutants: int, stop: int = 1 << 
             tallies["clear"].count(f"{name}: the process ended with {code}")
             if name.startswith("before"):
                 break
-    findings.figures["longest computing for a case"] = f"{slowest[0]:.1f} s ({slowest[1]})"
+    findings.figures["longest CPU time of a case"] = f"{slowest[0]:.1f} s ({slowest[1]})"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from benchmarks.common import render
 
 from .common import Findings
 
-LOOPBACK = "on one machine, only loopback is listened on"
+LOOPBACK = "on one machine, all listening sockets are on loopback"
 TINY = ("--preset", "tiny", "--device", "cpu", "--data.path", "text.txt", "--train.steps", "60")
 TEXT = "Was ever woman in this humour wooed? Was ever woman in this humour won? "
 

@@ -48,7 +48,7 @@ KILLS_LAUNCHED = (
     *("one rank", "all ranks", "one rank", "one rank"),
     *("launcher", "launcher at the start", "all ranks"),
 )
-FORKED = "A forked run computes the bits of a started one"
+FORKED = "a forked run computes the same bits as a normally started one"
 Part = Callable[[Findings, Counter[str]], None]
 
 
@@ -187,17 +187,17 @@ def attempt(findings: Findings) -> None:
     figures["kills"], figures["kills through real starts"] = kills, hits["launched kills"]
     forked = kills - hits["launched kills"] - hits["auto kills"]
     lost = hits["lost"] - hits["auto lost"]
-    figures["steps done again, mean of forked"] = round(lost / forked, 2)
+    figures["steps repeated after a kill, mean (forked jobs)"] = round(lost / forked, 2)
     if hits["auto kills"]:
         figures["kills of runs that save as often as they can"] = hits["auto kills"]
-        figures["steps done again by these, mean"] = round(
+        figures["steps repeated after these, mean"] = round(
             hits["auto lost"] / hits["auto kills"], 2
         )
-    figures["steps done again, most of forked"] = hits["most lost"]
+    figures["steps repeated after a kill, maximum (forked jobs)"] = hits["most lost"]
     figures["save interval, steps"] = EVERY
     figures["kills of runs on 3 ranks"] = hits["3 ranks"]
     figures["kills of runs compiled per block"] = hits["compiled"]
-    figures["stops between saves, where data draws and buffers change"] = hits[
+    figures["stops between saves, in runs with random data and changing buffers"] = hits[
         "stops between saves"
     ]
     figures["kills of runs whose frozen weights no checkpoint has"] = hits["with base"]

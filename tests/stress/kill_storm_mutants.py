@@ -18,7 +18,7 @@ from .mutants import count_mutant
 from .storm import ENDS, EVERY, LOST, NEWEST, ORPHANS, STOPPED, WHOLE, Storm, plan_of
 
 OWN, STOP = ", own", "a stop"
-NOTICED = "A template that breaks one of these promises is found out"
+NOTICED = "code that breaks one of these promises is detected"
 
 
 def _lets_orphans_live(package: str) -> None:

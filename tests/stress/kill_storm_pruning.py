@@ -15,8 +15,8 @@ from .common import Findings
 from .forked_jobs import Job, Plan
 from .storm import WHOM, Storm, copy_run
 
-KEPT = "Beside thousands of checkpoints a run goes on, and keeps those that it shall"
-HALF_WAY = "kills that left thousands of checkpoints pruned half way"
+KEPT = "with thousands of checkpoints, a run resumes and keeps the right ones"
+HALF_WAY = "kills while thousands of checkpoints were being pruned"
 MOST = "most checkpoints in one directory"
 KEEP = 2
 

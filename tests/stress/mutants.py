@@ -6,7 +6,7 @@ from typing import Any
 
 from .common import Findings
 
-NOTICED = "code that breaks one of these promises is found out"
+NOTICED = "code that breaks one of these promises is detected"
 
 
 def count_mutant(

@@ -40,13 +40,14 @@ def in_short(result: dict[str, Any]) -> str:
 
 def section(result: dict[str, Any]) -> str:
     """One topic: the counts, the figures, and on what it was tried."""
-    lines = ["| promise | tried | violations |", "|---|---|---|"]
+    lines = ["| promise | checked | violations |", "|---|---|---|"]
     for tally in result["tallies"]:
         broken = len(tally["violations"])
         broken = f"**{broken}**" if broken else "0"
         lines.append(f"| {tally['promise']} | {tally['tried']:,} {tally['unit']} | {broken} |")
     if result["figures"]:
-        lines += ["", *(f"- {name}: {value}" for name, value in result["figures"].items())]
+        rows = (f"| {name} | {shown(value)} |" for name, value in result["figures"].items())
+        lines += ["", "| details of the test | |", "|---|---|", *rows]
     machine, packages = result["machine"], result["versions"]
     versions = ", ".join(f"{name} {version}" for name, version in packages.items())
     lines += [
@@ -56,6 +57,11 @@ def section(result: dict[str, Any]) -> str:
         f"{machine['system']}, {machine['file_system']}. {versions}.",
     ]
     return "\n".join(lines)
+
+
+def shown(value: float | str) -> str:
+    """A figure; thousands are separated by commas."""
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def matrix(result: dict[str, Any]) -> str:
@@ -80,10 +86,10 @@ def mutants(file: Path) -> str:
     survivors = [result for result in results if result["noticed_by"] is None]
     noticed, dates = len(results) - len(survivors), sorted({result["date"] for result in results})
     lines = [
-        f"{noticed} of {len(results)} breakages noticed ({noticed / len(results):.1%}). "
-        f"`make mutants`, {dates[-1]}.",
+        f"The tests noticed {noticed} of {len(results)} changes ({noticed / len(results):.1%}; "
+        f"`make mutants`, {dates[-1]}). These were not noticed:",
         "",
-        "| not noticed | broken how | why |",
+        "| changed line | change | why no test notices it |",
         "|---|---|---|",
     ]
     for one in sorted(survivors, key=lambda one: (one["file"], one["line"])):

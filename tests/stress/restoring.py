@@ -18,11 +18,11 @@ from .replay import Tree
 from .saving import RUN
 
 RESTORED = (
-    "the newest whole checkpoint comes back, each tensor to the bit, and never one older than the "
-    "last whose save was over"
+    "the newest complete checkpoint is restored bit for bit, never one older than the last "
+    "finished save"
 )
-NAMED = "what bears the name of a checkpoint is whole"
-LEFT = "after the next save nothing half-done is left"
+NAMED = "a folder with the name of a checkpoint is complete"
+LEFT = "the next save leaves no unfinished files behind"
 PROMISES = (RESTORED, NAMED, LEFT)
 CHECKPOINTS = f"{RUN}/checkpoints"
 NAME = re.compile(rf"{CHECKPOINTS}/(step_\d+)(?=/|$)")

@@ -20,13 +20,13 @@ from . import stops_outside as outside
 from .common import Findings, run_topic
 from .jobs import LOOPBACK, Job, Render, descendants, started, who_listens
 
-KEPT = "a stopped run has saved its last step and says so"
-ENDED = "a stop is over in its grace, with its exit code, and leaves no process"
-EXACT = "a run that was stopped ends with the bits of one that was not"
-REFUSED = "a second run in a directory is refused and touches nothing"
-FREE = "a dead run, and what it left behind, holds nobody back"
+KEPT = "a stopped run has saved its last step, and says so"
+ENDED = "a stop ends within the grace period, with its exit code, and leaves no process"
+EXACT = "a stopped and restarted run ends with the bits of an uninterrupted one"
+REFUSED = "a second run in a directory is refused, and changes nothing"
+FREE = "a dead run and its files do not block the next one"
 APART = "ranks that do not share the run directory are refused before a step"
-SLOWEST = "slowest stop, from the first signal to the last process, seconds"
+SLOWEST = "longest stop, from the first signal to the end of the last process, seconds"
 GRACE = 120.0  # seconds in which a stop has to be over: what launch.sh gives
 COMPILING = 400.0  # seconds for one that comes while a step is compiled, which is waited for
 MOMENTS = ("start-up", "step", "save", "validation")

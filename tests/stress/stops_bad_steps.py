@@ -14,9 +14,9 @@ import torch
 from .common import Findings
 from .jobs import Render, started
 
-NAMED = "a run that stops at a bad step names its samples, those alone"
-CLEAN = "nothing of a skipped step stays, in weights, moments or buffers"
-PUBLISHED = "no checkpoint of a state that is not finite is published"
+NAMED = "a run that stops at a bad step names exactly its samples"
+CLEAN = "a skipped step leaves no trace in weights, optimizer state or buffers"
+PUBLISHED = "a non-finite state is never published as a checkpoint"
 TOGETHER = "all ranks stop at the same bad step"
 SHORT = ("--train.steps", "20", "--train.log-every", "1")
 

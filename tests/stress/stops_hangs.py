@@ -10,12 +10,12 @@ from typing import Any
 from .common import Findings
 from .jobs import Render, started, who_listens
 
-NAMED = "a rank that hangs is named, and ends the job in time"
-PATIENT = "what may take longer than a step is no hang, nor is a job that was suspended as a whole"
+NAMED = "a rank that hangs is named, and the job ends in time"
+PATIENT = "long operations outside of steps and suspended jobs are not reported as hangs"
 LIMIT = 5.0  # seconds that a step may take
 REPORTING = 10.0  # seconds in which ranks then report (distributed/watchdog.py)
 KILLING = 30.0  # seconds after which torchrun kills what does not react to SIGTERM
-SLOWEST = "slowest naming of a rank that hung, beyond its limit, seconds"
+SLOWEST = "longest delay beyond the limit until a hanging rank was named, seconds"
 
 
 def hang(findings: Findings, render: Render, moment: str, rank: int, loops: bool) -> None:

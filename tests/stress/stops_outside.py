@@ -11,8 +11,8 @@ import time
 from .common import Findings
 from .jobs import Job, Render, started
 
-ALONE = "a run whose console is gone, or that is hung up under nohup, ends as others, its log whole"
-WORKERS = "a loader worker that hangs, dies or cannot send a batch ends its run, and alone that"
+ALONE = "a run survives a closed terminal (with nohup) or pipe, and its log is complete"
+WORKERS = "a loader worker that hangs, dies or cannot send a batch ends its own run, and no other"
 KINDS = ("hangs", "dies", "cannot be sent")
 STEPS = 12
 GRACE = 90.0  # seconds: a batch is waited for 20 after a stop signal

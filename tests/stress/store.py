@@ -34,10 +34,10 @@ def strikes(variant: Variant, found: Findings, hits: Counter[str]) -> None:
     hows = ("lost",) if found.bounded else PASSES + LIES
     for how in hows:
         for first in rng.sample(range(variant.requests), each):
-            hits[f"requests struck: {how}"] += strike(variant, how, first)
+            hits[f"disturbed requests: {how}"] += strike(variant, how, first)
     for how in () if found.bounded else ("500", "403", "cut"):
         for first in rng.sample(range(variant.requests), 3):
-            hits["stores that failed for good"] += strike(variant, how, first, 10**6)
+            hits["stores that failed permanently"] += strike(variant, how, first, 10**6)
 
 
 def hanging(variant: Variant, found: Findings, hits: Counter[str]) -> None:
@@ -71,7 +71,14 @@ def attempt(findings: Findings) -> None:
     else:
         parts = [*(part(name, *doing) for name in names), part(names[0], store_mutants.attempt)]
     hits = side_by_side(findings, parts)
-    figures = ("requests struck", "stores that", "half uploads", "runs that", "two runs", "kills")
+    figures = (
+        "disturbed requests",
+        "stores that",
+        "partial uploads",
+        "runs that",
+        "pairs of",
+        "kills",
+    )
     findings.figures.update({k: n for k, n in hits.items() if k.startswith(figures)})
 
 

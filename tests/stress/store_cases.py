@@ -19,14 +19,14 @@ from .storm import Contents, Storm, losses
 
 PASSES = ("500", "503", "cut", "lost", "short", "late", "hang")
 LIES = ("403", "404", "200")
-PASSED = "A request that fails or stalls once costs neither the run nor a save"
-ENDED = "Whatever a store refuses, or lies about, the run or its restart ends with the same bits"
-THERE = "What a manifest in the store names is whole, whatever failed"
-SAID = "A run that a store ends says why in one line"
-TIDY = "Nothing half-done is left in the store by a run that has ended well"
-DROPPED = "Half uploads that a kill has left are dropped at the next start"
-IN_TIME = "A store that does not answer ends a run in time, and a stop does not wait for it"
-ONE = "Of two runs with one address one goes on to the end, and the other says that it was taken"
+PASSED = "a request that fails or stalls once costs neither the run nor a save"
+ENDED = "whatever the store refuses or misreports, the run or its restart ends with the same bits"
+THERE = "after any failure, all files that a manifest in the store lists are complete"
+SAID = "a run that ends because of the store says why in one line"
+TIDY = "a run that ended normally leaves no unfinished files in the store"
+DROPPED = "the next start removes partial uploads of a killed run"
+IN_TIME = "if a store does not answer, the run ends in time, and a stop does not wait for it"
+ONE = "of two runs with one address, one finishes, and the other says that it was replaced"
 STEPS, LIMIT, GRACE = 16, 3.0, 3.0
 HANGS = {"a start": "owner.json", "a read": "GET .*/step_", "a save": "PUT .*step_00000012"}
 
@@ -212,7 +212,7 @@ def kill(variant: Variant, found: Findings, hits: Counter[str], kills: int = 0) 
         if storm.kill_once(run_dir):
             server("arm", None)  # what was under way to the store is lost
             left = server("half_uploads")
-            hits["half uploads that kills left"] += left
+            hits["partial uploads left by kills"] += left
             storm.end(run_dir)
             now = server("half_uploads")
             problem = [f"{now} of {left}"] if now or not left else []
@@ -254,8 +254,8 @@ def two(variant: Variant, found: Findings, hits: Counter[str], times: int = 0) -
         if must_lose and not jobs[0].code:
             problems.append("the first one went on to the end beside the second")
         problems += variant.broken(first)
-        hits["runs that another one took over from"] += len(lost)
-        hits["two runs of which the first was over"] += not lost
+        hits["runs that another run replaced"] += len(lost)
+        hits["pairs of runs where the first had already finished"] += not lost
         winner = second if jobs[0].code else first
         variant.count(ONE, "pairs", f"pair {number}", problems + variant.whole(winner, False))
         variant.tidy(first, f"pair {number}")

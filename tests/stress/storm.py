@@ -39,12 +39,12 @@ COMMON_PHASES = (
     *("starting", "setting up", "restoring", "training", "validating"),
     *("uploading", "hashing", "renaming", "pruning"),
 )
-ENDS = "A run that was killed and restarted ends with the bits of an undisturbed one"
-WHOLE = "After a kill each checkpoint there is holds the bits of the undisturbed run's"
-ORPHANS = "Nothing of a killed job lives on, DataLoader workers included"
-LOST = "A kill costs no more than a save interval and the upload under way"
-STOPPED = "A run that is stopped between saves saves its last step, with an undisturbed one's bits"
-NEWEST = "A restart goes on from the newest checkpoint that was published"
+ENDS = "a killed and restarted run ends with the bits of an uninterrupted one"
+WHOLE = "after a kill, each checkpoint equals that of an uninterrupted run, bit for bit"
+ORPHANS = "no process of a killed job survives, including DataLoader workers"
+LOST = "a kill costs at most one save interval and the upload in progress"
+STOPPED = "a run that is stopped between saves saves its last step, bit for bit"
+NEWEST = "a restart resumes from the newest published checkpoint"
 Contents = dict[int, dict[str, str]]
 
 
