@@ -5,27 +5,28 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from string import Template
-from typing import Any
 
 from . import shards
 from .common import RESULTS, ROOT, TASKS
 from .goodput import GROUP, NETWORK
 from .limits import limits
 from .sharded_start import WAYS
+from .tables import Series, number, tables
 
 TEXT = Path(__file__).parent / "page.md"
 PAGE = ROOT / "docs" / "evidence" / "benchmarks.md"
 SCALING_TEXT = TEXT.with_name("scaling.md")
 SCALING_PAGE = ROOT / "docs" / "explanation" / "scaling.md"
-Series = dict[str, dict[str, Any]]
+GOAL = "goal:"
 
 
-def verdict(name: str, value: float, goal: float, unit: str, at_most: bool = True) -> str:
-    """A goal, what was measured, and whether that is good enough."""
+def verdict(sentence: str, value: float, goal: float, unit: str, at_most: bool = True) -> str:
+    """A sentence with what was measured in place of {}, its goal, and whether that was missed."""
     met = value <= goal if at_most else value >= goal
     word = "at most" if at_most else "at least"
-    end = "" if met else f": **missed by {_number(abs(value - goal))} {unit}**"
-    return f"- {name}: {_number(value)} {unit} ({word} {_number(goal)} wanted){end}."
+    end = "" if met else f" **Missed by {number(abs(value - goal))} {unit}.**"
+    shown = sentence.format(f"{number(value)} {unit}")
+    return f"- {shown} ({GOAL} {word} {number(goal)} {unit}).{end}"
 
 
 def loop(found: Series) -> list[str]:
@@ -34,12 +35,15 @@ def loop(found: Series) -> list[str]:
     mine = more.pop("ours, more")
     noise = more.pop("hand-written, again, more")
     lines = [
-        verdict("A step of our loop, over the hand-written one", mine, 20, "us"),
-        f"- The hand-written loop over itself: {_number(noise)} us.",
+        verdict("A step of our loop takes {} longer than a hand-written one", mine, 20, "µs"),
+        f"- The hand-written loop, measured against itself, differs by {number(noise)} µs (noise).",
     ]
     for name, value in more.items():
-        place = "behind us" if value > mine else "**ahead of us**"
-        lines.append(f"- {name.removesuffix(', more')}: {_number(value)} us more a step, {place}.")
+        rank = "slower than ours" if value > mine else "**faster than ours**"
+        lines.append(
+            f"- A step of {name.removesuffix(', more')} takes {number(value)} µs longer than a "
+            f"hand-written one: {rank}."
+        )
     return lines
 
 
@@ -52,53 +56,54 @@ def save(found: Series) -> list[str]:
             for name, entry in found.items()
             if name.startswith(ranks) and name.endswith(", blocked") and "first" not in name
         }
-        mine = seconds.pop("dcp_async")
-        lines.append(
-            verdict(
-                f"Blocked by an asynchronous save, of a synchronous one's time ({ranks})",
-                100 * mine / seconds["dcp"],
-                5,
-                "%",
-            )
-        )
-        shares = ", ".join(
-            f"{100 * mine / s:.2g} % of {name}" for name, s in seconds.items() if name != "dcp"
-        )
+        mine, synchronous = seconds.pop("dcp_async"), seconds.pop("dcp")
+        del seconds["dcp, again"]
+        others = ", ".join(f"{100 * mine / s:.2g} % of {name}" for name, s in seconds.items())
         lost, slow, still = (
             found[f"{ranks}: dcp_async, {kind}"]["median"]
             for kind in ("lost", "slowdown", "slowdown without a save")
         )
-        lines.append(f"- {ranks}: that is also {shares}.")
-        lines.append(
-            f"- {ranks}: meanwhile a step takes {_number(slow)} times as long ({_number(still)} "
-            "with no save, which is the noise); slower steps included, a save costs "
-            f"{_number(lost)} s, {100 * lost / seconds['dcp']:.0f} % of dcp's."
-        )
+        lines += [
+            verdict(
+                f"With {ranks}, `dcp_async` blocks training for {{}} of the time of `dcp`",
+                100 * mine / synchronous,
+                5,
+                "%",
+            ),
+            f"- With {ranks}, the same time is {others}.",
+            f"- With {ranks}, a step during the upload takes {number(slow)} times as long (without "
+            f"a save {number(still)}, which is noise). With these slower steps, a save costs "
+            f"{number(lost)} s: {100 * lost / synchronous:.0f} % of the time of `dcp`.",
+        ]
     return lines
 
 
 def restore(found: Series) -> list[str]:
     """Verifying and restoring."""
     raw = found["1 rank: sha256 alone, from memory"]["median"]
+    one, each = "One rank", "Each of two ranks"
     lines = [
         verdict(
-            f"Verifying a checkpoint with {label}, each",
+            f"{who} verifies a checkpoint at {{}}",
             found[f"{label}: dcp, verify"]["median"] / ranks,
             1,
             "GB/s",
             at_most=False,
         )
-        for ranks, label in ((1, "1 rank"), (2, "2 ranks"))
+        for ranks, label, who in ((1, "1 rank", one), (2, "2 ranks", each))
     ]
-    for label, who in (("1 rank", "One rank"), ("2 ranks", "Each of two ranks")):
+    for label, who in (("1 rank", one), ("2 ranks", each)):
         load, whole = (found[f"{label}: dcp, {what}"]["median"] for what in ("load", "restore"))
         lines.append(
-            f"- {who} then loads at {_number(load)} GB/s: `dcp.load`. The whole restore, with the "
-            f"optimizer's state allocated in between: {_number(whole)} GB/s."
+            f"- {who} then loads it with `dcp.load` at {number(load)} GB/s. The whole restore, "
+            f"including the allocation of the optimizer state, runs at {number(whole)} GB/s."
         )
     one_file = found["1 rank: torch_save, load"]["median"]
-    lines.append(f"- A single file is loaded, mapped, at {_number(one_file)} GB/s.")
-    return [*lines, f"- sha256 itself, of memory, on one core here: {_number(raw)} GB/s."]
+    return [
+        *lines,
+        f"- A single file is memory-mapped and loaded at {number(one_file)} GB/s.",
+        f"- For comparison, sha256 alone hashes memory at {number(raw)} GB/s on one core.",
+    ]
 
 
 def sampler(found: Series) -> list[str]:
@@ -108,39 +113,48 @@ def sampler(found: Series) -> list[str]:
         for where in ("sample 0", "sample 0 again", "the last million", "the last sample")
     )
     lines = [
-        f"- Of 10^12 samples the last million was found in {_number(far)} us, sample 0 in "
-        f"{_number(start)} us and, once more, in {_number(again)} us: the same time was wanted. "
-        f"The very last, where the next epoch begins too, took {_number(last)} us."
+        f"- With 10^12 samples, a seek to the last million takes {number(far)} µs, and a seek to "
+        f"sample 0 takes {number(start)} µs ({number(again)} µs when repeated). The goal was an "
+        f"equal time. A seek to the very last sample takes {number(last)} µs, since it also "
+        "starts the next epoch."
     ]
     if memory := found.get("ours, 10^12 samples: memory"):
         peer = found["DistributedSampler, 10^7 samples: memory"]["median"]
         lines.append(
-            f"- Memory at 10^12 samples: {_number(memory['median'])} MB; DistributedSampler at "
-            f"10^7: {_number(peer)} MB."
+            f"- With 10^12 samples, our sampler needs {number(memory['median'])} MB. With 10^7 "
+            f"samples, torch's DistributedSampler needs {number(peer)} MB."
         )
     return lines
 
 
 def optimizer(found: Series) -> list[str]:
-    """Muon beside AdamW."""
+    """Muon compared with AdamW."""
     name, lines = "Muon, 0.75 of the steps", []
-    for what, kind, goal, unit in (
-        ("bits per byte more than AdamW", "bits per byte over AdamW's", 0, "bits"),
-        ("seconds, of AdamW's", "training, of AdamW's", 1, "x"),
+    for sentence, kind, goal, unit in (
+        (
+            "With 75 % of AdamW's steps, Muon's loss minus AdamW's is {} for the worst seed",
+            "bits per byte over AdamW's",
+            0,
+            "bits per byte",
+        ),
+        (
+            "With 75 % of AdamW's steps, Muon's training takes {} AdamW's time for the worst seed",
+            "training, of AdamW's",
+            1,
+            "times",
+        ),
     ):
         worst = max(found[f"{name}: {kind}"]["values"])
-        lines.append(
-            verdict(f"Muon in 75 % of AdamW's steps, worst seed: {what}", worst, goal, unit)
-        )
+        lines.append(verdict(sentence, worst, goal, unit))
     return lines
 
 
 def startup(found: Series) -> list[str]:
     """Beginning."""
     return [
-        verdict("Rendering a project", found["render"]["median"], 0.5, "s"),
+        verdict("Rendering a project takes {}", found["render"]["median"], 0.5, "s"),
         verdict(
-            "From the start of a default project to its first step",
+            "A project with the default answers reaches its first step after {}",
             found["first step"]["median"],
             5,
             "s",
@@ -153,16 +167,16 @@ def sharded_start(found: Series) -> list[str]:
     ours, whole, files, first = (found[f"4 ranks, {way}: together"]["median"] for way in WAYS)
     seconds, longer = (found[f"4 ranks, {way}: seconds"]["median"] for way in WAYS[2:])
     return [
-        f"- The host memory that 4 ranks of FSDP start with: {_number(ours)} MB together, where "
-        f"{_number(whole)} MB are needed if each builds the whole model of 1,208 MB.",
-        f"- The same from a .safetensors file (--init-from): {_number(files)} MB in "
-        f"{_number(seconds)} s; {_number(first)} MB in {_number(longer)} s if the values are built "
-        "before they are read.",
+        f"- With 4 ranks of FSDP, a start needs {number(ours)} MB of host memory in total. If each "
+        f"rank built the whole model of 1,208 MB, it would need {number(whole)} MB.",
+        f"- From a .safetensors file (`--init-from`), it needs {number(files)} MB and "
+        f"{number(seconds)} s. If the values were built before they are read, it would need "
+        f"{number(first)} MB and {number(longer)} s.",
     ]
 
 
 def restart(found: Series) -> list[str]:
-    """Back at work."""
+    """A killed rank."""
     killed, plain, imported, needed = (
         found[name]["median"]
         for name in (
@@ -171,10 +185,15 @@ def restart(found: Series) -> list[str]:
         )
     )
     return [
-        verdict("From `kill -9` of a rank to the next step", killed, 2 * imported, "s"),
-        verdict("A plain start, beyond importing torch", plain - imported, 1.3, "s"),
-        "- What torch itself imports for an optimizer and for DCP, in its own process: "
-        f"{_number(needed - imported)} s.",
+        verdict("The next step after `kill -9` of a rank ends after {}", killed, 2 * imported, "s"),
+        verdict(
+            "A start that resumes takes {} in addition to the import of torch",
+            plain - imported,
+            1.3,
+            "s",
+        ),
+        "- The modules that torch itself imports for an optimizer and for DCP take "
+        f"{number(needed - imported)} s in a process of their own.",
     ]
 
 
@@ -185,7 +204,9 @@ def workflow(found: Series) -> list[str]:
     for task in measured:
         of_task = {n.removeprefix(f"{task}, "): s for n, s in found.items() if n.startswith(task)}
         total = of_task["all stages: duration"]["median"]
-        lines.append(verdict(f"All five stages of `workflow`, {task}", total / 60, 5, "min"))
+        lines.append(
+            verdict(f"All five stages take {{}} with `task={task}`", total / 60, 5, "minutes")
+        )
         for mode in ("blocks", "full"):
             ratio = of_task[f"compiled, {mode}: eager time / compiled time"]
             low, high = min(ratio["values"]), max(ratio["values"])
@@ -193,9 +214,9 @@ def workflow(found: Series) -> list[str]:
                 of_task[f"compiled, {mode}: compiling, {how}"]["median"] for how in ("cold", "warm")
             )
             lines.append(
-                f"- {task}, compiled ({mode}): {_number(ratio['median'])} times as fast as eager, "
-                f"in the rounds {_number(low)} to {_number(high)}; {_number(cold)} s to compile "
-                f"with nothing cached, {_number(warm)} s at a restart with the compile cache."
+                f"- `task={task}`, `--compile.mode {mode}`: {number(ratio['median'])} times as "
+                f"fast as eager ({number(low)} to {number(high)} in the rounds). Compilation takes "
+                f"{number(cold)} s with an empty cache, and {number(warm)} s with a warm one."
             )
     return lines
 
@@ -205,12 +226,13 @@ def busy(found: Series) -> list[str]:
     rate = {name: entry["median"] for name, entry in found.items()}
     alone, beside = (rate[f"as rendered, {where}"] for where in ("alone", "beside others"))
     slower = rate["slower by the bound, alone"]
-    change = f"{_number(abs(slower))} % {'slower' if slower > 0 else 'faster'}"
-    end = "" if slower <= 3 else f": **missed by {_number(slower - 3)} %**"
+    change = f"{number(abs(slower))} % {'slower' if slower > 0 else 'faster'}"
+    end = "" if slower <= 3 else f" **Missed by {number(slower - 3)} %.**"
     return [
-        f"- Bounded spinning, idle machine: {change} (at most 3 % slower wanted){end}.",
+        f"- On an idle machine, bounded spinning makes training {change} ({GOAL} at most 3 % "
+        f"slower).{end}",
         verdict(
-            "Bounded spinning, a busy process on each core: of the time on an idle machine",
+            "With a busy process on each core, training takes {} as long as on an idle machine",
             alone / beside,
             3,
             "times",
@@ -221,35 +243,36 @@ def busy(found: Series) -> list[str]:
 def loss(found: Series) -> list[str]:
     """The output layer and its loss."""
     value = {name: entry["median"] for name, entry in found.items()}
-    share = value["as rendered, memory"] / value["at once, memory"]
-    lines = [verdict("Memory of the loss, of that with all logits at once", 100 * share, 20, "%")]
+    percent = 100 * value["as rendered, memory"] / value["at once, memory"]
+    sentence = "Our loss needs {} of the memory that computing all logits at once needs"
+    lines = [verdict(sentence, percent, 20, "%")]
     if rival := value.get("linear_cross_entropy"):
         size, times = value["linear_cross_entropy, memory"], rival / value["as rendered"]
         lines.append(
-            f"- torch's `linear_cross_entropy`: {_number(size)} GiB, in {_number(times)} times our "
-            "seconds."
+            f"- torch's `linear_cross_entropy` needs {number(size)} GiB, but takes "
+            f"{number(times)} times as long as ours."
         )
     return lines
 
 
 def roofline(found: Series) -> list[str]:
-    """What bounds a step."""
+    """The bounds of a step."""
     eager, compiled = (
         found[f"H200: {way} step, MFU at most"]["median"] for way in ("an eager", "a compiled")
     )
     on_h100 = found["H100: a compiled step, MFU at most"]["median"]
     return [
-        f"- By this count our step reaches {_number(eager)} % MFU on an H200, and compiled "
-        f"{_number(compiled)} %.",
-        f"- A compiled step on an H100 reaches at most {_number(on_h100)} % MFU: a bound, not a "
-        "measurement.",
+        f"- On an H200, the bound is {number(eager)} % MFU for an eager step, and "
+        f"{number(compiled)} % for a compiled step.",
+        f"- On an H100, the bound is {number(on_h100)} % MFU for a compiled step.",
     ]
 
 
 def fit(found: Series) -> list[str]:
     """Whether a model fits, before there is a GPU."""
     seconds = found["seconds"]["median"]
-    return [verdict("`fit` for 64 billion parameters on 64 ranks, on one core", seconds, 60, "s")]
+    sentence = "`fit` takes {} for 64 billion parameters on 64 ranks, on one core"
+    return [verdict(sentence, seconds, 60, "s")]
 
 
 TOPICS = (loop, save, restore, sampler, optimizer, startup, sharded_start, restart, busy, fit)
@@ -261,7 +284,7 @@ def page(results: Path) -> str:
     text = Template(TEXT.read_text("utf-8"))
     sections = {judge.__name__: section(results, judge) for judge in TOPICS}
     lines = "\n".join(sections.values()).splitlines()
-    short = "\n".join(line for line in lines if line.startswith("- ") and " wanted)" in line)
+    short = "\n".join(line for line in lines if line.startswith("- ") and f"({GOAL}" in line)
     return text.substitute(sections, gpu=gpu(results), short=short)
 
 
@@ -274,18 +297,11 @@ def section(results: Path, judge: Callable[[Series], list[str]]) -> str:
     machine, settings = result["machine"], result["settings"]
     packages = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     chosen = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in settings.items())
-    rows = [
-        f"| {name} | {_number(s['median'])} | {_number(s['p10'])} … {_number(s['p90'])} "
-        f"| {_number(s['low'])} … {_number(s['high'])} | {s['n']} | {s['unit']} |"
-        for name, s in result["series"].items()
-    ]
     return "\n".join(
         [
             *judge(result["series"]),
             "",
-            "| what | median | p10 … p90 | 95 % of the median | n | |",
-            "|---|---|---|---|---|---|",
-            *rows,
+            *tables(judge.__name__, result["series"]),
             "",
             f"`{result['command']}`, {result['seconds']} s ({chosen}). {machine['cpu']}, "
             f"{machine['cores']} cores, {machine['memory_gb']} GiB, {machine['system']}, "
@@ -300,17 +316,29 @@ def gpu(results: Path) -> str:
     result = json.loads(path.read_text("utf-8")) if path.exists() else {}
     if not result or result["origin"]["smoke"]:
         return "Not measured yet."
-    origin, lines = (
-        result["origin"],
-        ["| what | median | p10 … p90 | n | |", "|---|---|---|---|---|"],
-    )
-    for name, piece in result["pieces"].items():
-        for what, s in piece["series"].items():
-            middle, low, high = (_number(s[key]) for key in ("median", "p10", "p90"))
-            lines.append(f"| {name}: {what} | {middle} | {low} … {high} | {s['n']} | {s['unit']} |")
+    origin = result["origin"]
+    series = {
+        f"{name}: {what}": one
+        for name, piece in result["pieces"].items()
+        for what, one in piece["series"].items()
+    }
+    lines = [*gpu_in_short(series), *tables("gpu", series, "p10", "p90")]
     packages = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
     on = f"{origin['device']}, driver {origin['driver']}, CUDA {origin['cuda']}"
     return "\n".join([*lines, "", f"`{result['command']}`. {on}. {packages}."])
+
+
+def gpu_in_short(series: Series) -> list[str]:
+    """Return how our GPT-2 compares with nanoGPT's, if both were measured."""
+    lines = []
+    for name, mode in (("compiled", "full"), ("eager", "none")):
+        ours, theirs = (
+            series.get(f"gpt2, round 1: {who}, {mode}: tokens/s") for who in ("ours", "nanoGPT")
+        )
+        if ours and theirs:
+            percent = 100 * ours["median"] / theirs["median"]
+            lines.append(f"- Our {name} GPT-2 reaches {percent:.0f} % of nanoGPT's tokens/s.")
+    return [*lines, ""] if lines else []
 
 
 def scaling(results: Path) -> str:
@@ -323,7 +351,7 @@ def scaling(results: Path) -> str:
         "|---|---|---|---|---|---|",
     ]
     for pair in zip(ways["synchronous"], ways["asynchronous"], strict=True):
-        cells = [f"{pair[0]['gpus']:,}", _number(pair[0]["hours_between_failures"])]
+        cells = [f"{pair[0]['gpus']:,}", number(pair[0]["hours_between_failures"])]
         for row in pair:
             seconds = (row["best_interval_seconds"], row["formula_interval_seconds"])
             cells += [", ".join(f"{s:,.0f} s" for s in seconds), f"{row['best_goodput']:.2%}"]
@@ -331,7 +359,7 @@ def scaling(results: Path) -> str:
     restarts = []
     for job in result["restarts"]:
         seconds, share = [*job["parts"].values()], f"{job['goodput']:.2%}"
-        cells = [_number(value) for value in (*seconds, sum(seconds))]
+        cells = [number(value) for value in (*seconds, sum(seconds))]
         restarts.append(f"| {' | '.join([job['job'], format(job['gpus'], ','), *cells, share])} |")
     rows = [row for way in ways.values() for row in way]
     regret = max(row["best_goodput"] - row["formula_goodput"] for row in rows)
@@ -348,9 +376,9 @@ def scaling(results: Path) -> str:
         network=f"{NETWORK / 1e9:.0f}",
         command=result["command"],
         failures=f"{settings['failures']:,}",
-        save=_number(settings["save"]),
-        blocked=_number(settings["blocked"]),
-        restart=_number(settings["restart"]),
+        save=number(settings["save"]),
+        blocked=number(settings["blocked"]),
+        restart=number(settings["restart"]),
         regret=f"{regret:.2%}",
         errors=f"{errors:.1f}",
         shape=bursts["shape"],
@@ -359,13 +387,6 @@ def scaling(results: Path) -> str:
         **shards.table(results),
         **limits(results),
     )
-
-
-def _number(value: float) -> str:
-    """Three digits, no exponents."""
-    if value == 0 or abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{float(f'{value:.3g}'):.6f}".rstrip("0").rstrip(".")
 
 
 def main() -> None:
