@@ -10,36 +10,40 @@ Rows = list[dict[str, Any]]
 SHOWN = (64, 1024, 10_240)
 CPU = "_cpu_seconds"
 STATE = {  # what grows with ranks and with tensors
-    "plan" + CPU: "index made of what all ranks wrote, on rank 0, s",
-    "plan_again" + CPU: "… when nothing has changed, on every rank, s",
-    "check" + CPU: "check that parts make up each tensor, on rank 0, s",
-    "gather_bytes": "plans, gathered on rank 0, MB",
-    "index" + CPU: "index (`.metadata`) pickled and written, on rank 0, s",
-    "index_bytes": "index, MB",
-    "peak_bytes": "memory of rank 0's process at most, MB",
-    "index_read" + CPU: "index read and checked, on every rank, s",
-    "load" + CPU: "what to read from where, on every rank, s",
+    "plan" + CPU: "rank 0 merges the plans of all ranks, s",
+    "plan_again" + CPU: "each rank checks that its plan has not changed, s",
+    "check" + CPU: "rank 0 checks that the shards cover each tensor, s",
+    "gather_bytes": "size of the plans that rank 0 gathers, MB",
+    "index" + CPU: "rank 0 pickles and writes the index (`.metadata`), s",
+    "index_bytes": "size of the index, MB",
+    "peak_bytes": "peak memory of rank 0, MB",
+    "index_read" + CPU: "each rank reads and checks the index, s",
+    "load" + CPU: "each rank plans its reads, s",
 }
 FILES = {  # what grows with files alone
-    "manifest_bytes": "manifest, MB",
-    "manifest_write" + CPU: "manifest composed and sealed, on rank 0, s",
-    "manifest_read" + CPU: "manifest read and checked, s",
-    "create" + CPU: "files made, by all ranks together, s",
-    "list" + CPU: "their directory listed, once, s",
-    "verify" + CPU: "files opened and checked (64 bytes each), by one process, s",
-    "prune" + CPU: "sizes of one checkpoint's files looked up, on rank 0, s",
+    "manifest_bytes": "size of the manifest, MB",
+    "manifest_write" + CPU: "rank 0 writes the manifest, s",
+    "manifest_read" + CPU: "a rank reads and checks the manifest, s",
+    "create" + CPU: "all ranks together create the files, s",
+    "list" + CPU: "one process lists the directory, s",
+    "verify" + CPU: "one process opens and verifies all files (64 bytes each), s",
+    "prune" + CPU: "rank 0 looks up the sizes of the files, s",
 }
 UNEVEN = ("create" + CPU,)  # the file system's doing more than ours
 OWN = 4  # files that a group keeps open beside its connections
 MEETING = {
-    "server" + CPU: "store, for the job's group and one `Group`, s",
-    "group" + CPU: "`Group` made, each rank, s",
-    "connections": "connections of a `Group`, each rank",
-    "first_connections": "… rank 0",
-    "gather" + CPU: "`gather` of 100 bytes from each, each rank, s",
-    "broadcast" + CPU: "`broadcast`, each rank, s",
-    "together" + CPU: "end of a `together` block, each rank, s",
-    "word" + CPU: "control word, each rank, s",
+    "server" + CPU: "the store serves the creation of two process groups, s",
+    "group" + CPU: "a rank creates a `Group`, s",
+    "connections": "connections of a rank per `Group`",
+    "first_connections": "connections of rank 0 per `Group`",
+    "gather" + CPU: "`gather` of 100 bytes from each rank, s",
+    "broadcast" + CPU: "`broadcast`, s",
+    "together" + CPU: "end of a `together` block, s",
+    "word" + CPU: "control word of a step, s",
+}
+WAYS = {
+    "all at once": "If gloo connects all ranks at once:",
+    "as needed": "If gloo connects ranks as needed, as a project does from 128 ranks on:",
 }
 
 
@@ -91,10 +95,18 @@ def rows_of(planning: dict[str, Any]) -> tuple[Rows, Rows]:
 def state_table(planning: dict[str, Any]) -> list[str]:
     """Saving and restoring, by ranks; and how HSDP changes it."""
     sharded, _ = rows_of(planning)
-    lines = [
-        f"| FSDP, one block | {' | '.join(f'{n:,} ranks' for n in SHOWN)} | grows as | the whole "
-        f"model: {' | '.join(f'{n:,} ranks' for n in SHOWN[1:])} | HSDP, {SHOWN[-1]:,} ranks |",
-        f"|{'---|' * 8}",
+    block = [
+        "One block with FSDP, measured:",
+        "",
+        f"| what | {' | '.join(f'{n:,} ranks' for n in SHOWN)} | growth |",
+        f"|{'---|' * 5}",
+    ]
+    model = [
+        "The whole model, extrapolated:",
+        "",
+        f"| what | {' | '.join(f'FSDP, {n:,} ranks' for n in SHOWN[1:])} "
+        f"| HSDP, {SHOWN[-1]:,} ranks |",
+        f"|{'---|' * 4}",
     ]
     for key, name in STATE.items():
         measured = [figure(at(sharded, ranks)[key], key) for ranks in SHOWN]
@@ -104,15 +116,16 @@ def state_table(planning: dict[str, Any]) -> list[str]:
         law = f"ranks^{growth(had, key):.2f}" if key != "peak_bytes" else ""
         far = [f"*{figure(whole(planning, at(sharded, n), key), key)}*" for n in SHOWN[1:]]
         copies = f"*{figure(replicated_whole(planning, key), key)}*"
-        lines.append(f"| {' | '.join([name, *measured, law, *far, copies])} |")
-    return lines
+        block.append(f"| {' | '.join([name, *measured, law])} |")
+        model.append(f"| {' | '.join([name, *far, copies])} |")
+    return [*block, "", *model]
 
 
 def files_table(planning: dict[str, Any]) -> list[str]:
     """What depends on the number of files alone."""
     rows = planning["ways"]["FSDP"]
     lines = [
-        f"| one file of each rank | {' | '.join(f'{n:,} ranks' for n in SHOWN)} | grows as |",
+        f"| what | {' | '.join(f'{n:,} ranks' for n in SHOWN)} | growth |",
         f"|{'---|' * 5}",
     ]
     for key, name in FILES.items():
@@ -125,19 +138,23 @@ def files_table(planning: dict[str, Any]) -> list[str]:
 def meeting_table(meeting: dict[str, Any]) -> list[str]:
     """Both ways that gloo can connect, and what they would take with more ranks."""
     sizes = (64, 256)
-    lines = [
-        f"| gloo | connects | {' | '.join(f'{n:,} ranks' for n in sizes)} | grows as "
-        f"| {' | '.join(f'{n:,} ranks' for n in SHOWN[1:])} |",
-        f"|{'---|' * 7}",
-    ]
-    for key, name in MEETING.items():
-        for way, found in meeting["groups"].items():
+    lines: list[str] = []
+    for way, found in meeting["groups"].items():
+        heads = [f"{n:,} ranks" for n in sizes], [f"{n:,} ranks" for n in SHOWN[1:]]
+        lines += [
+            *([""] if lines else []),
+            WAYS[way],
+            "",
+            f"| what | {' | '.join(heads[0])} | growth | {' | '.join(heads[1])} |",
+            f"|{'---|' * 6}",
+        ]
+        for key, name in MEETING.items():
             own = OWN if "connections" in key else 0
             rows = [{**row, key: row[key] - own} for row in found]
             measured = [figure(at(rows, ranks)[key], key) for ranks in sizes]
             far = [f"*{figure(extrapolated(rows, key, ranks), key)}*" for ranks in SHOWN[1:]]
             law = f"ranks^{growth(rows, key):.2f}"
-            lines.append(f"| {' | '.join([name, way, *measured, law, *far])} |")
+            lines.append(f"| {' | '.join([name, *measured, law, *far])} |")
     return lines
 
 

@@ -193,7 +193,7 @@ def restart(found: Series) -> list[str]:
             "s",
         ),
         "- The modules that torch itself imports for an optimizer and for DCP take "
-        f"{number(needed - imported)} s in a process of their own.",
+        f"{number(needed - imported)} s in a separate process.",
     ]
 
 
@@ -346,21 +346,22 @@ def scaling(results: Path) -> str:
     result = json.loads((results / "goodput.json").read_text("utf-8"))
     settings, ways = result["settings"], result["ways"]
     lines = [
-        "| GPUs | hours between failures | synchronous: best, formula | goodput "
-        "| asynchronous: best, formula | goodput |",
+        "| GPUs | hours between failures | synchronous: best interval, s | synchronous: goodput, % "
+        "| asynchronous: best interval, s | asynchronous: goodput, % |",
         "|---|---|---|---|---|---|",
     ]
     for pair in zip(ways["synchronous"], ways["asynchronous"], strict=True):
         cells = [f"{pair[0]['gpus']:,}", number(pair[0]["hours_between_failures"])]
         for row in pair:
-            seconds = (row["best_interval_seconds"], row["formula_interval_seconds"])
-            cells += [", ".join(f"{s:,.0f} s" for s in seconds), f"{row['best_goodput']:.2%}"]
+            seconds, percent = row["best_interval_seconds"], 100 * row["best_goodput"]
+            cells += [f"{seconds:,.0f}", f"{percent:.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
     restarts = []
     for job in result["restarts"]:
-        seconds, share = [*job["parts"].values()], f"{job['goodput']:.2%}"
+        seconds, percent = [*job["parts"].values()], f"{100 * job['goodput']:.2f}"
         cells = [number(value) for value in (*seconds, sum(seconds))]
-        restarts.append(f"| {' | '.join([job['job'], format(job['gpus'], ','), *cells, share])} |")
+        name = f"{job['job']}, {job['gpus']:,} GPUs"
+        restarts.append(f"| {' | '.join([name, *cells, percent])} |")
     rows = [row for way in ways.values() for row in way]
     regret = max(row["best_goodput"] - row["formula_goodput"] for row in rows)
     errors = max(

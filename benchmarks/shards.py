@@ -73,7 +73,7 @@ def table(results: Path) -> dict[str, str]:
     """For the page of scaling: a row for each number of files, and the ids of global batches."""
     result = json.loads((results / "shards.json").read_text("utf-8"))
     middle = {name: entry["median"] for name, entry in result["series"].items()}
-    head = "| token files of 1 GiB | start, ms | a sample, first, us | a sample, again, us |"
+    head = "| files of 1 GiB | start, ms | first read of a sample, µs | second read, µs |"
     lines = [head, "|---|---|---|---|"]
     for size in dict.fromkeys(name.split(":")[0] for name in middle if ":" in name):
         cells = (
@@ -84,17 +84,17 @@ def table(results: Path) -> dict[str, str]:
         )
         lines.append(f"| {' | '.join(cells)} |")
     orders = [
-        f"{1e3 * value:,.0f} us for {name.removeprefix(ORDER + ' of ')} samples"
+        f"{1e3 * value:,.0f} µs for {name.removeprefix(ORDER + ' of ')} samples"
         for name, value in middle.items()
         if name.startswith(ORDER)
     ]
     machine, packages = result["machine"], result["versions"].items()
     lines += [
         "",
-        f"The ids of a global batch cost {', '.join(orders)}.",
+        f"Computing the ids of a global batch takes {', '.join(orders)}.",
         "",
-        f"`{result['command']}`: the files are sparse, so that it is finding, opening and reading "
-        f"that is measured, not a disk. {machine['cpu']}, {machine['cores']} cores, "
+        f"`{result['command']}`: the files are sparse, so this measures how long it takes to find, "
+        f"open and read them, not the disk. {machine['cpu']}, {machine['cores']} cores, "
         f"{machine['system']}, {machine['file_system']}, load {machine['load_before']}. "
         f"{', '.join(f'{name} {version}' for name, version in packages)}.",
     ]
