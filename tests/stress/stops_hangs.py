@@ -10,7 +10,7 @@ from typing import Any
 from .common import Findings
 from .jobs import Render, started, who_listens
 
-NAMED = "a rank that hangs is named, and the job ends in time"
+NAMED = "a rank that hangs is named, and the job ends within the timeout"
 PATIENT = "long operations outside of steps and suspended jobs are not reported as hangs"
 LIMIT = 5.0  # seconds that a step may take
 REPORTING = 10.0  # seconds in which ranks then report (distributed/watchdog.py)
