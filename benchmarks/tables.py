@@ -57,7 +57,7 @@ SUFFIXES = {
     "startup": {"packages": "packages", "size": "size"},
     "gpu": {"tokens/s": "speed", "MFU": "MFU"},
 }
-FIRST = {"loop": "step", "loss": "time"}
+FIRST = {"loop": "time", "loss": "time"}
 
 
 @dataclass
